@@ -1,0 +1,18 @@
+"""A progress bar where tqdm is installed and someone watches; nothing otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
+    """The same items, with a bar on stderr if that is a terminal."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    bar: Iterable[Item] = tqdm(items, description, total=total, disable=None, leave=False)  # None: unless a terminal
+    return bar

@@ -1,0 +1,71 @@
+"""`ConcatBuffer`: several folders of equal fields, read as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
+from memmap_buffer.reading.readable import Readable
+from memmap_buffer.reading.sources import Sources
+from memmap_buffer.store.storage import Storage
+
+
+class ConcatBuffer(Readable):
+    """Several buffers read as one, at every level; episodes are listed source by source, oldest first.
+
+    Args:
+        sources: folders, or open buffers.
+        weights: one positive number per source: every batch has exactly these shares (what does not divide is carried
+            over to the next), however many items each has. Without them every item counts the same.
+
+    Raises: SchemaMismatchError: the fields differ. SchemaError: no source, or weights that do not fit.
+    """
+
+    def __init__(
+        self, sources: Sequence[str | PathLike[str] | ReplayBuffer], weights: Sequence[float] | None = None
+    ) -> None:
+        if not sources:
+            raise SchemaError("ConcatBuffer: got no source, expected at least one folder or buffer")
+        if weights is not None and (len(weights) != len(sources) or not all(w > 0 for w in weights)):
+            raise SchemaError(
+                f"weights: got {list(weights)!r}, expected one positive number for each of {len(sources)} sources"
+            )
+        super().__init__(Sources([_storage(source) for source in sources]), weights)
+
+    @classmethod
+    def from_root(cls, root: str | PathLike[str], weights: Sequence[float] | None = None) -> ConcatBuffer:
+        """All buffers that are direct subfolders of `root`, by name. Raises NotABufferError where there is none."""
+        folders = sorted(path.parent for path in Path(root).glob("*/schema.json"))
+        if not folders:
+            raise NotABufferError(f"{root}: no subfolder holds a buffer", path=Path(root))
+        return cls(folders, weights)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return tuple(storage.path for storage in self._sources.storages)
+
+    @property
+    def read_only(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        """Nothing to do: there is nothing of its own to write."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ReadOnlyError("a ConcatBuffer only reads; write to one of its sources")
+
+    one_episode = begin_episode = batched_episode = store = store_batch = store_meta_batch = _refuse
+    store_episode = store_datapoint = store_meta_datapoint = advance_episode = update = clear = reset_ = _refuse
+
+
+ConcatReplayBuffer = ConcatBuffer
+
+
+def _storage(source: str | PathLike[str] | ReplayBuffer) -> Storage:
+    if isinstance(source, ReplayBuffer):
+        return source._storage
+    return Storage.open(source, read_only=True)

@@ -1,0 +1,273 @@
+"""Which anchors exist now: runs of them per episode, never a list of all steps; and which of them a filter keeps.
+
+`Selection` says what is wanted: a view, filters, a split. `Index` is the answer for the episodes of one moment: a
+cumulative count per run, 32 bytes an episode (with `filter_fields`, per surviving run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.reading.views import View
+from memmap_buffer.schema import Schema
+from memmap_buffer.store.records import FINAL, TERMINATED
+from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
+from memmap_buffer.values import Array, decode
+
+BoolArray = npt.NDArray[np.bool_]
+CHUNK_STEPS = 1 << 20  # steps whose filter columns are looked at together
+
+
+@dataclass(frozen=True)
+class Index:
+    """The anchors of one moment: run r has those with t = min(first + i * stride, last), i < count.
+
+    Attributes:
+        slot, serial, first: (R,).  starts: (R + 1,) how many anchors the runs before have, in all.
+        source: (R,) or None for one folder.  last: (R,) or None.
+    """
+
+    slot: IntArray
+    serial: IntArray
+    first: IntArray
+    starts: IntArray
+    stride: int = 1
+    source: IntArray | None = None
+    last: IntArray | None = None
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def locate(self, i: IntArray) -> Anchors:
+        """The anchors number `i`, (B,) int64 in [0, len)."""
+        run = np.searchsorted(self.starts, i, side="right") - 1
+        t = self.first[run] + (i - self.starts[run]) * self.stride
+        if self.last is not None:
+            t = np.minimum(t, self.last[run])
+        source = None if self.source is None else self.source[run]
+        return Anchors(source, self.slot[run], self.serial[run], t)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is wanted of the episodes that exist.
+
+    Args:
+        view: how items are cut.
+        filter_meta: meta field (or "episode_lens") -> condition; filter_fields: field -> condition on step t. A
+            condition is a scalar (equal), a set or list (member), (low, high) (low ≤ x < high, None is open), or a
+            callable from the column to bools. All must hold.
+        min_episode_len: timesteps.
+        top_k: (meta field, k): only the k episodes where it is highest.
+        split: name -> fraction of the episodes, and `part`, the name of the one that is wanted; by `split_seed`. An
+            episode's part follows from its serial alone, so it never changes.
+    """
+
+    view: View
+    filter_meta: Mapping[str, Any] = field(default_factory=dict)
+    filter_fields: Mapping[str, Any] = field(default_factory=dict)
+    min_episode_len: int = 1
+    top_k: tuple[str, int] | None = None
+    split: Mapping[str, float] | None = None
+    part: str | None = None
+    split_seed: int = 0
+
+    def check(self, schema: Schema) -> None:
+        """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
+        for name in [*self.filter_meta, *([self.top_k[0]] if self.top_k else [])]:
+            if name != "episode_lens" and name not in schema.meta_fields:
+                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, "episode_lens"])
+        for name in self.filter_fields:
+            if name not in schema.fields:
+                raise schema.unknown(name, "filter_fields", schema.fields)
+            if schema.fields[name].shape not in ((), (1,)):
+                raise SchemaError(
+                    f"filter_fields: {name!r} has shape {schema.fields[name].shape}; filter by a scalar field"
+                )
+        if self.filter_fields and self.view.per_episode:
+            raise SchemaError("filter_fields needs a view of timesteps; filter whole episodes by filter_meta")
+        if self.split is not None:
+            total = sum(self.split.values())
+            if self.part not in self.split or min(self.split.values()) < 0 or total > 1 + 1e-9:
+                raise SchemaError(
+                    f"split: got {dict(self.split)!r} and part={self.part!r}; expected fractions of at most 1 in all, "
+                    "and part= naming one of them"
+                )
+
+    def without_callables(self) -> Selection:
+        """What can be pickled; see `Index` for the episodes it leaves open."""
+        meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
+        fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
+        return replace(self, filter_meta=meta, filter_fields=fields)
+
+    @property
+    def has_callables(self) -> bool:
+        return any(callable(c) for c in [*self.filter_meta.values(), *self.filter_fields.values()])
+
+    def index(self, sources: Sources) -> Index:
+        """The anchors that exist in the tables as last read."""
+        folders = list(zip(sources.storages, sources.tables, strict=True))
+        slots = [self._slots(number, *folder) for number, folder in enumerate(folders)]
+        if self.top_k is not None:
+            slots = _top_k(slots, sources, *self.top_k)
+        parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
+        source = np.repeat(np.arange(len(parts)), [len(part.slot) for part in parts])
+        slot, serial, first, count = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
+        )
+        lasts = [part.last for part in parts if part.last is not None]
+        return Index(
+            *(slot, serial, first),
+            starts=np.concatenate([[0], np.cumsum(count)]),
+            stride=self.view.stride,
+            source=None if sources.single else source,
+            last=np.concatenate(lasts) if lasts else None,
+        )
+
+    def _slots(self, number: int, storage: Storage, table: EpisodeTable) -> IntArray:
+        """The slots of the episodes that pass, oldest first."""
+        slots = table.visible
+        keep = table.length[slots] >= self.min_episode_len
+        for name, condition in self.filter_meta.items():
+            keep &= _matches(_episode_column(storage, table, name, slots), condition, name)
+        if self.split is not None:
+            keep &= self._in_part(table.serial[slots], number)
+        return slots[keep]
+
+    def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> _Runs:
+        ended = _ended(storage, table, slots, self.view.terminal_field)
+        spans = self.view.spans(table.length[slots], table.flags[slots] & FINAL != 0, ended)
+        runs = _Runs(slots, table.serial[slots], spans.first, spans.count, spans.last)
+        if self.filter_fields:
+            return _filtered(runs, storage, self.filter_fields, self.view.stride)
+        return runs.where(np.flatnonzero(spans.count > 0))
+
+    def _in_part(self, serial: IntArray, number: int) -> BoolArray:
+        """Where a hash of (seed, source, serial) falls into the part's share of [0, 1)."""
+        shares = dict(self.split or {})
+        names = list(shares)
+        stop = np.cumsum([shares[name] for name in names])[names.index(self.part or "")]
+        start = stop - shares[self.part or ""]
+        x = serial.astype(np.uint64) + np.uint64(
+            (self.split_seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) % 2**64
+        )
+        # splitmix64's finaliser: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        u = (x ^ (x >> np.uint64(31))).astype(np.float64) / 2.0**64
+        return np.asarray((u >= start) & (u < stop))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of one folder, as in `Index`, with a count each."""
+
+    slot: IntArray
+    serial: IntArray
+    first: IntArray
+    count: IntArray
+    last: IntArray | None
+
+    def where(self, chosen: IntArray) -> _Runs:
+        last = None if self.last is None else self.last[chosen]
+        return _Runs(self.slot[chosen], self.serial[chosen], self.first[chosen], self.count[chosen], last)
+
+
+def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
+    """A meta field, or the lengths as "episode_lens", of some slots."""
+    if name == "episode_lens":
+        return table.length[slots]
+    return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
+
+
+def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, name: str | None) -> BoolArray:
+    """Which episodes ended by the field `name`: the record tells for `terminated`, else the last step is read."""
+    if name in (None, "terminated") or name not in storage.layout.schema.fields:
+        return np.asarray(table.flags[slots] & TERMINATED != 0)
+    final = storage.layout.schema.fields[name].final
+    rows = storage.first_row(slots, final) + table.length[slots] - 1
+    return np.asarray(storage.maps.rows[name][rows].reshape(len(slots), -1).any(axis=1))
+
+
+def _matches(column: Array, condition: Any, name: str) -> BoolArray:
+    """Where a condition holds, (n,) bool."""
+    if callable(condition):
+        result = np.asarray(condition(column))
+        if result.shape != column.shape[:1] or result.dtype != bool:
+            raise SchemaError(
+                f"filter {name!r}: the callable gave {result.dtype} {result.shape}, expected bool {column.shape[:1]}"
+            )
+        return result
+    flat = column.reshape(len(column), -1)
+    if flat.shape[1] != 1:
+        raise SchemaError(f"filter {name!r}: it has shape {column.shape[1:]}; give a callable from the column to bools")
+    values = flat[:, 0]
+    if isinstance(condition, tuple):
+        return _in_range(values, condition, name)
+    if isinstance(condition, (set, frozenset, list, range, np.ndarray)):
+        return np.isin(values, list(condition))
+    return np.asarray(values == condition)
+
+
+def _in_range(values: Array, condition: tuple[Any, ...], name: str) -> BoolArray:
+    if len(condition) != 2:
+        raise SchemaError(f"filter {name!r}: got {condition!r}; a tuple is (low, high), use a set or list for members")
+    low, high = condition
+    keep = np.ones(len(values), np.bool_)
+    if low is not None:
+        keep &= values >= low
+    if high is not None:
+        keep &= values < high
+    return keep
+
+
+def _top_k(slots: list[IntArray], sources: Sources, name: str, k: int) -> list[IntArray]:
+    """The k episodes of all folders where a meta field is highest; the newer one where equal."""
+    folders = zip(sources.storages, sources.tables, slots, strict=True)
+    values = np.concatenate([_episode_column(storage, table, name, chosen) for storage, table, chosen in folders])
+    best = np.zeros(len(values), np.bool_)
+    best[np.argsort(values, kind="stable")[::-1][:k]] = True
+    cuts = np.cumsum([len(chosen) for chosen in slots])[:-1]
+    return [chosen[mask] for chosen, mask in zip(slots, np.split(best, cuts), strict=True)]
+
+
+def _filtered(runs: _Runs, storage: Storage, filters: Mapping[str, Any], stride: int) -> _Runs:
+    """Split runs into those whose every anchor passes the filters: one scan of the columns, in chunks."""
+    pieces = [_scan(runs, chunk, storage, filters, stride) for chunk in _chunks(runs.count)]
+    if not pieces:
+        return runs
+    run, first, count = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return replace(runs.where(run), first=first, count=count)
+
+
+def _chunks(count: IntArray) -> Iterator[IntArray]:
+    """Run numbers, in groups of some `CHUNK_STEPS` anchors."""
+    group = np.cumsum(count) // CHUNK_STEPS
+    return (np.flatnonzero(group == number) for number in np.unique(group))
+
+
+def _scan(
+    runs: _Runs, chunk: IntArray, storage: Storage, filters: Mapping[str, Any], stride: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """(run, first, count) of the runs that survive in a chunk."""
+    part = runs.where(chunk)
+    run = np.repeat(np.arange(len(chunk)), part.count)
+    t = part.first[run] + (np.arange(len(run)) - np.repeat(np.cumsum(part.count) - part.count, part.count)) * stride
+    if part.last is not None:
+        t = np.minimum(t, part.last[run])
+    keep = t >= 0
+    for name, condition in filters.items():
+        field = storage.layout.schema.fields[name]
+        rows = storage.first_row(part.slot, field.final)[run] + np.maximum(t, 0)
+        keep &= _matches(decode(storage.maps.rows[name].take(rows, axis=0), field.dtype), condition, name)
+    joined = keep[1:] & keep[:-1] & (run[1:] == run[:-1])
+    begins = np.flatnonzero(keep & ~np.concatenate([[False], joined]))
+    ends = np.flatnonzero(keep & ~np.concatenate([joined, [False]]))
+    return chunk[run[begins]], t[begins], ends - begins + 1

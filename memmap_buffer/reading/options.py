@@ -1,0 +1,246 @@
+"""Options of `dataset`, `dataloader` and `sample`: what each means, which exclude each other, which view they name."""
+
+from __future__ import annotations
+
+import difflib
+from collections import namedtuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.reading.index import Selection
+from memmap_buffer.reading.views import Crop, NStep, Timestep, Trajectory, View
+from memmap_buffer.schema import Schema
+from memmap_buffer.store.layout import Layout
+
+if TYPE_CHECKING:
+    Names = Iterable[str]
+
+
+class ReadOptions(TypedDict, total=False):
+    """Keyword options of `dataset`, `dataloader` and `sample`; `Options` says what each does."""
+
+    view: View
+    n_steps: int
+    timestep_level: bool
+    window_length: int
+    fields: Names
+    current_fields: Names
+    next_fields: Names
+    sequence_fields: Names
+    gamma: float
+    reward: str
+    terminated: str
+    filter_meta: Mapping[str, Any]
+    filter_fields: Mapping[str, Any]
+    min_episode_len: int
+    top_k: tuple[str, int]
+    split: Mapping[str, float]
+    part: str
+    split_seed: int
+    include_metadata: bool
+    return_indices: bool
+    return_mask: bool
+    return_episode_lens: bool
+    slice_by_episode_len: bool
+    fieldname_map: Mapping[str, str]
+    to_named_tuple: Iterable[str]
+    on_stale: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to read.
+
+    Args:
+        view: a view object; or else
+        n_steps: n-step transitions (`NStep`), with current_fields, next_fields, sequence_fields, gamma, reward and
+            terminated; timestep_level: single timesteps; window_length: one random crop per episode; none of these:
+            whole episodes, with return_mask, return_episode_lens, and slice_by_episode_len=False to pad all to
+            max_timesteps.
+        fields: which fields; default all.
+        filter_meta, filter_fields, min_episode_len, top_k, split, part, split_seed: see `Selection`.
+        include_metadata: add the meta fields to each item.
+        return_indices: add `_index` (serial) to whole episodes, `_indices` (serial, t) to all else; a ConcatBuffer
+            puts the number of the source before.
+        fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch as a named tuple of
+            these keys, leading underscores dropped.
+        on_stale: what to do when an episode is overwritten before its rows were read: "redraw" or "raise".
+    """
+
+    view: View | None = None
+    n_steps: int | None = None
+    timestep_level: bool = False
+    window_length: int | None = None
+    fields: Names | None = None
+    current_fields: Names | None = None
+    next_fields: Names | None = None
+    sequence_fields: Names | None = None
+    gamma: float | None = None
+    reward: str = "reward"
+    terminated: str = "terminated"
+    filter_meta: Mapping[str, Any] | None = None
+    filter_fields: Mapping[str, Any] | None = None
+    min_episode_len: int = 1
+    top_k: tuple[str, int] | None = None
+    split: Mapping[str, float] | None = None
+    part: str | None = None
+    split_seed: int = 0
+    include_metadata: bool = True
+    return_indices: bool = False
+    return_mask: bool = False
+    return_episode_lens: bool = True
+    slice_by_episode_len: bool = True
+    fieldname_map: Mapping[str, str] | None = None
+    to_named_tuple: Iterable[str] | None = None
+    on_stale: str = "redraw"
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Options:
+        """Options from keywords. Raises SchemaError naming the closest one for an unknown."""
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+                raise SchemaError(f"option {name!r} is unknown; {hint}")
+        options = cls(**given)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        kinds = [k for k in ("view", "n_steps", "window_length") if getattr(self, k) is not None]
+        kinds += ["timestep_level"] * self.timestep_level
+        steps = (
+            self.view is not None or self.n_steps is not None or self.timestep_level or self.window_length is not None
+        )
+        rules = {
+            f"{' and '.join(kinds)} exclude each other; give one": len(kinds) > 1,
+            "fields and to_named_tuple exclude each other; to_named_tuple picks the fields": (
+                self.fields is not None and self.to_named_tuple is not None
+            ),
+            "fields says nothing to n_steps; use current_fields, next_fields and sequence_fields": (
+                self.fields is not None and self.n_steps is not None
+            ),
+            "fields says nothing to a view object; give them to the view": self.fields is not None
+            and self.view is not None,
+            "return_mask is for whole episodes; windows and offsets have masks of their own": self.return_mask
+            and steps,
+            "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told": (
+                not self.slice_by_episode_len and not self.return_episode_lens
+            ),
+            "on_stale: expected 'redraw' or 'raise'": self.on_stale not in ("redraw", "raise"),
+        }
+        for text, broken in rules.items():
+            if broken:
+                raise SchemaError(f"options: {text}")
+        only = ("gamma", "current_fields", "next_fields", "sequence_fields")
+        if self.n_steps is None and any(getattr(self, name) is not None for name in only):
+            raise SchemaError(f"options: {', '.join(only)} go with n_steps")
+
+    def make_view(self, layout: Layout) -> View:
+        """The view that these options name."""
+        chosen = names(self.fields)
+        if self.view is not None:
+            return self.view
+        if self.n_steps is not None:
+            sequence = () if self.sequence_fields is None else names(self.sequence_fields)
+            current, following = names(self.current_fields), names(self.next_fields)
+            return NStep(self.n_steps, current, following, sequence, self.gamma, self.reward, self.terminated)
+        if self.window_length is not None:
+            return Crop(self.window_length, chosen)
+        if self.timestep_level:
+            return Timestep(chosen)
+        length = None if self.slice_by_episode_len else layout.max_timesteps
+        return Trajectory(chosen, self.return_mask, self.return_episode_lens, length)
+
+    def select(self, layout: Layout) -> Selection:
+        """What is wanted of the episodes. Raises SchemaError for what the schema does not have."""
+        selection = Selection(
+            self.make_view(layout),
+            filter_meta=_flat(layout.schema, self.filter_meta),
+            filter_fields=_flat(layout.schema, self.filter_fields),
+            min_episode_len=self.min_episode_len,
+            top_k=self.top_k,
+            split=self.split,
+            part=self.part,
+            split_seed=self.split_seed,
+        )
+        selection.check(layout.schema)
+        return selection
+
+
+@dataclass(frozen=True)
+class Output:
+    """The keys of a batch, in order, and what they are called.
+
+    Args:
+        meta: the meta fields that are added. indices: "_index", "_indices" or "".
+        rename: key -> the key wanted. tuple_names: keys of the named tuple, or ().
+    """
+
+    meta: tuple[str, ...]
+    indices: str
+    rename: Mapping[str, str] = field(default_factory=dict)
+    tuple_names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, options: Options, view: View, schema: Schema) -> Output:
+        """Raises SchemaError where two keys coincide, or a name is none of the batch's."""
+        meta = tuple(schema.meta_fields) if options.include_metadata else ()
+        indices = "" if not options.return_indices else "_index" if view.per_episode else "_indices"
+        keys = [*view.keys(schema), *meta, *[indices] * bool(indices)]
+        rename = dict(options.fieldname_map or {})
+        for name in rename:
+            if name not in keys:
+                raise schema.unknown(name, "fieldname_map", keys)
+        wanted = [rename.get(key, key) for key in keys]
+        twice = sorted({key for key in wanted if wanted.count(key) > 1})
+        if twice:
+            raise SchemaError(
+                f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map"
+            )
+        output = cls(meta, indices, rename, names(options.to_named_tuple) or ())
+        groups = {key.split(".")[0] for key in wanted}
+        for name in output.tuple_names:
+            if name not in wanted and name not in groups:
+                raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
+        return output
+
+
+def names(given: Names | str | None) -> tuple[str, ...] | None:
+    """Names as a tuple; a single one may stand alone."""
+    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Conditions by dotted name; a tuple is a range, not a group."""
+    out: dict[str, Any] = {}
+    for name, condition in (conditions or {}).items():
+        nested = isinstance(condition, Mapping) and name not in schema.all
+        out |= {f"{name}.{k}": v for k, v in _flat(schema, condition).items()} if nested else {name: condition}
+    return out
+
+
+class _Tuple(tuple[Any, ...]):
+    """The base of batches as named tuples: pickles by its names, so a worker of any start method can send one."""
+
+    _fields: tuple[str, ...] = ()
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_tuple, (self._fields, tuple(self))
+
+
+@lru_cache(maxsize=64)
+def tuple_type(keys: tuple[str, ...]) -> Any:
+    """The named tuple of these keys, leading underscores dropped."""
+    base = namedtuple("Batch", [key.lstrip("_").replace(".", "_") for key in keys], rename=True)  # type: ignore[misc]
+    return type("Batch", (base,), {"__slots__": (), "__reduce__": _Tuple.__reduce__})
+
+
+def make_tuple(keys: tuple[str, ...], values: Iterable[Any]) -> Any:
+    """A batch as a named tuple."""
+    return tuple_type(keys)._make(values)

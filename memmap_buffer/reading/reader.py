@@ -1,0 +1,113 @@
+"""Anchors in, batch of arrays out: the view, the meta fields, the check afterwards, and what is drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
+from memmap_buffer.reading.gather import Gather
+from memmap_buffer.reading.index import Index, Selection
+from memmap_buffer.reading.options import Options, Output
+from memmap_buffer.reading.order import crop, draw
+from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.store.storage import EpisodeTable, IntArray
+from memmap_buffer.values import Array
+
+TRIES = 8
+
+
+class Reader:
+    """Reads batches of one kind.
+
+    Args:
+        sources: the folders. given: the options, as `Options` names them.
+
+    Raises: SchemaError: the options contradict each other or the schema.
+    """
+
+    def __init__(self, sources: Sources, given: Mapping[str, Any]) -> None:
+        options = Options.parse(given)
+        self.sources = sources
+        self.selection: Selection = options.select(sources.layout)
+        self.output = Output.of(options, self.selection.view, sources.schema)
+        self.on_stale = options.on_stale
+        self._index: Index | None = None
+        self._tables: tuple[EpisodeTable, ...] = ()
+        self._frozen = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker needs: paths, options, and the index as arrays. Callables in filters stay behind."""
+        selection = self.selection
+        frozen = self._frozen or selection.has_callables
+        state = {"sources": self.sources, "selection": selection.without_callables(), "output": self.output}
+        return {**state, "on_stale": self.on_stale, "_index": self.index(), "_tables": (), "_frozen": frozen}
+
+    def index(self, refresh: bool = False) -> Index:
+        """The anchors as of the last refresh; `refresh` looks for new episodes first."""
+        if self._index is None or (refresh and not self._frozen):
+            tables = self.sources.refresh()
+            if self._index is None or not _same(tables, self._tables):
+                self._index, self._tables = self.selection.index(self.sources), tables
+        return self._index
+
+    def require(self, index: Index) -> None:
+        """Raise NotEnoughDataError, with the counts, where there is nothing to draw from."""
+        if not len(index):
+            episodes = sum(len(table) for table in self.sources.tables)
+            why = (
+                "replay buffer is empty"
+                if not episodes
+                else f"none of {episodes} episodes has an item for this view and filter"
+            )
+            raise NotEnoughDataError(
+                f"{self.sources.storages[0].path}: {why}; store episodes, or widen the filter", episodes=episodes
+            )
+
+    def crop(self, anchors: Anchors, rng: np.random.Generator) -> Anchors:
+        """Let chance move the anchors, where the view gives it a say."""
+        return crop(self.selection, self.sources, anchors, rng)
+
+    def read(self, anchors: Anchors) -> dict[str, Array]:
+        """The batch at some anchors.
+
+        Args: anchors: (B,).
+        Returns: key -> (B, …), fresh arrays of the stored dtypes.
+        Raises: StaleEpisodeError: an episode was overwritten meanwhile, and cannot or must not be drawn again.
+        """
+        for _ in range(TRIES):
+            gather = Gather(self.sources, anchors)
+            self.selection.view.cut(gather)
+            gather.put_meta(self.output.meta)
+            fresh = gather.fresh()
+            if fresh.all():
+                return self._named(gather.batch, anchors)
+            if self.on_stale == "raise":
+                break
+            anchors = self._redraw(anchors, np.flatnonzero(~fresh))
+        gone = np.unique(anchors.serial[~fresh]).tolist()
+        raise StaleEpisodeError(
+            f"{self.sources.storages[0].path}: episodes {gone[:5]} were overwritten or cleared before they were read; "
+            "make the ring larger, begin a new epoch more often, or leave on_stale='redraw'",
+            serials=gone,
+        )
+
+    def _redraw(self, anchors: Anchors, stale: IntArray) -> Anchors:
+        index = self.index(refresh=True)
+        self.require(index)
+        fresh = draw(self.selection, self.sources, index, len(stale), np.random.default_rng())
+        return anchors.replaced(stale, fresh)
+
+    def _named(self, batch: dict[str, Array], anchors: Anchors) -> dict[str, Array]:
+        if self.output.indices:
+            columns = [anchors.serial] if self.output.indices == "_index" else [anchors.serial, anchors.t]
+            columns = columns if anchors.source is None else [anchors.source, *columns]
+            batch[self.output.indices] = columns[0].copy() if len(columns) == 1 else np.stack(columns, axis=1)
+        rename = self.output.rename
+        return {rename.get(key, key): value for key, value in batch.items()} if rename else batch
+
+
+def _same(a: tuple[EpisodeTable, ...], b: tuple[EpisodeTable, ...]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,135 @@
+"""In which order a loader draws: sequential, shuffled, or in fixed shares of several sources.
+
+An epoch is fixed by (seed, epoch) and the episodes that exist when it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from memmap_buffer.reading.index import Index
+from memmap_buffer.reading.order import Permutation, Quota, draw
+from memmap_buffer.reading.reader import Reader
+from memmap_buffer.reading.sources import Anchors
+from memmap_buffer.store.storage import IntArray
+
+BLOCK = 1 << 14  # positions that are permuted together: numpy's cost per call vanishes in it
+
+
+class EpochSampler:
+    """A PyTorch batch sampler whose batches are `Anchors`; each epoch sees the episodes published since.
+
+    Args:
+        reader: what is drawn from.
+        batch_size: items a batch. shuffle: without replacement, in an order of (seed, epoch). drop_last: leave out an
+            incomplete last batch.
+        seed: fixes every epoch.
+        weights: one per source: each batch has exactly these shares, every source going round in an order of its own;
+            an epoch has as many items as without.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.reader = reader
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self.weights = weights
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next epoch; without it epochs count up by themselves."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.reader.index(refresh=True)), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Anchors]:
+        index, epoch = self.reader.index(refresh=True), self.epoch
+        self.epoch += 1
+        rng = np.random.default_rng((self.seed, epoch))
+        batches = self._batches(0, len(index), epoch) if self.weights is None else self._mixed(index, epoch)
+        for positions in batches:
+            yield self.reader.crop(index.locate(positions), rng)
+
+    def _batches(self, start: int, n: int, *key: int) -> Iterator[IntArray]:
+        """Positions start … start + n - 1 in order or shuffled, a batch at a time."""
+        for block in self._blocks(start, n, max(1, BLOCK // self.batch_size) * self.batch_size, *key):
+            for at in range(0, len(block), self.batch_size):
+                batch = block[at : at + self.batch_size]
+                if len(batch) == self.batch_size or not self.drop_last:
+                    yield batch
+
+    def _blocks(self, start: int, n: int, size: int, *key: int) -> Iterator[IntArray]:
+        permutation = Permutation(n, self.seed, *key) if self.shuffle else None
+        for at in range(0, n, size):
+            block = np.arange(at, min(at + size, n))
+            yield start + (block if permutation is None else permutation(block))
+
+    def _mixed(self, index: Index, epoch: int) -> Iterator[IntArray]:
+        quota, rounds = Quota(self.weights or ()), _Rounds(self, index, epoch)
+        full, rest = divmod(len(index), self.batch_size)
+        for size in [self.batch_size] * full + [rest] * (rest > 0 and not self.drop_last):
+            yield np.concatenate([rounds.take(source, int(n)) for source, n in enumerate(quota.next(size))])
+
+
+class _Rounds:
+    """Each source's positions, round after round, in an order of its own."""
+
+    def __init__(self, sampler: EpochSampler, index: Index, epoch: int) -> None:
+        self._sampler, self._epoch = sampler, epoch
+        self._bounds = source_bounds(index, len(sampler.weights or ()))
+        self._streams = [self._stream(source) for source in range(len(self._bounds) - 1)]
+        self._left = [np.empty(0, np.int64) for _ in self._streams]
+
+    def take(self, source: int, n: int) -> IntArray:
+        while len(self._left[source]) < n:
+            self._left[source] = np.concatenate([self._left[source], next(self._streams[source])])
+        taken, self._left[source] = self._left[source][:n], self._left[source][n:]
+        return taken
+
+    def _stream(self, source: int) -> Iterator[IntArray]:
+        start, stop = self._bounds[source], self._bounds[source + 1]
+        turn = 0
+        while True:
+            yield from self._sampler._blocks(start, stop - start, BLOCK, self._epoch, source, turn)
+            turn += 1
+
+
+class Draws:
+    """Batches drawn uniformly with replacement, as `sample` gives them; the shares of weighted sources are exact."""
+
+    def __init__(self, reader: Reader, weights: Sequence[float] | None = None) -> None:
+        self.reader = reader
+        self._quota = None if weights is None else Quota(weights)
+
+    def next(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+        """The anchors of one batch. Raises NotEnoughDataError where there are none."""
+        reader = self.reader
+        index = reader.index(refresh=True)
+        reader.require(index)
+        if self._quota is None:
+            return draw(reader.selection, reader.sources, index, batch_size, rng)
+        counts = self._quota.next(batch_size)
+        bounds = source_bounds(index, len(counts))
+        parts = [rng.integers(bounds[s], bounds[s + 1], n) for s, n in enumerate(counts) if n]
+        return reader.crop(index.locate(np.concatenate(parts)), rng)
+
+
+def source_bounds(index: Index, sources: int) -> list[int]:
+    """Where each source's positions begin in an index; it lists them source by source."""
+    if index.source is None:
+        return [0, len(index)]
+    return [int(n) for n in index.starts[np.searchsorted(index.source, np.arange(sources + 1))]]

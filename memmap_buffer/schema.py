@@ -1,0 +1,244 @@
+"""What is stored: `Field` and `Schema`, parsed from every spelling, nested dicts under dotted names. No I/O."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.values import Array, decode, dtype_name, encode, storage_dtype, to_numpy
+
+MAX_FIELDS = 1024
+MAX_DIMENSIONS = 16
+MAX_NAME = 64
+RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
+_PART = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a schema.
+
+    Args:
+        dtype: "float" (float32), "int" (int64), a numpy or torch dtype or its name, or "U<n>" for text.
+        shape: the shape of one entry; an int n means (n,).
+        default: what a step that leaves the field out gets: a scalar, or an array of `shape`. None: it must be given.
+        final: the field has one more entry per episode, the observation after the last action.
+
+    Raises:
+        SchemaError: the dtype cannot be stored, the shape is no shape, or the default does not fit.
+    """
+
+    dtype: Any
+    shape: Any = ()
+    default: Any = None
+    final: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        object.__setattr__(self, "shape", _parse_shape(self.shape))
+        if self.default is not None:
+            object.__setattr__(self, "default", self._parse_default(self.default))
+
+    def _parse_default(self, default: Any) -> Any:
+        array = to_numpy(default)
+        try:
+            stored = encode(array, self.dtype, () if array.ndim == 0 else self.shape)
+        except SchemaError as error:
+            raise SchemaError(f"default {default!r}: {error}") from None
+        return decode(stored, self.dtype).tolist()
+
+    @classmethod
+    def parse(cls, spec: Any) -> Field:
+        """A field from a `Field`, a dtype, or a tuple (dtype, shape[, default])."""
+        if isinstance(spec, Field):
+            return spec
+        if isinstance(spec, (tuple, list)):
+            if not 1 <= len(spec) <= 3:
+                raise SchemaError(f"got {spec!r}, expected a dtype, (dtype, shape) or (dtype, shape, default)")
+            return cls(*spec)
+        return cls(spec)
+
+    @cached_property
+    def storage(self) -> np.dtype[Any]:
+        """The numpy dtype on disk."""
+        return storage_dtype(self.dtype)
+
+    @cached_property
+    def fill(self) -> Array:
+        """The stored entry that stands for a missing one: the default, else zeros. Shape `shape`."""
+        if self.default is None:
+            return np.zeros(self.shape, self.storage)
+        default = to_numpy(self.default)
+        row = encode(default, self.dtype, default.shape)
+        return np.broadcast_to(row, self.shape).copy()
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one entry."""
+        return int(np.prod(self.shape, dtype=object)) * self.storage.itemsize
+
+    def encode(self, value: Any, lead: int = 0) -> Array:
+        """`value` as stored, shape (*lead dimensions, *shape). Raises SchemaError on a wrong shape or a lossy cast."""
+        return encode(value, self.dtype, self.shape, lead)
+
+
+class Schema:
+    """The fields (per timestep) and meta fields (per episode) of a buffer, by dotted name.
+
+    Args:
+        fields: name -> any spelling of a field, or a nested dict of them.
+        meta_fields: the same, one value an episode.
+
+    Raises:
+        SchemaError: a name is no identifier, is used twice, or a spelling is not understood.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], meta_fields: Mapping[str, Any] | None = None) -> None:
+        self.fields = {name: _parse_field("field", name, spec) for name, spec in _leaves(fields)}
+        self.meta_fields = {name: _parse_field("meta field", name, spec) for name, spec in _leaves(meta_fields or {})}
+        if not self.fields:
+            raise SchemaError("fields: got none, expected at least one per-timestep field")
+        for name, field in self.meta_fields.items():
+            if field.final:
+                raise SchemaError(f"meta field {name!r}: `final` is for per-timestep fields; drop it")
+        _check_names([*self.fields, *self.meta_fields])
+
+    @classmethod
+    def from_example(cls, step: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Schema:
+        """The schema of one step as it would be stored.
+
+        Args:
+            step: name -> array, tensor, scalar or str; nested dicts; a tuple becomes `item0`, `item1`, …
+            meta: the same, one value an episode.
+        """
+        return cls(_example(step), _example(meta or {}))
+
+    @property
+    def all(self) -> dict[str, Field]:
+        return {**self.fields, **self.meta_fields}
+
+    @cached_property
+    def final_names(self) -> frozenset[str]:
+        return frozenset(name for name, field in self.fields.items() if field.final)
+
+    def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Nested values under dotted names; what is a field itself is left as it is."""
+        if not any(isinstance(value, (Mapping, tuple)) for value in values.values()):
+            return dict(values)
+        known = self.all
+        return dict(_flatten(values, "", lambda name: name in known))
+
+    def require(self, names: Iterable[str], where: str, among: Iterable[str] | None = None) -> tuple[str, ...]:
+        """`names` with groups expanded to their fields. Raises SchemaError naming the closest one for an unknown."""
+        known = list(self.all if among is None else among)
+        found: list[str] = []
+        for name in names:
+            members = [name] if name in known else [k for k in known if k.startswith(f"{name}.")]
+            if not members:
+                raise self.unknown(name, where, known)
+            found += members
+        return tuple(dict.fromkeys(found))
+
+    def unknown(self, name: object, where: str, known: Iterable[str] | None = None) -> SchemaError:
+        """The error for a name that was not declared."""
+        names = list(self.all if known is None else known)
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"declared are {', '.join(names) or 'none'}"
+        return SchemaError(f"{where}: got {name!r}, which was not declared; {hint}", field=name)
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names back into nested dicts."""
+    if not any("." in name for name in flat):
+        return dict(flat)
+    out: dict[str, Any] = {}
+    for name, value in flat.items():
+        *groups, leaf = name.split(".")
+        place = out
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[leaf] = value
+    return out
+
+
+def _parse_field(kind: str, name: str, spec: Any) -> Field:
+    try:
+        return Field.parse(spec)
+    except SchemaError as error:
+        raise SchemaError(f"{kind} {name!r}: {error}", field=name) from None
+
+
+def _parse_shape(shape: Any) -> tuple[int, ...]:
+    dimensions = (shape,) if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool) else shape
+    if not isinstance(dimensions, (tuple, list)) or len(dimensions) > MAX_DIMENSIONS:
+        raise SchemaError(f"shape: got {shape!r}, expected an int or a tuple of at most {MAX_DIMENSIONS} ints")
+    for n in dimensions:
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n < 2**62:
+            raise SchemaError(f"shape: got {shape!r}, expected whole numbers from 1")
+    return tuple(int(n) for n in dimensions)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted name, spelling) of nested declarations; a tuple is a spelling, not a group."""
+    out: list[tuple[str, Any]] = []
+    for name, spec in tree.items():
+        full = f"{prefix}{name}"
+        out += _leaves(spec, f"{full}.") if isinstance(spec, Mapping) else [(full, spec)]
+    return out
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str, is_field: Any) -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        full = f"{prefix}{name}"
+        if not is_field(full) and isinstance(value, Mapping):
+            out += _flatten(value, f"{full}.", is_field)
+        elif not is_field(full) and isinstance(value, tuple):
+            out += _flatten({f"item{i}": item for i, item in enumerate(value)}, f"{full}.", is_field)
+        else:
+            out.append((full, value))
+    return out
+
+
+def _example(step: Mapping[str, Any]) -> dict[str, Field]:
+    fields = {}
+    for name, value in _flatten(step, "", lambda _: False):
+        array = to_numpy(value)
+        source = getattr(value, "dtype", array.dtype)
+        spec: Any = str(source) if str(source).startswith("torch.") else array.dtype
+        if array.dtype.kind == "U":
+            spec = f"U{max(1, array.dtype.itemsize // 4)}"
+        if isinstance(value, float) and not isinstance(value, np.generic):
+            spec = "float"
+        fields[name] = _parse_field("field", name, (spec, array.shape))
+    return fields
+
+
+def _check_names(names: list[str]) -> None:
+    if len(names) > MAX_FIELDS:
+        raise SchemaError(f"got {len(names)} fields, at most {MAX_FIELDS} are possible")
+    seen: set[str] = set()
+    for name in names:
+        if len(name) > MAX_NAME or not all(_PART.fullmatch(part) for part in name.split(".")) or name in RESERVED:
+            raise SchemaError(
+                f"name {name!r}: expected dot-joined identifiers ([A-Za-z][A-Za-z0-9_]*) of at most {MAX_NAME} "
+                f"characters, none of {', '.join(sorted(RESERVED))}",
+                field=name,
+            )
+        if name.casefold() in seen:
+            raise SchemaError(f"name {name!r} is used twice (case does not count); rename one", field=name)
+        seen.add(name.casefold())
+    for name in names:
+        parts = name.casefold().split(".")
+        for end in range(1, len(parts)):
+            if ".".join(parts[:end]) in seen:
+                raise SchemaError(
+                    f"name {name!r} lies inside the field {'.'.join(parts[:end])!r}; rename one", field=name
+                )

@@ -1,0 +1,1 @@
+"""How bytes become durable: the format, one folder open, and its one writer."""

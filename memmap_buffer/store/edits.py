@@ -1,0 +1,141 @@
+"""What a user passes for whole episodes, and for changing published ones, checked and encoded. No I/O but reading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.schema import Field, Schema
+from memmap_buffer.store.episode import require_default
+from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.values import Array, encode, to_numpy
+
+
+def whole_episode(
+    schema: Schema, given: Mapping[str, Any]
+) -> tuple[dict[str, Array], dict[str, Any], dict[str, Array], int]:
+    """A whole episode's arrays.
+
+    Args: given: field -> (T, *field), or (T + 1, *field) for fields with `final`; meta field -> value.
+    Returns: (field -> (T, *field) as stored, meta as given, final observations, T).
+    Raises: SchemaError: an unknown field, one missing, or lengths that differ.
+    """
+    flat = schema.flatten(given)
+    schema.require(flat, "store_episode")
+    columns = {name: _column(schema, name, flat[name]) for name in schema.fields if name in flat}
+    if not columns:
+        raise SchemaError("store_episode: no per-timestep field was given; give (T, *field) arrays")
+    length = min(len(column) for column in columns.values())
+    longer = {name for name, column in columns.items() if len(column) != length}
+    finals = schema.final_names
+    if longer and (longer != finals or any(len(columns[name]) != length + 1 for name in longer)):
+        lengths = ", ".join(f"{name}: {len(column)}" for name, column in columns.items())
+        raise SchemaError(
+            f"store_episode: the lengths differ ({lengths}); only fields with final=True "
+            "may have one entry more, and then all of them"
+        )
+    if length < 1:
+        raise SchemaError("store_episode: got arrays of length 0, expected at least one timestep")
+    for name, field in schema.fields.items():
+        if name not in columns:
+            columns[name] = np.broadcast_to(require_default(field, name, "store_episode"), (length, *field.shape))
+    meta = {name: flat[name] for name in schema.meta_fields if name in flat}
+    return {n: c[:length] for n, c in columns.items()}, meta, {name: columns[name][length] for name in longer}, length
+
+
+def _column(schema: Schema, name: str, values: Any) -> Array:
+    try:
+        return schema.fields[name].encode(values, lead=1)
+    except SchemaError as error:
+        raise SchemaError(f"field {name!r}: {error}; the first axis is time", field=name) from None
+
+
+def positions_of(indices: Any, count: int) -> tuple[IntArray, bool]:
+    """Episode positions from an int, list, array, slice or None (all), and whether it was a single one.
+
+    Raises: IndexError: no such episode.
+    """
+    if indices is None:
+        return np.arange(count), False
+    if isinstance(indices, slice):
+        return np.arange(*indices.indices(count)), False
+    array = to_numpy(indices)
+    if array.dtype.kind not in "iu" and array.size:
+        raise SchemaError(f"episodes: got {array.dtype}, expected whole numbers, a slice or None")
+    positions = np.atleast_1d(array).astype(np.int64)
+    outside = (positions < -count) | (positions >= count)
+    if outside.any():
+        raise IndexError(f"episode {positions[outside][0]}: the buffer has {count}")
+    return positions % max(count, 1), array.ndim == 0
+
+
+def changes(
+    storage: Storage, slots: IntArray, single: bool, data: Mapping[str, Any]
+) -> tuple[dict[str, list[Array]], dict[str, list[Array]]]:
+    """New values for published episodes.
+
+    Args:
+        slots: (E,) the episodes. single: `data` has no leading episode axis.
+        data: field -> (E, t, *field) for the first t timesteps, broadcast; meta field -> (E, *field); a scalar: for
+            all of them (a field's scalar: its first timestep). What lies beyond an episode's length is ignored.
+
+    Returns: (field -> E arrays (t, *field), meta field -> E values), as stored.
+    Raises: SchemaError: an unknown field, a wrong shape, more timesteps than the longest of the episodes.
+    """
+    schema, length = storage.layout.schema, storage.table.length[slots]
+    flat = schema.flatten(data)
+    schema.require(flat, "update")
+    rows, meta = {}, {}
+    for name, value in flat.items():
+        field = schema.all[name]
+        if name in schema.meta_fields:
+            values = _expand(name, field, value, single, (len(slots),))
+            meta[name] = [np.ascontiguousarray(v) for v in values]
+            continue
+        values = _expand(name, field, value, single, (len(slots), -1))
+        if len(slots) and values.shape[1] > length.max():
+            raise SchemaError(
+                f"update, field {name!r}: got {values.shape[1]} timesteps, "
+                f"the longest of these episodes has {length.max()}"
+            )
+        rows[name] = [np.ascontiguousarray(v[:n]) for v, n in zip(values, length, strict=True)]
+    return rows, meta
+
+
+def one_step(storage: Storage, position: int, t: int, name: str, value: Any) -> tuple[IntArray, dict[str, list[Array]]]:
+    """The slot and the new rows that replace timestep `t` of one field; those before it stay as they are."""
+    schema, table = storage.layout.schema, storage.table
+    schema.require([name], "store_datapoint", schema.fields)
+    slots = table.visible[positions_of([position], len(table))[0]]
+    length = int(table.length[slots[0]])
+    if not 0 <= t < length:
+        raise SchemaError(f"store_datapoint: timestep {t}, the episode has {length}")
+    field = schema.fields[name]
+    first = int(storage.first_row(slots, field.final)[0])
+    rows = storage.maps.rows[name][first : first + t + 1].copy()
+    rows[t] = field.encode(value)
+    return slots, {name: [rows]}
+
+
+def _expand(name: str, field: Field, value: Any, single: bool, lead: tuple[int, ...]) -> Array:
+    """`value` encoded and broadcast to (*lead, *field); -1 in `lead` takes the value's own size."""
+    array, n = to_numpy(value), len(lead)
+    if array.ndim == 0:
+        array = array.reshape((1,) * (n + len(field.shape)))
+    elif single:
+        array = array[None]
+    if {array.shape[n:], field.shape} == {(), (1,)}:
+        array = array.reshape(array.shape[:n] + field.shape)
+    own = tuple(size if wanted == -1 else wanted for wanted, size in zip(lead, array.shape, strict=False))
+    try:
+        if array.ndim != n + len(field.shape) or len(own) != n:
+            raise SchemaError(f"got shape {array.shape}")
+        return encode(np.broadcast_to(array, own + field.shape), field.dtype, field.shape, n)
+    except (SchemaError, ValueError) as error:
+        wanted_shape = ("episodes", "time")[:n]
+        raise SchemaError(
+            f"update, field {name!r}: {error}; expected ({', '.join(wanted_shape)}, *{field.shape})"
+        ) from None

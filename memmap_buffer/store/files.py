@@ -1,0 +1,385 @@
+"""The format on disk, version 1, and every system call that touches it.
+
+This module is the specification and the only user of `os`, `mmap` and `filelock`. `system` is its one seam: tests
+put a layer there that fails, writes short, kills the process, or records what was done. MUST and SHOULD are used as
+in RFC 2119. All numbers are little-endian, all arrays in C order.
+
+The folder
+----------
+    schema.json            what is in the folder; a folder without it is not a buffer
+    episodes.npy           (slots,) records of 64 bytes: the only place where an episode becomes visible
+    state.npy              (1,) record of 256 bytes
+    checksums.npy          (slots, columns) u4
+    data/<field>.npy       (slots, max_timesteps, *shape); one more timestep with `final`; packed: (rows, *shape)
+    meta/<field>.npy       (slots, *shape)
+    priority/, extra/      optional
+    .redo                  present only while an `update` is being carried out
+    .lock                  locked by the one writer; readers never touch it
+
+Every array file MUST be exactly the header below followed by its elements, neither shorter nor longer. Readers MUST
+refuse any other, and MUST NOT extend, truncate or delete it. The header is numpy's version 1.0: `93 4E 55 4D 50 59 01
+00`, a u16 length, then `{'descr': D, 'fortran_order': False, 'shape': S, }` padded with spaces to a multiple of 64
+bytes and ended by a newline, D and S as Python's `repr` writes them (`npy_header`). So no record crosses a sector.
+Files SHOULD be sparse, are created 0600, and MUST be plain files, not links or pipes.
+
+schema.json
+-----------
+UTF-8 JSON without a byte order mark, at most 1 MiB, no key twice, no NaN or Infinity: `{"format": "memmap-buffer",
+"version": 1, "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular", "max_steps",
+"rows", "columns", "fields", "meta_fields"}`. slots = max_episodes + spare_slots. `rows` is null in a grid and the
+total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape", "default",
+"final", "column"}`, `column` being its place in checksums.npy. Readers MUST refuse unknown keys and versions.
+Names are dot-joined identifiers, `[A-Za-z][A-Za-z0-9_]*`, of at most 64 characters in all, distinct without regard
+to case, no name being a dotted prefix of another. dtypes are the names of `values.NUMERIC` and U1 … U4096; bfloat16
+is stored as its bits in u2.
+
+episodes.npy
+------------
+One record a slot:  generation u8 | serial u8 | length u4 | flags u4 | first_row u8 | time u8 | epoch u8 | digest u4
+| reserved u4 | check u8.
+
+generation   even; odd while rows of this slot are overwritten; never 0 once written
+serial       the episode's number, counted from 0, never used twice
+length       timesteps, 1 … max_timesteps
+flags        1 has the final observation, 2 cut short, 4 deleted, 8 open, 16 ended by `terminated`, 32 has checksums
+first_row    the row of step 0 in every data file; rows of files with `final` lie `slot` further. In a grid it MUST
+             be slot * max_timesteps
+time         nanoseconds since 1970 at publication;   epoch   of the writer that published
+digest       of an open record: CRC-32 of its columns' CRC-32s, as u4 in column order; else 0
+check        a fold of the seven 8-byte words before it: h = 0x6D656D6D61706275;
+             for each word w: h = (h ^ w) * 0x9E3779B97F4A7C15 mod 2^64; h ^= h >> 29
+
+A record is valid if its check is right, its generation even and not 0, its length, flags and first_row within
+bounds. Two valid records of one serial are both void. Visible are, of the valid records without the deleted flag
+and with serial >= base, the `max_episodes` highest serials, and of these the newest whose lengths sum to at most
+`max_steps`, if that is set. Only rows below a visible record's length may be read (and, with flag 1, the row at
+`length` of files with `final`).
+
+state.npy
+---------
+base u8 (serials below it are cleared) | next u8 | synced u8 (serials below it are known to be on the disk) |
+changes u8 | epoch u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8[13].
+Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change. The next
+serial is the larger of `next` and the highest serial in any valid record + 1.
+
+Publishing
+----------
+The writer holds `.lock` and has raised `epoch`; before each publication it compares `epoch` with its own and stops
+if it differs. A slot is chosen that is neither visible nor taken by an open episode. Then, in this order:
+
+1. the slot's generation, odd   2. data and meta   3. the slot's checksums
+   (durability "power": a barrier on each of these files)
+4. the record from the serial on, in one write   5. the generation, even: the commit   ("power": a barrier)
+6. `next`, to the serial + 1; then `changes`
+
+Appending a step to an open record (flag 8) writes its rows beyond the visible length, then replaces the record from
+the serial on by one write, the generation unchanged; `checksums.npy` is written when the episode is closed.
+Deleting sets flag 4 the same way, after raising `base` to the oldest visible serial so that nothing retired comes
+back. Clearing sets `base` to `next`.
+
+Updating in place
+-----------------
+`.redo` gets all new bytes first (redo.py); then steps 1 to 6 with the same serial; then `.redo` is removed. Whoever
+takes the lock next carries a valid `.redo` through and removes a torn one.
+
+Creating, opening, trusting
+---------------------------
+Creating and adding a field: the new schema as `schema.json.new`, the files (O_EXCL), then fsync, rename, fsync of the
+folders. What only a `.new` names, the next writer MAY remove under the lock. `overwrite` removes `schema.json`
+first, then exactly the files that it listed. Taking the lock raises `epoch`, stores pid, time, host and boot, clears
+`clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier behind that; if the last
+writer was of another boot and not `clean`, it first sets `suspect` to the next serial. Closing puts barriers on all
+files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another boot without `clean`) all of
+them, MUST be checked against their checksums before they are served (`verify="auto"`).
+
+Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
+where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.values import Array
+
+_NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the data in the drive's cache (fsync(2))
+
+
+class System:
+    """The system calls that change files, one method each, so that a test can stand between."""
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def barrier(self, fd: int) -> None:
+        if _FULL_FSYNC is not None:
+            fcntl.fcntl(fd, _FULL_FSYNC)
+        else:
+            os.fdatasync(fd)
+
+    def create(self, name: str, directory: int) -> int:
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NEVER_FOLLOW, 0o600, dir_fd=directory)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def rename(self, old: str, new: str, directory: int) -> None:
+        os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
+
+    def unlink(self, name: str, directory: int) -> None:
+        os.unlink(name, dir_fd=directory)
+
+    def mkdir(self, name: str, directory: int) -> None:
+        os.mkdir(name, 0o700, dir_fd=directory)
+
+    def sync_folder(self, directory: int) -> None:
+        os.fsync(directory)
+
+
+system = System()
+
+
+def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
+    """The header of an array file, to the byte; `descr` as `repr` writes it."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape!r}, }}".encode("latin1")
+    padding = -(10 + len(text) + 1) % 64
+    return b"\x93NUMPY\x01\x00" + (len(text) + padding + 1).to_bytes(2, "little") + text + b" " * padding + b"\n"
+
+
+def write_all(fd: int, data: Array | bytes, offset: int) -> None:
+    """Write every byte at `offset`, going on after a short write. Raises OSError (ENOSPC on a full disk)."""
+    view = memoryview(
+        np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
+    )
+    while len(view):
+        written = system.pwrite(fd, view, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "a write made no progress")
+        view, offset = view[written:], offset + written
+
+
+def write_word(fd: int, value: int, offset: int) -> None:
+    """Write one aligned 8-byte word: the unit that a reader never sees half of."""
+    write_all(fd, (value % 2**64).to_bytes(8, "little"), offset)
+
+
+def barrier(fd: int) -> None:
+    """Wait until what was written to `fd` is on the disk. Raises OSError, after which the data may be gone."""
+    system.barrier(fd)
+
+
+class Folder:
+    """The files of one folder, opened by name relative to it, never through a link."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
+        root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if not sub:
+                yield root
+                return
+            if create:
+                with suppress(FileExistsError):
+                    system.mkdir(sub, root)
+            directory = os.open(sub, os.O_RDONLY | os.O_DIRECTORY | _NEVER_FOLLOW, dir_fd=root)
+            try:
+                yield directory
+            finally:
+                os.close(directory)
+        finally:
+            os.close(root)
+
+    def _open(self, name: str, flags: int) -> int:
+        sub, _, base = name.rpartition("/")
+        try:
+            with self._directory(sub) as directory:
+                fd = os.open(base, flags | _NEVER_FOLLOW, dir_fd=directory)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
+                raise CorruptBufferError(
+                    self._text(name, "is a link or no plain file"), path=self.path / name
+                ) from None
+            raise
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or (flags & os.O_RDWR and status.st_nlink != 1):
+            os.close(fd)
+            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name)
+        return fd
+
+    def _text(self, name: str, what: str) -> str:
+        return f"{self.path / name} {what}; restore it from a copy, or look at the folder with `verify`"
+
+    def _checked(self, name: str, flags: int, header: bytes, size: int) -> int:
+        """Open an array file whose size and header are exactly what the schema says."""
+        try:
+            fd = self._open(name, flags)
+        except FileNotFoundError:
+            raise CorruptBufferError(self._text(name, "is missing"), path=self.path / name) from None
+        got = os.fstat(fd).st_size
+        if got == size and os.pread(fd, len(header), 0) == header:
+            return fd
+        os.close(fd)
+        what = f"has {got} bytes, the schema says {size}" if got != size else "has another header than the schema says"
+        raise CorruptBufferError(self._text(name, what), path=self.path / name, size=got, expected=size)
+
+    def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """The array of a file, mapped read-only, as a plain ndarray."""
+        count = int(np.prod(shape, dtype=object))
+        size = len(header) + count * dtype.itemsize
+        fd = self._checked(name, os.O_RDONLY, header, size)
+        try:
+            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
+
+    def open_to_write(self, name: str, header: bytes, size: int) -> int:
+        """A descriptor for `write_all`; the caller closes it."""
+        return self._checked(name, os.O_RDWR, header, size)
+
+    def create_array(self, name: str, header: bytes, size: int) -> None:
+        """A new sparse file of zeros behind its header. Raises SchemaError where the file system cannot hold it."""
+        sub, _, base = name.rpartition("/")
+        with self._directory(sub, create=True) as directory:
+            fd = system.create(base, directory)
+            try:
+                system.truncate(fd, size)
+                write_all(fd, header, 0)
+            except OSError as error:
+                if error.errno in (errno.EFBIG, errno.EINVAL, errno.EOVERFLOW):
+                    raise SchemaError(
+                        f"{self.path / name}: a file of {size / 2**40:.1f} TiB is more than this file system allows; "
+                        "lower max_episodes or max_timesteps, or split the buffer into several folders",
+                        path=self.path / name,
+                    ) from error
+                raise
+            finally:
+                os.close(fd)
+
+    def sync_array(self, name: str) -> None:
+        fd = self._open(name, os.O_RDONLY)
+        try:
+            barrier(fd)
+        finally:
+            os.close(fd)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A small file whole. Raises FileNotFoundError, or CorruptBufferError beyond `limit` bytes."""
+        fd = self._open(name, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            if size > limit:
+                raise CorruptBufferError(
+                    self._text(name, f"has {size} bytes, more than {limit}"), path=self.path / name
+                )
+            return os.pread(fd, size, 0)
+        finally:
+            os.close(fd)
+
+    def write_new(self, name: str, data: bytes, sync: bool) -> None:
+        """A new small file, whole and, with `sync`, on the disk."""
+        with self._directory("") as root:
+            fd = system.create(name, root)
+            try:
+                write_all(fd, data, 0)
+                if sync:
+                    barrier(fd)
+                    system.sync_folder(root)
+            finally:
+                os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Replace `new` by `old`, on the disk when this returns."""
+        with self._directory("") as root:
+            system.rename(old, new, root)
+            system.sync_folder(root)
+
+    def sync_folders(self, *subs: str) -> None:
+        for sub in subs:
+            with self._directory(sub) as directory:
+                system.sync_folder(directory)
+
+    def unlink(self, name: str, missing_ok: bool = False) -> None:
+        sub, _, base = name.rpartition("/")
+        try:
+            with self._directory(sub) as directory:
+                system.unlink(base, directory)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    def create(self) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def require(self) -> None:
+        if not self.exists("schema.json"):
+            hint = "its creation did not finish" if self.exists("schema.json.new") else "there is no schema.json"
+            raise NotABufferError(
+                f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path
+            )
+
+    def lock_key(self) -> tuple[int, int]:
+        """What names this folder's lock within the process, whatever path led to it."""
+        status = os.stat(self.path)
+        return status.st_dev, status.st_ino
+
+    def lock(self) -> FileLock:
+        """Take the writer's lock. Raises BufferLockedError at once when another process holds it."""
+        if self.exists(".lock") and not stat.S_ISREG(os.lstat(self.path / ".lock").st_mode):
+            raise CorruptBufferError(self._text(".lock", "is a link or no plain file"), path=self.path / ".lock")
+        lock = FileLock(self.path / ".lock", timeout=0, mode=0o600, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BufferLockedError(f"{self.path} has another writer", path=self.path) from None
+        return lock
+
+
+def this_process() -> tuple[int, int, bytes, bytes]:
+    """(pid, time in ns, host of at most 64 bytes, boot id of 16 bytes; zeros where the system tells none)."""
+    return os.getpid(), time.time_ns(), socket.gethostname().encode()[:64], boot_id()
+
+
+def boot_id() -> bytes:
+    """What changes when this machine starts anew; zeros where it cannot be known."""
+    try:
+        if sys.platform == "darwin":
+            command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
+            text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        else:
+            text = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return bytes.fromhex(text.strip().replace("-", ""))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return bytes(16)
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def close_all(descriptors: dict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

@@ -1,0 +1,104 @@
+"""Episodes of several synchronised environments, stored side by side, one row of each batch an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.schema import Field, Schema
+from memmap_buffer.store.episode import Episode, require_default
+from memmap_buffer.values import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class EpisodeGroup:
+    """B open episodes that step together; `episodes` are its members, in the order of the batch axis.
+
+    As a context manager it publishes all of them at the end of the block, and aborts all on any exception.
+    """
+
+    def __init__(self, schema: Schema, episodes: Sequence[Episode]) -> None:
+        self._schema = schema
+        self.episodes = list(episodes)
+
+    def add(self, episode: Episode) -> None:
+        """One more member, before the first step."""
+        self.episodes.append(episode)
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def store(self, **batch: Any) -> None:
+        """Append one timestep to every episode.
+
+        Args: batch: field -> (B, *field).
+        Raises: SchemaError, EpisodeStateError: as `Episode.store`; then no episode got the step.
+        """
+        where = f"timestep {self.episodes[0].length}"
+        columns = self._encode(self._schema.flatten(batch), self._schema.fields, where)
+        for name, field in self._schema.fields.items():
+            if name not in columns:
+                columns[name] = [require_default(field, name, where)] * len(self)
+        for episode in self.episodes:
+            episode.require_room()
+        for i, episode in enumerate(self.episodes):
+            episode.store_rows({name: rows[i] for name, rows in columns.items()})
+
+    def final(self, **batch: Any) -> None:
+        """Store every episode's observation after the last action: field -> (B, *field)."""
+        columns = self._encode(self._schema.flatten(batch), self._schema.fields, "final")
+        for i, episode in enumerate(self.episodes):
+            episode.final(**{name: rows[i] for name, rows in columns.items()})
+
+    def update(self, meta: Mapping[str, Any]) -> None:
+        """Set meta fields: name -> (B, *field)."""
+        columns = self._encode(self._schema.flatten(meta), self._schema.meta_fields, "meta")
+        for i, episode in enumerate(self.episodes):
+            episode.update({name: rows[i] for name, rows in columns.items()})
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        self.update({name: values})
+
+    def publish(self) -> None:
+        """Publish the episodes, in the order of the batch axis."""
+        for episode in self.episodes:
+            if episode.state == "open":
+                episode.publish()
+
+    def abort(self) -> None:
+        """Drop all that are open."""
+        for episode in self.episodes:
+            episode.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.publish()
+        for episode in self.episodes:
+            episode.__exit__(kind, error, trace)
+
+    def _encode(
+        self, batch: Mapping[str, Any], known: Mapping[str, Field], where: str
+    ) -> dict[str, Array | list[Array]]:
+        out: dict[str, Array | list[Array]] = {}
+        for name, values in batch.items():
+            if name not in known:
+                raise self._schema.unknown(name, where, known)
+            try:
+                rows = known[name].encode(values, lead=1)
+            except SchemaError as error:
+                raise SchemaError(f"field {name!r}, {where}: {error}", field=name) from None
+            if len(rows) != len(self):
+                raise SchemaError(
+                    f"field {name!r}, {where}: got a batch of {len(rows)}, expected {len(self)}", field=name
+                )
+            out[name] = rows
+        return out

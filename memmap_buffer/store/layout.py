@@ -1,0 +1,325 @@
+"""A schema laid out in a folder: which files, their shapes and headers; `schema.json` to and from text. No I/O.
+
+The text may come from a stranger: it is parsed strictly, and bounded before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.schema import MAX_FIELDS, Field, Schema
+from memmap_buffer.store.files import npy_header
+from memmap_buffer.store.records import RECORD, STATE
+from memmap_buffer.values import is_dtype_name
+
+FORMAT, VERSION = "memmap-buffer", 1
+MAX_SCHEMA_BYTES = 2**20
+MAX_FILE_BYTES = 2**62
+MAX_SLOTS = 2**31
+SPARE_COLUMNS = 16
+_KEYS = (
+    *("format", "version", "layout", "max_episodes", "max_timesteps", "spare_slots", "circular", "max_steps"),
+    *("rows", "columns", "fields", "meta_fields"),
+)
+_FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """One `.npy` file of the folder: its name in it, its dtype and shape."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @cached_property
+    def header(self) -> bytes:
+        descr = repr(self.dtype.descr if self.dtype.names else self.dtype.str)
+        return npy_header(descr, self.shape)
+
+    @cached_property
+    def size(self) -> int:
+        return len(self.header) + math.prod(self.shape) * self.dtype.itemsize
+
+    def offset(self, row: int) -> int:
+        """Where row `row` of the first axis begins."""
+        return len(self.header) + row * math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `schema.json` says.
+
+    Args:
+        schema: the fields.
+        max_episodes: how many episodes are visible at most.
+        max_timesteps: the longest episode.
+        spare_slots: slots beyond `max_episodes`, so that the one being written is never a visible one.
+        circular: publishing into a full buffer retires the oldest episode, instead of raising.
+        max_steps: the most timesteps that are visible, or None.
+        rows: None for a grid; the total of all steps for a packed, read-only folder.
+        columns: columns of checksums.npy; column_of: name -> its column.
+
+    Raises:
+        SchemaError: a size is out of bounds, or too large for any file.
+    """
+
+    schema: Schema
+    max_episodes: int
+    max_timesteps: int
+    spare_slots: int = 1
+    circular: bool = False
+    max_steps: int | None = None
+    rows: int | None = None
+    columns: int = 0
+    column_of: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.column_of is None:
+            object.__setattr__(self, "column_of", {name: i for i, name in enumerate(self.schema.all)})
+        if not self.columns:
+            object.__setattr__(self, "columns", len(self.schema.all) + SPARE_COLUMNS)
+        self._check()
+
+    def _check(self) -> None:
+        packed = self.rows is not None
+        bounds = {"max_episodes": 1, "max_timesteps": 1, "spare_slots": 0 if packed else 1}
+        for name, low in bounds.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= MAX_SLOTS:
+                raise SchemaError(f"{name}: got {value!r}, expected a whole number from {low} to 2**31")
+            object.__setattr__(self, name, int(value))
+        if self.max_steps is not None and not self.max_timesteps <= self.max_steps:
+            raise SchemaError(
+                f"max_steps: got {self.max_steps}, expected at least max_timesteps ({self.max_timesteps}), "
+                "so that the newest episode always fits"
+            )
+        if self.slots > MAX_SLOTS or any(array.size > MAX_FILE_BYTES for array in self.arrays.values()):
+            raise SchemaError("the sizes multiply to more than any file can hold; lower max_episodes or max_timesteps")
+
+    @property
+    def slots(self) -> int:
+        return self.max_episodes + self.spare_slots
+
+    @property
+    def writable(self) -> bool:
+        return self.rows is None
+
+    @cached_property
+    def arrays(self) -> dict[str, ArrayFile]:
+        """Every array file: "episodes", "state", "checksums", then fields and meta fields by their names."""
+        files = {
+            "/episodes": ArrayFile("episodes.npy", RECORD, (self.slots,)),
+            "/state": ArrayFile("state.npy", STATE, (1,)),
+            "/checksums": ArrayFile("checksums.npy", np.dtype("<u4"), (self.slots, self.columns)),
+        }
+        for name, field in self.schema.fields.items():
+            lead = (self.slots, self.max_timesteps + field.final)
+            if self.rows is not None:
+                lead = (self.rows + self.slots * field.final,)  # type: ignore[assignment]
+            files[name] = ArrayFile(f"data/{name}.npy", field.storage, (*lead, *field.shape))
+        for name, field in self.schema.meta_fields.items():
+            files[name] = ArrayFile(f"meta/{name}.npy", field.storage, (self.slots, *field.shape))
+        return files
+
+    def rows_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a per-timestep field with its slots and timesteps as one axis of rows."""
+        shape = self.arrays[name].shape
+        return shape if self.rows is not None else (shape[0] * shape[1], *shape[2:])
+
+    def row_offset(self, name: str, row: int) -> int:
+        """Where a row of a per-timestep field begins in its file."""
+        return len(self.arrays[name].header) + row * self.schema.fields[name].itemsize
+
+    def differences(self, other: Layout) -> list[str]:
+        """What this layout (stored) and another (given) disagree on, a line each."""
+        mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
+        lines = [
+            _differ(key, mine[key], theirs[key])
+            for key in _KEYS
+            if not isinstance(mine[key], dict) and key != "columns"
+        ]
+        for group in ("fields", "meta_fields"):
+            for name in dict.fromkeys([*mine[group], *theirs[group]]):
+                lines.append(
+                    _differ(f"{group} {name!r}", _spelling(mine[group].get(name)), _spelling(theirs[group].get(name)))
+                )
+        return [line for line in lines if line]
+
+    def to_json(self) -> bytes:
+        """The bytes of `schema.json`."""
+        column_of = self.column_of or {}
+        groups = {
+            group: {
+                name: {
+                    "dtype": field.dtype,
+                    "shape": list(field.shape),
+                    "default": _default_to_json(field.default),
+                    "final": field.final,
+                    "column": column_of[name],
+                }
+                for name, field in fields.items()
+            }
+            for group, fields in (("fields", self.schema.fields), ("meta_fields", self.schema.meta_fields))
+        }
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "layout": "grid" if self.rows is None else "packed",
+            "max_episodes": self.max_episodes,
+            "max_timesteps": self.max_timesteps,
+            "spare_slots": self.spare_slots,
+            "circular": self.circular,
+            "max_steps": self.max_steps,
+            "rows": self.rows,
+            "columns": self.columns,
+        }
+        return json.dumps({**head, **groups}, indent=1, allow_nan=False).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Layout:
+        """Parse `schema.json`.
+
+        Args:
+            data: its bytes; where: its path, for the errors.
+
+        Raises:
+            NotABufferError: another format. SchemaError: an unknown version, key, dtype or name, a size out of bounds.
+        """
+        document = _parse(data, where)
+        try:
+            return _layout(document)
+        except SchemaError as error:
+            raise type(error)(f"{where}: {error}", path=where) from None
+
+    def with_fields(self, schema: Schema, column_of: Mapping[str, int]) -> Layout:
+        """The same layout with other fields."""
+        return replace(self, schema=schema, column_of=column_of, columns=max(self.columns, 1 + max(column_of.values())))
+
+
+def _differ(key: str, stored: Any, given: Any) -> str:
+    return "" if stored == given else f"{key}: stored {stored!r}, given {given!r}"
+
+
+def _spelling(field: dict[str, Any] | None) -> Any:
+    return field and tuple(field[key] for key in _FIELD_KEYS[:-1])
+
+
+def _default_to_json(default: Any) -> Any:
+    if isinstance(default, list):
+        return [_default_to_json(item) for item in default]
+    if isinstance(default, complex):
+        return {"real": _default_to_json(default.real), "imag": _default_to_json(default.imag)}
+    return repr(default) if isinstance(default, float) and not math.isfinite(default) else default
+
+
+def _default_from_json(value: Any, numeric: bool) -> Any:
+    if isinstance(value, list):
+        return [_default_from_json(item, numeric) for item in value]
+    if isinstance(value, dict) and value.keys() == {"real", "imag"}:
+        return complex(_default_from_json(value["real"], True), _default_from_json(value["imag"], True))
+    if numeric and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, dict) or (numeric and isinstance(value, str)):
+        raise SchemaError(f"default: got {value!r}, expected a number")
+    return value
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        document = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite
+        )
+    except (ValueError, RecursionError) as error:
+        raise CorruptBufferError(f"{where} is no valid schema ({error}); restore it from a copy", path=where) from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise NotABufferError(f"{where} does not describe a {FORMAT}; another program wrote it", path=where)
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key stands twice")
+    return out
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is out of range")
+    return value
+
+
+def _layout(document: dict[str, Any]) -> Layout:
+    if document.get("version") != VERSION or type(document.get("version")) is not int:
+        raise SchemaError(
+            f"version: got {document.get('version')!r}, this release reads {VERSION}; install a newer one"
+        )
+    if set(document) != set(_KEYS):
+        raise SchemaError(f"keys: {sorted(set(document) ^ set(_KEYS))} are unknown or missing")
+    kind = _typed(document, "layout", str)
+    if kind not in ("grid", "packed") or (kind == "packed") != (document["rows"] is not None):
+        raise SchemaError(f"layout: got {kind!r} with rows {document['rows']!r}")
+    columns: dict[str, int] = {}
+    groups = [_fields(_typed(document, group, dict), columns) for group in ("fields", "meta_fields")]
+    total = _integer(document, "columns", 1, 2 * MAX_FIELDS + SPARE_COLUMNS)
+    if len(set(columns.values())) != len(columns) or max(columns.values(), default=0) >= total:
+        raise SchemaError("column: two fields share one, or it lies beyond `columns`")
+    optional = {
+        key: None if document[key] is None else _integer(document, key, 1, 2**62) for key in ("max_steps", "rows")
+    }
+    return Layout(
+        Schema(*groups),
+        _integer(document, "max_episodes", 1, MAX_SLOTS),
+        _integer(document, "max_timesteps", 1, MAX_SLOTS),
+        spare_slots=_integer(document, "spare_slots", 0, MAX_SLOTS),
+        circular=_typed(document, "circular", bool),
+        columns=total,
+        column_of=columns,
+        **optional,
+    )
+
+
+def _fields(group: dict[str, Any], columns: dict[str, int]) -> dict[str, Field]:
+    if len(group) > MAX_FIELDS:
+        raise SchemaError(f"got {len(group)} fields, at most {MAX_FIELDS} are possible")
+    out = {}
+    for name, spec in group.items():
+        if not isinstance(spec, dict) or set(spec) != set(_FIELD_KEYS) or re.search(r"[^A-Za-z0-9_.]", name):
+            raise SchemaError(f"field {name!r}: expected exactly the keys {', '.join(_FIELD_KEYS)}")
+        dtype, shape = _typed(spec, "dtype", str), _typed(spec, "shape", list)
+        if not is_dtype_name(dtype) or any(type(n) is not int for n in shape):
+            raise SchemaError(f"field {name!r}: dtype {dtype!r} or shape {shape!r} is none that can be stored")
+        default = _default_from_json(spec["default"], not dtype.startswith("U"))
+        try:
+            out[name] = Field(dtype, tuple(shape), default, _typed(spec, "final", bool))
+        except SchemaError as error:
+            raise SchemaError(f"field {name!r}: {error}") from None
+        columns[name] = _integer(spec, "column", 0, 2 * MAX_FIELDS + SPARE_COLUMNS)
+    return out
+
+
+def _typed(document: dict[str, Any], key: str, kind: type) -> Any:
+    if type(document[key]) is not kind:
+        raise SchemaError(f"{key}: got {document[key]!r}, expected {kind.__name__}")
+    return document[key]
+
+
+def _integer(document: dict[str, Any], key: str, low: int, high: int) -> int:
+    value: int = _typed(document, key, int)
+    if not low <= value <= high:
+        raise SchemaError(f"{key}: got {value}, expected {low} … {high}")
+    return value

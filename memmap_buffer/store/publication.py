@@ -1,0 +1,185 @@
+"""Writing one slot: rows as they come, then the record that makes them an episode.
+
+Every way to write ends here, in `commit`. The order of the writes is in `files`, "Publishing".
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping
+
+import numpy as np
+
+from memmap_buffer.store.files import barrier, close_all, write_all, write_word
+from memmap_buffer.store.layout import Layout
+from memmap_buffer.store.lock import WriterLock
+from memmap_buffer.store.records import CHECKED, OPEN, RECORD, STATE_WORD, seal
+from memmap_buffer.store.storage import Storage, crc32
+from memmap_buffer.values import Array
+
+
+class Files:
+    """The folder's files opened for writing, and what every write to them needs: the lock, barriers, words."""
+
+    def __init__(self, storage: Storage, lock: WriterLock, *, power: bool, checksum: bool) -> None:
+        self.storage = storage
+        self.layout: Layout = storage.layout
+        self.lock = lock
+        self.power = power
+        self.checksum = checksum
+        arrays = self.layout.arrays
+        self.fd: dict[str, int] = {}
+        self._finalizer = weakref.finalize(self, close_all, self.fd)
+        self._finalizer.atexit = False
+        for key, array in arrays.items():
+            self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
+
+    def close(self) -> None:
+        """Close the descriptors; twice is fine."""
+        self._finalizer()
+
+    def write_state(self, name: str, value: int, word: int = 0) -> None:
+        """Write one word of state.npy; `word` counts on within those of several words."""
+        offset = self.layout.arrays["/state"].offset(0) + 8 * (STATE_WORD[name] + word)
+        write_word(self.fd["/state"], value, offset)
+
+    def changed(self) -> None:
+        """Tell readers and trees that something visible changed."""
+        self.write_state("changes", self.storage.state("changes") + 1)
+
+    def write_generation(self, slot: int, generation: int) -> None:
+        write_word(self.fd["/episodes"], generation, self.layout.arrays["/episodes"].offset(slot))
+
+    def write_record(self, slot: int, record: bytes) -> None:
+        """The record from the serial on, in one write; the generation word stays as it is."""
+        write_all(self.fd["/episodes"], record[8:], self.layout.arrays["/episodes"].offset(slot) + 8)
+
+    def amend(self, slot: int, **values: int) -> None:
+        """Replace some words of a slot's record, its generation unchanged: atomic to every reader."""
+        record = self.storage.maps.words[slot].view(RECORD)[0]
+        self.write_record(slot, seal(**({key: int(record[key]) for key in RECORD.names or ()} | values)))
+
+    def write_rows(self, name: str, row: int, rows: Array) -> None:
+        write_all(self.fd[name], rows, self.layout.row_offset(name, row))
+
+    def write_meta(self, name: str, slot: int, value: Array) -> None:
+        write_all(self.fd[name], value, self.layout.arrays[name].offset(slot))
+
+    def write_checksums(self, slot: int, crcs: Mapping[str, int]) -> None:
+        row = np.zeros(self.layout.columns, "<u4")
+        for name, crc in crcs.items():
+            row[(self.layout.column_of or {})[name]] = crc
+        write_all(self.fd["/checksums"], row, self.layout.arrays["/checksums"].offset(slot))
+
+    def trust(self, serial: int) -> None:
+        """Under "power", every serial up to this one is on the disk, unless older ones are in doubt."""
+        state = self.storage.state
+        if self.power and state("synced") == serial and state("suspect") <= serial:
+            self.write_state("synced", serial + 1)
+
+    def barriers(self, *keys: str) -> None:
+        """Under durability "power", wait for these files; after a failure nothing may be written any more."""
+        if self.power:
+            self.sync(*keys)
+
+    def sync(self, *keys: str) -> None:
+        try:
+            for key in keys or self.fd:
+                barrier(self.fd[key])
+        except OSError:
+            self.lock.poison()
+            raise
+
+
+class Publication:
+    """One slot being written. After an error the same calls may be made again, or the slot be left.
+
+    Args:
+        files: the open files. slot: a slot that is neither visible nor another's.
+    """
+
+    def __init__(self, files: Files, slot: int) -> None:
+        self._files = files
+        self.slot = slot
+        self.serial = -1
+        self.length = 0
+        self.meta: dict[str, Array] = {}
+        self._crcs: dict[str, int] = dict.fromkeys(files.layout.schema.fields, 0)
+        self._final_crcs: dict[str, int] = {}
+        self._generation = int(files.storage.generations(np.array([slot]))[0]) | 1
+        self._begun = False
+
+    @property
+    def published(self) -> bool:
+        return self.serial >= 0
+
+    def write(self, columns: Mapping[str, Array], stop: int) -> None:
+        """Write the timesteps up to `stop` that are not written yet, beyond what is visible."""
+        self._begin()
+        start = self.length
+        crcs = {name: self._write_rows(name, start, column[start:stop]) for name, column in columns.items()}
+        self._crcs, self.length = crcs, stop
+
+    def write_final(self, final: Mapping[str, Array]) -> None:
+        """Write the observation after the last action behind the last step, for every field with `final`."""
+        self._final_crcs = {name: self._write_rows(name, self.length, value[None]) for name, value in final.items()}
+
+    def write_meta(self, meta: Mapping[str, Array]) -> None:
+        """Write the meta fields, each of its declared shape."""
+        self._begin()
+        for name, value in meta.items():
+            self._files.write_meta(name, self.slot, value)
+        self.meta = dict(meta)
+
+    def commit(self, serial: int, flags: int) -> None:
+        """Make what was written an episode: visible to every process when this returns.
+
+        Args:
+            serial: its number. flags: of `records`; OPEN leaves it to be appended to.
+
+        Raises: OSError: nothing became visible; under "power" the lock is poisoned if a barrier failed.
+        """
+        files, first = self._files, not self.published
+        digest, flags = self._seal_columns(flags)
+        files.barriers(*files.layout.schema.all, "/checksums")
+        record = seal(
+            generation=self._generation + 1,
+            serial=serial,
+            length=self.length,
+            flags=flags,
+            first_row=self.slot * files.layout.max_timesteps,
+            time=time.time_ns(),
+            epoch=files.lock.epoch,
+            digest=digest,
+        )
+        files.write_record(self.slot, record)
+        if first:
+            files.write_generation(self.slot, self._generation + 1)
+        files.barriers("/episodes")
+        self.serial = serial
+        if first:
+            files.write_state("next", serial + 1)
+            files.trust(serial)
+        files.changed()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._files.write_generation(self.slot, self._generation)
+            self._begun = True
+
+    def _write_rows(self, name: str, t: int, rows: Array) -> int:
+        """Write rows from timestep `t` on; the CRC-32 of all up to them."""
+        final = self._files.layout.schema.fields[name].final
+        self._files.write_rows(name, self.slot * (self._files.layout.max_timesteps + final) + t, rows)
+        return crc32(rows, self._crcs[name]) if self._files.checksum else 0
+
+    def _seal_columns(self, flags: int) -> tuple[int, int]:
+        """(the digest of an open record, the flags with what is known of checksums)."""
+        if not self._files.checksum:
+            return 0, flags
+        crcs = {**self._crcs, **self._final_crcs, **{name: crc32(value) for name, value in self.meta.items()}}
+        if flags & OPEN:
+            return self._files.storage.digest(crcs), flags | CHECKED
+        self._files.write_checksums(self.slot, crcs)
+        return 0, flags | CHECKED

@@ -1,0 +1,87 @@
+"""The 64-byte record of a slot: its words, its flags, its check. Pure; the format is in `files`."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+RECORD = np.dtype(
+    [
+        *((name, "<u8") for name in ("generation", "serial")),
+        *((name, "<u4") for name in ("length", "flags")),
+        *((name, "<u8") for name in ("first_row", "time", "epoch")),
+        *((name, "<u4") for name in ("digest", "reserved")),
+        ("check", "<u8"),
+    ]
+)
+STATE = np.dtype(
+    [
+        *((name, "<u8") for name in ("base", "next", "synced", "changes", "epoch", "pid", "time", "clean", "suspect")),
+        ("boot", "<u8", (2,)),
+        ("host", "S64"),
+        ("reserved", "<u8", (13,)),
+    ]
+)
+WORDS = RECORD.itemsize // 8
+GENERATION, CHECK = 0, 7
+STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
+
+FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED = 1, 2, 4, 8, 16, 32
+ALL_FLAGS = FINAL | CUT | DELETED | OPEN | TERMINATED | CHECKED
+MAX_SERIAL = 2**62
+
+_SEED = 0x6D656D6D61706275
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def check_of(words: Words) -> Words:
+    """The check of each record.
+
+    Args: words: (n, 8) uint64.
+    Returns: (n,) uint64.
+    """
+    fold = np.full(len(words), _SEED, np.uint64)
+    for column in range(CHECK):
+        fold ^= words[:, column]
+        fold *= np.uint64(_MULTIPLIER)
+        fold ^= fold >> np.uint64(29)
+    return fold
+
+
+def seal(**values: int) -> bytes:
+    """A record as bytes, its check filled in; fields that are not named are 0."""
+    record = np.zeros((), RECORD)
+    for name, value in values.items():
+        record[name] = value
+    raw = record.tobytes()
+    fold = _SEED
+    for start in range(0, 8 * CHECK, 8):
+        fold = ((fold ^ int.from_bytes(raw[start : start + 8], "little")) * _MULTIPLIER) & _MASK
+        fold ^= fold >> 29
+    return raw[:-8] + fold.to_bytes(8, "little")
+
+
+def valid(words: Words, max_timesteps: int, rows: int | None) -> npt.NDArray[np.bool_]:
+    """Which records hold an episode, by themselves: check, generation, bounds.
+
+    Args:
+        words: (n, 8) uint64, the whole table (a grid's first rows follow from the slot).
+        max_timesteps: the longest episode allowed.
+        rows: None for a grid, else the rows of a packed folder.
+
+    Returns: (n,) bool.
+    """
+    generation = words[:, GENERATION]
+    good = (words[:, CHECK] == check_of(words)) & (generation != 0) & (generation & np.uint64(1) == 0)
+    record = words.view(RECORD)[:, 0]
+    length, flags = record["length"], record["flags"]
+    good &= (length > 0) & (length <= max_timesteps) & (flags & ~np.uint32(ALL_FLAGS) == 0)
+    good &= record["serial"] < MAX_SERIAL
+    if rows is None:
+        good &= record["first_row"] == np.arange(len(words), dtype=np.uint64) * np.uint64(max_timesteps)
+    else:
+        good &= (record["first_row"] <= rows) & (record["first_row"] + length <= rows)
+    return np.asarray(good)

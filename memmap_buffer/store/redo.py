@@ -1,0 +1,144 @@
+"""Changing a published episode in place, atomically: first all new bytes into `.redo`, then the files.
+
+The file is `MBREDO1\\n`, a u8 length and a u8 CRC-32, then that many bytes of JSON {slot, serial, generation, record,
+pieces: [[file, offset, size], …]} and the pieces' bytes one after another; the CRC covers all behind it. `generation`
+is the even one before the change; `record` is the new record in hexadecimal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from memmap_buffer.store.files import write_all
+from memmap_buffer.store.publication import Files
+from memmap_buffer.store.records import CHECKED, FINAL, GENERATION, RECORD, TERMINATED, seal
+from memmap_buffer.store.storage import crc32
+from memmap_buffer.values import Array
+
+log = logging.getLogger("memmap_buffer")
+
+NAME = ".redo"
+MAGIC = b"MBREDO1\n"
+MAX_BYTES = 2**40
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """New bytes for one slot: `pieces` are (file key, offset, bytes), `record` is the whole new record."""
+
+    slot: int
+    serial: int
+    generation: int
+    record: bytes
+    pieces: list[tuple[str, int, bytes]]
+
+    def to_bytes(self) -> bytes:
+        head = {"slot": self.slot, "serial": self.serial, "generation": self.generation, "record": self.record.hex()}
+        text = json.dumps({**head, "pieces": [[key, offset, len(data)] for key, offset, data in self.pieces]}).encode()
+        body = text + b"".join(data for _, _, data in self.pieces)
+        return MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(body).to_bytes(8, "little") + body
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Rewrite | None:
+        """The rewrite, or None if the file is torn."""
+        size, crc, body = int.from_bytes(raw[8:16], "little"), int.from_bytes(raw[16:24], "little"), raw[24:]
+        if raw[:8] != MAGIC or size > len(body) or zlib.crc32(body) != crc:
+            return None
+        head = json.loads(body[:size])
+        pieces, start = [], size
+        for key, offset, length in head["pieces"]:
+            pieces.append((key, offset, body[start : start + length]))
+            start += length
+        return cls(head["slot"], head["serial"], head["generation"], bytes.fromhex(head["record"]), pieces)
+
+
+def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, Array]) -> Rewrite:
+    """The rewrite that replaces the first timesteps of some fields, and some meta fields, of a visible slot.
+
+    Args:
+        rows: name -> (t, *field) stored values for steps 0 … t - 1, t at most the episode's length.
+        meta: name -> one stored value.
+    """
+    storage, layout = files.storage, files.layout
+    record = storage.maps.words[slot].view(RECORD)[0]
+    values = {key: int(record[key]) for key in RECORD.names or ()}
+    length, flags = values["length"], values["flags"]
+    column_of, checksums = layout.column_of or {}, storage.maps.checksums[slot].copy()
+    pieces = []
+    for name, new in rows.items():
+        final = layout.schema.fields[name].final
+        first = int(storage.first_row(np.array([slot]), final)[0])
+        pieces.append((name, layout.row_offset(name, first), new.tobytes()))
+        kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
+        checksums[column_of[name]] = crc32(kept, crc32(new))
+        if name == "terminated" and len(new) == length:
+            flags = flags & ~TERMINATED | TERMINATED * bool(new[-1].any())
+    for name, value in meta.items():
+        pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
+        checksums[column_of[name]] = crc32(value)
+    if flags & CHECKED and files.checksum:
+        pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), checksums.tobytes()))
+    else:
+        flags &= ~CHECKED
+    generation = values["generation"]
+    values |= {"generation": generation + 2, "flags": flags, "digest": 0}
+    return Rewrite(slot, values["serial"], generation, seal(**values), pieces)
+
+
+def carry_out(files: Files, rewrite: Rewrite) -> None:
+    """Write the redo file, then the change itself.
+
+    Raises: OSError: before the redo file was whole nothing changed; after it, the next holder of the lock finishes.
+    """
+    folder = files.storage.folder
+    try:
+        folder.write_new(NAME, rewrite.to_bytes(), sync=files.power)
+    except BaseException:
+        folder.unlink(NAME, missing_ok=True)
+        raise
+    _apply(files, rewrite)
+
+
+def finish(files: Files) -> None:
+    """Carry a redo file that a dead writer left through to its end; drop a torn one."""
+    folder = files.storage.folder
+    if not folder.exists(NAME):
+        return
+    rewrite = Rewrite.from_bytes(folder.read(NAME, MAX_BYTES))
+    if rewrite is None or not _applies(files, rewrite):
+        folder.unlink(NAME)
+        return
+    log.warning("%s: finishing an update of episode %d that was interrupted", folder.path, rewrite.serial)
+    _apply(files, rewrite)
+
+
+def _applies(files: Files, rewrite: Rewrite) -> bool:
+    """Whether the slot still holds the episode that was being changed, and every piece lies within its file."""
+    arrays = files.layout.arrays
+    if not 0 <= rewrite.slot < files.layout.slots or len(rewrite.record) != RECORD.itemsize:
+        return False
+    words = files.storage.maps.words[rewrite.slot]
+    same = int(words.view(RECORD)[0]["serial"]) == rewrite.serial
+    inside = all(
+        key in arrays and len(arrays[key].header) <= offset <= arrays[key].size - len(data)
+        for key, offset, data in rewrite.pieces
+    )
+    return same and inside and 0 <= int(words[GENERATION]) - rewrite.generation <= 2
+
+
+def _apply(files: Files, rewrite: Rewrite) -> None:
+    files.write_generation(rewrite.slot, rewrite.generation | 1)
+    for key, offset, data in rewrite.pieces:
+        write_all(files.fd[key], data, offset)
+    files.barriers(*{key for key, _, _ in rewrite.pieces})
+    files.write_record(rewrite.slot, rewrite.record)
+    files.write_generation(rewrite.slot, rewrite.generation + 2)
+    files.barriers("/episodes")
+    files.changed()
+    files.storage.folder.unlink(NAME)

@@ -1,0 +1,341 @@
+"""The open arrays of one folder and its episode table.
+
+`Storage` creates and opens; it never writes to a folder that is complete. It pickles as a path and opens its maps on
+first use, so a DataLoader worker costs no copy of the data. `EpisodeTable` is what the records said at one moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.errors import CorruptBufferError, SchemaError
+from memmap_buffer.store.files import Folder, boot_id
+from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
+from memmap_buffer.store.records import (
+    CHECK,
+    CHECKED,
+    DELETED,
+    FINAL,
+    GENERATION,
+    OPEN,
+    RECORD,
+    STATE_WORD,
+    WORDS,
+    Words,
+    valid,
+)
+from memmap_buffer.values import Array
+
+log = logging.getLogger("memmap_buffer")
+
+IntArray = npt.NDArray[np.int64]
+VERIFY = ("auto", "always", "read", "never")
+
+
+@dataclass(frozen=True)
+class EpisodeTable:
+    """The records at one moment, by slot, and the visible slots in the order of their serials.
+
+    Attributes:
+        changes: the change counter before the records were read.
+        generation, serial, length, flags, check: (slots,).
+        valid: (slots,) bool, whether the slot holds an episode, visible or not.
+        visible: (episodes,) int64 slots, oldest first.
+    """
+
+    changes: int
+    generation: Words
+    serial: IntArray
+    length: IntArray
+    flags: npt.NDArray[np.uint32]
+    check: Words
+    valid: npt.NDArray[np.bool_]
+    visible: IntArray
+
+    def __len__(self) -> int:
+        return len(self.visible)
+
+    @cached_property
+    def steps(self) -> int:
+        """Visible timesteps."""
+        return int(self.length[self.visible].sum())
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The mapped files: `words` (slots, 8) u8, `state` (32,) u8, `checksums`, per-timestep rows and meta by name."""
+
+    words: Words
+    state: Words
+    checksums: Array
+    rows: dict[str, Array]
+    meta: dict[str, Array]
+
+
+class Storage:
+    """One folder, open for reading.
+
+    Args:
+        path: the folder. read_only: nothing may ever be written through this object.
+        verify: when checksums are compared: "auto" (what may have been lost in a crash of the machine, when it is
+            first read), "always" (everything, on opening), "read" (at every read), "never".
+    """
+
+    def __init__(self, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> None:
+        self.path = Path(path)
+        self.folder = Folder(self.path)
+        self.read_only = read_only
+        self.verify = verify
+        self._table: EpisodeTable | None = None
+        self._void: dict[int, int] = {}
+
+    @classmethod
+    def open(cls, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> Storage:
+        """Open and check a folder.
+
+        Raises:
+            NotABufferError: there is no buffer. SchemaError: one of an unknown version. CorruptBufferError: a file is
+            missing, a link, or not exactly of the size and header that the schema says.
+        """
+        if verify not in VERIFY:
+            raise SchemaError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
+        storage = cls(path, read_only=read_only, verify=verify)
+        storage.refresh()
+        if verify == "always":
+            storage.check(storage.table.visible)
+        return storage
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "read_only": self.read_only, "verify": self.verify}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @cached_property
+    def layout(self) -> Layout:
+        self.folder.require()
+        return Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
+
+    @cached_property
+    def maps(self) -> Maps:
+        arrays = self.layout.arrays
+        mapped = {key: self.folder.map(a.name, a.header, a.dtype, a.shape) for key, a in arrays.items()}
+        schema = self.layout.schema
+        return Maps(
+            mapped["/episodes"].view(np.uint64).reshape(-1, WORDS),
+            mapped["/state"].view(np.uint64).reshape(-1),
+            mapped["/checksums"],
+            {name: mapped[name].reshape(self.layout.rows_shape(name)) for name in schema.fields},
+            {name: mapped[name] for name in schema.meta_fields},
+        )
+
+    def state(self, name: str) -> int:
+        """A word of state.npy."""
+        return int(self.maps.state[STATE_WORD[name]])
+
+    @property
+    def table(self) -> EpisodeTable:
+        """The episode table as last read."""
+        return self._table if self._table is not None else self.refresh()
+
+    def refresh(self) -> EpisodeTable:
+        """The episode table as it is now: one look at the change counter, then only what changed."""
+        changes = self.state("changes")
+        if self._table is not None and self._table.changes == changes:
+            return self._table
+        table = self._read_table(changes)
+        for _ in range(20):
+            # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
+            if self._table is None or not self._being_updated(table, self._table):
+                break
+            time.sleep(0.001)
+            table = self._read_table(changes)
+        self._table = table
+        return table
+
+    def _being_updated(self, new: EpisodeTable, old: EpisodeTable) -> bool:
+        gone = old.visible[~new.valid[old.visible]]
+        same = self.maps.words[gone, GENERATION] & np.uint64(1) == 1
+        return bool((same & (new.serial[gone] == old.serial[gone])).any())
+
+    def _read_table(self, changes: int) -> EpisodeTable:
+        words = self.maps.words.copy()
+        record = words.view(RECORD)[:, 0]
+        good = valid(words, self.layout.max_timesteps, self.layout.rows)
+        serial = record["serial"].astype(np.int64)
+        for slot, number in self._void.items():
+            good[slot] &= serial[slot] != number
+        length, flags = record["length"].astype(np.int64), record["flags"].copy()
+        shown = good & (flags & DELETED == 0) & (serial >= self.state("base"))
+        visible = self._visible(np.flatnonzero(shown), serial, length)
+        generation, check = words[:, GENERATION].copy(), words[:, CHECK].copy()
+        return EpisodeTable(changes, generation, serial, length, flags, check, good, visible)
+
+    def _visible(self, slots: IntArray, serial: IntArray, length: IntArray) -> IntArray:
+        slots = slots[np.argsort(serial[slots], kind="stable")]
+        twice = np.diff(serial[slots]) == 0
+        if twice.any():
+            numbers = np.unique(serial[slots][1:][twice])
+            log.warning("%s: serials %s stand in two slots each and are not served; see `verify`", self.path, numbers)
+            slots = slots[~np.isin(serial[slots], numbers)]
+        slots = slots[-self.layout.max_episodes :]
+        if self.layout.max_steps is not None:
+            fits = np.cumsum(length[slots][::-1])[::-1] <= self.layout.max_steps
+            slots = slots[fits]
+        return slots
+
+    def first_row(self, slots: IntArray, final: bool) -> IntArray:
+        """The row of step 0 of each slot, in files with or without `final`."""
+        if self.layout.rows is None:
+            return slots * (self.layout.max_timesteps + final)
+        first = self.maps.words.reshape(-1)[slots * WORDS + 3].astype(np.int64)
+        return first + slots if final else first
+
+    def generations(self, slots: IntArray) -> Words:
+        """The generation of each slot as it is on disk now."""
+        return self.maps.words.reshape(-1).take(slots * WORDS)
+
+    # Trust: what was written before a crash of the machine is compared with its checksums before it is served.
+
+    @cached_property
+    def _unverified(self) -> npt.NDArray[np.bool_] | None:
+        """(slots,) which slots are still to be checked, or None where all is trusted."""
+        if self.verify in ("never", "always", "read"):
+            return None
+        serial = self.table.serial
+        boot = self.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
+        rebooted = not self.state("clean") and (boot != boot_id() or not any(boot)) and self.state("epoch") > 0
+        doubtful = (serial >= self.state("synced")) & (rebooted | (serial < self.state("suspect")))
+        return doubtful if bool((doubtful & self.table.valid).any()) else None
+
+    def trust(self, slots: IntArray) -> bool:
+        """Check those of `slots` that are still to be checked; False if one failed and is void from now on."""
+        if self.verify == "read":
+            return not self.check(np.unique(slots))
+        pending = self._unverified
+        if pending is None or not pending[slots].any():
+            return True
+        first = np.unique(slots[pending[slots]])
+        pending[first] = False
+        return not self.check(first)
+
+    def check(self, slots: IntArray) -> list[tuple[int, str]]:
+        """Compare the visible rows of `slots` with their checksums; those that differ are void for this object.
+
+        Returns: (serial, field) of each that differs.
+        """
+        damaged = [(int(slot), name) for slot in slots for name in self._damaged(int(slot))]
+        out = [(int(self.table.serial[slot]), name) for slot, name in damaged]
+        for slot, name in damaged:
+            self._void[slot] = int(self.table.serial[slot])
+            log.warning("%s: episode %d fails the checksum of %r and is not served", self.path, self._void[slot], name)
+        if damaged:
+            self._table = self._read_table(self.table.changes)
+        return out
+
+    def _damaged(self, slot: int) -> list[str]:
+        table = self.table
+        generation = table.generation[slot]
+        length, flags = int(table.length[slot]), int(table.flags[slot])
+        if not table.valid[slot] or not flags & CHECKED:
+            return []
+        crcs = dict(self.column_crcs(slot, length, bool(flags & FINAL)))
+        if flags & OPEN:
+            digest = self.maps.words[slot].view(RECORD)[0]["digest"]
+            bad = [] if digest == self.digest(crcs) else ["an open episode"]
+        else:
+            column_of = self.layout.column_of or {}
+            stored = self.maps.checksums[slot]
+            bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
+        return bad if self.generations(np.array([slot]))[0] == generation else []
+
+    def column_crcs(self, slot: int, length: int, has_final: bool) -> Iterator[tuple[str, int]]:
+        """(name, CRC-32 over the visible rows) of every field and meta field of a slot."""
+        for name, rows in self.maps.rows.items():
+            final = self.layout.schema.fields[name].final
+            first = int(self.first_row(np.array([slot]), final)[0])
+            yield name, crc32(rows[first : first + length + (final and has_final)])
+        for name, values in self.maps.meta.items():
+            yield name, crc32(values[slot : slot + 1])
+
+    def digest(self, crcs: dict[str, int]) -> int:
+        """CRC-32 of the columns' CRC-32s: what the record of an open episode carries."""
+        column_of = self.layout.column_of or {}
+        columns = np.zeros(self.layout.columns, "<u4")
+        for name, crc in crcs.items():
+            columns[column_of[name]] = crc
+        return zlib.crc32(columns.tobytes())
+
+
+def crc32(array: Array, start: int = 0) -> int:
+    """CRC-32 of an array's bytes, going on from `start`."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, start) if array.size else start
+
+
+def create(folder: Folder, layout: Layout) -> None:
+    """Make a new, empty buffer in a folder whose lock is held. Killed anywhere, it leaves none.
+
+    Raises:
+        CorruptBufferError: a file that we did not create stands where one of ours belongs.
+        SchemaError: a file would be larger than the file system allows.
+    """
+    discard_unfinished(folder)
+    arrays = list(layout.arrays.values())
+    for array in arrays:
+        if folder.exists(array.name):
+            path = folder.path / array.name
+            raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
+    folder.write_new("schema.json.new", layout.to_json(), sync=True)
+    try:
+        for array in arrays:
+            folder.create_array(array.name, array.header, array.size)
+    except BaseException:
+        discard_unfinished(folder)
+        raise
+    for array in arrays:
+        folder.sync_array(array.name)
+    folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})
+    folder.rename("schema.json.new", "schema.json")
+
+
+def discard_unfinished(folder: Folder) -> None:
+    """Remove what only a `schema.json.new` names: a creation or an added field that was never finished."""
+    try:
+        planned = _listed(folder, "schema.json.new")
+    except FileNotFoundError:
+        return
+    kept = _listed(folder, "schema.json") if folder.exists("schema.json") else set()
+    for name in planned - kept:
+        folder.unlink(name, missing_ok=True)
+    folder.unlink("schema.json.new")
+
+
+def remove(folder: Folder) -> None:
+    """Remove a buffer whose lock is held: `schema.json` first, then exactly the files that it listed."""
+    listed = _listed(folder, "schema.json")
+    folder.unlink("schema.json")
+    folder.sync_folders("")
+    for name in listed:
+        folder.unlink(name, missing_ok=True)
+    folder.unlink(".redo", missing_ok=True)
+
+
+def _listed(folder: Folder, name: str) -> set[str]:
+    data = folder.read(name, MAX_SCHEMA_BYTES)
+    try:
+        return {array.name for array in Layout.from_json(data, name).arrays.values()}
+    except (CorruptBufferError, SchemaError):
+        if name == "schema.json.new":  # torn: it is complete on the disk before the first file is made
+            return set()
+        raise

@@ -1,0 +1,41 @@
+"""Pure functions from arrays to arrays, for the views and for users."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.values import Array
+
+FloatArray = npt.NDArray[np.floating]
+
+
+def n_step_return(
+    rewards: Array, k: npt.NDArray[np.int64], terminated: npt.NDArray[np.bool_], gamma: float
+) -> tuple[FloatArray, FloatArray]:
+    """The n-step return and the discount of what follows it.
+
+    R = r_t + γ r_{t+1} + … + γ^{k-1} r_{t+k-1}; target = R + discount · V(s_{t+k}), discount = γ^k, 0 if terminated.
+
+    Args:
+        rewards: (B, n, …) r_t … r_{t+n-1}; what stands beyond k does not count.
+        k: (B,) how many rewards there are, 1 … n.
+        terminated: (B,) whether step t + k - 1 ended the episode, so that nothing follows.
+        gamma: γ, 0 … 1.
+
+    Returns: (return (B, …), discount (B,)), float32, or float64 where the rewards are.
+
+    Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 7.1.
+    """
+    dtype: np.dtype[np.floating] = np.dtype(np.float64 if rewards.dtype == np.float64 else np.float32)
+    steps = np.arange(rewards.shape[1])
+    weights = np.where(steps < k[:, None], np.power(float(gamma), steps), 0.0).astype(dtype)
+    # A row beyond k times weight 0 is not 0 where it holds inf or nan.
+    counted = np.where(_like(steps < k[:, None], rewards), rewards, 0).astype(dtype, copy=False)
+    returns = np.asarray(np.einsum("bn,bn...->b...", weights, counted), dtype)
+    discount = np.where(terminated, 0.0, np.power(float(gamma), k)).astype(dtype)
+    return returns, discount
+
+
+def _like(mask: npt.NDArray[np.bool_], array: Array) -> npt.NDArray[np.bool_]:
+    return mask.reshape(mask.shape + (1,) * (array.ndim - mask.ndim))

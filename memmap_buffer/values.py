@@ -1,0 +1,221 @@
+"""Dtypes by name, and the exact conversion of a user's values into them.
+
+Owns the allow-list of dtypes, the rule of what counts as lossy, and the one place that knows torch below the
+PyTorch layer (through `sys.modules`, so that it is never imported). Does no I/O and knows no schema.
+
+Lossy is: an integer or bool that does not come back equal, a non-integral or non-finite float into an integer, a
+finite float that becomes infinite, a string that is longer than declared. Rounding among floats is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.errors import SchemaError
+
+Array: TypeAlias = npt.NDArray[Any]
+
+MAX_STRING = 4096
+NUMERIC = (
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    *("float16", "float32", "float64", "bfloat16", "complex64", "complex128"),
+)
+_SPELLINGS = {"float": "float32", "int": "int64", "complex": "complex64", "half": "float16", "double": "float64"}
+_BUILTINS = {float: "float32", int: "int64", bool: "bool", complex: "complex64"}
+_TYPECODES = {np.dtype(name).str[1:]: name for name in NUMERIC if name != "bfloat16"}
+_STRING = re.compile(r"U([1-9][0-9]{0,3})")
+
+
+def dtype_name(spec: object) -> str:
+    """The canonical name of a dtype, from any spelling of it.
+
+    Args:
+        spec: "float" (float32), "int" (int64), a numpy or torch dtype or its name, a Python type, or "U<n>" for
+            strings of at most n characters.
+
+    Returns:
+        One of `NUMERIC`, or "U1" … "U4096".
+
+    Raises:
+        SchemaError: the dtype is none that can be stored, such as an object or a datetime.
+    """
+    if isinstance(spec, str):
+        name = _SPELLINGS.get(spec, spec.removeprefix("torch.").lstrip("<=|"))
+        name = _TYPECODES.get(name, name)
+    elif isinstance(spec, type) and spec in _BUILTINS:
+        name = _BUILTINS[spec]
+    elif str(spec).startswith("torch."):
+        name = str(spec).removeprefix("torch.")
+    elif isinstance(spec, np.dtype) or (isinstance(spec, type) and issubclass(spec, np.generic)):
+        dtype = np.dtype(spec)
+        name = dtype.str[1:] if dtype.kind == "U" else dtype.name
+    else:
+        name = ""
+    if is_dtype_name(name):
+        return name
+    raise SchemaError(
+        f"dtype: got {spec!r}, expected one of {', '.join(NUMERIC)} or 'U1' … 'U{MAX_STRING}' "
+        "(objects cannot be mapped from a file; store an index or a fixed-width string instead)"
+    )
+
+
+def is_dtype_name(name: str) -> bool:
+    """Whether `name` is a canonical name; nothing else may stand in a schema file."""
+    string = _STRING.fullmatch(name)
+    return name in NUMERIC or (string is not None and int(string[1]) <= MAX_STRING)
+
+
+def storage_dtype(name: str) -> np.dtype[Any]:
+    """The little-endian numpy dtype in which the canonical `name` is stored; bfloat16 as its bits, uint16."""
+    return np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<")
+
+
+def to_numpy(value: Any) -> Array:
+    """An array of what a user passed: a tensor on any device, an array, a list, a scalar. May share memory."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype is torch.bfloat16 else value.resolve_conj().resolve_neg()).numpy()
+    elif isinstance(value, (list, tuple)) and torch is not None and any(isinstance(v, torch.Tensor) for v in value):
+        value = [to_numpy(v) for v in value]
+    if isinstance(value, (str, list, tuple)) and _ends_in_nul(value):
+        raise SchemaError("got a string that ends in NUL, which fixed-width text cannot keep; strip it")
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # numpy's word for a ragged list
+        raise SchemaError(
+            f"got a value that is no rectangular array ({error}); pad it, or store its length too"
+        ) from None
+    return array
+
+
+def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Array:
+    """A value as it is stored: the dtype of `name`, shape `(*lead dimensions, *shape)`.
+
+    A scalar for shape (1,) and the reverse are accepted.
+
+    Args:
+        value: a tensor, array, list or scalar.
+        name: the canonical dtype name.
+        shape: the declared shape of one entry.
+        lead: how many dimensions stand before it (0 one step, 1 an episode or a batch).
+
+    Raises:
+        SchemaError: another shape, or a lossy cast; the text says got and expected but not where.
+    """
+    array = to_numpy(value)
+    entry = array.shape[lead:]
+    if entry != shape:
+        if array.ndim < lead or (entry, shape) not in (((), (1,)), ((1,), ())):
+            lead_text = "*, " * lead
+            raise SchemaError(
+                f"got shape {array.shape}, declared {shape}"
+                if not lead
+                else f"got shape {array.shape}, expected ({lead_text}*{shape})"
+            )
+        array = array.reshape(array.shape[:lead] + shape)
+    return _cast(array, name)
+
+
+def decode(array: Array, name: str) -> Array:
+    """Stored values as numpy can compute with them: bfloat16 bits become float32, all else is as it is."""
+    if name != "bfloat16":
+        return array
+    return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _ends_in_nul(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.endswith("\0")
+    return isinstance(value, (list, tuple)) and any(_ends_in_nul(v) for v in value if isinstance(v, (str, list, tuple)))
+
+
+def _cast(array: Array, name: str) -> Array:
+    target = storage_dtype(name)
+    if array.dtype == target and name != "bfloat16":
+        return array
+    if target.kind == "U":
+        return _cast_string(array, name, target)
+    if array.dtype.kind not in "biufc":
+        raise SchemaError(f"got {array.dtype}, declared {name}: only numbers and bools convert; store a number")
+    if name == "bfloat16":
+        return _to_bfloat16(_cast_number(array, np.dtype(np.float32), name))
+    return _cast_number(array, target, name)
+
+
+def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
+    if array.dtype == target or np.can_cast(array.dtype, target, "safe") or not array.size:
+        return array.astype(target)
+    if target.kind == "c":
+        return _cast_complex(array, target, name)
+    if array.dtype.kind == "c":
+        raise _lossy(array, name, "an imaginary part would be lost; store `.real`, or declare a complex field")
+    if target.kind in "biu":
+        return _cast_integral(array, target, name)
+    with np.errstate(over="ignore"):
+        out = array.astype(target)
+    if array.dtype.kind == "f":
+        if not (np.isfinite(out) | ~np.isfinite(array)).all():
+            raise _lossy(array[np.isinf(out) & np.isfinite(array)], name, "it would become infinite")
+    elif not _integers_equal(array, out):
+        raise _lossy(array, name, "the integer would be rounded; declare an integer or a wider float field")
+    return out
+
+
+def _cast_integral(array: Array, target: np.dtype[Any], name: str) -> Array:
+    low, high = (0, 1) if target.kind == "b" else (int(np.iinfo(target).min), int(np.iinfo(target).max))
+    if array.dtype.kind == "f" and not (np.isfinite(array).all() and (np.trunc(array) == array).all()):
+        raise _lossy(array, name, "not a whole number; round it first, or declare a float field")
+    if int(array.min()) < low or int(array.max()) > high:
+        raise _lossy(array, name, f"out of range {low} … {high}; declare a wider field")
+    return array.astype(target)
+
+
+def _cast_complex(array: Array, target: np.dtype[Any], name: str) -> Array:
+    part = np.dtype(np.float32 if target.itemsize == 8 else np.float64)
+    out = np.empty(array.shape, target)
+    out.real = _cast_number(array.real, part, name)
+    out.imag = _cast_number(array.imag, part, name)
+    return out
+
+
+def _cast_string(array: Array, name: str, target: np.dtype[Any]) -> Array:
+    if array.dtype.kind != "U":
+        raise SchemaError(f"got {array.dtype}, declared {name} (text); pass a str, or decode bytes first")
+    limit = target.itemsize // 4
+    longest = int(np.char.str_len(array).max()) if array.size else 0
+    if longest > limit:
+        raise SchemaError(f"got a string of {longest} characters, declared {name}; shorten it, or declare 'U{longest}'")
+    return array.astype(target)
+
+
+def _to_bfloat16(array: Array) -> Array:
+    """Round float32 to the nearest bfloat16, ties to even, and return its bits."""
+    bits = array.view(np.uint32).astype(np.uint64)
+    nearest = (bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
+    rounded = np.where(np.isnan(array), np.uint64(0x7FC0), nearest)
+    overflow = ((rounded & np.uint64(0x7FFF)) == 0x7F80) & np.isfinite(array)
+    if overflow.any():
+        raise _lossy(array[overflow], "bfloat16", "it would become infinite")
+    return np.asarray(rounded, np.uint16)
+
+
+def _integers_equal(integers: Array, floats: Array) -> bool:
+    exact = 2 ** (np.finfo(floats.dtype).nmant + 1)
+    if -exact <= int(integers.min()) and int(integers.max()) <= exact:
+        return True
+    if not np.isfinite(floats).all():
+        return False
+    # Python compares an int with a float exactly; numpy would round the int first.
+    return all(i == f for i, f in zip(integers.ravel().tolist(), floats.ravel().tolist(), strict=True))
+
+
+def _lossy(values: Array, name: str, why: str) -> SchemaError:
+    shown = values.ravel()[:3].tolist()
+    return SchemaError(f"got {shown[0] if len(shown) == 1 else shown} ({values.dtype}), declared {name}: {why}")
