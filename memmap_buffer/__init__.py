@@ -8,21 +8,22 @@ The layers; a module imports only from levels above its own line, never sideways
     level 3   store.files, store.records
     level 4   store.layout
     level 5   store.storage
-    level 6   store.lock, store.episode
+    level 6   store.lock, store.episode, store.ring
     level 7   store.publication, store.group, store.edits
     level 8   store.redo
-    level 9   store.writer
-    level 10  reading.sources
-    level 11  reading.gather
-    level 12  reading.views
-    level 13  reading.index
-    level 14  reading.options, reading.order
-    level 15  reading.reader
-    level 16  reading.samplers
-    level 17  reading.datasets
-    level 18  reading.readable
-    level 19  buffer
-    level 20  concat
+    level 9   store.recovery
+    level 10  store.writer
+    level 11  reading.sources
+    level 12  reading.gather
+    level 13  reading.views
+    level 14  reading.index
+    level 15  reading.options, reading.order
+    level 16  reading.reader
+    level 17  reading.samplers
+    level 18  reading.datasets
+    level 19  reading.readable
+    level 20  buffer
+    level 21  concat
 
 torch is imported by reading.datasets alone, which is loaded when a dataset, loader or batch is first asked for.
 """

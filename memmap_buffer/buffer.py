@@ -27,7 +27,7 @@ from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.storage import Storage
-from memmap_buffer.store.writer import Writer
+from memmap_buffer.store.writer import Durability, Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,10 +52,7 @@ class ReplayBuffer(Readable):
         flush_every_store_step: accepted and without effect; nothing is on disk before an episode is published.
         max_steps: show at most this many timesteps: publishing retires the oldest episodes until the rest fits.
         spare_slots: slots beyond `max_episodes`, one for every episode that is written in place at a time.
-        durability: "process": published episodes survive all but a crash of the machine, at no cost; "power": that
-            too, at the cost of a barrier per file.
-        checksum: "crc32", or None for none.
-        publish: "episode": an episode is visible when it is complete; "step": each step at once.
+        durability, sync_every, checksum, publish, stage: how it is written, see `Durability`.
         verify: when checksums are compared on reading: "auto", "always", "read" or "never".
 
     Raises:
@@ -78,14 +75,17 @@ class ReplayBuffer(Readable):
         max_steps: int | None = None,
         spare_slots: int = 1,
         durability: str = "process",
+        sync_every: int = 1,
         checksum: str | None = "crc32",
         publish: str = "episode",
+        stage: str = "ram",
         verify: str = "auto",
     ) -> None:
         schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
         layout = Layout(
             schema, max_episodes, max_timesteps, spare_slots=spare_slots, circular=bool(circular), max_steps=max_steps
         )
+        how = Durability(durability, sync_every, checksum, publish, stage)
         place = Folder(Path(folder))
         lock = WriterLock(place)
         if read_only and overwrite:
@@ -98,7 +98,7 @@ class ReplayBuffer(Readable):
             text = "\n  ".join([f"{place.path} holds a buffer of another schema:", *differences])
             hint = "\nOpen it with from_folder, give the stored values, or pass overwrite=True to replace it."
             raise SchemaMismatchError(text + hint, differences=differences)
-        self._setup(opened, lock, durability=durability, checksum=checksum, publish=publish)
+        self._setup(opened, lock, how)
 
     @classmethod
     def from_folder(
@@ -107,8 +107,10 @@ class ReplayBuffer(Readable):
         read_only: bool = False,
         *,
         durability: str = "process",
+        sync_every: int = 1,
         checksum: str | None = "crc32",
         publish: str = "episode",
+        stage: str = "ram",
         verify: str = "auto",
     ) -> Self:
         """Open an existing folder with the schema that it holds; arguments as for the constructor.
@@ -118,14 +120,13 @@ class ReplayBuffer(Readable):
         buffer = cls.__new__(cls)
         opened = Storage.open(Path(folder), read_only=read_only, verify=verify)
         lock = WriterLock(opened.folder)
-        buffer._setup(opened, lock, durability=durability, checksum=checksum, publish=publish)
+        buffer._setup(opened, lock, Durability(durability, sync_every, checksum, publish, stage))
         return buffer
 
-    def _setup(self, opened: Storage, lock: WriterLock, **how: Any) -> None:
+    def _setup(self, opened: Storage, lock: WriterLock, how: Durability) -> None:
         super().__init__(Sources([opened]))
         self._storage = opened
-        self._how = how
-        self._writer = Writer(opened, lock, **how)
+        self._writer = Writer(opened, lock, how)
         self._scope: Episode | EpisodeGroup | None = None
         self._begun: list[Episode] = []
         if not opened.read_only and opened.folder.exists(".redo"):
@@ -137,7 +138,7 @@ class ReplayBuffer(Readable):
             type(self),
             self.folder,
             self._storage.read_only,
-            {**self._how, "verify": self._storage.verify},
+            {**vars(self._writer.how), "verify": self._storage.verify},
         )
 
     @property
@@ -328,7 +329,9 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool) -
     try:
         if overwrite and folder.exists("schema.json"):
             with suppress(MemmapBufferError, OSError):  # a damaged one may be replaced all the same
-                Writer(Storage(folder.path), lock).begin()  # raises the epoch, which stops a writer whose lock failed
+                Writer(
+                    Storage(folder.path), lock, Durability()
+                ).begin()  # raises the epoch, which stops a writer whose lock failed
             storage.remove(folder)
         if not folder.exists("schema.json"):
             storage.create(folder, layout)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 FIRST_CAPACITY = 64
+CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place
 ENDS = ("terminated", "truncated")
 
 
@@ -39,7 +40,13 @@ class Episode:
 
     Args:
         sink: who publishes it. meta: what is known at the start. keep_partial: see above.
-        on_step: called after each stored step, or None.
+        on_step: called after each stored step, or None: it publishes the steps stored so far.
+        spill: called when CHUNK_BYTES are staged, or None: it writes them out, so that no more is ever staged.
+
+    Attributes:
+        length: timesteps stored. columns: field -> its staged rows, from timestep `base` on.
+        finals, meta: the final observation and the meta fields, as stored.
+        state: "open", "published" or "aborted". ended: the flag that ended it, or "".
     """
 
     def __init__(
@@ -49,12 +56,15 @@ class Episode:
         *,
         keep_partial: bool = False,
         on_step: Callable[[Episode], None] | None = None,
+        spill: Callable[[Episode], None] | None = None,
     ) -> None:
         self._sink = sink
         self._schema = sink.schema
         self._on_step = on_step
+        self._spill = spill
         self.keep_partial = keep_partial
         self.length = 0
+        self.base = 0
         self.columns: dict[str, Array] = {}
         self.finals: dict[str, Array] = {}
         self.meta: dict[str, Array] = {name: field.fill for name, field in self._schema.meta_fields.items()}
@@ -84,7 +94,7 @@ class Episode:
             In each case the step was not stored, and the episode goes on as it was.
         """
         t = self._room()
-        plan = self._plan
+        plan, row = self._plan, t - self.base
         for name, value in step.items():
             column = plan.get(name)
             if column is None:
@@ -94,7 +104,7 @@ class Episode:
                 fits = value.dtype == column.dtype and value.shape == column.shape
             else:
                 fits = kind in column.scalars and column.low <= value <= column.high
-            column.array[t] = value if fits else self._encode(column.field, name, value, t)
+            column.array[row] = value if fits else self._encode(column.field, name, value, t)
         if len(step) != len(plan):
             step = self._with_defaults(step, t)
         self._advance(t)
@@ -104,12 +114,12 @@ class Episode:
         """Append one timestep of values that are encoded already, one for every field."""
         t = self._room()
         for name, column in self._plan.items():
-            column.array[t] = rows[name]
+            column.array[t - self.base] = rows[name]
         self._advance(t)
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps."""
-        self._room(length)
+        self._require_within(length)
         for name in self._ends:
             early = np.flatnonzero(columns[name][: length - 1])
             if early.size:
@@ -117,7 +127,7 @@ class Episode:
                     f"timestep {early[0]} of {length} is {name}, yet steps follow it; "
                     "split the data into episodes there"
                 )
-        self.columns, self.length = dict(columns), length
+        self.columns, self.length, self.base = dict(columns), length, 0
         self._ended_at(length - 1)
         self._plan, self._capacity = {}, 0
 
@@ -204,7 +214,7 @@ class Episode:
     def _room(self, count: int = 1) -> int:
         if self.state != "open" or self.ended or self.finals:
             self._refuse()
-        if self.length + count > self._capacity:
+        if self.length + count > self.base + self._capacity:
             self._grow(self.length + count)
         return self.length
 
@@ -213,14 +223,22 @@ class Episode:
         what = f"ended at timestep {self.length - 1} by `{self.ended}`" if self.ended else "has its final observation"
         raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
 
-    def _grow(self, needed: int) -> None:
+    def _require_within(self, length: int) -> None:
         limit = self._sink.max_timesteps
-        if needed > limit:
+        if length > limit:
             raise EpisodeStateError(
                 f"timestep {limit}: the episode is longer than max_timesteps ({limit}); create the buffer with "
                 "a larger max_timesteps, or end the episode here and go on in a new one"
             )
-        capacity = min(limit, max(needed, FIRST_CAPACITY, 2 * self._capacity))
+
+    def _grow(self, needed: int) -> None:
+        self._require_within(needed)
+        limit = self._sink.max_timesteps
+        if self._spill is not None and self._capacity:
+            self._spill(self)
+            self.base = self.length
+            return
+        capacity = min(limit, max(needed, self._first_capacity(), 2 * self._capacity))
         for name, field in self._schema.fields.items():
             array = np.empty((capacity, *field.shape), field.storage)
             if self.length:
@@ -228,6 +246,12 @@ class Episode:
             self.columns[name] = array
             self._plan[name] = _column(field, array)
         self._capacity = capacity
+
+    def _first_capacity(self) -> int:
+        if self._spill is None:
+            return FIRST_CAPACITY
+        step = sum(field.itemsize for field in self._schema.fields.values())
+        return max(1, CHUNK_BYTES // step)
 
     def _advance(self, t: int) -> None:
         self._ended_at(t)
@@ -237,7 +261,7 @@ class Episode:
 
     def _ended_at(self, t: int) -> None:
         for name in self._ends:
-            if self.columns[name][t]:
+            if self.columns[name][t - self.base]:
                 self.ended = name
 
     def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
@@ -259,7 +283,7 @@ class Episode:
         full = dict(step)
         for name, column in self._plan.items():
             if name not in full:
-                full[name] = column.array[t] = require_default(column.field, name, f"timestep {t}")
+                full[name] = column.array[t - self.base] = require_default(column.field, name, f"timestep {t}")
         return full
 
 

@@ -122,6 +122,9 @@ _NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the data in the drive's cache (fsync(2))
 
 
+NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
+
+
 class System:
     """The system calls that change files, one method each, so that a test can stand between."""
 
@@ -378,6 +381,19 @@ def boot_id() -> bytes:
 
 def process_id() -> int:
     return os.getpid()
+
+
+def network_filesystem(path: Path) -> str:
+    """The kind of network file system that `path` lies on, or "" for a local one (or where it cannot be known)."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return ""
+    place = path.resolve()
+    # mountinfo(5): field 4 is the mount point, the file system's type follows the separator "-"
+    found = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
+    kind = max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
+    return kind if kind.removeprefix("fuse.") in NETWORK else ""
 
 
 def close_all(descriptors: dict[str, int]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -72,11 +72,11 @@ class Files:
             row[(self.layout.column_of or {})[name]] = crc
         write_all(self.fd["/checksums"], row, self.layout.arrays["/checksums"].offset(slot))
 
-    def trust(self, serial: int) -> None:
-        """Under "power", every serial up to this one is on the disk, unless older ones are in doubt."""
+    def trust(self, first: int, stop: int) -> None:
+        """Under "power", every serial below `stop` is on the disk, unless some before `first` are in doubt."""
         state = self.storage.state
-        if self.power and state("synced") == serial and state("suspect") <= serial:
-            self.write_state("synced", serial + 1)
+        if self.power and state("synced") == first and state("suspect") <= first:
+            self.write_state("synced", stop)
 
     def barriers(self, *keys: str) -> None:
         """Under durability "power", wait for these files; after a failure nothing may be written any more."""
@@ -114,12 +114,16 @@ class Publication:
     def published(self) -> bool:
         return self.serial >= 0
 
-    def write(self, columns: Mapping[str, Array], stop: int) -> None:
-        """Write the timesteps up to `stop` that are not written yet, beyond what is visible."""
+    def write(self, columns: Mapping[str, Array], base: int, stop: int) -> None:
+        """Write the timesteps up to `stop` that are not written yet, beyond what is visible.
+
+        Args: columns: field -> its rows from timestep `base` on.
+        """
         self._begin()
-        start = self.length
-        crcs = {name: self._write_rows(name, start, column[start:stop]) for name, column in columns.items()}
-        self._crcs, self.length = crcs, stop
+        start, rows = self.length, slice(self.length - base, stop - base)
+        if start < stop:
+            self._crcs = {name: self._write_rows(name, start, column[rows]) for name, column in columns.items()}
+            self.length = stop
 
     def write_final(self, final: Mapping[str, Array]) -> None:
         """Write the observation after the last action behind the last step, for every field with `final`."""
@@ -132,36 +136,29 @@ class Publication:
             self._files.write_meta(name, self.slot, value)
         self.meta = dict(meta)
 
-    def commit(self, serial: int, flags: int) -> None:
-        """Make what was written an episode: visible to every process when this returns.
+    def seal(self, serial: int, flags: int) -> bytes:
+        """Write the checksums; the record that makes this an episode of that number, to be committed.
 
         Args:
             serial: its number. flags: of `records`; OPEN leaves it to be appended to.
-
-        Raises: OSError: nothing became visible; under "power" the lock is poisoned if a barrier failed.
         """
-        files, first = self._files, not self.published
         digest, flags = self._seal_columns(flags)
-        files.barriers(*files.layout.schema.all, "/checksums")
-        record = seal(
+        return seal(
             generation=self._generation + 1,
             serial=serial,
             length=self.length,
             flags=flags,
-            first_row=self.slot * files.layout.max_timesteps,
+            first_row=self.slot * self._files.layout.max_timesteps,
             time=time.time_ns(),
-            epoch=files.lock.epoch,
+            epoch=self._files.lock.epoch,
             digest=digest,
         )
-        files.write_record(self.slot, record)
-        if first:
-            files.write_generation(self.slot, self._generation + 1)
-        files.barriers("/episodes")
-        self.serial = serial
-        if first:
-            files.write_state("next", serial + 1)
-            files.trust(serial)
-        files.changed()
+
+    def show(self, record: bytes) -> None:
+        """Write the record, and for a first publication the even generation: the commit."""
+        self._files.write_record(self.slot, record)
+        if not self.published:
+            self._files.write_generation(self.slot, self._generation + 1)
 
     def _begin(self) -> None:
         if not self._begun:
@@ -183,3 +180,23 @@ class Publication:
             return self._files.storage.digest(crcs), flags | CHECKED
         self._files.write_checksums(self.slot, crcs)
         return 0, flags | CHECKED
+
+
+def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> None:
+    """Make what was written episodes, with one barrier per file for all: visible to every process when this returns.
+
+    Args: entries: (publication, serial, flags) in the order of their serials.
+    Raises: OSError: nothing became visible; under "power" the lock is poisoned if a barrier failed.
+    """
+    records = [publication.seal(serial, flags) for publication, serial, flags in entries]
+    files.barriers(*files.layout.schema.all, "/checksums")
+    for (publication, _, _), record in zip(entries, records, strict=True):
+        publication.show(record)
+    files.barriers("/episodes")
+    first = [serial for publication, serial, _ in entries if not publication.published]
+    for publication, serial, _ in entries:
+        publication.serial = serial
+    if first:
+        files.write_state("next", first[-1] + 1)
+        files.trust(first[0], first[-1] + 1)
+    files.changed()

@@ -1,75 +1,100 @@
-"""The writer of one folder: it hands out open episodes, chooses their slots, and publishes, updates and clears.
+"""The writer of one folder: it hands out open episodes, publishes, updates, deletes and clears.
 
-It takes the lock at the first write. What an episode's steps are is `episode`'s; in which order bytes are written is
-`publication`'s and `redo`'s.
+It takes the lock at the first write. What an episode's steps are is `episode`'s; which slot is free is `ring`'s; in
+which order bytes are written is `publication`'s and `redo`'s.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
-from memmap_buffer.errors import BufferFullError, EpisodeStateError, ReadOnlyError, SchemaError
+from memmap_buffer.errors import EpisodeStateError, ReadOnlyError, SchemaError
 from memmap_buffer.store import redo
 from memmap_buffer.store.episode import Episode
-from memmap_buffer.store.files import this_process
 from memmap_buffer.store.lock import WriterLock
-from memmap_buffer.store.publication import Files, Publication
-from memmap_buffer.store.records import CUT, DELETED, FINAL, OPEN, STATE_WORD, TERMINATED
+from memmap_buffer.store.publication import Files, Publication, commit
+from memmap_buffer.store.records import CUT, DELETED, FINAL, OPEN, TERMINATED
+from memmap_buffer.store.recovery import take_over
+from memmap_buffer.store.ring import Ring
 from memmap_buffer.store.storage import IntArray, Storage
 from memmap_buffer.values import Array
 
-DURABILITIES = ("process", "power")
-CHECKSUMS = ("crc32", None)
-PUBLISH = ("episode", "step")
+
+@dataclass(frozen=True)
+class Durability:
+    """How a buffer is written.
+
+    Args:
+        durability: "process": a published episode survives everything but a crash of the machine; "power": that too,
+            by a barrier on each file.
+        sync_every: with "power": publish so many episodes behind the same barriers; they become visible together.
+        checksum: "crc32", or None for none.
+        publish: "episode": an episode is visible when it is complete; "step": each step at once.
+        stage: "ram": an open episode is in memory; "disk": it is written to its slot in chunks as it grows, for
+            episodes too long for memory.
+
+    Raises: SchemaError: a value that is not one of these, or two that exclude each other.
+    """
+
+    durability: str = "process"
+    sync_every: int = 1
+    checksum: str | None = "crc32"
+    publish: str = "episode"
+    stage: str = "ram"
+
+    def __post_init__(self) -> None:
+        allowed: dict[str, tuple[Any, ...]] = {
+            "durability": ("process", "power"),
+            "checksum": ("crc32", None),
+            "publish": ("episode", "step"),
+            "stage": ("ram", "disk"),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                expected = ", ".join(map(repr, values))
+                raise SchemaError(f"{name}: got {getattr(self, name)!r}, expected one of {expected}")
+        if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
+            raise SchemaError(f"sync_every: got {self.sync_every!r}, expected a whole number from 1")
+        if self.sync_every > 1 and (self.durability != "power" or self.publish == "step"):
+            raise SchemaError("sync_every > 1 shares barriers, so it needs durability='power' and publish='episode'")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an episode takes its slot while it is open."""
+        return self.publish == "step" or self.stage == "disk"
 
 
 class Writer:
     """Writes to one folder.
 
     Args:
-        storage: the folder. lock: the lock, held already by whoever created the folder, or not.
-        durability: "process" survives everything but a crash of the machine; "power" that too, by barriers.
-        checksum: "crc32", or None for none.
-        publish: "episode": an episode is visible when it is complete; "step": each step at once.
+        storage: the folder. lock: the lock, held already by whoever created the folder, or not. how: see there.
+
+    Raises: SchemaError: `sync_every` is more than the spare slots.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        lock: WriterLock,
-        *,
-        durability: str = "process",
-        checksum: str | None = "crc32",
-        publish: str = "episode",
-    ) -> None:
-        _one_of("durability", durability, DURABILITIES)
-        _one_of("checksum", checksum, CHECKSUMS)
-        _one_of("publish", publish, PUBLISH)
+    def __init__(self, storage: Storage, lock: WriterLock, how: Durability) -> None:
         self.storage = storage
         self.schema = storage.layout.schema
         self.max_timesteps = storage.layout.max_timesteps
+        if how.sync_every > max(1, storage.layout.spare_slots):
+            self._refuse_spare(f"sync_every={how.sync_every} writes as many episodes side by side", how.sync_every)
+        self.how = how
         self._lock = lock
-        self._power = durability == "power"
-        self._checksum = checksum is not None
-        self._by_step = publish == "step"
         self._files: Files | None = None
+        self._ring: Ring
         self._publications: dict[Episode, Publication] = {}
-        self._live: deque[list[int]] = deque()  # [serial, slot, length] of what is visible, oldest first
-        self._steps = 0
-        self._free: deque[int] = deque()
-        self._next = 0
+        self._pending: list[tuple[Publication, int, int]] = []
         self._closed = False
-
-    # Taking the folder
 
     def begin(self) -> Files:
         """The open files; takes the lock at the first call.
 
-        Raises: ReadOnlyError, BufferLockedError, WriterLostError.
+        Raises: ReadOnlyError, BufferLockedError, WriterLostError. EpisodeStateError: it was closed.
         """
         if self._files is not None:
             self._lock.check(self.storage)
@@ -81,90 +106,49 @@ class Writer:
             raise ReadOnlyError(f"{self.storage.path} {why}; open or make one to write to")
         if not self._lock.held:
             self._lock.acquire()
-        files = Files(self.storage, self._lock, power=self._power, checksum=self._checksum)
-        self._take_over(files)
+        files = Files(
+            self.storage, self._lock, power=self.how.durability == "power", checksum=self.how.checksum is not None
+        )
+        self._ring = take_over(files)
         self._files = files
         return files
-
-    def _take_over(self, files: Files) -> None:
-        """Raise the epoch, then put right what a dead writer left."""
-        state = self.storage.state
-        pid, now, host, boot = this_process()
-        self._lock.epoch = state("epoch") + 1
-        words = {"epoch": self._lock.epoch, "pid": pid, "time": now} | self._doubts(boot)
-        for name, value in words.items():
-            files.write_state(name, value)
-        for i in range(2):
-            files.write_state("boot", int.from_bytes(boot[8 * i : 8 * i + 8], "little"), word=i)
-        for i in range(8):
-            files.write_state("host", int.from_bytes(host.ljust(64, b"\0")[8 * i : 8 * i + 8], "little"), word=i)
-        files.sync("/state")
-        redo.finish(files)
-        table = self.storage.refresh()
-        serials = table.serial[table.valid]
-        self._next = max(state("next"), int(serials.max()) + 1 if serials.size else 0)
-        self._close_abandoned(files)
-        self._live = deque([int(table.serial[s]), int(s), int(table.length[s])] for s in table.visible)
-        self._steps = table.steps
-        empty = np.setdiff1d(np.arange(self.storage.layout.slots), table.visible)
-        # Slots in the order of their serials, those never written first: a fresh buffer fills from slot 0.
-        order = np.lexsort((empty, np.where(table.valid[empty], table.serial[empty], -1)))
-        self._free = deque(int(s) for s in empty[order])
-
-    def _doubts(self, boot: bytes) -> dict[str, int]:
-        """What this writer may leave trusted of what earlier ones wrote ("Creating, opening, trusting")."""
-        state = self.storage.state
-        stored = self.storage.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
-        words = {"clean": 0}
-        following = max(state("next"), int(self.storage.table.serial.max(initial=-1)) + 1)
-        if not state("clean") and state("epoch") and (stored != boot or not any(boot)):
-            words["suspect"] = following
-        if not self._power:
-            words["synced"] = 0
-        elif state("clean") and not state("suspect"):
-            words["synced"] = following
-        return words
-
-    def _close_abandoned(self, files: Files) -> None:
-        """Episodes that a dead writer left open are complete as far as they go: flag them as cut short."""
-        table = self.storage.table
-        for slot in table.visible[table.flags[table.visible] & OPEN != 0]:
-            flags = int(table.flags[slot])
-            crcs = dict(self.storage.column_crcs(int(slot), int(table.length[slot]), bool(flags & FINAL)))
-            files.write_checksums(int(slot), crcs)
-            files.barriers("/checksums")
-            files.amend(int(slot), flags=flags & ~OPEN | CUT, digest=0)
-            files.barriers("/episodes")
-            files.changed()
 
     # Episodes
 
     def open(self, meta: Mapping[str, Any], *, keep_partial: bool = False) -> Episode:
-        """A new open episode. Raises BufferFullError when it could not be published."""
-        layout = self.begin().layout
-        waiting = [e for e in self._lock.open_episodes if e not in self._publications]
-        if not layout.circular and len(self._live) + len(waiting) >= layout.max_episodes:
-            self._refuse_full(f"{len(self._live)} episodes are published, {len(waiting)} more are open")
-        episode = Episode(self, meta, keep_partial=keep_partial, on_step=self._append if self._by_step else None)
+        """A new open episode. Raises BufferFullError or EpisodeStateError when it could not be published."""
+        self.begin()
+        waiting = len([e for e in self._lock.open_episodes if e not in self._publications]) + len(self._pending)
+        self._ring.require_room(self.storage.path, waiting + 1, 1)
+        in_place = len(self._lock.open_episodes) + 1
+        if self.how.in_place and in_place > self.storage.layout.spare_slots:
+            self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
+        episode = Episode(
+            self,
+            meta,
+            keep_partial=keep_partial,
+            on_step=self._append if self.how.publish == "step" else None,
+            spill=self._spill if self.how.in_place else None,
+        )
         self._lock.open_episodes.add(episode)
         return episode
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
-        publication = self._publication(episode)
+        flags = FINAL * bool(episode.finals) | CUT * cut
         try:
-            flags = FINAL * bool(episode.finals) | CUT * cut
-            publication.write(episode.columns, episode.length)
+            publication = self._write(episode)
             publication.write_final(episode.finals)
-            self._commit(publication, episode, flags)
+            self._commit(publication, episode, flags, at_once=publication.published)
             if any(not np.array_equal(publication.meta[name], value) for name, value in episode.meta.items()):
                 redo.carry_out(self.begin(), redo.plan(self.begin(), publication.slot, {}, episode.meta))
         except BaseException:
-            if not publication.published:
+            if not self.how.in_place:
                 self._release(episode)
             raise
-        self._release(episode)
         self._lock.open_episodes.discard(episode)
+        if publication.published:
+            self._release(episode)
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
@@ -176,81 +160,62 @@ class Writer:
             self._release(episode)
 
     def _append(self, episode: Episode) -> None:
-        """Publish the step that was just stored (and any before it that could not be)."""
-        publication = self._publication(episode)
-        publication.write(episode.columns, episode.length)
-        self._commit(publication, episode, OPEN)
+        """Publish the step that was just stored, and any before it that could not be."""
+        self._commit(self._write(episode), episode, OPEN, at_once=True)
 
-    def _publication(self, episode: Episode) -> Publication:
+    def _spill(self, episode: Episode) -> None:
+        self._write(episode)
+
+    def _write(self, episode: Episode) -> Publication:
+        """Write the steps that are staged to the episode's slot."""
         files = self.begin()
-        found = self._publications.get(episode)
-        if found is not None:
-            return found
-        if not self._free:
-            open_now = len(self._publications)
-            raise EpisodeStateError(
-                f"{self.storage.path}: {open_now} episodes are being written in place, which takes a spare slot each, "
-                f"and one to publish; create the buffer with spare_slots={open_now + 1}"
-            )
-        made = self._publications[episode] = Publication(files, self._free.popleft())
-        return made
+        publication = self._publications.get(episode)
+        if publication is None:
+            slot = self._ring.take()
+            if slot is None:
+                busy = len(self._publications)
+                self._refuse_spare(f"{busy} episodes that are being written in place, and one to publish", busy + 1)
+            publication = self._publications[episode] = Publication(files, slot)
+        publication.write(episode.columns, episode.base, episode.length)
+        return publication
 
-    def _commit(self, publication: Publication, episode: Episode, flags: int) -> None:
-        layout, first = self.storage.layout, not publication.published
-        added = publication.length - (0 if first else self._live_length(publication))
-        if not layout.circular:
-            self._check_room(first, added)
+    def _commit(self, publication: Publication, episode: Episode, flags: int, *, at_once: bool) -> None:
+        first = not publication.published
+        added = episode.length if first else 0
+        self._ring.require_room(self.storage.path, len(self._pending) + first, added)
         if first:
             publication.write_meta(episode.meta)
-        terminated = TERMINATED * (episode.ended == "terminated")
-        publication.commit(self._next if first else publication.serial, flags | terminated)
-        if first:
-            self._next += 1
-            self._live.append([publication.serial, publication.slot, publication.length])
-        self._steps += added
-        self._set_live_length(publication)
-        self._retire()
+        serial = self._ring.next + len(self._pending) if first else publication.serial
+        entry = (publication, serial, flags | TERMINATED * (episode.ended == "terminated"))
+        self._pending.append(entry)
+        if at_once or len(self._pending) >= self.how.sync_every:
+            try:
+                self._commit_pending()
+            except BaseException:
+                self._pending.remove(entry)
+                raise
 
-    def _live_length(self, publication: Publication) -> int:
-        return next(
-            (length for serial, _, length in reversed(self._live) if serial == publication.serial), publication.length
-        )
-
-    def _set_live_length(self, publication: Publication) -> None:
-        for entry in reversed(self._live):
-            if entry[0] == publication.serial:
-                entry[2] = publication.length
-                return
-
-    def _check_room(self, first: bool, added: int) -> None:
-        layout = self.storage.layout
-        if first and len(self._live) >= layout.max_episodes:
-            self._refuse_full(f"{len(self._live)} episodes are published")
-        if layout.max_steps is not None and self._steps + added > layout.max_steps:
-            self._refuse_full(f"{self._steps} timesteps are published and max_steps is {layout.max_steps}")
-
-    def _refuse_full(self, what: str) -> None:
-        raise BufferFullError(
-            f"{self.storage.path} is full: {what}, of max_episodes={self.storage.layout.max_episodes}; create it with "
-            "circular=True to overwrite the oldest, with more max_episodes, or clear() it"
-        )
-
-    def _retire(self) -> None:
-        """The oldest episodes leave the visible window; their slots may be written again."""
-        layout = self.storage.layout
-        while len(self._live) > layout.max_episodes or (layout.max_steps and self._steps > layout.max_steps):
-            _, slot, length = self._live.popleft()
-            self._steps -= length
-            self._give_back(slot)
-
-    def _give_back(self, slot: int) -> None:
-        if all(publication.slot != slot for publication in self._publications.values()):
-            self._free.append(slot)
+    def _commit_pending(self) -> None:
+        if not self._pending:
+            return
+        commit(self.begin(), self._pending)
+        entries, self._pending = self._pending, []
+        for publication, serial, _ in entries:
+            self._ring.show(serial, publication.slot, publication.length)
+        done = {publication for publication, _, _ in entries}
+        for episode in [e for e, p in self._publications.items() if p in done and e.state == "published"]:
+            self._release(episode)
 
     def _release(self, episode: Episode) -> None:
-        publication = self._publications.pop(episode)
-        if all(slot != publication.slot for _, slot, _ in self._live):
-            self._free.appendleft(publication.slot)
+        publication = self._publications.pop(episode, None)
+        if publication is not None:
+            self._ring.release(publication.slot)
+
+    def _refuse_spare(self, what: str, needed: int) -> NoReturn:
+        raise EpisodeStateError(
+            f"{self.storage.path}: {what} need a spare slot each, and there are {self.storage.layout.spare_slots}; "
+            f"create the buffer with spare_slots={needed}"
+        )
 
     # Changing what is published
 
@@ -269,29 +234,24 @@ class Writer:
     def delete(self, slots: Sequence[int]) -> None:
         """Make visible slots invisible for good. What was retired before stays retired."""
         files = self.begin()
-        if self._live:
-            files.write_state("base", self._live[0][0])
-            files.barriers("/state")
+        files.write_state("base", self._ring.oldest)
+        files.barriers("/state")
         for slot in slots:
-            flags = int(self.storage.refresh().flags[slot])
-            files.amend(slot, flags=flags | DELETED)
+            table = self.storage.refresh()
+            files.amend(slot, flags=int(table.flags[slot]) | DELETED)
             files.barriers("/episodes")
             files.changed()
-            for entry in [entry for entry in self._live if entry[1] == slot]:
-                self._live.remove(entry)
-                self._steps -= entry[2]
-                self._give_back(slot)
+            self._ring.hide(int(table.serial[slot]))
 
     def clear(self) -> None:
         """Make every episode invisible, in one write. Episodes that are open and staged are not touched."""
         files = self.begin()
         self._refuse_open_steps("clear")
-        files.write_state("base", self._next)
+        self._commit_pending()
+        files.write_state("base", self._ring.next)
         files.barriers("/state")
         files.changed()
-        self._free.extend(slot for _, slot, _ in self._live)
-        self._live.clear()
-        self._steps = 0
+        self._ring.clear()
 
     def _refuse_open_steps(self, what: str) -> None:
         if any(publication.published for publication in self._publications.values()):
@@ -302,34 +262,29 @@ class Writer:
     def flush(self) -> None:
         """Wait until everything published is on the disk. Raises OSError, and then nothing more may be written."""
         if self._files is not None:
-            self.begin().sync()
+            files = self.begin()
+            self._commit_pending()
+            files.sync()
 
     def close(self) -> None:
         """Flush, mark the folder clean, and let go of the lock. Open episodes are dropped. Twice is fine."""
-        self._closed = True
-        files, self._files = self._files, None
-        if files is not None:
-            try:
+        files = self._files
+        try:
+            if files is not None and self._lock.mine:
                 self._finish(files)
-            finally:
+        finally:
+            self._closed, self._files = True, None
+            if files is not None:
                 files.close()
-        self._lock.release()
+            self._lock.release()
 
     def _finish(self, files: Files) -> None:
-        if not self._lock.mine:
-            return
-        self._files = files
         for episode in list(self._lock.open_episodes):
-            if self._by_step:
+            if self.how.publish == "step":
                 episode.publish(cut=True)
             else:
                 episode.abort()
-        self._files = None
+        self._commit_pending()
         files.sync()
         files.write_state("clean", 1)
         files.sync("/state")
-
-
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise SchemaError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, allowed))}")

@@ -1,0 +1,72 @@
+"""Taking a folder over: the epoch, what may still be trusted, and what a dead writer left half done."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from memmap_buffer.store import redo
+from memmap_buffer.store.files import network_filesystem, this_process
+from memmap_buffer.store.publication import Files
+from memmap_buffer.store.records import CUT, FINAL, OPEN, STATE_WORD
+from memmap_buffer.store.ring import Ring
+
+log = logging.getLogger("memmap_buffer")
+
+
+def take_over(files: Files) -> Ring:
+    """Raise the epoch, put right what a dead writer left, and count the slots. The lock is held."""
+    storage, state = files.storage, files.storage.state
+    pid, now, host, boot = this_process()
+    kind = network_filesystem(storage.path)
+    if kind:
+        log.warning("%s lies on %s: write from one host only, and read on that host", storage.path, kind)
+    storage.refresh()
+    files.lock.epoch = state("epoch") + 1
+    for name, value in {"epoch": files.lock.epoch, "pid": pid, "time": now, **_doubts(files, boot)}.items():
+        files.write_state(name, value)
+    for name, text in {"boot": boot, "host": host.ljust(64, b"\0")}.items():
+        for i in range(len(text) // 8):
+            files.write_state(name, int.from_bytes(text[8 * i : 8 * i + 8], "little"), word=i)
+    files.sync("/state")
+    redo.finish(files)
+    _close_abandoned(files)
+    return Ring(storage.layout, storage.refresh(), _following(files))
+
+
+def _following(files: Files) -> int:
+    """The next serial."""
+    table = files.storage.refresh()
+    highest = int(table.serial[table.valid].max(initial=-1))
+    return max(files.storage.state("next"), highest + 1)
+
+
+def _doubts(files: Files, boot: bytes) -> dict[str, int]:
+    """What this writer leaves trusted of what earlier ones wrote (`files`, "Creating, opening, trusting")."""
+    state = files.storage.state
+    stored = files.storage.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
+    words = {"clean": 0}
+    if not state("clean") and state("epoch") and (stored != boot or not any(boot)):
+        words["suspect"] = _following(files)
+    if not files.power:
+        words["synced"] = 0
+    elif state("clean") and not state("suspect"):
+        words["synced"] = _following(files)
+    return words
+
+
+def _close_abandoned(files: Files) -> None:
+    """Episodes that a dead writer left open are complete as far as they go: flag them as cut short."""
+    storage = files.storage
+    table = storage.refresh()
+    for slot in table.visible[table.flags[table.visible] & OPEN != 0].tolist():
+        if not storage.trust(np.array([slot])):
+            continue  # its steps did not survive a crash of the machine
+        flags = int(table.flags[slot])
+        crcs = dict(storage.column_crcs(slot, int(table.length[slot]), bool(flags & FINAL)))
+        files.write_checksums(slot, crcs)
+        files.barriers("/checksums")
+        files.amend(slot, flags=flags & ~OPEN | CUT, digest=0)
+        files.barriers("/episodes")
+        files.changed()

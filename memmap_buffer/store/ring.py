@@ -1,0 +1,97 @@
+"""The writer's own account of its slots: which are visible, which are being written, which may be written. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from memmap_buffer.errors import BufferFullError
+from memmap_buffer.store.layout import Layout
+from memmap_buffer.store.storage import EpisodeTable
+
+
+class Ring:
+    """The slots of one folder, as its only writer sees them.
+
+    Args: layout: the sizes. table: the episodes at the start. following: the next serial.
+
+    Attributes:
+        next: the serial that the next episode gets. steps: visible timesteps.
+    """
+
+    def __init__(self, layout: Layout, table: EpisodeTable, following: int) -> None:
+        self._layout = layout
+        self.next = following
+        self.steps = table.steps
+        self._live = {int(table.serial[s]): (int(s), int(table.length[s])) for s in table.visible}  # oldest first
+        self._shown = {slot for slot, _ in self._live.values()}
+        self._taken: set[int] = set()
+        empty = np.setdiff1d(np.arange(layout.slots), table.visible)
+        # Those never written first, then in the order of their serials: a fresh buffer fills from slot 0.
+        order = np.lexsort((empty, np.where(table.valid[empty], table.serial[empty], -1)))
+        self._free: deque[int] = deque(empty[order].tolist())
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest visible serial, or the next one where nothing is visible."""
+        return next(iter(self._live), self.next)
+
+    def take(self) -> int | None:
+        """A slot to write to, or None where all are visible or being written."""
+        if not self._free:
+            return None
+        slot = self._free.popleft()
+        self._taken.add(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """The slot is not being written any more: it is free, unless an episode is visible there now."""
+        self._taken.discard(slot)
+        if slot not in self._shown:
+            self._free.appendleft(slot)
+
+    def require_room(self, path: object, episodes: int, steps: int) -> None:
+        """Raise BufferFullError unless so many more fit; a circular buffer always has room."""
+        limit = self._layout.max_steps
+        if self._layout.circular:
+            return
+        if len(self) + episodes > self._layout.max_episodes:
+            what = f"{len(self)} of max_episodes={self._layout.max_episodes} episodes are published"
+            what += f", {episodes - 1} more are open" if episodes > 1 else ""
+        elif limit is not None and self.steps + steps > limit:
+            what = f"{self.steps} timesteps are published, {steps} more would pass max_steps={limit}"
+        else:
+            return
+        raise BufferFullError(
+            f"{path} is full: {what}; create it with circular=True to overwrite the oldest, or larger, or clear() it"
+        )
+
+    def show(self, serial: int, slot: int, length: int) -> None:
+        """An episode became visible, or longer; the oldest ones that do not fit any more leave."""
+        before = self._live.get(serial, (slot, 0))[1]
+        self._live[serial] = (slot, length)
+        self._shown.add(slot)
+        self.steps += length - before
+        self.next = max(self.next, serial + 1)
+        limit = self._layout.max_steps
+        while len(self._live) > self._layout.max_episodes or (limit is not None and self.steps > limit):
+            self.hide(self.oldest)
+
+    def hide(self, serial: int) -> None:
+        """An episode is not visible any more; its slot may be written again, unless it still is."""
+        if serial not in self._live:
+            return
+        slot, length = self._live.pop(serial)
+        self._shown.discard(slot)
+        self.steps -= length
+        if slot not in self._taken:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """No episode is visible any more."""
+        for serial in list(self._live):
+            self.hide(serial)
