@@ -6,24 +6,25 @@ The layers; a module imports only from levels above its own line, never sideways
     level 1   values
     level 2   schema, transforms
     level 3   store.files, store.records
-    level 4   store.layout
+    level 4   store.layout, store.host, store.folder
     level 5   store.storage
     level 6   store.lock, store.episode, store.ring
-    level 7   store.publication, store.group, store.edits
+    level 7   store.publication, store.group, store.edits, store.snapshot
     level 8   store.redo
-    level 9   store.recovery
+    level 9   store.recovery, store.checkup
     level 10  store.writer
-    level 11  reading.sources
-    level 12  reading.gather
-    level 13  reading.views
-    level 14  reading.index
-    level 15  reading.options, reading.order
-    level 16  reading.reader
-    level 17  reading.samplers
-    level 18  reading.datasets
-    level 19  reading.readable
-    level 20  buffer
-    level 21  concat
+    level 11  store.repair
+    level 12  reading.sources
+    level 13  reading.gather
+    level 14  reading.views
+    level 15  reading.index
+    level 16  reading.options, reading.order
+    level 17  reading.reader
+    level 18  reading.samplers
+    level 19  reading.datasets
+    level 20  reading.readable
+    level 21  buffer
+    level 22  concat, cli
 
 torch is imported by reading.datasets alone, which is loaded when a dataset, loader or batch is first asked for.
 """
@@ -44,8 +45,11 @@ from memmap_buffer.errors import (
     StaleEpisodeError,
     WriterLostError,
 )
+from memmap_buffer.reading.options import Options
 from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
 from memmap_buffer.schema import Field, Schema
+from memmap_buffer.store.checkup import Finding, verify
+from memmap_buffer.store.repair import repair
 
 __version__ = "0.1.0"
 
@@ -58,11 +62,13 @@ __all__ = [
     "Crop",
     "EpisodeStateError",
     "Field",
+    "Finding",
     "MemmapBufferError",
     "NStep",
     "NotABufferError",
     "NotEnoughDataError",
     "Offsets",
+    "Options",
     "ReadOnlyError",
     "ReplayBuffer",
     "Schema",
@@ -74,4 +80,6 @@ __all__ = [
     "View",
     "Window",
     "WriterLostError",
+    "repair",
+    "verify",
 ]

@@ -22,10 +22,11 @@ from memmap_buffer.reading.sources import Sources
 from memmap_buffer.schema import Schema
 from memmap_buffer.store import edits, storage
 from memmap_buffer.store.episode import Episode
-from memmap_buffer.store.files import Folder
+from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
+from memmap_buffer.store.snapshot import snapshot
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.writer import Durability, Writer
 
@@ -53,7 +54,9 @@ class ReplayBuffer(Readable):
         max_steps: show at most this many timesteps: publishing retires the oldest episodes until the rest fits.
         spare_slots: slots beyond `max_episodes`, one for every episode that is written in place at a time.
         durability, sync_every, checksum, publish, stage: how it is written, see `Durability`.
-        verify: when checksums are compared on reading: "auto", "always", "read" or "never".
+        verify: when checksums are compared on reading: "auto" (what a crash of the machine may have spoilt, when it
+            is first read), "always" (all of it, on opening), "read" (at every read) or "never".
+        reserve: take the whole disk space when creating, instead of as episodes are written.
 
     Raises:
         SchemaMismatchError: the folder holds another schema; the text lists the differences.
@@ -80,6 +83,7 @@ class ReplayBuffer(Readable):
         publish: str = "episode",
         stage: str = "ram",
         verify: str = "auto",
+        reserve: bool = False,
     ) -> None:
         schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
         layout = Layout(
@@ -91,7 +95,7 @@ class ReplayBuffer(Readable):
         if read_only and overwrite:
             raise ReadOnlyError(f"{place.path}: overwrite=True and read_only=True exclude each other; drop one")
         if not read_only and (overwrite or not place.exists("schema.json")):
-            _create(place, lock, layout, overwrite)
+            _create(place, lock, layout, overwrite, reserve)
         opened = Storage.open(place.path, read_only=read_only, verify=verify)
         differences = opened.layout.differences(layout)
         if differences:
@@ -139,6 +143,14 @@ class ReplayBuffer(Readable):
             self.folder,
             self._storage.read_only,
             {**vars(self._writer.how), "verify": self._storage.verify},
+        )
+
+    def __repr__(self) -> str:
+        table, layout = self._storage.refresh(), self._storage.layout
+        mode = "read-only" if self.read_only else "circular" if layout.circular else "until full"
+        return (
+            f"<ReplayBuffer {str(self.folder)!r}: {len(table)} of {layout.max_episodes} episodes, {table.steps} steps, "
+            f"{mode}, fields {', '.join(self.fieldnames)}>"
         )
 
     @property
@@ -265,6 +277,20 @@ class ReplayBuffer(Readable):
 
     reset_ = clear
 
+    def delete(self, indices: Any) -> None:
+        """Remove episodes: positions: an int, list, array or slice. Their serials are never used again."""
+        self._writer.begin()
+        table = self._storage.refresh()
+        positions, _ = edits.positions_of(indices, len(table))
+        self._writer.delete(table.visible[positions].tolist())
+
+    def snapshot(self, path: str | PathLike[str]) -> None:
+        """Copy what is published now into a new buffer at `path`, from any process, beside a writer that goes on.
+
+        Raises: SchemaMismatchError: there is a buffer already. CorruptBufferError. OSError: the disk is full.
+        """
+        snapshot(self._storage, Path(path))
+
     # Ending
 
     def flush(self) -> None:
@@ -306,6 +332,7 @@ class ReplayBuffer(Readable):
             raise EpisodeStateError("store: a batch of episodes is open; use store_batch")
         if self._scope is not None:
             return self._scope
+        self._writer.require_writable()
         self._begun = [episode for episode in self._begun if episode.state == "open"]
         if len(self._begun) != 1:
             some = (
@@ -322,7 +349,7 @@ class ReplayBuffer(Readable):
         return self._scope
 
 
-def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool) -> None:
+def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, reserve: bool) -> None:
     """Make the folder's buffer, its lock held from then on."""
     folder.create()
     lock.acquire()
@@ -334,7 +361,7 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool) -
                 ).begin()  # raises the epoch, which stops a writer whose lock failed
             storage.remove(folder)
         if not folder.exists("schema.json"):
-            storage.create(folder, layout)
+            storage.create(folder, layout, reserve)
     except BaseException:
         lock.release()
         raise

@@ -143,7 +143,8 @@ def _cast(array: Array, name: str) -> Array:
     if target.kind == "U":
         return _cast_string(array, name, target)
     if array.dtype.kind not in "biufc":
-        raise SchemaError(f"got {array.dtype}, declared {name}: only numbers and bools convert; store a number")
+        shown = repr(array.item()) if array.ndim == 0 else f"an array of {array.dtype}"
+        raise SchemaError(f"got {shown[:80]}, declared {name}: only numbers and bools convert; store a number")
     if name == "bfloat16":
         return _to_bfloat16(_cast_number(array, np.dtype(np.float32), name))
     return _cast_number(array, target, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.gather import BFloat16Bits
-from memmap_buffer.reading.options import Output, make_tuple
+from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.samplers import Draws, EpochSampler
 from memmap_buffer.reading.sources import Anchors
@@ -24,7 +25,10 @@ Device = torch.device | str | int | None
 def to_tensor(array: Array) -> Any:
     """A tensor over an array's memory; text becomes lists of str."""
     if array.dtype.kind == "U":
-        return array.tolist()
+        try:
+            return array.tolist()
+        except ValueError as error:
+            raise CorruptBufferError(f"a text field holds what is no text ({error}); see `verify`") from None
     tensor = torch.from_numpy(array.view(np.ndarray))
     return tensor.view(torch.bfloat16) if isinstance(array, BFloat16Bits) else tensor
 
@@ -150,6 +154,9 @@ class EpisodeLoader(DataLoader[Any]):
         return batches if self.device is None else (to_device(batch, self.device) for batch in batches)
 
 
+_LOADER_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
+
+
 def make_loader(
     reader: Reader,
     *,
@@ -163,6 +170,10 @@ def make_loader(
     **kwargs: Any,
 ) -> EpisodeLoader:
     """The loader of `dataloader`. Without a seed one is drawn from torch's generator, so `manual_seed` fixes it."""
+    for name in kwargs:
+        if name not in _LOADER_OPTIONS:
+            known = [*ReadOptions.__annotations__, *_LOADER_OPTIONS, "seed", "device", "dataset"]
+            raise unknown_option(name, known)
     for name in ("sampler", "batch_sampler"):
         if kwargs.get(name) is not None:
             raise SchemaError(
@@ -173,6 +184,9 @@ def make_loader(
     dataset = dataset or EpisodeDataset(reader)
     reader = dataset.reader
     reader.require(reader.index(refresh=True))
+    if drop_last and len(reader.index()) < batch_size:
+        have = len(reader.index())
+        raise NotEnoughDataError(f"drop_last=True and batch_size={batch_size} give no batch of {have} items; lower one")
     seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
     sampler = EpochSampler(
         reader, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, weights=weights

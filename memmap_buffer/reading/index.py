@@ -81,6 +81,8 @@ class Selection:
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
+        if self.top_k is not None and not (isinstance(self.top_k, tuple) and len(self.top_k) == 2):
+            raise SchemaError(f"top_k: got {self.top_k!r}, expected (meta field, how many), such as ('return', 10)")
         for name in [*self.filter_meta, *([self.top_k[0]] if self.top_k else [])]:
             if name != "episode_lens" and name not in schema.meta_fields:
                 raise schema.unknown(name, "filter_meta", [*schema.meta_fields, "episode_lens"])
@@ -94,18 +96,19 @@ class Selection:
         if self.filter_fields and self.view.per_episode:
             raise SchemaError("filter_fields needs a view of timesteps; filter whole episodes by filter_meta")
         if self.split is not None:
-            total = sum(self.split.values())
-            if self.part not in self.split or min(self.split.values()) < 0 or total > 1 + 1e-9:
-                raise SchemaError(
-                    f"split: got {dict(self.split)!r} and part={self.part!r}; expected fractions of at most 1 in all, "
-                    "and part= naming one of them"
-                )
+            _check_split(self.split, self.part)
 
     def without_callables(self) -> Selection:
         """What can be pickled; see `Index` for the episodes it leaves open."""
         meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
         fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
         return replace(self, filter_meta=meta, filter_fields=fields)
+
+    def describe(self) -> str:
+        """The view and what narrows it, for an error."""
+        narrowed = [f"{name}={getattr(self, name)!r}" for name in ("filter_meta", "filter_fields", "top_k", "split")]
+        given = [text for text in narrowed if not text.endswith(("={}", "=None"))]
+        return ", ".join([f"view {type(self.view).__name__}", f"min_episode_len={self.min_episode_len}", *given])
 
     @property
     def has_callables(self) -> bool:
@@ -165,6 +168,15 @@ class Selection:
         return np.asarray((u >= start) & (u < stop))
 
 
+def _check_split(split: object, part: str | None) -> None:
+    fractions = list(split.values()) if isinstance(split, Mapping) else []
+    if not fractions or part not in split or min(fractions) < 0 or sum(fractions) > 1 + 1e-9:  # type: ignore[operator]
+        raise SchemaError(
+            f"split: got {split!r} and part={part!r}, expected fractions of at most 1 in all and the name of one of "
+            "them, such as split={'train': 0.9, 'val': 0.1}, part='train'"
+        )
+
+
 @dataclass(frozen=True)
 class _Runs:
     """Runs of one folder, as in `Index`, with a count each."""
@@ -205,7 +217,7 @@ def _matches(column: Array, condition: Any, name: str) -> BoolArray:
                 f"filter {name!r}: the callable gave {result.dtype} {result.shape}, expected bool {column.shape[:1]}"
             )
         return result
-    flat = column.reshape(len(column), -1)
+    flat = column.reshape(len(column), int(np.prod(column.shape[1:])))
     if flat.shape[1] != 1:
         raise SchemaError(f"filter {name!r}: it has shape {column.shape[1:]}; give a callable from the column to bools")
     values = flat[:, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import namedtuple
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -103,9 +103,7 @@ class Options:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-                raise SchemaError(f"option {name!r} is unknown; {hint}")
+                raise unknown_option(name, known)
         options = cls(**given)
         options._check()
         return options
@@ -208,6 +206,13 @@ class Output:
             if name not in wanted and name not in groups:
                 raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
         return output
+
+
+def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
+    """The error for an option that does not exist."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+    return SchemaError(f"option {name!r} is unknown; {hint}")
 
 
 def names(given: Names | str | None) -> tuple[str, ...] | None:

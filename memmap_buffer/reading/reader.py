@@ -58,13 +58,12 @@ class Reader:
         if not len(index):
             episodes = sum(len(table) for table in self.sources.tables)
             why = (
-                "replay buffer is empty"
-                if not episodes
-                else f"none of {episodes} episodes has an item for this view and filter"
+                f"none of {episodes} episodes has an item for {self.selection.describe()}"
+                if episodes
+                else "it is empty"
             )
-            raise NotEnoughDataError(
-                f"{self.sources.storages[0].path}: {why}; store episodes, or widen the filter", episodes=episodes
-            )
+            text = f"{self.sources.storages[0].path}: nothing to read from this replay buffer: {why}"
+            raise NotEnoughDataError(text, episodes=episodes)
 
     def crop(self, anchors: Anchors, rng: np.random.Generator) -> Anchors:
         """Let chance move the anchors, where the view gives it a say."""

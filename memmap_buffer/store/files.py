@@ -1,8 +1,8 @@
 """The format on disk, version 1, and every system call that touches it.
 
-This module is the specification and the only user of `os`, `mmap` and `filelock`. `system` is its one seam: tests
-put a layer there that fails, writes short, kills the process, or records what was done. MUST and SHOULD are used as
-in RFC 2119. All numbers are little-endian, all arrays in C order.
+This module is the specification, and with `folder` the only user of `os`, `mmap` and `filelock`. `system` is the one
+seam: tests put a layer there that fails, writes short, kills the process, or records what was done. MUST and SHOULD
+are used as in RFC 2119. All numbers are little-endian, all arrays in C order.
 
 The folder
 ----------
@@ -100,29 +100,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
-import socket
-import stat
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
-from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.values import Array
 
-_NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the data in the drive's cache (fsync(2))
-
-
-NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
 
 
 class System:
@@ -138,10 +123,20 @@ class System:
             os.fdatasync(fd)
 
     def create(self, name: str, directory: int) -> int:
-        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NEVER_FOLLOW, 0o600, dir_fd=directory)
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | NEVER_FOLLOW, 0o600, dir_fd=directory)
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
+
+    def reserve(self, fd: int, size: int) -> None:
+        if not hasattr(os, "posix_fallocate"):  # macOS
+            raise OSError(errno.EOPNOTSUPP, "this system cannot reserve disk space; leave reserve=False")
+        os.posix_fallocate(fd, 0, size)
+
+    def copy_range(self, source: int, target: int, offset: int, size: int) -> int:
+        if not hasattr(os, "copy_file_range"):  # macOS
+            raise OSError(errno.ENOSYS, "no copy_file_range")
+        return os.copy_file_range(source, target, size, offset, offset)
 
     def rename(self, old: str, new: str, directory: int) -> None:
         os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
@@ -183,217 +178,30 @@ def write_word(fd: int, value: int, offset: int) -> None:
     write_all(fd, (value % 2**64).to_bytes(8, "little"), offset)
 
 
+def copy_range(source: int, target: int, offset: int, size: int) -> None:
+    """Copy bytes between files at the same offset, sharing blocks where the file system can (copy_file_range(2))."""
+    end = offset + size
+    while offset < end:
+        try:
+            copied = system.copy_range(source, target, offset, end - offset)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            data = os.pread(source, min(end - offset, 1 << 22), offset)
+            write_all(target, data, offset)
+            copied = len(data)
+        if copied == 0:
+            raise OSError(errno.EIO, "the source is shorter than its header says")
+        offset += copied
+
+
 def barrier(fd: int) -> None:
     """Wait until what was written to `fd` is on the disk. Raises OSError, after which the data may be gone."""
     system.barrier(fd)
 
 
-class Folder:
-    """The files of one folder, opened by name relative to it, never through a link."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @contextmanager
-    def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
-        root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if not sub:
-                yield root
-                return
-            if create:
-                with suppress(FileExistsError):
-                    system.mkdir(sub, root)
-            directory = os.open(sub, os.O_RDONLY | os.O_DIRECTORY | _NEVER_FOLLOW, dir_fd=root)
-            try:
-                yield directory
-            finally:
-                os.close(directory)
-        finally:
-            os.close(root)
-
-    def _open(self, name: str, flags: int) -> int:
-        sub, _, base = name.rpartition("/")
-        try:
-            with self._directory(sub) as directory:
-                fd = os.open(base, flags | _NEVER_FOLLOW, dir_fd=directory)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
-                raise CorruptBufferError(
-                    self._text(name, "is a link or no plain file"), path=self.path / name
-                ) from None
-            raise
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or (flags & os.O_RDWR and status.st_nlink != 1):
-            os.close(fd)
-            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name)
-        return fd
-
-    def _text(self, name: str, what: str) -> str:
-        return f"{self.path / name} {what}; restore it from a copy, or look at the folder with `verify`"
-
-    def _checked(self, name: str, flags: int, header: bytes, size: int) -> int:
-        """Open an array file whose size and header are exactly what the schema says."""
-        try:
-            fd = self._open(name, flags)
-        except FileNotFoundError:
-            raise CorruptBufferError(self._text(name, "is missing"), path=self.path / name) from None
-        got = os.fstat(fd).st_size
-        if got == size and os.pread(fd, len(header), 0) == header:
-            return fd
-        os.close(fd)
-        what = f"has {got} bytes, the schema says {size}" if got != size else "has another header than the schema says"
-        raise CorruptBufferError(self._text(name, what), path=self.path / name, size=got, expected=size)
-
-    def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """The array of a file, mapped read-only, as a plain ndarray."""
-        count = int(np.prod(shape, dtype=object))
-        size = len(header) + count * dtype.itemsize
-        fd = self._checked(name, os.O_RDONLY, header, size)
-        try:
-            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-        finally:
-            os.close(fd)
-        return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
-
-    def open_to_write(self, name: str, header: bytes, size: int) -> int:
-        """A descriptor for `write_all`; the caller closes it."""
-        return self._checked(name, os.O_RDWR, header, size)
-
-    def create_array(self, name: str, header: bytes, size: int) -> None:
-        """A new sparse file of zeros behind its header. Raises SchemaError where the file system cannot hold it."""
-        sub, _, base = name.rpartition("/")
-        with self._directory(sub, create=True) as directory:
-            fd = system.create(base, directory)
-            try:
-                system.truncate(fd, size)
-                write_all(fd, header, 0)
-            except OSError as error:
-                if error.errno in (errno.EFBIG, errno.EINVAL, errno.EOVERFLOW):
-                    raise SchemaError(
-                        f"{self.path / name}: a file of {size / 2**40:.1f} TiB is more than this file system allows; "
-                        "lower max_episodes or max_timesteps, or split the buffer into several folders",
-                        path=self.path / name,
-                    ) from error
-                raise
-            finally:
-                os.close(fd)
-
-    def sync_array(self, name: str) -> None:
-        fd = self._open(name, os.O_RDONLY)
-        try:
-            barrier(fd)
-        finally:
-            os.close(fd)
-
-    def read(self, name: str, limit: int) -> bytes:
-        """A small file whole. Raises FileNotFoundError, or CorruptBufferError beyond `limit` bytes."""
-        fd = self._open(name, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
-            if size > limit:
-                raise CorruptBufferError(
-                    self._text(name, f"has {size} bytes, more than {limit}"), path=self.path / name
-                )
-            return os.pread(fd, size, 0)
-        finally:
-            os.close(fd)
-
-    def write_new(self, name: str, data: bytes, sync: bool) -> None:
-        """A new small file, whole and, with `sync`, on the disk."""
-        with self._directory("") as root:
-            fd = system.create(name, root)
-            try:
-                write_all(fd, data, 0)
-                if sync:
-                    barrier(fd)
-                    system.sync_folder(root)
-            finally:
-                os.close(fd)
-
-    def rename(self, old: str, new: str) -> None:
-        """Replace `new` by `old`, on the disk when this returns."""
-        with self._directory("") as root:
-            system.rename(old, new, root)
-            system.sync_folder(root)
-
-    def sync_folders(self, *subs: str) -> None:
-        for sub in subs:
-            with self._directory(sub) as directory:
-                system.sync_folder(directory)
-
-    def unlink(self, name: str, missing_ok: bool = False) -> None:
-        sub, _, base = name.rpartition("/")
-        try:
-            with self._directory(sub) as directory:
-                system.unlink(base, directory)
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
-
-    def exists(self, name: str) -> bool:
-        return os.path.lexists(self.path / name)
-
-    def create(self) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def require(self) -> None:
-        if not self.exists("schema.json"):
-            hint = "its creation did not finish" if self.exists("schema.json.new") else "there is no schema.json"
-            raise NotABufferError(
-                f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path
-            )
-
-    def lock_key(self) -> tuple[int, int]:
-        """What names this folder's lock within the process, whatever path led to it."""
-        status = os.stat(self.path)
-        return status.st_dev, status.st_ino
-
-    def lock(self) -> FileLock:
-        """Take the writer's lock. Raises BufferLockedError at once when another process holds it."""
-        if self.exists(".lock") and not stat.S_ISREG(os.lstat(self.path / ".lock").st_mode):
-            raise CorruptBufferError(self._text(".lock", "is a link or no plain file"), path=self.path / ".lock")
-        lock = FileLock(self.path / ".lock", timeout=0, mode=0o600, thread_local=False)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise BufferLockedError(f"{self.path} has another writer", path=self.path) from None
-        return lock
-
-
-def this_process() -> tuple[int, int, bytes, bytes]:
-    """(pid, time in ns, host of at most 64 bytes, boot id of 16 bytes; zeros where the system tells none)."""
-    return os.getpid(), time.time_ns(), socket.gethostname().encode()[:64], boot_id()
-
-
-def boot_id() -> bytes:
-    """What changes when this machine starts anew; zeros where it cannot be known."""
-    try:
-        if sys.platform == "darwin":
-            command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
-            text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        else:
-            text = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return bytes.fromhex(text.strip().replace("-", ""))
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return bytes(16)
-
-
 def process_id() -> int:
     return os.getpid()
-
-
-def network_filesystem(path: Path) -> str:
-    """The kind of network file system that `path` lies on, or "" for a local one (or where it cannot be known)."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    except OSError:
-        return ""
-    place = path.resolve()
-    # mountinfo(5): field 4 is the mount point, the file system's type follows the separator "-"
-    found = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
-    kind = max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
-    return kind if kind.removeprefix("fuse.") in NETWORK else ""
 
 
 def close_all(descriptors: dict[str, int]) -> None:

@@ -207,11 +207,15 @@ class Layout:
 
 
 def _differ(key: str, stored: Any, given: Any) -> str:
-    return "" if stored == given else f"{key}: stored {stored!r}, given {given!r}"
+    return "" if stored == given else f"{key}: stored {stored}, given {given}"
 
 
-def _spelling(field: dict[str, Any] | None) -> Any:
-    return field and tuple(field[key] for key in _FIELD_KEYS[:-1])
+def _spelling(field: dict[str, Any] | None) -> str | None:
+    """A field as a user would write it."""
+    if field is None:
+        return None
+    extra = [f", {key}={field[key]!r}" for key in ("default", "final") if field[key] not in (None, False)]
+    return f"Field({field['dtype']!r}, {tuple(field['shape'])}{''.join(extra)})"
 
 
 def _default_to_json(default: Any) -> Any:

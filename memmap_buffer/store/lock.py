@@ -11,7 +11,8 @@ import weakref
 from typing import Any
 
 from memmap_buffer.errors import BufferLockedError, WriterLostError
-from memmap_buffer.store.files import Folder, process_id
+from memmap_buffer.store.files import process_id
+from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.storage import Storage
 
 # Which object of this process holds which folder. It must be known across objects: a second lock on the same file
@@ -49,7 +50,7 @@ class WriterLock:
         """
         key = self._folder.lock_key()
         holder = _holders.get(key)
-        if holder is not None and holder._pid == process_id():
+        if holder is not None and holder.held and holder._pid == process_id():
             if holder.open_episodes:
                 raise BufferLockedError(
                     f"{self._folder.path}: another ReplayBuffer object of this process has an episode open; "

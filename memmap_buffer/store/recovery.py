@@ -7,7 +7,7 @@ import logging
 import numpy as np
 
 from memmap_buffer.store import redo
-from memmap_buffer.store.files import network_filesystem, this_process
+from memmap_buffer.store.host import network_filesystem, this_process
 from memmap_buffer.store.publication import Files
 from memmap_buffer.store.records import CUT, FINAL, OPEN, STATE_WORD
 from memmap_buffer.store.ring import Ring

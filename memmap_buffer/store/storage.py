@@ -10,6 +10,7 @@ import logging
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -20,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.store.files import Folder, boot_id
+from memmap_buffer.store.folder import Folder
+from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.store.records import (
     CHECK,
@@ -235,7 +237,7 @@ class Storage:
 
         Returns: (serial, field) of each that differs.
         """
-        damaged = [(int(slot), name) for slot in slots for name in self._damaged(int(slot))]
+        damaged = [(int(slot), name) for slot in slots for name in self.damaged(int(slot))]
         out = [(int(self.table.serial[slot]), name) for slot, name in damaged]
         for slot, name in damaged:
             self._void[slot] = int(self.table.serial[slot])
@@ -244,7 +246,8 @@ class Storage:
             self._table = self._read_table(self.table.changes)
         return out
 
-    def _damaged(self, slot: int) -> list[str]:
+    def damaged(self, slot: int) -> list[str]:
+        """The fields of a slot that differ from their checksums, unless it was rewritten meanwhile."""
         table = self.table
         generation = table.generation[slot]
         length, flags = int(table.length[slot]), int(table.flags[slot])
@@ -283,23 +286,38 @@ def crc32(array: Array, start: int = 0) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, start) if array.size else start
 
 
-def create(folder: Folder, layout: Layout) -> None:
+def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
     """Make a new, empty buffer in a folder whose lock is held. Killed anywhere, it leaves none.
+
+    Args: reserve: take the disk space of every file now, so that no episode ever meets a full disk.
 
     Raises:
         CorruptBufferError: a file that we did not create stands where one of ours belongs.
         SchemaError: a file would be larger than the file system allows.
+        OSError: with `reserve`, the disk is too small; nothing is left behind.
     """
+    with creating(folder, layout, reserve):
+        pass
+
+
+@contextmanager
+def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[None]:
+    """The files of a new buffer, open to be filled in the block; it is a buffer only when the block has ended."""
     discard_unfinished(folder)
     arrays = list(layout.arrays.values())
     for array in arrays:
         if folder.exists(array.name):
             path = folder.path / array.name
             raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
+    total, free = sum(array.size for array in arrays), folder.free_bytes()
+    if total > free and not reserve:
+        text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"
+        log.warning(text, folder.path, total / 1e9, free / 1e9)
     folder.write_new("schema.json.new", layout.to_json(), sync=True)
     try:
         for array in arrays:
-            folder.create_array(array.name, array.header, array.size)
+            folder.create_array(array.name, array.header, array.size, reserve)
+        yield
     except BaseException:
         discard_unfinished(folder)
         raise

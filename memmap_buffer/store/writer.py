@@ -99,11 +99,7 @@ class Writer:
         if self._files is not None:
             self._lock.check(self.storage)
             return self._files
-        if self._closed:
-            raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
-        if self.storage.read_only or not self.storage.layout.writable:
-            why = "was opened with read_only=True" if self.storage.read_only else "is packed, which is a layout to read"
-            raise ReadOnlyError(f"{self.storage.path} {why}; open or make one to write to")
+        self.require_writable()
         if not self._lock.held:
             self._lock.acquire()
         files = Files(
@@ -112,6 +108,14 @@ class Writer:
         self._ring = take_over(files)
         self._files = files
         return files
+
+    def require_writable(self) -> None:
+        """Raise EpisodeStateError or ReadOnlyError where nothing can be written whoever holds the lock."""
+        if self._closed:
+            raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
+        if self.storage.read_only or not self.storage.layout.writable:
+            why = "was opened with read_only=True" if self.storage.read_only else "is packed, which is a layout to read"
+            raise ReadOnlyError(f"{self.storage.path} {why}; open or make one to write to")
 
     # Episodes
 

@@ -1,0 +1,263 @@
+"""The files of one folder: opened by name relative to it, never through a link, and exactly as the schema says."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.store import files
+from memmap_buffer.store.files import NEVER_FOLLOW, barrier, copy_range, write_all
+from memmap_buffer.values import Array
+
+
+class Folder:
+    """The files of one folder, opened by name relative to it, never through a link."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
+        root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if not sub:
+                yield root
+                return
+            if create:
+                with suppress(FileExistsError):
+                    files.system.mkdir(sub, root)
+            directory = os.open(sub, os.O_RDONLY | os.O_DIRECTORY | NEVER_FOLLOW, dir_fd=root)
+            try:
+                yield directory
+            finally:
+                os.close(directory)
+        finally:
+            os.close(root)
+
+    def _open(self, name: str, flags: int) -> int:
+        sub, _, base = name.rpartition("/")
+        try:
+            with self._directory(sub) as directory:
+                fd = os.open(base, flags | NEVER_FOLLOW, dir_fd=directory)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
+                raise CorruptBufferError(
+                    self._text(name, "is a link or no plain file"), path=self.path / name
+                ) from None
+            raise
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or (flags & os.O_RDWR and status.st_nlink != 1):
+            os.close(fd)
+            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name)
+        return fd
+
+    def _text(self, name: str, what: str) -> str:
+        return f"{self.path / name} {what}; restore it from a copy, or look at the folder with `verify`"
+
+    def _checked(self, name: str, flags: int, header: bytes, size: int) -> int:
+        """Open an array file whose size and header are exactly what the schema says."""
+        try:
+            fd = self._open(name, flags)
+        except FileNotFoundError:
+            raise CorruptBufferError(self._text(name, "is missing"), path=self.path / name) from None
+        got = os.fstat(fd).st_size
+        if got == size and os.pread(fd, len(header), 0) == header:
+            return fd
+        os.close(fd)
+        what = f"has {got} bytes, the schema says {size}" if got != size else "has another header than the schema says"
+        raise CorruptBufferError(self._text(name, what), path=self.path / name, size=got, expected=size)
+
+    def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """The array of a file, mapped read-only, as a plain ndarray."""
+        count = int(np.prod(shape, dtype=object))
+        size = len(header) + count * dtype.itemsize
+        fd = self._checked(name, os.O_RDONLY, header, size)
+        try:
+            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
+
+    def open_to_read(self, name: str, header: bytes, size: int) -> int:
+        """A descriptor to copy from; the caller closes it."""
+        return self._checked(name, os.O_RDONLY, header, size)
+
+    @contextmanager
+    def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
+        """A descriptor for `write_all`, on the disk and closed at the end of the block."""
+        fd = self.open_to_write(name, header, size)
+        try:
+            yield fd
+            barrier(fd)
+        finally:
+            os.close(fd)
+
+    def open_to_write(self, name: str, header: bytes, size: int) -> int:
+        """A descriptor for `write_all`; the caller closes it."""
+        return self._checked(name, os.O_RDWR, header, size)
+
+    def create_array(self, name: str, header: bytes, size: int, reserve: bool = False) -> None:
+        """A new file of zeros behind its header, sparse unless its space is reserved.
+
+        Raises: SchemaError where the file system cannot hold it; OSError (ENOSPC) where `reserve` finds no space.
+        """
+        sub, _, base = name.rpartition("/")
+        with self._directory(sub, create=True) as directory:
+            fd = files.system.create(base, directory)
+            try:
+                files.system.truncate(fd, size)
+                if reserve:
+                    files.system.reserve(fd, size)
+                write_all(fd, header, 0)
+            except OSError as error:
+                if error.errno in (errno.EFBIG, errno.EINVAL, errno.EOVERFLOW):
+                    raise SchemaError(
+                        f"{self.path / name}: a file of {size / 2**40:.1f} TiB is more than this file system allows; "
+                        "lower max_episodes or max_timesteps, or split the buffer into several folders",
+                        path=self.path / name,
+                    ) from error
+                raise
+            finally:
+                os.close(fd)
+
+    def sync_array(self, name: str) -> None:
+        fd = self._open(name, os.O_RDONLY)
+        try:
+            barrier(fd)
+        finally:
+            os.close(fd)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A small file whole. Raises FileNotFoundError, or CorruptBufferError beyond `limit` bytes."""
+        fd = self._open(name, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            if size > limit:
+                raise CorruptBufferError(
+                    self._text(name, f"has {size} bytes, more than {limit}"), path=self.path / name
+                )
+            return os.pread(fd, size, 0)
+        finally:
+            os.close(fd)
+
+    def write_new(self, name: str, data: bytes, sync: bool) -> None:
+        """A new small file, whole and, with `sync`, on the disk."""
+        with self._directory("") as root:
+            fd = files.system.create(name, root)
+            try:
+                write_all(fd, data, 0)
+                if sync:
+                    barrier(fd)
+                    files.system.sync_folder(root)
+            finally:
+                os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Replace `new` by `old`, on the disk when this returns."""
+        with self._directory("") as root:
+            files.system.rename(old, new, root)
+            files.system.sync_folder(root)
+
+    def sync_folders(self, *subs: str) -> None:
+        for sub in subs:
+            with self._directory(sub) as directory:
+                files.system.sync_folder(directory)
+
+    def unlink(self, name: str, missing_ok: bool = False) -> None:
+        sub, _, base = name.rpartition("/")
+        try:
+            with self._directory(sub) as directory:
+                files.system.unlink(base, directory)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def free_bytes(self) -> int:
+        """What the file system still has for this user."""
+        status = os.statvfs(self.path)
+        return status.f_bavail * status.f_frsize
+
+    def list(self, sub: str) -> list[str]:
+        """The plain files of a subfolder, by name; none where there is no such folder."""
+        try:
+            with self._directory(sub) as directory:
+                return sorted(entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+
+    def copy_file(self, name: str, target: Folder, new: str = "") -> None:
+        """Copy a file by its bytes into a folder where no such file exists yet."""
+        sub, _, base = (new or name).rpartition("/")
+        source = self._open(name, os.O_RDONLY)
+        try:
+            with target._directory(sub, create=True) as directory:
+                fd = files.system.create(base, directory)
+            try:
+                size = os.fstat(source).st_size
+                files.system.truncate(fd, size)
+                copy_range(source, fd, 0, size)
+                barrier(fd)
+            finally:
+                os.close(fd)
+        finally:
+            os.close(source)
+
+    def rescue(self, name: str, lost: str, header: bytes, size: int) -> int:
+        """Move a damaged array file to `lost` and make it anew with the bytes that it had; how many those were."""
+        sub, _, base = lost.rpartition("/")
+        old = 0
+        if self.exists(name):
+            with self._directory(sub, create=True) as target, self._directory(name.rpartition("/")[0]) as directory:
+                os.rename(name.rpartition("/")[2], base, src_dir_fd=directory, dst_dir_fd=target)
+            if stat.S_ISREG(os.lstat(self.path / lost).st_mode):
+                old = max(0, min(os.stat(self.path / lost).st_size, size) - len(header))
+        self.create_array(name, header, size)
+        if old:
+            source = self._open(lost, os.O_RDONLY)
+            try:
+                with self.writing(name, header, size) as fd:
+                    copy_range(source, fd, len(header), old)
+            finally:
+                os.close(source)
+        return old
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    def create(self) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def require(self) -> None:
+        if not self.exists("schema.json"):
+            if not self.path.is_dir():
+                raise NotABufferError(f"{self.path}: there is no such folder; check the path", path=self.path)
+            hint = "its creation did not finish" if self.exists("schema.json.new") else "there is no schema.json"
+            raise NotABufferError(
+                f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path
+            )
+
+    def lock_key(self) -> tuple[int, int]:
+        """What names this folder's lock within the process, whatever path led to it."""
+        status = os.stat(self.path)
+        return status.st_dev, status.st_ino
+
+    def lock(self) -> FileLock:
+        """Take the writer's lock. Raises BufferLockedError at once when another process holds it."""
+        if self.exists(".lock") and not stat.S_ISREG(os.lstat(self.path / ".lock").st_mode):
+            raise CorruptBufferError(self._text(".lock", "is a link or no plain file"), path=self.path / ".lock")
+        lock = FileLock(self.path / ".lock", timeout=0, mode=0o600, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BufferLockedError(f"{self.path} has another writer", path=self.path) from None
+        return lock
