@@ -71,6 +71,11 @@ class Field:
         return storage_dtype(self.dtype)
 
     @cached_property
+    def direct(self) -> np.dtype[Any]:
+        """The dtype of arrays that are stored as they are; for bfloat16 none, as uint16 given for it are numbers."""
+        return np.dtype("V1") if self.dtype == "bfloat16" else self.storage
+
+    @cached_property
     def fill(self) -> Array:
         """The stored entry that stands for a missing one: the default, else zeros. Shape `shape`."""
         if self.default is None:
@@ -86,6 +91,8 @@ class Field:
 
     def encode(self, value: Any, lead: int = 0) -> Array:
         """`value` as stored, shape (*lead dimensions, *shape). Raises SchemaError on a wrong shape or a lossy cast."""
+        if type(value) is np.ndarray and value.dtype == self.direct and value.shape[lead:] == self.shape:
+            return value
         return encode(value, self.dtype, self.shape, lead)
 
 
@@ -120,8 +127,9 @@ class Schema:
         """
         return cls(_example(step), _example(meta or {}))
 
-    @property
+    @cached_property
     def all(self) -> dict[str, Field]:
+        """The fields, then the meta fields."""
         return {**self.fields, **self.meta_fields}
 
     @cached_property

@@ -43,7 +43,12 @@ def whole_episode(
         if name not in columns:
             columns[name] = np.broadcast_to(require_default(field, name, "store_episode"), (length, *field.shape))
     meta = {name: flat[name] for name in schema.meta_fields if name in flat}
-    return {n: c[:length] for n, c in columns.items()}, meta, {name: columns[name][length] for name in longer}, length
+    return (
+        {n: np.ascontiguousarray(c[:length]) for n, c in columns.items()},
+        meta,
+        {name: columns[name][length] for name in longer},
+        length,
+    )
 
 
 def _column(schema: Schema, name: str, values: Any) -> Array:

@@ -151,7 +151,9 @@ class Episode:
                 f"final: {', '.join(map(repr, missing))} missing; all fields with final=True belong together"
             )
         fields = self._schema.fields
-        self.finals = {name: self._encode(fields[name], name, value, self.length) for name, value in given.items()}
+        self.finals = {
+            name: self._encode(fields[name], name, value, self.length).copy() for name, value in given.items()
+        }
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set a meta field; it may be known only at the end."""
@@ -164,7 +166,7 @@ class Episode:
         for name, value in self._schema.flatten(meta).items():
             if name not in known:
                 raise self._schema.unknown(name, "meta", known)
-            self.meta[name] = self._encode(known[name], name, value, None)
+            self.meta[name] = self._encode(known[name], name, value, None).copy()
 
     # Ending
 
@@ -314,10 +316,7 @@ def _column(field: Field, array: Array) -> _Column:
         low, high = float(np.finfo(field.storage).min), float(np.finfo(field.storage).max)  # type: ignore[assignment]
     elif kind in "iu":
         low, high = int(np.iinfo(field.storage).min), int(np.iinfo(field.storage).max)
-    direct = (
-        np.dtype("V1") if field.dtype == "bfloat16" else field.storage
-    )  # uint16 given for bfloat16 are numbers, not bits
-    return _Column(array, direct, field.shape, scalars, low, high, field)
+    return _Column(array, field.direct, field.shape, scalars, low, high, field)
 
 
 def require_default(field: Field, name: str, where: str) -> Array:

@@ -101,6 +101,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from typing import Any
 
 import numpy as np
 
@@ -113,7 +114,7 @@ _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves t
 class System:
     """The system calls that change files, one method each, so that a test can stand between."""
 
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
         return os.pwrite(fd, data, offset)
 
     def barrier(self, fd: int) -> None:
@@ -162,15 +163,20 @@ def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
 
 
 def write_all(fd: int, data: Array | bytes, offset: int) -> None:
-    """Write every byte at `offset`, going on after a short write. Raises OSError (ENOSPC on a full disk)."""
-    view = memoryview(
-        np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
-    )
-    while len(view):
-        written = system.pwrite(fd, view, offset)
+    """Write every byte of a C-contiguous array at `offset`, going on after a short write.
+
+    Raises: OSError: ENOSPC on a full disk, EFBIG, EIO.
+    """
+    size = data.nbytes if isinstance(data, np.ndarray) else len(data)
+    written = system.pwrite(fd, data, offset)  # nearly always all of it
+    if written == size:
+        return
+    rest = memoryview(data.reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data)
+    while written < size:
         if written <= 0:
             raise OSError(errno.EIO, "a write made no progress")
-        view, offset = view[written:], offset + written
+        rest, offset, size = rest[written:], offset + written, size - written
+        written = system.pwrite(fd, rest, offset)
 
 
 def write_word(fd: int, value: int, offset: int) -> None:

@@ -5,6 +5,7 @@ The text may come from a stranger: it is parsed strictly, and bounded before any
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -81,10 +82,10 @@ class Layout:
     max_steps: int | None = None
     rows: int | None = None
     columns: int = 0
-    column_of: Mapping[str, int] | None = None
+    column_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.column_of is None:
+        if not self.column_of:
             object.__setattr__(self, "column_of", {name: i for i, name in enumerate(self.schema.all)})
         if not self.columns:
             object.__setattr__(self, "columns", len(self.schema.all) + SPARE_COLUMNS)
@@ -157,7 +158,6 @@ class Layout:
 
     def to_json(self) -> bytes:
         """The bytes of `schema.json`."""
-        column_of = self.column_of or {}
         groups = {
             group: {
                 name: {
@@ -165,7 +165,7 @@ class Layout:
                     "shape": list(field.shape),
                     "default": _default_to_json(field.default),
                     "final": field.final,
-                    "column": column_of[name],
+                    "column": self.column_of[name],
                 }
                 for name, field in fields.items()
             }

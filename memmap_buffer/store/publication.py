@@ -9,13 +9,11 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from memmap_buffer.store.files import barrier, close_all, write_all, write_word
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
-from memmap_buffer.store.records import CHECKED, OPEN, RECORD, STATE_WORD, seal
-from memmap_buffer.store.storage import Storage, crc32
+from memmap_buffer.store.records import CHECKED, GENERATION, OPEN, RECORD, STATE_WORD, seal
+from memmap_buffer.store.storage import Storage, checksum_row, crc32
 from memmap_buffer.values import Array
 
 
@@ -32,6 +30,11 @@ class Files:
         self.fd: dict[str, int] = {}
         self._finalizer = weakref.finalize(self, close_all, self.fd)
         self._finalizer.atexit = False
+        self._state, self._records = (len(arrays[key].header) for key in ("/state", "/episodes"))
+        self._row = {
+            name: (len(arrays[name].header), field.itemsize, self.layout.max_timesteps + field.final)
+            for name, field in self.layout.schema.fields.items()
+        }
         for key, array in arrays.items():
             self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
 
@@ -41,35 +44,34 @@ class Files:
 
     def write_state(self, name: str, value: int, word: int = 0) -> None:
         """Write one word of state.npy; `word` counts on within those of several words."""
-        offset = self.layout.arrays["/state"].offset(0) + 8 * (STATE_WORD[name] + word)
-        write_word(self.fd["/state"], value, offset)
+        write_word(self.fd["/state"], value, self._state + 8 * (STATE_WORD[name] + word))
 
     def changed(self) -> None:
         """Tell readers and trees that something visible changed."""
         self.write_state("changes", self.storage.state("changes") + 1)
 
     def write_generation(self, slot: int, generation: int) -> None:
-        write_word(self.fd["/episodes"], generation, self.layout.arrays["/episodes"].offset(slot))
+        write_word(self.fd["/episodes"], generation, self._records + slot * RECORD.itemsize)
 
     def write_record(self, slot: int, record: bytes) -> None:
         """The record from the serial on, in one write; the generation word stays as it is."""
-        write_all(self.fd["/episodes"], record[8:], self.layout.arrays["/episodes"].offset(slot) + 8)
+        write_all(self.fd["/episodes"], record[8:], self._records + slot * RECORD.itemsize + 8)
 
     def amend(self, slot: int, **values: int) -> None:
         """Replace some words of a slot's record, its generation unchanged: atomic to every reader."""
         record = self.storage.maps.words[slot].view(RECORD)[0]
         self.write_record(slot, seal(**({key: int(record[key]) for key in RECORD.names or ()} | values)))
 
-    def write_rows(self, name: str, row: int, rows: Array) -> None:
-        write_all(self.fd[name], rows, self.layout.row_offset(name, row))
+    def write_rows(self, name: str, slot: int, t: int, rows: Array) -> None:
+        """Write a field's rows of a slot from timestep `t` on."""
+        header, itemsize, stride = self._row[name]
+        write_all(self.fd[name], rows, header + (slot * stride + t) * itemsize)
 
     def write_meta(self, name: str, slot: int, value: Array) -> None:
         write_all(self.fd[name], value, self.layout.arrays[name].offset(slot))
 
     def write_checksums(self, slot: int, crcs: Mapping[str, int]) -> None:
-        row = np.zeros(self.layout.columns, "<u4")
-        for name, crc in crcs.items():
-            row[(self.layout.column_of or {})[name]] = crc
+        row = checksum_row(self.layout, crcs)
         write_all(self.fd["/checksums"], row, self.layout.arrays["/checksums"].offset(slot))
 
     def trust(self, first: int, stop: int) -> None:
@@ -107,7 +109,7 @@ class Publication:
         self.meta: dict[str, Array] = {}
         self._crcs: dict[str, int] = dict.fromkeys(files.layout.schema.fields, 0)
         self._final_crcs: dict[str, int] = {}
-        self._generation = int(files.storage.generations(np.array([slot]))[0]) | 1
+        self._generation = int(files.storage.maps.words[slot, GENERATION]) | 1
         self._begun = False
 
     @property
@@ -167,8 +169,7 @@ class Publication:
 
     def _write_rows(self, name: str, t: int, rows: Array) -> int:
         """Write rows from timestep `t` on; the CRC-32 of all up to them."""
-        final = self._files.layout.schema.fields[name].final
-        self._files.write_rows(name, self.slot * (self._files.layout.max_timesteps + final) + t, rows)
+        self._files.write_rows(name, self.slot, t, rows)
         return crc32(rows, self._crcs[name]) if self._files.checksum else 0
 
     def _seal_columns(self, flags: int) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
     record = storage.maps.words[slot].view(RECORD)[0]
     values = {key: int(record[key]) for key in RECORD.names or ()}
     length, flags = values["length"], values["flags"]
-    column_of, checksums = layout.column_of or {}, storage.maps.checksums[slot].copy()
+    column_of, checksums = layout.column_of, storage.maps.checksums[slot].copy()
     pieces = []
     for name, new in rows.items():
         final = layout.schema.fields[name].final

@@ -88,7 +88,7 @@ def _without(place: Folder, layout: Layout, name: str) -> Layout:
         raise CorruptBufferError(
             f"{place.path}: {name!r} is the only field, and nothing of it is left", path=place.path
         )
-    columns = {key: column for key, column in (layout.column_of or {}).items() if key != name}
+    columns = {key: column for key, column in layout.column_of.items() if key != name}
     smaller = replace(layout, schema=Schema(fields, meta), column_of=columns)
     place.copy_file("schema.json", place, f"{LOST}/{_free_name(place, 'schema.json')}")
     place.write_new("schema.json.new", smaller.to_json(), sync=True)
@@ -118,7 +118,7 @@ def _write_checksums(place: Folder, layout: Layout, intact: int) -> None:
         for slot in table.visible[table.visible >= intact].tolist():
             row = np.zeros(layout.columns, "<u4")
             for name, crc in storage.column_crcs(slot, int(table.length[slot]), bool(table.flags[slot] & FINAL)):
-                row[(layout.column_of or {})[name]] = crc
+                row[layout.column_of[name]] = crc
             write_all(fd, row, array.offset(slot))
 
 

@@ -7,9 +7,10 @@ first use, so a DataLoader worker costs no copy of the data. `EpisodeTable` is w
 from __future__ import annotations
 
 import logging
+import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -258,7 +259,7 @@ class Storage:
             digest = self.maps.words[slot].view(RECORD)[0]["digest"]
             bad = [] if digest == self.digest(crcs) else ["an open episode"]
         else:
-            column_of = self.layout.column_of or {}
+            column_of = self.layout.column_of
             stored = self.maps.checksums[slot]
             bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
         return bad if self.generations(np.array([slot]))[0] == generation else []
@@ -274,16 +275,20 @@ class Storage:
 
     def digest(self, crcs: dict[str, int]) -> int:
         """CRC-32 of the columns' CRC-32s: what the record of an open episode carries."""
-        column_of = self.layout.column_of or {}
-        columns = np.zeros(self.layout.columns, "<u4")
-        for name, crc in crcs.items():
-            columns[column_of[name]] = crc
-        return zlib.crc32(columns.tobytes())
+        return zlib.crc32(checksum_row(self.layout, crcs))
 
 
-def crc32(array: Array, start: int = 0) -> int:
-    """CRC-32 of an array's bytes, going on from `start`."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, start) if array.size else start
+def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
+    """A slot's row of checksums.npy: each name's CRC-32 in its column, zeros in the spare ones."""
+    row = [0] * layout.columns
+    for name, crc in crcs.items():
+        row[layout.column_of[name]] = crc
+    return struct.pack(f"<{layout.columns}I", *row)
+
+
+def crc32(array: Any, start: int = 0) -> int:
+    """CRC-32 of the bytes of a C-contiguous array, going on from `start`."""
+    return zlib.crc32(array, start)
 
 
 def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:

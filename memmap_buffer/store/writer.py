@@ -144,8 +144,8 @@ class Writer:
             publication = self._write(episode)
             publication.write_final(episode.finals)
             self._commit(publication, episode, flags, at_once=publication.published)
-            if any(not np.array_equal(publication.meta[name], value) for name, value in episode.meta.items()):
-                redo.carry_out(self.begin(), redo.plan(self.begin(), publication.slot, {}, episode.meta))
+            if self.how.publish == "step":
+                self._write_late_meta(publication, episode)
         except BaseException:
             if not self.how.in_place:
                 self._release(episode)
@@ -153,6 +153,11 @@ class Writer:
         self._lock.open_episodes.discard(episode)
         if publication.published:
             self._release(episode)
+
+    def _write_late_meta(self, publication: Publication, episode: Episode) -> None:
+        """Meta fields that were set after the first step was published."""
+        if any(not np.array_equal(publication.meta[name], value) for name, value in episode.meta.items()):
+            redo.carry_out(self.begin(), redo.plan(self.begin(), publication.slot, {}, episode.meta))
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
@@ -206,9 +211,9 @@ class Writer:
         entries, self._pending = self._pending, []
         for publication, serial, _ in entries:
             self._ring.show(serial, publication.slot, publication.length)
-        done = {publication for publication, _, _ in entries}
-        for episode in [e for e, p in self._publications.items() if p in done and e.state == "published"]:
-            self._release(episode)
+        if len(entries) > 1:
+            for episode in [e for e, p in self._publications.items() if p.published and e.state == "published"]:
+                self._release(episode)
 
     def _release(self, episode: Episode) -> None:
         publication = self._publications.pop(episode, None)
