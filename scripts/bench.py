@@ -58,14 +58,14 @@ def publish(folder: Path, repeats: int, durability: str) -> Row:
         bound = PlainFiles(folder.parent, arrays, episodes + 1, sync=durability == "power")
         for i in range(episodes + 1):  # every page exists before anything is timed
             buffer.store_episode(**arrays)
-            bound.write(i)
+            bound.write(i, arrays)
         ours, plain = [], []
         for i in range(repeats):
             staged = buffer.begin_episode()
             arrays = episode(i)
             staged.fill(arrays, STEPS)
             ours.append(seconds(staged.publish))
-            plain.append(seconds(lambda slot=i % episodes: bound.write(slot)))
+            plain.append(seconds(lambda slot=i % episodes, data=arrays: bound.write(slot, data)))
         stored = buffer.episode(-1)
         assert all(np.array_equal(stored[name], arrays[name]) for name in FIELDS), "what was stored differs"
         bound.close()
@@ -77,17 +77,17 @@ class PlainFiles:
     """The bound of `publish`: one file per field and one for the records, written by `pwrite` alone."""
 
     def __init__(self, folder: Path, arrays: dict[str, np.ndarray], slots: int, *, sync: bool) -> None:
-        self._arrays, self._sync = arrays, sync
+        self._sync = sync
         names = [*arrays, "records"]
         self._fds = {name: os.open(folder / f"plain.{name}", os.O_RDWR | os.O_CREAT, 0o600) for name in names}
         for name, fd in self._fds.items():
             os.ftruncate(fd, slots * (arrays[name].nbytes if name in arrays else 64))
 
-    def write(self, slot: int) -> None:
-        for name, array in self._arrays.items():
+    def write(self, slot: int, arrays: dict[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
             os.pwrite(self._fds[name], array.data, slot * array.nbytes)
         if self._sync:
-            for name in self._arrays:
+            for name in arrays:
                 os.fdatasync(self._fds[name])
             os.pwrite(self._fds["records"], bytes(64), slot * 64)
             os.fdatasync(self._fds["records"])

@@ -69,8 +69,11 @@ if it differs. A slot is chosen that is neither visible nor taken by an open epi
 
 1. the slot's generation, odd   2. data and meta   3. the slot's checksums
    (durability "power": a barrier on each of these files)
-4. the record from the serial on, in one write   5. the generation, even: the commit   ("power": a barrier)
-6. `next`, to the serial + 1; then `changes`
+4. the record with its even generation, in one write: the commit   ("power": a barrier)
+5. `next`, to the serial + 1; then `changes`
+
+The record lies in one sector and one page, and its check covers its generation, so no kill, power cut or concurrent
+read can take half of it for an episode.
 
 Appending a step to an open record (flag 8) writes its rows beyond the visible length, then replaces the record from
 the serial on by one write, the generation unchanged; `checksums.npy` is written when the episode is closed.
@@ -79,7 +82,7 @@ back. Clearing sets `base` to `next`.
 
 Updating in place
 -----------------
-`.redo` gets all new bytes first (redo.py); then steps 1 to 6 with the same serial; then `.redo` is removed. Whoever
+`.redo` gets all new bytes first (redo.py); then steps 1 to 5 with the same serial; then `.redo` is removed. Whoever
 takes the lock next carries a valid `.redo` through and removes a torn one.
 
 Creating, opening, trusting
@@ -181,7 +184,9 @@ def write_all(fd: int, data: Array | bytes, offset: int) -> None:
 
 def write_word(fd: int, value: int, offset: int) -> None:
     """Write one aligned 8-byte word: the unit that a reader never sees half of."""
-    write_all(fd, (value % 2**64).to_bytes(8, "little"), offset)
+    data = value.to_bytes(8, "little")
+    if system.pwrite(fd, data, offset) != 8:
+        write_all(fd, data, offset)
 
 
 def copy_range(source: int, target: int, offset: int, size: int) -> None:

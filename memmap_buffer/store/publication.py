@@ -53,14 +53,15 @@ class Files:
     def write_generation(self, slot: int, generation: int) -> None:
         write_word(self.fd["/episodes"], generation, self._records + slot * RECORD.itemsize)
 
-    def write_record(self, slot: int, record: bytes) -> None:
-        """The record from the serial on, in one write; the generation word stays as it is."""
-        write_all(self.fd["/episodes"], record[8:], self._records + slot * RECORD.itemsize + 8)
+    def write_record(self, slot: int, record: bytes, first: int = 0) -> None:
+        """A slot's record in one write, from its word `first` on: 0, or 1 where the generation stays as it is."""
+        skip = 8 * first
+        write_all(self.fd["/episodes"], record[skip:], self._records + slot * RECORD.itemsize + skip)
 
     def amend(self, slot: int, **values: int) -> None:
         """Replace some words of a slot's record, its generation unchanged: atomic to every reader."""
         record = self.storage.maps.words[slot].view(RECORD)[0]
-        self.write_record(slot, seal(**({key: int(record[key]) for key in RECORD.names or ()} | values)))
+        self.write_record(slot, seal(**({key: int(record[key]) for key in RECORD.names or ()} | values)), first=1)
 
     def write_rows(self, name: str, slot: int, t: int, rows: Array) -> None:
         """Write a field's rows of a slot from timestep `t` on."""
@@ -157,10 +158,8 @@ class Publication:
         )
 
     def show(self, record: bytes) -> None:
-        """Write the record, and for a first publication the even generation: the commit."""
-        self._files.write_record(self.slot, record)
-        if not self.published:
-            self._files.write_generation(self.slot, self._generation + 1)
+        """Write the record: the commit."""
+        self._files.write_record(self.slot, record, first=self.published)
 
     def _begin(self) -> None:
         if not self._begun:

@@ -138,7 +138,6 @@ def _apply(files: Files, rewrite: Rewrite) -> None:
         write_all(files.fd[key], data, offset)
     files.barriers(*{key for key, _, _ in rewrite.pieces})
     files.write_record(rewrite.slot, rewrite.record)
-    files.write_generation(rewrite.slot, rewrite.generation + 2)
     files.barriers("/episodes")
     files.changed()
     files.storage.folder.unlink(NAME)
