@@ -22,6 +22,11 @@ from memmap_buffer.values import Array
 Device = torch.device | str | int | None
 
 
+def seeded_rng() -> np.random.Generator:
+    """A generator seeded from torch's, so that `manual_seed` fixes it and every worker has another."""
+    return np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_()))
+
+
 def to_tensor(array: Array) -> Any:
     """A tensor over an array's memory; text becomes lists of str."""
     if array.dtype.kind == "U":
@@ -82,7 +87,6 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self._rng = np.random.default_rng()
 
     def __len__(self) -> int:
         return len(self.reader.index())
@@ -109,7 +113,7 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
             raise IndexError(
                 f"item {positions[outside][0]}: the dataset has {len(index)}; call refresh() to see newer ones"
             )
-        return self.reader.crop(index.locate(positions % len(index)), self._rng)
+        return self.reader.crop(index.locate(positions % len(index)), seeded_rng)
 
 
 class Collate:

@@ -13,6 +13,7 @@ from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.store.storage import IntArray
 from memmap_buffer.values import Array, decode
 
+MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 PADDINGS = ("zero", "edge", "default")
 BoolArray = npt.NDArray[np.bool_]
 
@@ -68,6 +69,7 @@ class Gather:
         wanted = self.t[:, None] + offsets
         plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
         for name in names:
+            self._require_size(name, wanted.size)
             final = self.schema.fields[name].final
             if final not in plans:
                 plans[final] = self._plan(wanted, final, limit)
@@ -102,6 +104,14 @@ class Gather:
         clipped = np.clip(wanted, 0, limit[:, None] - 1)
         missing = wanted != clipped
         return self._first_rows(final)[:, None] + clipped, missing if missing.any() else None
+
+    def _require_size(self, name: str, rows: int) -> None:
+        size = rows * self.schema.fields[name].itemsize
+        if size > MAX_BATCH_BYTES:
+            raise SchemaError(
+                f"field {name!r}: a batch of {rows} rows takes {size / 2**30:.1f} GiB, more than "
+                f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave the field out, or cut windows"
+            )
 
     def _first_rows(self, final: bool) -> IntArray:
         if final not in self._first:

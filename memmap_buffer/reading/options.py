@@ -13,7 +13,6 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.index import Selection
 from memmap_buffer.reading.views import Crop, NStep, Timestep, Trajectory, View
 from memmap_buffer.schema import Schema
-from memmap_buffer.store.layout import Layout
 
 if TYPE_CHECKING:
     Names = Iterable[str]
@@ -138,7 +137,7 @@ class Options:
         if self.n_steps is None and any(getattr(self, name) is not None for name in only):
             raise SchemaError(f"options: {', '.join(only)} go with n_steps")
 
-    def make_view(self, layout: Layout) -> View:
+    def make_view(self, max_timesteps: int) -> View:
         """The view that these options name."""
         chosen = names(self.fields)
         if self.view is not None:
@@ -151,22 +150,22 @@ class Options:
             return Crop(self.window_length, chosen)
         if self.timestep_level:
             return Timestep(chosen)
-        length = None if self.slice_by_episode_len else layout.max_timesteps
+        length = None if self.slice_by_episode_len else max_timesteps
         return Trajectory(chosen, self.return_mask, self.return_episode_lens, length)
 
-    def select(self, layout: Layout) -> Selection:
+    def select(self, schema: Schema, max_timesteps: int) -> Selection:
         """What is wanted of the episodes. Raises SchemaError for what the schema does not have."""
         selection = Selection(
-            self.make_view(layout),
-            filter_meta=_flat(layout.schema, self.filter_meta),
-            filter_fields=_flat(layout.schema, self.filter_fields),
+            self.make_view(max_timesteps),
+            filter_meta=_flat(schema, self.filter_meta),
+            filter_fields=_flat(schema, self.filter_fields),
             min_episode_len=self.min_episode_len,
             top_k=self.top_k,
             split=self.split,
             part=self.part,
             split_seed=self.split_seed,
         )
-        selection.check(layout.schema)
+        selection.check(schema)
         return selection
 
 

@@ -53,10 +53,9 @@ class Permutation:
 
 def crop(selection: Selection, sources: Sources, anchors: Anchors, rng: np.random.Generator) -> Anchors:
     """Let chance move the anchors, where the view gives it a say."""
-    if not selection.view.per_episode:
+    if not selection.view.random:
         return anchors
-    t = selection.view.crop(sources.episodes(anchors).length, rng)
-    return anchors if t is None else anchors._replace(t=t)
+    return anchors._replace(t=selection.view.crop(sources.episodes(anchors).length, rng))
 
 
 def draw(selection: Selection, sources: Sources, index: Index, count: int, rng: np.random.Generator) -> Anchors:

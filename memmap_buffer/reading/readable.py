@@ -35,7 +35,7 @@ class Readable:
     def __init__(self, sources: Sources, weights: Sequence[float] | None = None) -> None:
         self._sources = sources
         self._weights = weights
-        self._rng = np.random.default_rng()
+        self._rng: np.random.Generator | None = None
         self._draws: dict[Any, Draws] = {}
 
     # What is there
@@ -212,16 +212,19 @@ class Readable:
     ) -> Any:
         """One batch drawn uniformly with replacement, without a loader: the same options, the same batch.
 
-        Args: seed: the same seed gives the same batch, as long as the episodes are the same.
+        Args: seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on
+            from a seed that torch's generator gave at the first call.
         Raises: SchemaError. NotEnoughDataError: there is nothing to draw from.
         """
-        from memmap_buffer.reading.datasets import sample
+        from memmap_buffer.reading.datasets import sample, seeded_rng
 
         key = _frozen(options)
         draws = self._draws.get(key)
         if draws is None:
             draws = Draws(Reader(self._sources, options), self._weights)
             self._draws = {key: draws} if len(self._draws) >= MAX_KEPT else {**self._draws, key: draws}
+        if self._rng is None:
+            self._rng = seeded_rng()
         rng = self._rng if seed is None else np.random.default_rng(seed)
         return sample(draws, batch_size, rng, device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class Reader:
     def __init__(self, sources: Sources, given: Mapping[str, Any]) -> None:
         options = Options.parse(given)
         self.sources = sources
-        self.selection: Selection = options.select(sources.layout)
+        self.selection: Selection = options.select(sources.schema, sources.max_timesteps)
         self.output = Output.of(options, self.selection.view, sources.schema)
         self.on_stale = options.on_stale
         self._index: Index | None = None
@@ -65,9 +65,9 @@ class Reader:
             text = f"{self.sources.storages[0].path}: nothing to read from this replay buffer: {why}"
             raise NotEnoughDataError(text, episodes=episodes)
 
-    def crop(self, anchors: Anchors, rng: np.random.Generator) -> Anchors:
-        """Let chance move the anchors, where the view gives it a say."""
-        return crop(self.selection, self.sources, anchors, rng)
+    def crop(self, anchors: Anchors, rng: Callable[[], np.random.Generator]) -> Anchors:
+        """Let chance move the anchors, where the view gives it a say; the generator is made only there."""
+        return crop(self.selection, self.sources, anchors, rng()) if self.selection.view.random else anchors
 
     def read(self, anchors: Anchors) -> dict[str, Array]:
         """The batch at some anchors.

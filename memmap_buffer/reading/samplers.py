@@ -62,7 +62,7 @@ class EpochSampler:
         rng = np.random.default_rng((self.seed, epoch))
         batches = self._batches(0, len(index), epoch) if self.weights is None else self._mixed(index, epoch)
         for positions in batches:
-            yield self.reader.crop(index.locate(positions), rng)
+            yield self.reader.crop(index.locate(positions), lambda: rng)
 
     def _batches(self, start: int, n: int, *key: int) -> Iterator[IntArray]:
         """Positions start … start + n - 1 in order or shuffled, a batch at a time."""
@@ -125,7 +125,7 @@ class Draws:
         counts = self._quota.next(batch_size)
         bounds = source_bounds(index, len(counts))
         parts = [rng.integers(bounds[s], bounds[s + 1], n) for s, n in enumerate(counts) if n]
-        return reader.crop(index.locate(np.concatenate(parts)), rng)
+        return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
 
 
 def source_bounds(index: Index, sources: int) -> list[int]:

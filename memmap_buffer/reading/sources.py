@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaMismatchError
-from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.records import FINAL, TERMINATED
 from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
 from memmap_buffer.values import Array
@@ -58,12 +57,11 @@ class Sources:
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self.storages = tuple(storages)
-        self.layout: Layout = self.storages[0].layout
-        self.schema = self.layout.schema
+        layout = self.storages[0].layout
+        self.schema = layout.schema
+        self.max_timesteps = max(storage.layout.max_timesteps for storage in self.storages)
         for storage in self.storages[1:]:
-            lines = [
-                line for line in self.layout.differences(storage.layout) if line.startswith(("fields", "meta_fields"))
-            ]
+            lines = [line for line in layout.differences(storage.layout) if line.startswith(("fields", "meta_fields"))]
             if lines:
                 text = "\n  ".join([f"{storage.path} and {self.storages[0].path} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)

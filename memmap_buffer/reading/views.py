@@ -38,6 +38,7 @@ class View(ABC):
 
     stride: int = 1
     per_episode: ClassVar[bool] = False
+    random: ClassVar[bool] = False
     terminal_field: str | None = None
 
     @abstractmethod
@@ -52,9 +53,9 @@ class View(ABC):
     def cut(self, gather: Gather) -> None:
         """Put the batch together."""
 
-    def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray | None:
-        """Where chance moves the anchors of episodes of these lengths to, or None where it has no say."""
-        return None
+    def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray:
+        """Where chance moves the anchors of episodes of these lengths (B,) to; only where the view is `random`."""
+        raise NotImplementedError
 
 
 def _named(schema: Schema, names: Names, where: str) -> tuple[str, ...]:
@@ -246,6 +247,7 @@ class Crop(View):
     length: int
     fields: Names = None
     per_episode: ClassVar[bool] = True
+    random: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_count("window_length", self.length)
