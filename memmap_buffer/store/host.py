@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -42,3 +43,9 @@ def network_filesystem(path: Path) -> str:
     found = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
     kind = max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
     return kind if kind.removeprefix("fuse.") in NETWORK else ""
+
+
+def anyone_may_rename(path: Path) -> bool:
+    """Whether any user of the machine could replace this folder: its parent is open to all, without the sticky bit."""
+    mode = path.resolve().parent.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 
 from memmap_buffer.store import redo
-from memmap_buffer.store.host import network_filesystem, this_process
+from memmap_buffer.store.host import anyone_may_rename, network_filesystem, this_process
 from memmap_buffer.store.publication import Files
 from memmap_buffer.store.records import CUT, FINAL, OPEN, STATE_WORD
 from memmap_buffer.store.ring import Ring
@@ -22,6 +22,8 @@ def take_over(files: Files) -> Ring:
     kind = network_filesystem(storage.path)
     if kind:
         log.warning("%s lies on %s: write from one host only, and read on that host", storage.path, kind)
+    if anyone_may_rename(storage.path):
+        log.warning("%s lies in a folder that anyone may write to, who could put another in its place", storage.path)
     storage.refresh()
     files.lock.epoch = state("epoch") + 1
     for name, value in {"epoch": files.lock.epoch, "pid": pid, "time": now, **_doubts(files, boot)}.items():
