@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.errors import (
+    BufferFullError,
     BufferLockedError,
     EpisodeStateError,
     MemmapBufferError,
@@ -90,6 +91,7 @@ class ReplayBuffer(Readable):
             schema, max_episodes, max_timesteps, spare_slots=spare_slots, circular=bool(circular), max_steps=max_steps
         )
         how = Durability(durability, sync_every, checksum, publish, stage)
+        storage.check_verify(verify)
         place = Folder(Path(folder))
         lock = WriterLock(place)
         if read_only and overwrite:
@@ -184,7 +186,7 @@ class ReplayBuffer(Readable):
     def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
         """An open episode to `store` to, `publish` or `abort`; several may be open at once."""
         episode = self._writer.open(meta, keep_partial=keep_partial)
-        self._begun.append(episode)
+        self._begun = [*(other for other in self._begun if other.state == "open"), episode]
         return episode
 
     @contextmanager
@@ -233,11 +235,15 @@ class ReplayBuffer(Readable):
             raise
 
     def advance_episode(self) -> None:
-        """Publish the episode that `begin_episode` opened, and open the next one; without steps it does nothing."""
+        """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.
+
+        An episode without steps stays open.
+        """
         episode = self._current()
         if episode.length:
             episode.publish()
-            self.begin_episode()
+            with suppress(BufferFullError):  # the next `store` says that no episode is open
+                self.begin_episode()
 
     # Changing what is published
 

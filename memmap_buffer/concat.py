@@ -30,7 +30,7 @@ class ConcatBuffer(Readable):
     ) -> None:
         if not sources:
             raise SchemaError("ConcatBuffer: got no source, expected at least one folder or buffer")
-        if weights is not None and (len(weights) != len(sources) or not all(w > 0 for w in weights)):
+        if weights is not None and (len(weights) != len(sources) or not all(0 < w < float("inf") for w in weights)):
             raise SchemaError(
                 f"weights: got {list(weights)!r}, expected one positive number for each of {len(sources)} sources"
             )

@@ -18,6 +18,7 @@ MAX_FIELDS = 1024
 MAX_DIMENSIONS = 16
 MAX_NAME = 64
 RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
+DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -47,9 +48,8 @@ class Field:
             object.__setattr__(self, "default", self._parse_default(self.default))
 
     def _parse_default(self, default: Any) -> Any:
-        array = to_numpy(default)
         try:
-            stored = encode(array, self.dtype, () if array.ndim == 0 else self.shape)
+            stored = encode(default, self.dtype, () if to_numpy(default).ndim == 0 else self.shape)
         except SchemaError as error:
             raise SchemaError(f"default {default!r}: {error}") from None
         return decode(stored, self.dtype).tolist()
@@ -80,8 +80,7 @@ class Field:
         """The stored entry that stands for a missing one: the default, else zeros. Shape `shape`."""
         if self.default is None:
             return np.zeros(self.shape, self.storage)
-        default = to_numpy(self.default)
-        row = encode(default, self.dtype, default.shape)
+        row = encode(self.default, self.dtype, to_numpy(self.default).shape)
         return np.broadcast_to(row, self.shape).copy()
 
     @cached_property
@@ -108,14 +107,15 @@ class Schema:
     """
 
     def __init__(self, fields: Mapping[str, Any], meta_fields: Mapping[str, Any] | None = None) -> None:
-        self.fields = {name: _parse_field("field", name, spec) for name, spec in _leaves(fields)}
-        self.meta_fields = {name: _parse_field("meta field", name, spec) for name, spec in _leaves(meta_fields or {})}
-        if not self.fields:
+        leaves, meta_leaves = _leaves(fields), _leaves(meta_fields or {})
+        if not leaves:
             raise SchemaError("fields: got none, expected at least one per-timestep field")
+        _check_names([name for name, _ in [*leaves, *meta_leaves]])
+        self.fields = {name: _parse_field("field", name, spec) for name, spec in leaves}
+        self.meta_fields = {name: _parse_field("meta field", name, spec) for name, spec in meta_leaves}
         for name, field in self.meta_fields.items():
             if field.final:
                 raise SchemaError(f"meta field {name!r}: `final` is for per-timestep fields; drop it")
-        _check_names([*self.fields, *self.meta_fields])
 
     @classmethod
     def from_example(cls, step: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Schema:
@@ -238,11 +238,16 @@ def _check_names(names: list[str]) -> None:
         raise SchemaError(f"got {len(names)} fields, at most {MAX_FIELDS} are possible")
     seen: set[str] = set()
     for name in names:
-        if len(name) > MAX_NAME or not all(_PART.fullmatch(part) for part in name.split(".")) or name in RESERVED:
+        parts = name.split(".")
+        if len(name) > MAX_NAME or not all(_PART.fullmatch(part) for part in parts) or name in RESERVED:
             raise SchemaError(
                 f"name {name!r}: expected dot-joined identifiers ([A-Za-z][A-Za-z0-9_]*) of at most {MAX_NAME} "
                 f"characters, none of {', '.join(sorted(RESERVED))}",
                 field=name,
+            )
+        if not DEVICES.isdisjoint(part.casefold() for part in parts):
+            raise SchemaError(
+                f"name {name!r}: Windows keeps {', '.join(sorted(DEVICES)[:3])} … for devices", field=name
             )
         if name.casefold() in seen:
             raise SchemaError(f"name {name!r} is used twice (case does not count); rename one", field=name)

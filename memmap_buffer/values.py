@@ -29,6 +29,7 @@ NUMERIC = (
 _SPELLINGS = {"float": "float32", "int": "int64", "complex": "complex64", "half": "float16", "double": "float64"}
 _BUILTINS = {float: "float32", int: "int64", bool: "bool", complex: "complex64"}
 _TYPECODES = {np.dtype(name).str[1:]: name for name in NUMERIC if name != "bfloat16"}
+_ROUNDED = "the integer would be rounded; declare an integer or a wider float field"
 _STRING = re.compile(r"U([1-9][0-9]{0,3})")
 
 
@@ -79,11 +80,8 @@ def storage_dtype(name: str) -> np.dtype[Any]:
 def to_numpy(value: Any) -> Array:
     """An array of what a user passed: a tensor on any device, an array, a list, a scalar. May share memory."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype is torch.bfloat16 else value.resolve_conj().resolve_neg()).numpy()
-    elif isinstance(value, (list, tuple)) and torch is not None and any(isinstance(v, torch.Tensor) for v in value):
-        value = [to_numpy(v) for v in value]
+    if torch is not None:
+        value = _without_tensors(value, torch)
     if isinstance(value, (str, list, tuple)) and _ends_in_nul(value):
         raise SchemaError("got a string that ends in NUL, which fixed-width text cannot keep; strip it")
     try:
@@ -111,7 +109,7 @@ def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Arra
     """
     array = to_numpy(value)
     entry = array.shape[lead:]
-    if entry != shape:
+    if entry != shape or array.ndim < lead:
         if array.ndim < lead or (entry, shape) not in (((), (1,)), ((1,), ())):
             lead_text = "*, " * lead
             raise SchemaError(
@@ -120,6 +118,8 @@ def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Arra
                 else f"got shape {array.shape}, expected ({lead_text}*{shape})"
             )
         array = array.reshape(array.shape[:lead] + shape)
+    if array.dtype == np.float64 and isinstance(value, (list, tuple)):
+        return _cast_list(value, array, name)
     return _cast(array, name)
 
 
@@ -128,6 +128,27 @@ def decode(array: Array, name: str) -> Array:
     if name != "bfloat16":
         return array
     return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _without_tensors(value: Any, torch: Any) -> Any:
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, torch.Tensor)):
+        return [_without_tensors(item, torch) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    try:
+        plain = value.detach().cpu()
+        plain = plain.float() if plain.dtype is torch.bfloat16 else plain.resolve_conj().resolve_neg()
+        return plain.numpy()
+    except (TypeError, NotImplementedError, RuntimeError) as error:
+        raise SchemaError(f"got a tensor of {value.dtype} ({value.layout}) that numpy cannot hold: {error}") from None
+
+
+def _cast_list(value: Any, array: Array, name: str) -> Array:
+    """A list for which numpy chose floats, though it may hold integers that no float is equal to."""
+    items = np.array(value, dtype=object).ravel()
+    if not any(isinstance(item, int) and abs(item) > 2**53 for item in items):
+        return _cast(array, name)
+    return np.array([_cast(np.asarray(item), name) for item in items], storage_dtype(name)).reshape(array.shape)
 
 
 def _ends_in_nul(value: Any) -> bool:
@@ -146,12 +167,15 @@ def _cast(array: Array, name: str) -> Array:
         shown = repr(array.item()) if array.ndim == 0 else f"an array of {array.dtype}"
         raise SchemaError(f"got {shown[:80]}, declared {name}: only numbers and bools convert; store a number")
     if name == "bfloat16":
-        return _to_bfloat16(_cast_number(array, np.dtype(np.float32), name))
+        bits = _to_bfloat16(_cast_number(array, np.dtype(np.float32), name))
+        if array.dtype.kind in "iu" and not np.array_equal(decode(bits, name), array):
+            raise _lossy(array, name, _ROUNDED)
+        return bits
     return _cast_number(array, target, name)
 
 
 def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
-    if array.dtype == target or np.can_cast(array.dtype, target, "safe") or not array.size:
+    if array.dtype == target or not array.size:
         return array.astype(target)
     if target.kind == "c":
         return _cast_complex(array, target, name)
@@ -159,17 +183,19 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
         raise _lossy(array, name, "an imaginary part would be lost; store `.real`, or declare a complex field")
     if target.kind in "biu":
         return _cast_integral(array, target, name)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is a NaN
         out = array.astype(target)
     if array.dtype.kind == "f":
         if not (np.isfinite(out) | ~np.isfinite(array)).all():
             raise _lossy(array[np.isinf(out) & np.isfinite(array)], name, "it would become infinite")
-    elif not _integers_equal(array, out):
-        raise _lossy(array, name, "the integer would be rounded; declare an integer or a wider float field")
+    elif array.dtype.kind in "iu" and not _integers_equal(array, out):
+        raise _lossy(array, name, _ROUNDED)
     return out
 
 
 def _cast_integral(array: Array, target: np.dtype[Any], name: str) -> Array:
+    if np.can_cast(array.dtype, target, "safe"):
+        return array.astype(target)
     low, high = (0, 1) if target.kind == "b" else (int(np.iinfo(target).min), int(np.iinfo(target).max))
     if array.dtype.kind == "f" and not (np.isfinite(array).all() and (np.trunc(array) == array).all()):
         raise _lossy(array, name, "not a whole number; round it first, or declare a float field")

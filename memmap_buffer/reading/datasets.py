@@ -103,7 +103,7 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Sequence[int] | Anchors) -> Batch:
         """Many items at once, gathered once: by position, or at anchors."""
         anchors = indices if isinstance(indices, Anchors) else self._locate(indices)
-        return Batch(to_tensors(self.reader.read(anchors)), len(anchors))
+        return Batch(to_tensors(self.reader.read(anchors)), anchors.size)
 
     def _locate(self, indices: Sequence[int]) -> Anchors:
         index = self.reader.index()
@@ -183,8 +183,7 @@ def make_loader(
             raise SchemaError(
                 f"{name}: the order is the library's here; give dataset() to a DataLoader of your own for another"
             )
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise SchemaError(f"batch_size: got {batch_size!r}, expected a whole number from 1")
+    _check_batch_size(batch_size)
     dataset = dataset or EpisodeDataset(reader)
     reader = dataset.reader
     reader.require(reader.index(refresh=True))
@@ -198,7 +197,13 @@ def make_loader(
     return EpisodeLoader(dataset, sampler, device=device, **kwargs)
 
 
+def _check_batch_size(batch_size: object) -> None:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise SchemaError(f"batch_size: got {batch_size!r}, expected a whole number from 1")
+
+
 def sample(draws: Draws, batch_size: int, rng: np.random.Generator, device: Device) -> Any:
     """One batch drawn with replacement, as a loader of the same options would give it."""
+    _check_batch_size(batch_size)
     data = Collate(draws.reader.output).named(to_tensors(draws.reader.read(draws.next(batch_size, rng))))
     return data if device is None else to_device(data, device)

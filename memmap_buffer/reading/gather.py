@@ -76,7 +76,7 @@ class Gather:
             rows, missing = plans[final]
             values = self.sources.take(name, self.anchors.source, rows)
             if missing is not None and padding != "edge":
-                values[missing] = 0 if padding == "zero" else self.schema.fields[name].fill
+                values[missing] = values.dtype.type() if padding == "zero" else self.schema.fields[name].fill
             self._put(prefix + name, name, values[:, 0] if single else values)
         return np.asarray((wanted >= 0) & (wanted < (self.length if limit is None else limit)[:, None]))
 
@@ -91,7 +91,7 @@ class Gather:
         rows, missing = self._plan(self.t[:, None] + offsets, field.final, limit)
         values = self.sources.take(name, self.anchors.source, rows)
         if missing is not None:
-            values[missing] = 0
+            values[missing] = values.dtype.type()
         return decode(values, field.dtype)
 
     def fresh(self) -> BoolArray:

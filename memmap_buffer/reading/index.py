@@ -81,9 +81,9 @@ class Selection:
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
-        if self.top_k is not None and not (isinstance(self.top_k, tuple) and len(self.top_k) == 2):
-            raise SchemaError(f"top_k: got {self.top_k!r}, expected (meta field, how many), such as ('return', 10)")
-        for name in [*self.filter_meta, *([self.top_k[0]] if self.top_k else [])]:
+        if self.top_k is not None:
+            _check_top_k(self.top_k, schema)
+        for name in self.filter_meta:
             if name != "episode_lens" and name not in schema.meta_fields:
                 raise schema.unknown(name, "filter_meta", [*schema.meta_fields, "episode_lens"])
         for name in self.filter_fields:
@@ -97,6 +97,8 @@ class Selection:
             raise SchemaError("filter_fields needs a view of timesteps; filter whole episodes by filter_meta")
         if self.split is not None:
             _check_split(self.split, self.part)
+        elif self.part is not None:
+            raise SchemaError(f"part: got {self.part!r} without split; give split={{{self.part!r}: 0.9, …}} too")
 
     def without_callables(self) -> Selection:
         """What can be pickled; see `Index` for the episodes it leaves open."""
@@ -146,7 +148,8 @@ class Selection:
 
     def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> _Runs:
         ended = _ended(storage, table, slots, self.view.terminal_field)
-        spans = self.view.spans(table.length[slots], table.flags[slots] & FINAL != 0, ended)
+        schema, has_final = storage.layout.schema, table.flags[slots] & FINAL != 0
+        spans = self.view.spans(schema, table.length[slots], has_final, ended)
         runs = _Runs(slots, table.serial[slots], spans.first, spans.count, spans.last)
         if self.filter_fields:
             return _filtered(runs, storage, self.filter_fields, self.view.stride)
@@ -166,6 +169,18 @@ class Selection:
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
         u = (x ^ (x >> np.uint64(31))).astype(np.float64) / 2.0**64
         return np.asarray((u >= start) & (u < stop))
+
+
+def _check_top_k(top_k: object, schema: Schema) -> None:
+    if not (isinstance(top_k, tuple) and len(top_k) == 2 and type(top_k[1]) is int and top_k[1] > 0):
+        raise SchemaError(f"top_k: got {top_k!r}, expected (meta field, how many), such as ('return', 10)")
+    name = top_k[0]
+    if name == "episode_lens":
+        return
+    if name not in schema.meta_fields:
+        raise schema.unknown(name, "top_k", [*schema.meta_fields, "episode_lens"])
+    if schema.meta_fields[name].shape not in ((), (1,)):
+        raise SchemaError(f"top_k: {name!r} has shape {schema.meta_fields[name].shape}; give a field of one number")
 
 
 def _check_split(split: object, part: str | None) -> None:
@@ -205,7 +220,8 @@ def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, name: str | N
         return np.asarray(table.flags[slots] & TERMINATED != 0)
     final = storage.layout.schema.fields[name].final
     rows = storage.first_row(slots, final) + table.length[slots] - 1
-    return np.asarray(storage.maps.rows[name][rows].reshape(len(slots), -1).any(axis=1))
+    values = storage.maps.rows[name][rows]
+    return np.asarray(values.any(axis=tuple(range(1, values.ndim))))
 
 
 def _matches(column: Array, condition: Any, name: str) -> BoolArray:
@@ -223,9 +239,21 @@ def _matches(column: Array, condition: Any, name: str) -> BoolArray:
     values = flat[:, 0]
     if isinstance(condition, tuple):
         return _in_range(values, condition, name)
+    if hasattr(condition, "item") and getattr(condition, "ndim", 1) == 0:
+        condition = condition.item()  # a numpy or torch scalar
     if isinstance(condition, (set, frozenset, list, range, np.ndarray)):
-        return np.isin(values, list(condition))
+        return _is_member(values, list(condition))
     return np.asarray(values == condition)
+
+
+def _is_member(values: Array, members: list[Any]) -> BoolArray:
+    if not members:
+        return np.zeros(len(values), np.bool_)
+    wanted = np.asarray(members)
+    if values.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            wanted = wanted.astype(values.dtype)  # 0.1 means the float32 next to it, as it does to `==`
+    return np.isin(values, wanted)
 
 
 def _in_range(values: Array, condition: tuple[Any, ...], name: str) -> BoolArray:
@@ -243,7 +271,8 @@ def _in_range(values: Array, condition: tuple[Any, ...], name: str) -> BoolArray
 def _top_k(slots: list[IntArray], sources: Sources, name: str, k: int) -> list[IntArray]:
     """The k episodes of all folders where a meta field is highest; the newer one where equal."""
     folders = zip(sources.storages, sources.tables, slots, strict=True)
-    values = np.concatenate([_episode_column(storage, table, name, chosen) for storage, table, chosen in folders])
+    columns = [_episode_column(storage, table, name, chosen) for storage, table, chosen in folders]
+    values = np.concatenate([column.reshape(-1) for column in columns])
     best = np.zeros(len(values), np.bool_)
     best[np.argsort(values, kind="stable")[::-1][:k]] = True
     cuts = np.cumsum([len(chosen) for chosen in slots])[:-1]

@@ -238,7 +238,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     if isinstance(value, (np.ndarray,)):
-        return value.tobytes()
+        return value.shape, value.dtype.str, value.tobytes()
     try:
         hash(value)
     except TypeError:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.order import Permutation, Quota, draw
 from memmap_buffer.reading.reader import Reader
@@ -90,7 +91,7 @@ class _Rounds:
 
     def __init__(self, sampler: EpochSampler, index: Index, epoch: int) -> None:
         self._sampler, self._epoch = sampler, epoch
-        self._bounds = source_bounds(index, len(sampler.weights or ()))
+        self._bounds = source_bounds(sampler.reader, index, len(sampler.weights or ()))
         self._streams = [self._stream(source) for source in range(len(self._bounds) - 1)]
         self._left = [np.empty(0, np.int64) for _ in self._streams]
 
@@ -123,13 +124,21 @@ class Draws:
         if self._quota is None:
             return draw(reader.selection, reader.sources, index, batch_size, rng)
         counts = self._quota.next(batch_size)
-        bounds = source_bounds(index, len(counts))
+        bounds = source_bounds(reader, index, len(counts))
         parts = [rng.integers(bounds[s], bounds[s + 1], n) for s, n in enumerate(counts) if n]
         return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
 
 
-def source_bounds(index: Index, sources: int) -> list[int]:
-    """Where each source's positions begin in an index; it lists them source by source."""
+def source_bounds(reader: Reader, index: Index, sources: int) -> list[int]:
+    """Where each source's positions begin in an index; it lists them source by source.
+
+    Raises: NotEnoughDataError: a source has none, so it cannot give its share.
+    """
     if index.source is None:
         return [0, len(index)]
-    return [int(n) for n in index.starts[np.searchsorted(index.source, np.arange(sources + 1))]]
+    bounds = [int(n) for n in index.starts[np.searchsorted(index.source, np.arange(sources + 1))]]
+    for number in range(sources):
+        if bounds[number] == bounds[number + 1]:
+            path = reader.sources.storages[number].path
+            raise NotEnoughDataError(f"{path}: source {number} has nothing to give its share of a batch", source=number)
+    return bounds

@@ -22,7 +22,9 @@ class Anchors(NamedTuple):
     serial: IntArray
     t: IntArray
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
+        """How many; a named tuple's own `len` counts its fields."""
         return len(self.slot)
 
     def where(self, chosen: npt.NDArray[Any]) -> Anchors:
@@ -98,16 +100,16 @@ class Sources:
             fresh = (table.serial[slot] == anchors.serial[i]) & table.valid[slot]
             return table.length[slot], flags & FINAL != 0, flags & TERMINATED != 0, table.generation[slot], fresh
 
-        return Episodes(*self._each(anchors.source, len(anchors), look_up))
+        return Episodes(*self._each(anchors.source, anchors.size, look_up))
 
     def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """(B,) whether each slot is still of the generation that was seen before its rows were copied."""
-        (now,) = self._each(anchors.source, len(anchors), lambda storage, i: (storage.generations(anchors.slot[i]),))
+        (now,) = self._each(anchors.source, anchors.size, lambda storage, i: (storage.generations(anchors.slot[i]),))
         return np.asarray(now == generation)
 
     def first_rows(self, anchors: Anchors, final: bool) -> IntArray:
         (rows,) = self._each(
-            anchors.source, len(anchors), lambda storage, i: (storage.first_row(anchors.slot[i], final),)
+            anchors.source, anchors.size, lambda storage, i: (storage.first_row(anchors.slot[i], final),)
         )
         return rows
 
@@ -125,7 +127,7 @@ class Sources:
         def take(storage: Storage, i: Any) -> tuple[Array]:
             return (storage.maps.meta[name].take(anchors.slot[i], axis=0, mode="clip"),)
 
-        return self._each(anchors.source, len(anchors), take)[0]
+        return self._each(anchors.source, anchors.size, take)[0]
 
     def _each(
         self, source: IntArray | None, count: int, read: Callable[[Storage, Any], tuple[Array, ...]]

@@ -46,8 +46,8 @@ class View(ABC):
         """The keys of a batch before meta, in order. Raises SchemaError for a field that was not declared."""
 
     @abstractmethod
-    def spans(self, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        """Which timesteps of each episode may be anchors; all (E,)."""
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+        """Which timesteps of each episode may be anchors; the arrays are (E,)."""
 
     @abstractmethod
     def cut(self, gather: Gather) -> None:
@@ -87,15 +87,24 @@ class Trajectory(View):
     final_observation: bool = False
     per_episode: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if self.to_length is not None:
+            _check_count("to_length", self.to_length)
+
     def keys(self, schema: Schema) -> list[str]:
         return [*_named(schema, self.fields, "fields"), *["_lens"] * self.return_lens, *["_mask"] * self.return_mask]
 
-    def spans(self, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros_like(length), np.ones_like(length))
 
     def cut(self, gather: Gather) -> None:
         names = _named(gather.schema, self.fields, "fields")
-        steps = np.arange(self.to_length or int(gather.length.max()))
+        longest = int(gather.length.max())
+        if self.to_length is not None and self.to_length < longest:
+            raise SchemaError(
+                f"to_length: got {self.to_length}, an episode has {longest} timesteps and is never cut off"
+            )
+        steps = np.arange(self.to_length or longest)
         finals = [name for name in names if self.final_observation and gather.schema.fields[name].final]
         mask = gather.put([name for name in names if name not in finals], steps, limit=gather.length)
         gather.put(finals, np.arange(len(steps) + 1))
@@ -114,7 +123,7 @@ class Timestep(View):
     def keys(self, schema: Schema) -> list[str]:
         return list(_named(schema, self.fields, "fields"))
 
-    def spans(self, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros_like(length), length)
 
     def cut(self, gather: Gather) -> None:
@@ -159,6 +168,8 @@ class NStep(View):
     def keys(self, schema: Schema) -> list[str]:
         if self.gamma is not None:
             schema.require([self.reward], "reward", schema.fields)
+        if self.terminated != "terminated":
+            schema.require([self.terminated], "terminated", schema.fields)
         return [
             *_named(schema, self.current_fields, "current_fields"),
             *[f"next_{name}" for name in _named(schema, self.next_fields, "next_fields")],
@@ -167,7 +178,7 @@ class NStep(View):
             *["_return", "_discount"] * (self.gamma is not None),
         ]
 
-    def spans(self, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros_like(length), length - ~(has_final | terminated))
 
     def cut(self, gather: Gather) -> None:
@@ -221,12 +232,14 @@ class Window(View):
             raise SchemaError(
                 f"pad_before: got {self.pad_before}, expected 0 … length - 1, so that a window has a step"
             )
+        if self.pad_before and self.boundary != "pad":
+            raise SchemaError(f"pad_before pads, and boundary={self.boundary!r} does not; leave one out")
 
     def keys(self, schema: Schema) -> list[str]:
         return [*_named(schema, self.fields, "fields"), "_lens", "_mask", "_start", "_reaches_episode_end"]
 
-    def spans(self, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return _inside(length, -self.pad_before, 0, self.length - 1, self.boundary, self.stride)
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+        return _inside(length, -self.pad_before, 0, length - (self.length - 1), self.boundary, self.stride)
 
     def cut(self, gather: Gather) -> None:
         steps = np.arange(self.length)
@@ -255,7 +268,7 @@ class Crop(View):
     def keys(self, schema: Schema) -> list[str]:
         return [*_named(schema, self.fields, "fields"), "_lens", "_start", "_reaches_episode_end"]
 
-    def spans(self, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros_like(length), np.ones_like(length))
 
     def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray:
@@ -291,8 +304,13 @@ class Offsets(View):
         **fields: Iterable[int],
     ) -> None:
         given = {**(offsets or {}), **fields}
-        self.offsets = {name: tuple(int(k) for k in values) for name, values in given.items()}
-        if not self.offsets or not all(self.offsets.values()):
+        self.offsets = {name: tuple(values) for name, values in given.items()}
+        every = [k for values in self.offsets.values() for k in values]
+        if (
+            not self.offsets
+            or not all(self.offsets.values())
+            or not all(isinstance(k, (int, np.integer)) for k in every)
+        ):
             raise SchemaError(f"offsets: got {given!r}, expected at least one whole number for at least one field")
         _check_boundary(boundary)
         check_padding(padding)
@@ -309,10 +327,14 @@ class Offsets(View):
         names = [name for group in self.offsets for name in schema.require([group], "offsets", schema.fields)]
         return [key for name in names for key in (name, f"_mask_{name}")]
 
-    def spans(self, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        reach = [k for values in self.offsets.values() for k in values]
-        low, high = min(0, *reach), max(0, *reach)
-        return _inside(length, 0, low, high, self.boundary, self.stride)
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+        low, stop = 0, length
+        for group, values in self.offsets.items():
+            low = min(low, *values)
+            for name in schema.require([group], "offsets", schema.fields):
+                exist = length + has_final if schema.fields[name].final else length
+                stop = np.minimum(stop, exist - max(0, *values))
+        return _inside(length, 0, low, stop, self.boundary, self.stride)
 
     def cut(self, gather: Gather) -> None:
         for group, values in self.offsets.items():
@@ -324,13 +346,14 @@ class Offsets(View):
                 gather.batch[f"_mask_{name}"] = mask
 
 
-def _inside(length: IntArray, start: int, low: int, high: int, boundary: str, stride: int) -> Spans:
-    """Anchors from `start` on, every `stride` steps, with respect to the offsets low … high around them."""
+def _inside(length: IntArray, start: int, low: int, stop: IntArray, boundary: str, stride: int) -> Spans:
+    """Anchors from `start` on, every `stride` steps; those whose offsets all exist are -low … stop - 1."""
     first = np.full_like(length, start if boundary == "pad" else max(start, -low))
-    stop = length if boundary == "pad" else length - high
+    stop = length if boundary == "pad" else stop
     count = np.maximum(-(-(stop - first) // stride), 0)
     if boundary != "shift":
         return Spans(first, count)
+    first = np.minimum(first, length - 1)  # of an episode too short, some step
     last = np.maximum(stop - 1, first)
     flush = (first + (count - 1) * stride < stop - 1).astype(np.int64)
     return Spans(first, np.maximum(count + flush, 1), last)

@@ -265,6 +265,7 @@ class Episode:
         for name in self._ends:
             if self.columns[name][t - self.base]:
                 self.ended = name
+                return
 
     def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
         try:
@@ -331,7 +332,8 @@ def require_default(field: Field, name: str, where: str) -> Array:
 
 
 def _is_flag(field: Field | None) -> bool:
-    return field is not None and field.dtype == "bool" and field.shape == ()
+    """Whether a field can say that the episode ended: one number or bool, true where it is not 0."""
+    return field is not None and field.shape in ((), (1,)) and field.storage.kind in "biuf"
 
 
 @lru_cache(maxsize=64)

@@ -36,7 +36,12 @@ class Folder:
             if create:
                 with suppress(FileExistsError):
                     files.system.mkdir(sub, root)
-            directory = os.open(sub, os.O_RDONLY | os.O_DIRECTORY | NEVER_FOLLOW, dir_fd=root)
+            try:
+                directory = os.open(sub, os.O_RDONLY | os.O_DIRECTORY | NEVER_FOLLOW, dir_fd=root)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
+                    raise CorruptBufferError(self._text(sub, "is a link or no folder"), path=self.path / sub) from None
+                raise
             try:
                 yield directory
             finally:
@@ -50,7 +55,7 @@ class Folder:
             with self._directory(sub) as directory:
                 fd = os.open(base, flags | NEVER_FOLLOW, dir_fd=directory)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR):
                 raise CorruptBufferError(
                     self._text(name, "is a link or no plain file"), path=self.path / name
                 ) from None
@@ -178,7 +183,7 @@ class Folder:
         try:
             with self._directory(sub) as directory:
                 files.system.unlink(base, directory)
-        except FileNotFoundError:
+        except (FileNotFoundError, CorruptBufferError):  # no such file, or its folder is not ours
             if not missing_ok:
                 raise
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.schema import MAX_FIELDS, Field, Schema
+from memmap_buffer.schema import MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
 from memmap_buffer.store.files import npy_header
 from memmap_buffer.store.records import RECORD, STATE
 from memmap_buffer.values import is_dtype_name
@@ -25,7 +25,8 @@ from memmap_buffer.values import is_dtype_name
 FORMAT, VERSION = "memmap-buffer", 1
 MAX_SCHEMA_BYTES = 2**20
 MAX_FILE_BYTES = 2**62
-MAX_SLOTS = 2**31
+MAX_SLOTS = 2**24  # opening takes some 100 bytes a slot, whatever a stranger's schema says
+MAX_TIMESTEPS = 2**31
 SPARE_COLUMNS = 16
 _KEYS = (
     *("format", "version", "layout", "max_episodes", "max_timesteps", "spare_slots", "circular", "max_steps"),
@@ -93,13 +94,14 @@ class Layout:
 
     def _check(self) -> None:
         packed = self.rows is not None
-        bounds = {"max_episodes": 1, "max_timesteps": 1, "spare_slots": 0 if packed else 1}
-        for name, low in bounds.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= MAX_SLOTS:
-                raise SchemaError(f"{name}: got {value!r}, expected a whole number from {low} to 2**31")
-            object.__setattr__(self, name, int(value))
-        if self.max_steps is not None and not self.max_timesteps <= self.max_steps:
+        bounds = {
+            "max_episodes": (1, MAX_SLOTS),
+            "max_timesteps": (1, MAX_TIMESTEPS),
+            "spare_slots": (0 if packed else 1, MAX_SLOTS),
+        }
+        for name, (low, high) in bounds.items():
+            object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
+        if self.max_steps is not None and (_whole("max_steps", self.max_steps, 1, 2**62) < self.max_timesteps):
             raise SchemaError(
                 f"max_steps: got {self.max_steps}, expected at least max_timesteps ({self.max_timesteps}), "
                 "so that the newest episode always fits"
@@ -179,11 +181,17 @@ class Layout:
             "max_timesteps": self.max_timesteps,
             "spare_slots": self.spare_slots,
             "circular": self.circular,
-            "max_steps": self.max_steps,
+            "max_steps": None if self.max_steps is None else int(self.max_steps),
             "rows": self.rows,
             "columns": self.columns,
         }
         return json.dumps({**head, **groups}, indent=1, allow_nan=False).encode() + b"\n"
+
+    @staticmethod
+    def may_be_torn(data: bytes) -> bool:
+        """Whether bytes that do not parse may be the beginning of what `to_json` wrote."""
+        begin = json.dumps({"format": FORMAT}, indent=1)[:-2].encode()
+        return not data.strip(b"\0") or begin.startswith(data) or data.startswith(begin)
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Layout:
@@ -206,6 +214,13 @@ class Layout:
         return replace(self, schema=schema, column_of=column_of, columns=max(self.columns, 1 + max(column_of.values())))
 
 
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
+        limit = f"2**{high.bit_length() - 1}"
+        raise SchemaError(f"{name}: got {value!r}, expected a whole number from {low} to {limit}")
+    return int(value)
+
+
 def _differ(key: str, stored: Any, given: Any) -> str:
     return "" if stored == given else f"{key}: stored {stored}, given {given}"
 
@@ -226,14 +241,16 @@ def _default_to_json(default: Any) -> Any:
     return repr(default) if isinstance(default, float) and not math.isfinite(default) else default
 
 
-def _default_from_json(value: Any, numeric: bool) -> Any:
-    if isinstance(value, list):
-        return [_default_from_json(item, numeric) for item in value]
+def _default_from_json(value: Any, numeric: bool, depth: int = 0) -> Any:
+    if isinstance(value, list) and depth < MAX_DIMENSIONS:
+        return [_default_from_json(item, numeric, depth + 1) for item in value]
     if isinstance(value, dict) and value.keys() == {"real", "imag"}:
-        return complex(_default_from_json(value["real"], True), _default_from_json(value["imag"], True))
+        parts = [_default_from_json(value[key], True) for key in ("real", "imag")]
+        if all(isinstance(part, float) for part in parts):
+            return complex(*parts)
     if numeric and value in ("nan", "inf", "-inf"):
         return float(value)
-    if isinstance(value, dict) or (numeric and isinstance(value, str)):
+    if isinstance(value, (dict, list)) or (numeric and isinstance(value, str)):
         raise SchemaError(f"default: got {value!r}, expected a number")
     return value
 
@@ -288,7 +305,7 @@ def _layout(document: dict[str, Any]) -> Layout:
     return Layout(
         Schema(*groups),
         _integer(document, "max_episodes", 1, MAX_SLOTS),
-        _integer(document, "max_timesteps", 1, MAX_SLOTS),
+        _integer(document, "max_timesteps", 1, MAX_TIMESTEPS),
         spare_slots=_integer(document, "spare_slots", 0, MAX_SLOTS),
         circular=_typed(document, "circular", bool),
         columns=total,

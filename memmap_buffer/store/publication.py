@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from memmap_buffer.store.files import barrier, close_all, write_all, write_word
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
-from memmap_buffer.store.records import CHECKED, GENERATION, OPEN, RECORD, STATE_WORD, seal
+from memmap_buffer.store.records import CHECKED, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
 from memmap_buffer.store.storage import Storage, checksum_row, crc32
 from memmap_buffer.values import Array
 
@@ -110,7 +110,8 @@ class Publication:
         self.meta: dict[str, Array] = {}
         self._crcs: dict[str, int] = dict.fromkeys(files.layout.schema.fields, 0)
         self._final_crcs: dict[str, int] = {}
-        self._generation = int(files.storage.maps.words[slot, GENERATION]) | 1
+        generation = int(files.storage.maps.words[slot, GENERATION])
+        self._generation = generation | 1 if generation < MAX_SERIAL else 1  # a void record may say anything
         self._begun = False
 
     @property

@@ -92,7 +92,7 @@ def valid(words: Words, max_timesteps: int, rows: int | None) -> npt.NDArray[np.
     record = words.view(RECORD)[:, 0]
     length, flags = record["length"], record["flags"]
     good &= (length > 0) & (length <= max_timesteps) & (flags & ~np.uint32(ALL_FLAGS) == 0)
-    good &= record["serial"] < MAX_SERIAL
+    good &= (record["serial"] < MAX_SERIAL) & (generation < MAX_SERIAL)
     if rows is None:
         good &= record["first_row"] == np.arange(len(words), dtype=np.uint64) * np.uint64(max_timesteps)
     else:

@@ -1,7 +1,8 @@
-"""A consistent copy of a live buffer, taken without its lock."""
+"""A consistent copy of a live buffer, taken without its lock. Writes nothing to the source."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,20 @@ import numpy as np
 from memmap_buffer.errors import SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.store.files import close_all, copy_range, write_all, write_word
 from memmap_buffer.store.folder import Folder
+from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.lock import WriterLock
-from memmap_buffer.store.records import FINAL, GENERATION, RECORD, STATE_WORD, Words
-from memmap_buffer.store.storage import EpisodeTable, Storage, creating
+from memmap_buffer.store.records import (
+    CHECK,
+    DELETED,
+    FINAL,
+    GENERATION,
+    MAX_SERIAL,
+    RECORD,
+    STATE_WORD,
+    Words,
+    check_of,
+)
+from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage, creating
 
 ROUNDS = 100
 BESIDE = ("priority", "extra")
@@ -20,25 +32,50 @@ BESIDE = ("priority", "extra")
 def snapshot(source: Storage, path: Path) -> None:
     """Copy the visible episodes into a new folder; a writer may go on meanwhile.
 
-    Slots are copied, then their generations read again; what moved is copied again from a fresh table, and the
-    records come last. An episode that was visible at the end of the call is in the copy as it was at one moment.
+    All episodes of the copy were visible together, at one moment during the call, and are as they were then. Those of
+    that moment that a circular buffer overwrote before they were copied are left out: the oldest, as few as possible.
 
     Args: source: the folder, open. path: where the copy goes; no buffer may be there.
-    Raises: SchemaMismatchError: one is. StaleEpisodeError: the ring turns faster than it can be copied.
+    Raises: SchemaMismatchError: one is. StaleEpisodeError: the ring turns faster than one episode can be copied.
+        OSError: the disk is full, say; then there is no buffer at `path`.
     """
     target = Folder(path)
+    _require_none(target)
     target.create()
     lock = WriterLock(target)
     lock.acquire()
     try:
-        if target.exists("schema.json"):
-            raise SchemaMismatchError(f"{path} holds a buffer already; give a folder without one", path=path)
+        _require_none(target)
+        beside = [f"{sub}/{name}" for sub in BESIDE for name in source.folder.list(sub)]
+        if target.exists("schema.json.new"):  # a snapshot that was killed left them here
+            _remove(target, beside)
         with creating(target, source.layout):
             _copy(source, target)
-        for name in [f"{sub}/{name}" for sub in BESIDE for name in source.folder.list(sub)]:
-            source.folder.copy_file(name, target)
+            _copy_beside(source, target, beside)
     finally:
         lock.release()
+
+
+def _require_none(target: Folder) -> None:
+    if target.exists("schema.json"):
+        raise SchemaMismatchError(f"{target.path} holds a buffer already; give a folder without one", path=target.path)
+
+
+def _copy_beside(source: Storage, target: Folder, names: list[str]) -> None:
+    copied: list[str] = []
+    try:
+        for name in names:
+            source.folder.copy_file(name, target)
+            copied.append(name)
+    except BaseException:
+        _remove(target, names[: len(copied) + 1])
+        raise
+    target.sync_folders(*{name.partition("/")[0] for name in names})
+
+
+def _remove(target: Folder, names: list[str]) -> None:
+    for name in names:
+        target.unlink(name, missing_ok=True)
 
 
 def _copy(source: Storage, target: Folder) -> None:
@@ -49,37 +86,85 @@ def _copy(source: Storage, target: Folder) -> None:
         for key, array in arrays.items():
             here[key] = source.folder.open_to_read(array.name, array.header, array.size)
             there[key] = target.open_to_write(array.name, array.header, array.size)
-        table, records = _copy_slots(source, here, there)
-        for slot, record in records.items():
+        for slot, record in _copy_slots(source, here, there).items():
             write_all(there["/episodes"], record, arrays["/episodes"].offset(slot))
-        following = max(source.state("next"), int(table.serial[table.visible].max(initial=-1)) + 1)
-        words = {"next": following, "base": source.state("base"), "changes": 1, "clean": 1, "epoch": 1}
-        for name, value in words.items():
+        for name, value in _counters(source).items():
             write_word(there["/state"], value, arrays["/state"].offset(0) + 8 * STATE_WORD[name])
     finally:
         close_all(here)
         close_all(there)
 
 
-def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) -> tuple[EpisodeTable, dict[int, bytes]]:
-    """Copy until no visible slot was overwritten during it; (the table, slot -> record)."""
+def _counters(source: Storage) -> dict[str, int]:
+    """The words of the copy's state.npy. What a crash of the machine may have spoilt in the source is in doubt here."""
+    following = _following(source)
+    boot = source.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
+    doubtful = source.state("suspect") or not (source.state("clean") or boot == boot_id())
+    return {"next": following, "changes": 1, "clean": 1, "epoch": 1, "suspect": following if doubtful else 0}
+
+
+def _following(source: Storage) -> int:
+    """One more than the last serial that was published."""
+    table = source.refresh()
+    return max(source.state("next"), int(table.serial[table.valid].max(initial=-1)) + 1)
+
+
+def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) -> dict[int, bytes]:
+    """Copy the episodes of one moment; slot -> record.
+
+    Each round copies what changed since the last, and counts what was overwritten during it. A ring that turns faster
+    than it is copied gives no round without any, so every round is content with less.
+    """
     copied: dict[int, bytes] = {}
-    for _ in range(ROUNDS):
-        table = source.refresh()
-        slots = table.visible
+    for attempt in range(ROUNDS):
+        table, slots = _visible(source)
         words = source.maps.words[slots]
-        if not np.array_equal(words[:, GENERATION], table.generation[slots]):
-            continue
-        for slot, word in zip(slots.tolist(), words, strict=True):
+        whole = (words[:, GENERATION] == table.generation[slots]) & (words[:, CHECK] == check_of(words))
+        for slot, word in zip(slots[whole].tolist(), words[whole], strict=True):
             record = word.tobytes()
             if copied.get(slot) != record:
                 _copy_slot(source, *_extent(word), slot, here, there)
                 copied[slot] = record
-        if np.array_equal(source.generations(slots), words[:, GENERATION]):
-            return table, {slot: copied[slot] for slot in slots.tolist()}
+        whole &= source.generations(slots) == table.generation[slots]
+        enough = len(slots) * (1 - (attempt / ROUNDS) ** 3)
+        if whole.sum() >= enough and (whole.any() or not len(slots)) and _retired(source, table.serial[slots[~whole]]):
+            return {slot: copied[slot] for slot in slots[whole].tolist()}
     raise StaleEpisodeError(
-        f"{source.path}: the ring turns faster than it can be copied; pause its writer, or copy less"
+        f"{source.path}: the ring turns faster than it can be copied; pause its writer, or make the ring larger"
     )
+
+
+def _visible(source: Storage) -> tuple[EpisodeTable, IntArray]:
+    """(a table, the slots that were visible at one moment).
+
+    A table is not read in an instant: it may have a new episode and lack the one before it, whose slot was passed too
+    early. All serials below the next one were published before, so up to there none is lacking, but for those under
+    an `update`, which is waited for.
+    """
+    for _ in range(ROUNDS):
+        following = _following(source)
+        table = source.refresh()
+        slots = table.visible[table.serial[table.visible] < following]
+        if not _being_updated(source, table.serial[slots]):
+            break
+        time.sleep(0.001)  # a dead writer's update never ends; its episode is not visible until the next writer comes
+    return table, slots
+
+
+def _being_updated(source: Storage, serials: IntArray) -> bool:
+    """Whether an episode that is no older than these has the odd generation of a change in place."""
+    words = source.maps.words
+    before = words[words[:, GENERATION] & np.uint64(1) == 1]
+    before[:, GENERATION] -= np.uint64(1)
+    record = before.view(RECORD)[:, 0]
+    shown = (before[:, CHECK] == check_of(before)) & (record["flags"] & DELETED == 0)
+    return bool((record["serial"][shown] >= serials.min(initial=MAX_SERIAL)).any())
+
+
+def _retired(source: Storage, serials: IntArray) -> bool:
+    """Whether all of these left the ring, rather than being changed and still there."""
+    table = source.refresh()
+    return bool((serials < table.serial[table.visible].min(initial=MAX_SERIAL)).all())
 
 
 def _copy_slot(

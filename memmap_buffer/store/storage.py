@@ -86,6 +86,12 @@ class Maps:
     meta: dict[str, Array]
 
 
+def check_verify(verify: str) -> None:
+    """Raise SchemaError unless `verify` is one of `VERIFY`."""
+    if verify not in VERIFY:
+        raise SchemaError(f"verify: got {verify!r}, expected one of {', '.join(map(repr, VERIFY))}")
+
+
 class Storage:
     """One folder, open for reading.
 
@@ -111,8 +117,7 @@ class Storage:
             NotABufferError: there is no buffer. SchemaError: one of an unknown version. CorruptBufferError: a file is
             missing, a link, or not exactly of the size and header that the schema says.
         """
-        if verify not in VERIFY:
-            raise SchemaError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
+        check_verify(verify)
         storage = cls(path, read_only=read_only, verify=verify)
         storage.refresh()
         if verify == "always":
@@ -180,19 +185,19 @@ class Storage:
         for slot, number in self._void.items():
             good[slot] &= serial[slot] != number
         length, flags = record["length"].astype(np.int64), record["flags"].copy()
-        shown = good & (flags & DELETED == 0) & (serial >= self.state("base"))
-        visible = self._visible(np.flatnonzero(shown), serial, length)
+        shown = good & (serial >= self.state("base"))
+        visible = self._visible(np.flatnonzero(shown), serial, length, flags)
         generation, check = words[:, GENERATION].copy(), words[:, CHECK].copy()
         return EpisodeTable(changes, generation, serial, length, flags, check, good, visible)
 
-    def _visible(self, slots: IntArray, serial: IntArray, length: IntArray) -> IntArray:
+    def _visible(self, slots: IntArray, serial: IntArray, length: IntArray, flags: npt.NDArray[np.uint32]) -> IntArray:
         slots = slots[np.argsort(serial[slots], kind="stable")]
         twice = np.diff(serial[slots]) == 0
         if twice.any():
             numbers = np.unique(serial[slots][1:][twice])
             log.warning("%s: serials %s stand in two slots each and are not served; see `verify`", self.path, numbers)
             slots = slots[~np.isin(serial[slots], numbers)]
-        slots = slots[-self.layout.max_episodes :]
+        slots = slots[flags[slots] & DELETED == 0][-self.layout.max_episodes :]
         if self.layout.max_steps is not None:
             fits = np.cumsum(length[slots][::-1])[::-1] <= self.layout.max_steps
             slots = slots[fits]
@@ -318,18 +323,18 @@ def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[
     if total > free and not reserve:
         text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"
         log.warning(text, folder.path, total / 1e9, free / 1e9)
-    folder.write_new("schema.json.new", layout.to_json(), sync=True)
     try:
+        folder.write_new("schema.json.new", layout.to_json(), sync=True)
         for array in arrays:
             folder.create_array(array.name, array.header, array.size, reserve)
         yield
+        for array in arrays:
+            folder.sync_array(array.name)
+        folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})
+        folder.rename("schema.json.new", "schema.json")
     except BaseException:
-        discard_unfinished(folder)
+        discard_unfinished(folder)  # nothing, once it was renamed
         raise
-    for array in arrays:
-        folder.sync_array(array.name)
-    folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})
-    folder.rename("schema.json.new", "schema.json")
 
 
 def discard_unfinished(folder: Folder) -> None:
@@ -359,6 +364,6 @@ def _listed(folder: Folder, name: str) -> set[str]:
     try:
         return {array.name for array in Layout.from_json(data, name).arrays.values()}
     except (CorruptBufferError, SchemaError):
-        if name == "schema.json.new":  # torn: it is complete on the disk before the first file is made
-            return set()
+        if name == "schema.json.new" and Layout.may_be_torn(data):
+            return set()  # it is complete on the disk before the first file is made
         raise

@@ -211,9 +211,8 @@ class Writer:
         entries, self._pending = self._pending, []
         for publication, serial, _ in entries:
             self._ring.show(serial, publication.slot, publication.length)
-        if len(entries) > 1:
-            for episode in [e for e, p in self._publications.items() if p.published and e.state == "published"]:
-                self._release(episode)
+        for episode in [e for e, p in self._publications.items() if p.published and e.state == "published"]:
+            self._release(episode)
 
     def _release(self, episode: Episode) -> None:
         publication = self._publications.pop(episode, None)
