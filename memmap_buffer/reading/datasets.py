@@ -190,7 +190,8 @@ def make_loader(
     if drop_last and len(reader.index()) < batch_size:
         have = len(reader.index())
         raise NotEnoughDataError(f"drop_last=True and batch_size={batch_size} give no batch of {have} items; lower one")
-    seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
+    if seed is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
     sampler = EpochSampler(
         reader, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, weights=weights
     )
@@ -202,8 +203,8 @@ def _check_batch_size(batch_size: object) -> None:
         raise SchemaError(f"batch_size: got {batch_size!r}, expected a whole number from 1")
 
 
-def sample(draws: Draws, batch_size: int, rng: np.random.Generator, device: Device) -> Any:
+def sample(draws: Draws, batch_size: int, rng: np.random.Generator, device: Device, alone: bool) -> Any:
     """One batch drawn with replacement, as a loader of the same options would give it."""
     _check_batch_size(batch_size)
-    data = Collate(draws.reader.output).named(to_tensors(draws.reader.read(draws.next(batch_size, rng))))
+    data = Collate(draws.reader.output).named(to_tensors(draws.reader.read(draws.next(batch_size, rng, alone))))
     return data if device is None else to_device(data, device)

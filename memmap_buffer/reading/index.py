@@ -45,6 +45,29 @@ class Index:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def bounds(self, sources: int) -> list[int]:
+        """Where each source's anchors begin, and the end; they are listed source by source."""
+        if self.source is None:
+            return [0, len(self)]
+        return [int(n) for n in self.starts[np.searchsorted(self.source, np.arange(sources + 1))]]
+
+    def living(self, sources: Sources) -> Index:
+        """What is left of it in the tables as last read."""
+        source = np.zeros(len(self.slot), np.int64) if self.source is None else self.source
+        keep = np.zeros(len(self.slot), np.bool_)
+        for number, table in enumerate(sources.tables):
+            mine = source == number
+            keep[mine] = table.shows(self.slot[mine], self.serial[mine])
+        return replace(
+            self,
+            slot=self.slot[keep],
+            serial=self.serial[keep],
+            first=self.first[keep],
+            starts=np.concatenate([[0], np.cumsum(np.diff(self.starts)[keep])]),
+            source=None if self.source is None else self.source[keep],
+            last=None if self.last is None else self.last[keep],
+        )
+
     def locate(self, i: IntArray) -> Anchors:
         """The anchors number `i`, (B,) int64 in [0, len)."""
         run = np.searchsorted(self.starts, i, side="right") - 1

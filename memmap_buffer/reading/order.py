@@ -63,6 +63,18 @@ def draw(selection: Selection, sources: Sources, index: Index, count: int, rng: 
     return crop(selection, sources, index.locate(rng.integers(0, len(index), count)), rng)
 
 
+def draw_like(
+    selection: Selection, sources: Sources, index: Index, anchors: Anchors, rng: np.random.Generator
+) -> Anchors:
+    """As many anchors from each source as before; from anywhere for a source that has none left."""
+    if anchors.source is None:
+        return draw(selection, sources, index, anchors.size, rng)
+    bounds = np.array(index.bounds(len(sources.storages)))
+    low, high = bounds[anchors.source], bounds[anchors.source + 1]
+    low, high = np.where(low < high, low, 0), np.where(low < high, high, len(index))
+    return crop(selection, sources, index.locate(rng.integers(low, high)), rng)
+
+
 class Quota:
     """Exact shares of each batch by weight: the largest remainders get the odd items, what is left is carried over.
 
@@ -77,8 +89,11 @@ class Quota:
     def next(self, batch_size: int) -> IntArray:
         """How many items of the next batch each source gives, (S,), in all `batch_size`."""
         wanted = self._shares * batch_size + self._owed
-        counts: IntArray = np.maximum(np.floor(wanted), 0).astype(np.int64)
+        # Who got more than its share before may owe now, so that the others are due more than there is.
+        due = np.maximum(wanted, 0)
+        due *= batch_size / due.sum()
+        counts: IntArray = np.floor(due).astype(np.int64)
         short = batch_size - int(counts.sum())
-        counts[np.argsort(counts - wanted, kind="stable")[:short]] += 1
+        counts[np.argsort(counts - due, kind="stable")[:short]] += 1
         self._owed = wanted - counts
         return counts

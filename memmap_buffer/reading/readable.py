@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.gather import Gather
+from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.reading.options import ReadOptions
-from memmap_buffer.reading.reader import Reader
+from memmap_buffer.reading.reader import TRIES, Reader
 from memmap_buffer.reading.samplers import Draws
 from memmap_buffer.reading.sources import Anchors, Sources
-from memmap_buffer.reading.views import Trajectory
+from memmap_buffer.reading.views import Trajectory, View
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.storage import IntArray
-from memmap_buffer.values import decode
+from memmap_buffer.values import Array, decode
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -96,20 +96,20 @@ class Readable:
 
         Args: i: its position, 0 the oldest, -1 the newest. Raises: IndexError.
         """
-        reader = Reader(self._sources, {"view": Trajectory(final_observation=True)})
-        anchors = self._whole(reader, [i])
-        gather = Gather(self._sources, anchors)
-        steps, has_final = int(gather.length[0]), bool(gather.has_final[0])
-        batch = {key: values[0] for key, values in reader.read(anchors).items()}
+        anchors, data = self._read_whole(Trajectory(final_observation=True), [i])
+        has_final = bool(self._sources.episodes(anchors).has_final[0])
+        batch = {key: values[0] for key, values in data.items()}
         out: dict[str, Any] = {}
         for name, field in self.schema.all.items():
-            stop = steps + (field.final and has_final)
+            stop = batch["_lens"] + (field.final and has_final)
             out[name] = decode(batch[name][:stop] if name in self.schema.fields else batch[name], field.dtype)
         return nest(out)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
-        item: dict[str, Any] = self.dataset()[i]
+        from memmap_buffer.reading.datasets import Batch, to_tensors
+
+        item: dict[str, Any] = Batch(to_tensors(self._read_whole(Trajectory(), [i])[1]), 1)[0]
         return item
 
     def get_all_data(
@@ -128,10 +128,9 @@ class Readable:
 
         every = fields is None and meta_fields is None
         wanted = None if every else self.schema.require(fields or (), "fields", self.schema.fields)
-        reader = Reader(self._sources, {"view": Trajectory(wanted)})
-        if not len(reader.index(refresh=True)):
+        if not self.num_episodes:
             return {}
-        batch = reader.read(self._whole(reader, np.arange(len(reader.index()))))
+        _, batch = self._read_whole(Trajectory(wanted), None)
         batch["episode_lens"] = batch.pop("_lens")
         meta = (
             self.meta_fieldnames if every else self.schema.require(meta_fields or (), "meta_fields", self._meta_names())
@@ -143,8 +142,19 @@ class Readable:
     def _meta_names(self) -> tuple[str, ...]:
         return (*self.meta_fieldnames, "episode_lens")
 
-    def _whole(self, reader: Reader, positions: Sequence[int] | IntArray) -> Anchors:
-        index, wanted = reader.index(refresh=True), np.asarray(positions, np.int64)
+    def _read_whole(self, view: View, positions: Sequence[int] | None) -> tuple[Anchors, dict[str, Array]]:
+        """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
+        reader = Reader(self._sources, {"view": view, "on_stale": "raise"})
+        for _ in range(TRIES - 1):
+            anchors = self._whole(reader, positions)
+            with suppress(StaleEpisodeError):
+                return anchors, reader.read(anchors)
+        anchors = self._whole(reader, positions)
+        return anchors, reader.read(anchors)
+
+    def _whole(self, reader: Reader, positions: Sequence[int] | None) -> Anchors:
+        index = reader.index(refresh=True)
+        wanted = np.arange(len(index)) if positions is None else np.asarray(positions, np.int64)
         if ((wanted < -len(index)) | (wanted >= len(index))).any():
             raise IndexError(f"episode {wanted[0]}: the buffer has {len(index)}")
         return index.locate(wanted % len(index))
@@ -194,7 +204,12 @@ class Readable:
             name: value for name, value in options.items() if name in ReadOptions.__annotations__ and value is not None
         }
         loader_options = {name: value for name, value in options.items() if name not in ReadOptions.__annotations__}
-        reader = Reader(self._sources, {**own, **(dataset_kwargs or {})}) if dataset is None else dataset.reader
+        own |= dataset_kwargs or {}
+        if dataset is not None and own:
+            raise SchemaError(
+                f"options: a dataset has its own; give {', '.join(own)} to dataset(), or leave it out here"
+            )
+        reader = Reader(self._sources, own) if dataset is None else dataset.reader
         return make_loader(
             reader,
             batch_size=batch_size,
@@ -226,7 +241,7 @@ class Readable:
         if self._rng is None:
             self._rng = seeded_rng()
         rng = self._rng if seed is None else np.random.default_rng(seed)
-        return sample(draws, batch_size, rng, device)
+        return sample(draws, batch_size, rng, device, alone=seed is not None)
 
 
 def _frozen(value: Any) -> Any:

@@ -11,8 +11,9 @@ from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.reading.gather import Gather
 from memmap_buffer.reading.index import Index, Selection
 from memmap_buffer.reading.options import Options, Output
-from memmap_buffer.reading.order import crop, draw
+from memmap_buffer.reading.order import crop, draw_like
 from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.store.files import process_id
 from memmap_buffer.store.storage import EpisodeTable, IntArray
 from memmap_buffer.values import Array
 
@@ -36,14 +37,17 @@ class Reader:
         self.on_stale = options.on_stale
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
+        self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
         self._frozen = False
+        self._process = process_id()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a worker needs: paths, options, and the index as arrays. Callables in filters stay behind."""
         selection = self.selection
-        frozen = self._frozen or selection.has_callables
         state = {"sources": self.sources, "selection": selection.without_callables(), "output": self.output}
-        return {**state, "on_stale": self.on_stale, "_index": self.index(), "_tables": (), "_frozen": frozen}
+        frozen = self._frozen or selection.has_callables
+        state |= {"on_stale": self.on_stale, "_index": self.index(), "_tables": (), "_living": None}
+        return {**state, "_frozen": frozen, "_process": self._process}
 
     def index(self, refresh: bool = False) -> Index:
         """The anchors as of the last refresh; `refresh` looks for new episodes first."""
@@ -83,21 +87,38 @@ class Reader:
             fresh = gather.fresh()
             if fresh.all():
                 return self._named(gather.batch, anchors)
-            if self.on_stale == "raise":
-                break
-            anchors = self._redraw(anchors, np.flatnonzero(~fresh))
-        gone = np.unique(anchors.serial[~fresh]).tolist()
-        raise StaleEpisodeError(
+            anchors = self._again(anchors, np.flatnonzero(~fresh))
+        raise self._gone(anchors.serial[~fresh])
+
+    def _again(self, anchors: Anchors, moved: IntArray) -> Anchors:
+        """The anchors to try next: an episode that was updated is read again, one that is gone is replaced."""
+        self.sources.refresh()
+        gone = moved[~self.sources.episodes(anchors.where(moved)).fresh]
+        if not gone.size:
+            return anchors
+        if self.on_stale == "raise":
+            raise self._gone(anchors.serial[gone])
+        index = self._index_now()
+        self.require(index)
+        others = draw_like(self.selection, self.sources, index, anchors.where(gone), np.random.default_rng())
+        return anchors.replaced(gone, others)
+
+    def _index_now(self) -> Index:
+        """What can be drawn now. `index` stays as it is: positions of a dataset count in it until it is refreshed."""
+        tables = self.sources.tables
+        if self._living is None or not _same(tables, self._living[0]):
+            # A callable filter is never called in a worker: there, what it chose is only thinned out.
+            thinned = self._frozen or (self.selection.has_callables and process_id() != self._process)
+            self._living = tables, self.index().living(self.sources) if thinned else self.selection.index(self.sources)
+        return self._living[1]
+
+    def _gone(self, serials: IntArray) -> StaleEpisodeError:
+        gone = np.unique(serials).tolist()
+        return StaleEpisodeError(
             f"{self.sources.storages[0].path}: episodes {gone[:5]} were overwritten or cleared before they were read; "
             "make the ring larger, begin a new epoch more often, or leave on_stale='redraw'",
             serials=gone,
         )
-
-    def _redraw(self, anchors: Anchors, stale: IntArray) -> Anchors:
-        index = self.index(refresh=True)
-        self.require(index)
-        fresh = draw(self.selection, self.sources, index, len(stale), np.random.default_rng())
-        return anchors.replaced(stale, fresh)
 
     def _named(self, batch: dict[str, Array], anchors: Anchors) -> dict[str, Array]:
         if self.output.indices:

@@ -114,16 +114,17 @@ class Draws:
 
     def __init__(self, reader: Reader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
+        self._weights = weights
         self._quota = None if weights is None else Quota(weights)
 
-    def next(self, batch_size: int, rng: np.random.Generator) -> Anchors:
-        """The anchors of one batch. Raises NotEnoughDataError where there are none."""
+    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
+        """The anchors of one batch; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
         reader = self.reader
         index = reader.index(refresh=True)
         reader.require(index)
         if self._quota is None:
             return draw(reader.selection, reader.sources, index, batch_size, rng)
-        counts = self._quota.next(batch_size)
+        counts = (Quota(self._weights or ()) if alone else self._quota).next(batch_size)
         bounds = source_bounds(reader, index, len(counts))
         parts = [rng.integers(bounds[s], bounds[s + 1], n) for s, n in enumerate(counts) if n]
         return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
@@ -134,10 +135,8 @@ def source_bounds(reader: Reader, index: Index, sources: int) -> list[int]:
 
     Raises: NotEnoughDataError: a source has none, so it cannot give its share.
     """
-    if index.source is None:
-        return [0, len(index)]
-    bounds = [int(n) for n in index.starts[np.searchsorted(index.source, np.arange(sources + 1))]]
-    for number in range(sources):
+    bounds = index.bounds(sources)
+    for number in range(sources if index.source is not None and len(index) else 0):
         if bounds[number] == bounds[number + 1]:
             path = reader.sources.storages[number].path
             raise NotEnoughDataError(f"{path}: source {number} has nothing to give its share of a batch", source=number)

@@ -97,15 +97,18 @@ class Sources:
             if not storage.trust(slot):
                 table = storage.table
             flags = table.flags[slot]
-            fresh = (table.serial[slot] == anchors.serial[i]) & table.valid[slot]
+            fresh = table.shows(slot, anchors.serial[i])
             return table.length[slot], flags & FINAL != 0, flags & TERMINATED != 0, table.generation[slot], fresh
 
         return Episodes(*self._each(anchors.source, anchors.size, look_up))
 
     def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """(B,) whether each slot is still of the generation that was seen before its rows were copied."""
-        (now,) = self._each(anchors.source, anchors.size, lambda storage, i: (storage.generations(anchors.slot[i]),))
-        return np.asarray(now == generation)
+        """(B,) whether each episode is still as it was seen before its rows were copied."""
+
+        def look(storage: Storage, i: Any) -> tuple[Array]:
+            return (storage.unmoved(anchors.slot[i], anchors.serial[i], generation[i]),)
+
+        return np.asarray(self._each(anchors.source, anchors.size, look)[0])
 
     def first_rows(self, anchors: Anchors, final: bool) -> IntArray:
         (rows,) = self._each(

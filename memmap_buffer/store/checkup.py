@@ -19,6 +19,7 @@ from memmap_buffer.store.layout import ArrayFile
 from memmap_buffer.store.records import (
     CHECK,
     CHECKED,
+    DELETED,
     FINAL,
     GENERATION,
     MAX_SERIAL,
@@ -232,10 +233,11 @@ class Survey(Storage):
 
     def _twice(self) -> Iterator[Finding]:
         table = self.table
-        shown = table.valid & (table.serial >= self.state("base"))
-        numbers, counts = np.unique(table.serial[shown], return_counts=True)
-        for number in numbers[counts > 1].tolist():
-            for slot in np.flatnonzero(shown & (table.serial == number)).tolist():
+        kept = table.valid & (table.serial >= self.state("base"))
+        numbers, counts = np.unique(table.serial[kept], return_counts=True)
+        shown = table.serial[kept & (table.flags & DELETED == 0)]
+        for number in np.intersect1d(numbers[counts > 1], shown).tolist():
+            for slot in np.flatnonzero(kept & (table.serial == number)).tolist():
                 yield Finding("episodes.npy", "the serial stands in two slots, so neither is served", slot, number)
 
     # The episodes

@@ -112,7 +112,7 @@ def changes(
 
 def one_step(storage: Storage, position: int, t: int, name: str, value: Any) -> tuple[IntArray, dict[str, list[Array]]]:
     """The slot and the new rows that replace timestep `t` of one field; those before it stay as they are."""
-    schema, table = storage.layout.schema, storage.table
+    schema, table = storage.layout.schema, storage.refresh()
     schema.require([name], "store_datapoint", schema.fields)
     slots = table.visible[positions_of([position], len(table))[0]]
     length = int(table.length[slots[0]])

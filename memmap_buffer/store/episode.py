@@ -91,7 +91,8 @@ class Episode:
         Raises:
             SchemaError: an unknown field, a missing one without a default, a wrong shape, a lossy cast.
             EpisodeStateError: the episode is over, or longer than `max_timesteps`.
-            In each case the step was not stored, and the episode goes on as it was.
+            OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
+            In each case the step was not stored (`length` tells), and the episode goes on as it was.
         """
         t = self._room()
         plan, row = self._plan, t - self.base
@@ -130,6 +131,10 @@ class Episode:
         self.columns, self.length, self.base = dict(columns), length, 0
         self._ended_at(length - 1)
         self._plan, self._capacity = {}, 0
+
+    def drop_last(self) -> None:
+        """Take the last stored timestep back."""
+        self.length, self.ended = self.length - 1, ""
 
     def final(self, **observation: Any) -> None:
         """Store the observation after the last action: every field that was declared with `final`, once.
@@ -185,8 +190,8 @@ class Episode:
     def abort(self) -> None:
         """Drop the episode; steps that `publish="step"` had shown are withdrawn."""
         if self.state == "open":
-            self.state = "aborted"
             self._sink.withdraw(self)
+            self.state = "aborted"
 
     def __enter__(self) -> Self:
         return self

@@ -217,25 +217,6 @@ class Folder:
         finally:
             os.close(source)
 
-    def rescue(self, name: str, lost: str, header: bytes, size: int) -> int:
-        """Move a damaged array file to `lost` and make it anew with the bytes that it had; how many those were."""
-        sub, _, base = lost.rpartition("/")
-        old = 0
-        if self.exists(name):
-            with self._directory(sub, create=True) as target, self._directory(name.rpartition("/")[0]) as directory:
-                os.rename(name.rpartition("/")[2], base, src_dir_fd=directory, dst_dir_fd=target)
-            if stat.S_ISREG(os.lstat(self.path / lost).st_mode):
-                old = max(0, min(os.stat(self.path / lost).st_size, size) - len(header))
-        self.create_array(name, header, size)
-        if old:
-            source = self._open(lost, os.O_RDONLY)
-            try:
-                with self.writing(name, header, size) as fd:
-                    copy_range(source, fd, len(header), old)
-            finally:
-                os.close(source)
-        return old
-
     def exists(self, name: str) -> bool:
         return os.path.lexists(self.path / name)
 

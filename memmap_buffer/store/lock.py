@@ -10,7 +10,7 @@ import datetime
 import weakref
 from typing import Any
 
-from memmap_buffer.errors import BufferLockedError, WriterLostError
+from memmap_buffer.errors import BufferLockedError, MemmapBufferError, WriterLostError
 from memmap_buffer.store.files import process_id
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.storage import Storage
@@ -103,9 +103,12 @@ def _with_holder(error: BufferLockedError, folder: Folder) -> BufferLockedError:
     if not folder.exists("schema.json"):
         return error
     storage = Storage(folder.path)
-    pid, since = storage.state("pid"), storage.state("time")
-    host = storage.maps.state[11:19].tobytes().rstrip(b"\0").decode(errors="replace")
-    when = datetime.datetime.fromtimestamp(since / 1e9).isoformat(sep=" ", timespec="seconds")
+    try:
+        pid, since = storage.state("pid"), storage.state("time")
+        host = storage.maps.state[11:19].tobytes().rstrip(b"\0").decode(errors="replace")
+        when = datetime.datetime.fromtimestamp(since / 1e9).isoformat(sep=" ", timespec="seconds")
+    except (MemmapBufferError, OSError, ValueError, OverflowError):  # damaged; the lock is held all the same
+        return error
     return BufferLockedError(
         f"{folder.path} has another writer: process {pid} on {host}, since {when}; wait for it, stop it, or write "
         "to a folder of your own and read both with ConcatBuffer",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from memmap_buffer.store.files import barrier, close_all, write_all, write_word
 from memmap_buffer.store.layout import Layout
@@ -15,6 +16,8 @@ from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.records import CHECKED, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
 from memmap_buffer.store.storage import Storage, checksum_row, crc32
 from memmap_buffer.values import Array
+
+Piece: TypeAlias = tuple[str, int, bytes]  # (file key, offset, bytes)
 
 
 class Files:
@@ -31,6 +34,8 @@ class Files:
         self._finalizer = weakref.finalize(self, close_all, self.fd)
         self._finalizer.atexit = False
         self._state, self._records = (len(arrays[key].header) for key in ("/state", "/episodes"))
+        self._following = 0
+        self.behind = False
         self._row = {
             name: (len(arrays[name].header), field.itemsize, self.layout.max_timesteps + field.final)
             for name, field in self.layout.schema.fields.items()
@@ -49,6 +54,19 @@ class Files:
     def changed(self) -> None:
         """Tell readers and trees that something visible changed."""
         self.write_state("changes", self.storage.state("changes") + 1)
+
+    def announce(self, following: int) -> None:
+        """Raise the next serial and tell readers. Should it fail, `catch_up` makes up for it: the episode stands."""
+        self._following, self.behind = max(self._following, following), True
+        if self.storage.state("next") < self._following:
+            self.write_state("next", self._following)
+        self.changed()
+        self.behind = False
+
+    def catch_up(self) -> None:
+        """Announce what could not be announced when it was published."""
+        if self.behind:
+            self.announce(self._following)
 
     def write_generation(self, slot: int, generation: int) -> None:
         write_word(self.fd["/episodes"], generation, self._records + slot * RECORD.itemsize)
@@ -110,6 +128,7 @@ class Publication:
         self.meta: dict[str, Array] = {}
         self._crcs: dict[str, int] = dict.fromkeys(files.layout.schema.fields, 0)
         self._final_crcs: dict[str, int] = {}
+        self._shown = (0, self._crcs)
         generation = int(files.storage.maps.words[slot, GENERATION])
         self._generation = generation | 1 if generation < MAX_SERIAL else 1  # a void record may say anything
         self._begun = False
@@ -117,6 +136,11 @@ class Publication:
     @property
     def published(self) -> bool:
         return self.serial >= 0
+
+    @property
+    def visible(self) -> int:
+        """Timesteps that are published."""
+        return self._shown[0]
 
     def write(self, columns: Mapping[str, Array], base: int, stop: int) -> None:
         """Write the timesteps up to `stop` that are not written yet, beyond what is visible.
@@ -147,8 +171,11 @@ class Publication:
             serial: its number. flags: of `records`; OPEN leaves it to be appended to.
         """
         digest, flags = self._seal_columns(flags)
+        return self._record(self._generation + 1, serial, flags, digest)
+
+    def _record(self, generation: int, serial: int, flags: int, digest: int) -> bytes:
         return seal(
-            generation=self._generation + 1,
+            generation=generation,
             serial=serial,
             length=self.length,
             flags=flags,
@@ -161,6 +188,32 @@ class Publication:
     def show(self, record: bytes) -> None:
         """Write the record: the commit."""
         self._files.write_record(self.slot, record, first=self.published)
+
+    def settle(self, serial: int, record: bytes) -> None:
+        """Whatever went wrong: if the record stands on the disk, the episode is published."""
+        if self._files.storage.maps.words[self.slot].tobytes() == record:
+            self.serial, self._shown = serial, (self.length, self._crcs)
+
+    def rewind(self) -> None:
+        """Forget the rows that were written beyond what is published."""
+        self.length, self._crcs = self._shown
+
+    def closing(self, flags: int, final: Mapping[str, Array], meta: Mapping[str, Array]) -> tuple[bytes, list[Piece]]:
+        """(record, pieces) that end an episode whose steps are published, its final observation and meta included."""
+        layout = self._files.layout
+        pieces: list[Piece] = []
+        crcs = dict(self._crcs)
+        for name, value in final.items():
+            row = self.slot * (layout.max_timesteps + 1) + self.length
+            pieces.append((name, layout.row_offset(name, row), value.tobytes()))
+            crcs[name] = crc32(value, crcs[name])
+        for name, value in meta.items():
+            pieces.append((name, layout.arrays[name].offset(self.slot), value.tobytes()))
+            crcs[name] = crc32(value)
+        if self._files.checksum:
+            flags |= CHECKED
+            pieces.append(("/checksums", layout.arrays["/checksums"].offset(self.slot), checksum_row(layout, crcs)))
+        return self._record(self._generation + 3, self.serial, flags, 0), pieces
 
     def _begin(self) -> None:
         if not self._begun:
@@ -187,17 +240,18 @@ def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> Non
     """Make what was written episodes, with one barrier per file for all: visible to every process when this returns.
 
     Args: entries: (publication, serial, flags) in the order of their serials.
-    Raises: OSError: nothing became visible; under "power" the lock is poisoned if a barrier failed.
+    Raises: OSError: what is not `published` now did not become visible; a failed barrier poisons the lock.
     """
     records = [publication.seal(serial, flags) for publication, serial, flags in entries]
     files.barriers(*files.layout.schema.all, "/checksums")
-    for (publication, _, _), record in zip(entries, records, strict=True):
-        publication.show(record)
-    files.barriers("/episodes")
     first = [serial for publication, serial, _ in entries if not publication.published]
-    for publication, serial, _ in entries:
-        publication.serial = serial
+    try:
+        for (publication, _, _), record in zip(entries, records, strict=True):
+            publication.show(record)
+        files.barriers("/episodes")
+    finally:
+        for (publication, serial, _), record in zip(entries, records, strict=True):
+            publication.settle(serial, record)
     if first:
-        files.write_state("next", first[-1] + 1)
         files.trust(first[0], first[-1] + 1)
-    files.changed()
+    files.announce(entries[-1][1] + 1)

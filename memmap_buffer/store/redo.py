@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memmap_buffer.store.files import write_all
-from memmap_buffer.store.publication import Files
-from memmap_buffer.store.records import CHECKED, FINAL, GENERATION, RECORD, TERMINATED, seal
+from memmap_buffer.store.layout import Layout
+from memmap_buffer.store.publication import Files, Publication
+from memmap_buffer.store.records import CHECK, CHECKED, FINAL, GENERATION, RECORD, TERMINATED, check_of, seal
 from memmap_buffer.store.storage import crc32
 from memmap_buffer.values import Array
 
@@ -25,7 +26,7 @@ log = logging.getLogger("memmap_buffer")
 
 NAME = ".redo"
 MAGIC = b"MBREDO1\n"
-MAX_BYTES = 2**40
+MAX_HEAD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,28 @@ class Rewrite:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Rewrite | None:
-        """The rewrite, or None if the file is torn."""
+        """The rewrite, or None if the file is torn, or none that `to_bytes` makes."""
         size, crc, body = int.from_bytes(raw[8:16], "little"), int.from_bytes(raw[16:24], "little"), raw[24:]
-        if raw[:8] != MAGIC or size > len(body) or zlib.crc32(body) != crc:
+        if raw[:8] != MAGIC or size > min(len(body), MAX_HEAD) or zlib.crc32(body) != crc:
             return None
-        head = json.loads(body[:size])
-        pieces, start = [], size
-        for key, offset, length in head["pieces"]:
-            pieces.append((key, offset, body[start : start + length]))
-            start += length
-        return cls(head["slot"], head["serial"], head["generation"], bytes.fromhex(head["record"]), pieces)
+        try:
+            head = json.loads(body[:size])
+            pieces, start = [], size
+            for key, offset, length in head["pieces"]:
+                pieces.append((str(key), _whole(offset), body[start : start + _whole(length)]))
+                start += length
+            slot, serial, generation = (_whole(head[key]) for key in ("slot", "serial", "generation"))
+            record = bytes.fromhex(head["record"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        whole = start == len(body) and len(record) == RECORD.itemsize
+        return cls(slot, serial, generation, record, pieces) if whole else None
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise TypeError(f"got {value!r}, expected a whole number")
+    return value
 
 
 def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, Array]) -> Rewrite:
@@ -91,6 +104,15 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
     return Rewrite(slot, values["serial"], generation, seal(**values), pieces)
 
 
+def close(
+    files: Files, publication: Publication, flags: int, final: Mapping[str, Array], meta: Mapping[str, Array]
+) -> Rewrite:
+    """The rewrite that ends an episode whose steps are published, with meta that was set after the first of them."""
+    record, pieces = publication.closing(flags, final, meta)
+    generation = int(files.storage.maps.words[publication.slot, GENERATION])
+    return Rewrite(publication.slot, publication.serial, generation, record, pieces)
+
+
 def carry_out(files: Files, rewrite: Rewrite) -> None:
     """Write the redo file, then the change itself.
 
@@ -110,7 +132,8 @@ def finish(files: Files) -> None:
     folder = files.storage.folder
     if not folder.exists(NAME):
         return
-    rewrite = Rewrite.from_bytes(folder.read(NAME, MAX_BYTES))
+    slot = sum(array.offset(1) - array.offset(0) for array in files.layout.arrays.values())
+    rewrite = Rewrite.from_bytes(folder.read(NAME, MAX_HEAD + slot))
     if rewrite is None or not _applies(files, rewrite):
         folder.unlink(NAME)
         return
@@ -119,17 +142,27 @@ def finish(files: Files) -> None:
 
 
 def _applies(files: Files, rewrite: Rewrite) -> bool:
-    """Whether the slot still holds the episode that was being changed, and every piece lies within its file."""
-    arrays = files.layout.arrays
-    if not 0 <= rewrite.slot < files.layout.slots or len(rewrite.record) != RECORD.itemsize:
+    """Whether the slot still holds the episode that was being changed, and every piece lies within its rows."""
+    layout = files.layout
+    if not layout.writable or rewrite.slot >= layout.slots:
         return False
-    words = files.storage.maps.words[rewrite.slot]
-    same = int(words.view(RECORD)[0]["serial"]) == rewrite.serial
-    inside = all(
-        key in arrays and len(arrays[key].header) <= offset <= arrays[key].size - len(data)
-        for key, offset, data in rewrite.pieces
+    words, new = files.storage.maps.words[rewrite.slot], np.frombuffer(rewrite.record, np.uint64)
+    old, record = words.view(RECORD)[0], new.view(RECORD)[0]
+    steps = int(words[GENERATION]) - rewrite.generation
+    same = all(old[name] == record[name] for name in ("serial", "length", "first_row"))
+    sealed = new[CHECK] == check_of(new[None])[0] and int(record["generation"]) == rewrite.generation + 2
+    return bool(
+        (same and sealed and old["serial"] == rewrite.serial and 0 <= steps <= 2)
+        and all(_inside(layout, rewrite.slot, *piece) for piece in rewrite.pieces)
     )
-    return same and inside and 0 <= int(words[GENERATION]) - rewrite.generation <= 2
+
+
+def _inside(layout: Layout, slot: int, key: str, offset: int, data: bytes) -> bool:
+    """Whether a piece lies within the bytes of a slot: `.redo` may come from a stranger."""
+    if key not in layout.schema.all and key != "/checksums":
+        return False
+    array = layout.arrays[key]
+    return array.offset(slot) <= offset <= array.offset(slot + 1) - len(data)
 
 
 def _apply(files: Files, rewrite: Rewrite) -> None:

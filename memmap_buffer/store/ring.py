@@ -71,7 +71,12 @@ class Ring:
         )
 
     def show(self, serial: int, slot: int, length: int) -> None:
-        """An episode became visible, or longer; the oldest ones that do not fit any more leave."""
+        """An episode became visible, or longer; the oldest ones that do not fit any more leave.
+
+        One that has left already does not come back, however long it grows.
+        """
+        if serial < self.next and serial not in self._live:
+            return
         before = self._live.get(serial, (slot, 0))[1]
         self._live[serial] = (slot, length)
         self._shown.add(slot)

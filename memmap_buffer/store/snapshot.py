@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memmap_buffer.errors import SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.errors import CorruptBufferError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.store.files import close_all, copy_range, write_all, write_word
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
@@ -25,7 +25,7 @@ from memmap_buffer.store.records import (
 )
 from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage, creating
 
-ROUNDS = 100
+ROUNDS, FEW = 100, 5
 BESIDE = ("priority", "extra")
 
 
@@ -49,9 +49,17 @@ def snapshot(source: Storage, path: Path) -> None:
         beside = [f"{sub}/{name}" for sub in BESIDE for name in source.folder.list(sub)]
         if target.exists("schema.json.new"):  # a snapshot that was killed left them here
             _remove(target, beside)
-        with creating(target, source.layout):
-            _copy(source, target)
-            _copy_beside(source, target, beside)
+        _require_room(target, beside)
+        try:
+            with creating(target, source.layout):
+                _copy(source, target)
+                for name in beside:
+                    source.folder.copy_file(name, target)
+                target.sync_folders(*{name.partition("/")[0] for name in beside})
+        except BaseException:
+            if not target.exists("schema.json"):
+                _remove(target, beside)
+            raise
     finally:
         lock.release()
 
@@ -61,16 +69,11 @@ def _require_none(target: Folder) -> None:
         raise SchemaMismatchError(f"{target.path} holds a buffer already; give a folder without one", path=target.path)
 
 
-def _copy_beside(source: Storage, target: Folder, names: list[str]) -> None:
-    copied: list[str] = []
-    try:
-        for name in names:
-            source.folder.copy_file(name, target)
-            copied.append(name)
-    except BaseException:
-        _remove(target, names[: len(copied) + 1])
-        raise
-    target.sync_folders(*{name.partition("/")[0] for name in names})
+def _require_room(target: Folder, names: list[str]) -> None:
+    for name in names:
+        if target.exists(name):
+            path = target.path / name
+            raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
 
 
 def _remove(target: Folder, names: list[str]) -> None:
@@ -127,7 +130,7 @@ def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) ->
                 copied[slot] = record
         whole &= source.generations(slots) == table.generation[slots]
         enough = len(slots) * (1 - (attempt / ROUNDS) ** 3)
-        if whole.sum() >= enough and (whole.any() or not len(slots)) and _retired(source, table.serial[slots[~whole]]):
+        if whole.sum() >= enough and (whole.any() or not len(table)) and _retired(source, table.serial[slots[~whole]]):
             return {slot: copied[slot] for slot in slots[whole].tolist()}
     raise StaleEpisodeError(
         f"{source.path}: the ring turns faster than it can be copied; pause its writer, or make the ring larger"
@@ -141,13 +144,14 @@ def _visible(source: Storage) -> tuple[EpisodeTable, IntArray]:
     early. All serials below the next one were published before, so up to there none is lacking, but for those under
     an `update`, which is waited for.
     """
-    for _ in range(ROUNDS):
+    for attempt in range(ROUNDS):
         following = _following(source)
         table = source.refresh()
         slots = table.visible[table.serial[table.visible] < following]
-        if not _being_updated(source, table.serial[slots]):
+        if _being_updated(source, table.serial[slots]):
+            time.sleep(0.001)  # a dead writer's never ends; its episode is not visible until the next writer comes
+        elif len(slots) == len(table) or (len(slots) and attempt >= FEW):
             break
-        time.sleep(0.001)  # a dead writer's update never ends; its episode is not visible until the next writer comes
     return table, slots
 
 

@@ -44,6 +44,7 @@ log = logging.getLogger("memmap_buffer")
 
 IntArray = npt.NDArray[np.int64]
 VERIFY = ("auto", "always", "read", "never")
+_DELETED_WORD = np.uint64(DELETED << 32)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,16 @@ class EpisodeTable:
 
     def __len__(self) -> int:
         return len(self.visible)
+
+    def shows(self, slots: IntArray, serials: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether each slot holds the visible episode of that serial."""
+        return np.asarray((self.serial[slots] == serials) & self._shown[slots])
+
+    @cached_property
+    def _shown(self) -> npt.NDArray[np.bool_]:
+        shown = np.zeros(len(self.serial), np.bool_)
+        shown[self.visible] = True
+        return shown
 
     @cached_property
     def steps(self) -> int:
@@ -210,6 +221,14 @@ class Storage:
         first = self.maps.words.reshape(-1)[slots * WORDS + 3].astype(np.int64)
         return first + slots if final else first
 
+    def unmoved(self, slots: IntArray, serials: IntArray, generations: Words) -> npt.NDArray[np.bool_]:
+        """Whether episodes that the table shows are as they were then: not rewritten, cleared or deleted since."""
+        same: npt.NDArray[np.bool_] = self.generations(slots) == generations
+        if self.state("changes") != self.table.changes:
+            flags = self.maps.words.reshape(-1).take(slots * WORDS + 2)  # length and flags
+            same &= (serials >= self.state("base")) & (flags & _DELETED_WORD == 0)
+        return same
+
     def generations(self, slots: IntArray) -> Words:
         """The generation of each slot as it is on disk now."""
         return self.maps.words.reshape(-1).take(slots * WORDS)
@@ -253,7 +272,7 @@ class Storage:
         return out
 
     def damaged(self, slot: int) -> list[str]:
-        """The fields of a slot that differ from their checksums, unless it was rewritten meanwhile."""
+        """The fields of a slot that differ from their checksums, unless it was rewritten or appended to meanwhile."""
         table = self.table
         generation = table.generation[slot]
         length, flags = int(table.length[slot]), int(table.flags[slot])
@@ -267,7 +286,8 @@ class Storage:
             column_of = self.layout.column_of
             stored = self.maps.checksums[slot]
             bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
-        return bad if self.generations(np.array([slot]))[0] == generation else []
+        same = self.generations(np.array([slot]))[0] == generation and self.maps.words[slot, CHECK] == table.check[slot]
+        return bad if same else []
 
     def column_crcs(self, slot: int, length: int, has_final: bool) -> Iterator[tuple[str, int]]:
         """(name, CRC-32 over the visible rows) of every field and meta field of a slot."""

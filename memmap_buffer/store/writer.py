@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
-
 from memmap_buffer.errors import EpisodeStateError, ReadOnlyError, SchemaError
 from memmap_buffer.store import redo
 from memmap_buffer.store.episode import Episode
@@ -89,6 +87,7 @@ class Writer:
         self._ring: Ring
         self._publications: dict[Episode, Publication] = {}
         self._pending: list[tuple[Publication, int, int]] = []
+        self._unfinished = False
         self._closed = False
 
     def begin(self) -> Files:
@@ -98,6 +97,10 @@ class Writer:
         """
         if self._files is not None:
             self._lock.check(self.storage)
+            self._files.catch_up()
+            if self._unfinished:
+                redo.finish(self._files)
+                self._unfinished = False
             return self._files
         self.require_writable()
         if not self._lock.held:
@@ -139,38 +142,57 @@ class Writer:
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
-        flags = FINAL * bool(episode.finals) | CUT * cut
+        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * (episode.ended == "terminated")
         try:
             publication = self._write(episode)
-            publication.write_final(episode.finals)
-            self._commit(publication, episode, flags, at_once=publication.published)
-            if self.how.publish == "step":
-                self._write_late_meta(publication, episode)
+            if publication.published and self._meta_changed(publication, episode):
+                files = self.begin()
+                self._rewrite(redo.close(files, publication, flags, episode.finals, episode.meta))
+            else:
+                publication.write_final(episode.finals)
+                self._commit(publication, episode, flags, at_once=publication.published)
         except BaseException:
-            if not self.how.in_place:
+            started = self._publications.get(episode)
+            if started is not None and not started.published and not self.how.in_place:
                 self._release(episode)
             raise
         self._lock.open_episodes.discard(episode)
         if publication.published:
             self._release(episode)
 
-    def _write_late_meta(self, publication: Publication, episode: Episode) -> None:
-        """Meta fields that were set after the first step was published."""
-        if any(not np.array_equal(publication.meta[name], value) for name, value in episode.meta.items()):
-            redo.carry_out(self.begin(), redo.plan(self.begin(), publication.slot, {}, episode.meta))
+    def _meta_changed(self, publication: Publication, episode: Episode) -> bool:
+        return any(publication.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
+
+    def _rewrite(self, rewrite: redo.Rewrite) -> None:
+        """Carry a rewrite out; should it fail half way, it is finished before anything else is done."""
+        files = self.begin()
+        try:
+            redo.carry_out(files, rewrite)
+        except BaseException:
+            self._unfinished = True
+            raise
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
-        self._lock.open_episodes.discard(episode)
         publication = self._publications.get(episode)
-        if publication is not None:
-            if publication.published:
-                self.delete([publication.slot])
-            self._release(episode)
+        if publication is not None and publication.published:
+            self.delete([publication.slot])
+        self._release(episode)
+        self._lock.open_episodes.discard(episode)
 
     def _append(self, episode: Episode) -> None:
-        """Publish the step that was just stored, and any before it that could not be."""
-        self._commit(self._write(episode), episode, OPEN, at_once=True)
+        """Publish the step that was just stored. On an error it is as if it had never been, unless it is visible."""
+        publication = None
+        try:
+            publication = self._write(episode)
+            flags = OPEN | TERMINATED * (episode.ended == "terminated")
+            self._commit(publication, episode, flags, at_once=True)
+        except BaseException:
+            if publication is not None:
+                publication.rewind()
+            if publication is None or publication.length < episode.length:
+                episode.drop_last()
+            raise
 
     def _spill(self, episode: Episode) -> None:
         self._write(episode)
@@ -190,27 +212,31 @@ class Writer:
 
     def _commit(self, publication: Publication, episode: Episode, flags: int, *, at_once: bool) -> None:
         first = not publication.published
-        added = episode.length if first else 0
+        added = publication.length - publication.visible
         self._ring.require_room(self.storage.path, len(self._pending) + first, added)
         if first:
             publication.write_meta(episode.meta)
         serial = self._ring.next + len(self._pending) if first else publication.serial
-        entry = (publication, serial, flags | TERMINATED * (episode.ended == "terminated"))
+        entry = (publication, serial, flags)
         self._pending.append(entry)
         if at_once or len(self._pending) >= self.how.sync_every:
             try:
                 self._commit_pending()
             except BaseException:
-                self._pending.remove(entry)
+                self._pending = [other for other in self._pending if other is not entry]
                 raise
 
     def _commit_pending(self) -> None:
         if not self._pending:
             return
-        commit(self.begin(), self._pending)
-        entries, self._pending = self._pending, []
-        for publication, serial, _ in entries:
-            self._ring.show(serial, publication.slot, publication.length)
+        files, entries = self.begin(), self._pending
+        try:
+            commit(files, entries)
+        finally:
+            self._pending = [entry for entry in entries if not entry[0].published]
+            for publication, serial, _ in entries:
+                if publication.published:
+                    self._ring.show(serial, publication.slot, publication.length)
         for episode in [e for e, p in self._publications.items() if p.published and e.state == "published"]:
             self._release(episode)
 
@@ -237,7 +263,7 @@ class Writer:
         self._refuse_open_steps("update")
         for i, slot in enumerate(slots.tolist()):
             new_rows = {name: arrays[i] for name, arrays in rows.items()}
-            redo.carry_out(files, redo.plan(files, slot, new_rows, {name: values[i] for name, values in meta.items()}))
+            self._rewrite(redo.plan(files, slot, new_rows, {name: values[i] for name, values in meta.items()}))
 
     def delete(self, slots: Sequence[int]) -> None:
         """Make visible slots invisible for good. What was retired before stays retired."""
@@ -287,6 +313,7 @@ class Writer:
             self._lock.release()
 
     def _finish(self, files: Files) -> None:
+        self.begin()
         for episode in list(self._lock.open_episodes):
             if self.how.publish == "step":
                 episode.publish(cut=True)

@@ -1,0 +1,96 @@
+"""Buffers in which every value tells where it belongs, so that a row of another episode or timestep is seen."""
+
+import pytest
+import torch
+
+from memmap_buffer import Field, ReplayBuffer
+from memmap_buffer.reading.sources import Sources
+
+FIELDS = {
+    "number": "int",
+    "t": "int",
+    "observation": Field("float32", (3,), final=True),
+    "camera": {"left": ("uint8", (2, 2)), "right": ("uint8", (2, 2))},
+    "half": "bfloat16",
+    "text": "U8",
+    "reward": "float",
+    "terminated": "bool",
+}
+META_FIELDS = {"task_id": "int", "name": "U8", "success": "bool"}
+
+
+def record_episode(buffer, number, length):
+    """Record episode `number`: odd ones end by `terminated` and have no final observation, even ones are cut short."""
+    with buffer.one_episode(task_id=number % 2, name=f"e{number}") as episode:
+        for t in range(length):
+            episode.store(
+                number=number,
+                t=t,
+                observation=[number, t, 1],
+                camera={"left": [[number, t], [0, 0]], "right": [[0, 0], [number, t]]},
+                half=t + 0.5,
+                text=f"{number}:{t}",
+                reward=t + 1.0,
+                terminated=bool(number % 2) and t == length - 1,
+            )
+        if number % 2 == 0:
+            episode.final(observation=[number, length, 1])
+        episode["success"] = True
+
+
+@pytest.fixture
+def record():
+    """`record(buffer, number, length)`."""
+    return record_episode
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """`recorded(lengths, name=..., **options)`: a buffer of episodes 0, 1, … of these lengths."""
+    made = []
+
+    def make(lengths=(3, 4, 5, 6), name="buffer", **options):
+        options = {"max_episodes": 8, "max_timesteps": 12, "fields": FIELDS, "meta_fields": META_FIELDS} | options
+        buffer = ReplayBuffer(tmp_path / name, **options)
+        made.append(buffer)
+        for number, length in enumerate(lengths):
+            record_episode(buffer, number, length)
+        return buffer
+
+    yield make
+    for buffer in made:
+        buffer.close()
+
+
+@pytest.fixture
+def in_the_middle(monkeypatch):
+    """`in_the_middle(action)`: it happens after the first field of the next batch was copied, before the others are."""
+
+    def arrange(action, times=1):
+        take, left = Sources.take, [action] * times
+
+        def taken(self, name, source, rows):
+            out = take(self, name, source, rows)
+            if left:
+                left.pop()()
+            return out
+
+        monkeypatch.setattr(Sources, "take", taken)
+
+    return arrange
+
+
+def flat(data):
+    """Dotted key -> tensor or list."""
+    if not isinstance(data, dict):
+        return {"": data}
+    return {f"{key}.{rest}".strip("."): leaf for key, value in data.items() for rest, leaf in flat(value).items()}
+
+
+def assert_same(got, expected):
+    """Two batches or items are equal, text included."""
+    got, expected = flat(got), flat(expected)
+    assert got.keys() == expected.keys()
+    for key, value in got.items():
+        same = torch.equal(value, expected[key]) if isinstance(value, torch.Tensor) else value == expected[key]
+        assert same, key

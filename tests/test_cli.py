@@ -1,0 +1,149 @@
+"""`memmap-buffer verify | repair`: what it says, where it asks, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import damage
+import pytest
+from damage import flip, header_size, rows_of
+from faults import listing, shown
+
+from memmap_buffer import ReplayBuffer, cli, verify
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return damage.copy_of_example(tmp_path / "buffer")
+
+
+@pytest.fixture
+def damaged(folder: Path) -> Path:
+    flip(folder / "data/number.npy", header_size(folder / "data/number.npy") + rows_of("number", 4)[0])
+    return folder
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+NAMED = "data/number.npy: 'number' fails its checksum (episode 4, slot 4)\n"
+
+
+def test_verify_ends_with_0_where_all_is_well(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", str(folder)]) == 0
+    assert capsys.readouterr() == ("all is well\n", "")
+
+
+def test_verify_names_each_damage_and_ends_with_1(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = listing(damaged)
+    assert cli.main(["verify", str(damaged)]) == 1
+    assert capsys.readouterr() == (NAMED, "")
+    assert listing(damaged) == before
+
+
+def test_verify_ends_with_0_where_something_is_unfinished_and_nothing_lost(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "schema.json.new").write_text("{")
+    assert cli.main(["verify", str(folder)]) == 0
+    assert "schema.json.new: a change of the schema that was not finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["verify"], ["repair"], ["repair", "--yes"]], ids=" ".join)
+def test_what_is_no_buffer_ends_with_2_and_says_so(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, str(tmp_path / "nowhere")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"memmap-buffer: {tmp_path / 'nowhere'}: there is no such folder; check the path\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["mend"], ["verify"], ["repair", "a", "b"], ["verify", "--yes", "a"]], ids=str
+)
+def test_a_misspelt_command_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert "usage: memmap-buffer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["y\n", "Y\n", "yes\n", " YES \n"])
+def test_repair_asks_and_goes_on_after_a_yes(
+    damaged: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, text)
+    assert cli.main(["repair", str(damaged)]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{NAMED}Repair it? [y/N] repaired; what was taken out lies in lost+found/\n"
+    assert verify(damaged) == []
+    assert dict(shown(damaged)).keys() == {2, 3, 5}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "n\n", "no\n", "perhaps\n"])
+def test_repair_changes_nothing_after_anything_else(
+    damaged: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An end of the input is a no: a script has nobody to ask."""
+    before = listing(damaged)
+    answer(monkeypatch, text)
+    assert cli.main(["repair", str(damaged)]) == 1
+    assert capsys.readouterr().out.endswith("nothing was changed\n")
+    assert listing(damaged) == before
+
+
+def test_repair_does_not_ask_with_yes(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, "")
+    assert cli.main(["repair", "--yes", str(damaged)]) == 0
+    assert capsys.readouterr().out == f"{NAMED}repaired; what was taken out lies in lost+found/\n"
+    assert verify(damaged) == []
+
+
+def test_repair_leaves_a_folder_alone_where_all_is_well(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = listing(folder)
+    assert cli.main(["repair", str(folder)]) == 0
+    assert capsys.readouterr().out == "all is well\n"
+    assert listing(folder) == before
+
+
+def test_repair_says_why_it_cannot_and_ends_with_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "episodes.npy").unlink()
+    before = listing(folder)
+    assert cli.main(["repair", "--yes", str(folder)]) == 2
+    assert "it alone says what the episodes are" in capsys.readouterr().err
+    assert listing(folder) == before
+
+
+def test_repair_beside_a_writer_ends_with_2_and_names_the_writer(damaged: Path) -> None:
+    with ReplayBuffer.from_folder(damaged, verify="never") as buffer:
+        buffer.begin_episode()
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys; from memmap_buffer.cli import main; sys.exit(main())",
+                "repair",
+                "--yes",
+                damaged,
+            ],
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert "has another writer: process" in done.stderr
+
+
+def test_the_command_is_installed_and_loads_no_torch(damaged: Path) -> None:
+    code = "import sys; from memmap_buffer.cli import main; sys.exit(main() + 10 * ('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, "verify", damaged], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, NAMED, "")
+    command = Path(sys.executable).with_name("memmap-buffer")
+    if command.exists():
+        done = subprocess.run([command, "verify", damaged], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (1, NAMED, "")

@@ -1,0 +1,116 @@
+"""The programs of examples/ run on a small budget, with warnings as errors, and make what they say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from memmap_buffer import ReplayBuffer
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(program, folder, *arguments):
+    """Run an example as a user does; its exit status and what it printed."""
+    command = [sys.executable, "-W", "error", EXAMPLES / f"{program}.py", "--folder", folder, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def run_well(program, folder, *arguments):
+    done = run(program, folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    """A folder with nine episodes, three of them the expert's."""
+    folder = tmp_path_factory.mktemp("demo")
+    assert "recorded 9 episodes" in run_well("record", folder, "--episodes", 9)
+    return folder
+
+
+def opened(folder):
+    return ReplayBuffer.from_folder(folder / "episodes", read_only=True)
+
+
+def network_of(path):
+    saved = torch.load(path, weights_only=True)
+    sizes = [tuple(weight.shape) for weight in saved["network"].values()]
+    assert (sizes[0], sizes[-1]) == ((128, 4), (2,))
+    assert all(weight.isfinite().all() for weight in saved["network"].values())
+    return saved
+
+
+def action_of(weights, observations):
+    """What the network of the examples would do."""
+    (w0, b0), (w1, b1), (w2, b2) = zip(list(weights.values())[::2], list(weights.values())[1::2], strict=True)
+    hidden = torch.relu(torch.relu(observations @ w0.T + b0) @ w1.T + b1)
+    return (hidden @ w2.T + b2).argmax(dim=-1)
+
+
+def test_recorded_episodes_are_whole_and_their_meta_fields_agree_with_their_steps(recording):
+    buffer = opened(recording)
+    assert buffer.get_all_data(meta_fields=["expert"])["expert"].tolist() == [True, False, False] * 3
+    for i in range(len(buffer)):
+        episode = buffer.episode(i)
+        length = len(episode["reward"])
+        assert len(episode["observation"]) == length + 1  # the final observation
+        assert episode["episode_return"] == episode["reward"].sum() == length
+        assert episode["terminated"][-1] != episode["truncated"][-1]
+        assert not (episode["terminated"] | episode["truncated"])[:-1].any()
+        assert episode["success"] == episode["truncated"][-1] == (length == 500)
+        if episode["expert"]:
+            assert episode["success"]
+
+
+def test_recording_again_replaces_the_episodes_and_a_seed_repeats_them(recording, tmp_path):
+    run_well("record", tmp_path, "--episodes", 3, "--seed", 7)
+    first = opened(tmp_path).get_all_data()
+    run_well("record", tmp_path, "--episodes", 9)
+    again, before = opened(tmp_path), opened(recording)
+    assert len(again) == 9
+    assert again.episode_lens.tolist() == before.episode_lens.tolist()
+    np.testing.assert_array_equal(again.episode(4)["observation"], before.episode(4)["observation"])
+    assert not torch.equal(first["observation"][1, :5], again.get_all_data()["observation"][1, :5])
+
+
+def check_imitation(folder, printed):
+    """It has learned some of the expert's actions, and saved its curve."""
+    saved = network_of(folder / "imitation.pt")
+    assert saved["updates"] == list(range(0, 81, 8))
+    assert len(saved["returns"]) == 11
+    assert f"mean return {saved['returns'][-1]:.0f} after 80 updates" in printed
+    expert = opened(folder).dataset(timestep_level=True, filter_meta={"expert": True})
+    steps = expert.__getitems__(range(len(expert))).data
+    assert len(steps["action"]) == 1500
+    assert (action_of(saved["network"], steps["observation"]) == steps["action"]).float().mean() > 0.7
+
+
+def check_offline_rl(folder, printed):
+    """Its network has moved from where it began, and its curve is saved."""
+    saved = network_of(folder / "offline_rl.pt")
+    assert saved["updates"] == list(range(0, 21, 2))
+    assert f"mean return {saved['returns'][-1]:.0f} after 20 updates" in printed
+    torch.manual_seed(0)
+    begun_with = torch.nn.Linear(4, 128).weight
+    assert 0 < (next(iter(saved["network"].values())) - begun_with).abs().max() < 0.1
+
+
+# One test, since the learners take seconds and the evaluation needs what they save.
+def test_learners_save_networks_and_curves_which_the_evaluation_tabulates_plots_and_finds_wanting(recording):
+    check_imitation(recording, run_well("imitation", recording, "--updates", 80))
+    check_offline_rl(recording, run_well("offline_rl", recording, "--updates", 20))
+    done = run("evaluate", recording, "--episodes", 3, "--check")
+    rows = [line for line in done.stdout.splitlines() if "%" in line]
+    names = ["exploring, recorded", "random", "expert", "imitation", "offline RL"]
+    assert [line[:20].strip() for line in rows] == names
+    assert rows[2].split()[1:] == ["3", "500.0", "0.0", "100.0%"]
+    assert (recording / "returns.png").read_bytes().startswith(b"\x89PNG")
+    assert done.returncode == 1
+    assert "less than 95 % of the expert's 500.0" in done.stderr
+    assert "offline RL earns" in done.stderr

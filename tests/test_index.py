@@ -1,0 +1,356 @@
+"""Which anchors exist: filters, top-k, splits, the options that contradict each other, and what the index costs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Episode, Reference
+from strategies import assert_view, choices, few, recorded, recordings
+
+from memmap_buffer import Field, NotEnoughDataError, ReplayBuffer, SchemaError, Timestep, Trajectory, Window
+from memmap_buffer.reading import index as index_module
+from memmap_buffer.reading.index import Selection
+from memmap_buffer.reading.options import ReadOptions
+from memmap_buffer.reading.sources import Sources
+
+FIELDS = {
+    "x": "int",
+    "y": ("float", 1),
+    "z": "bfloat16",
+    "text": "U4",
+    "flag": "bool",
+    "vector": ("float", 2),
+    "group": {"small": "uint8"},
+}
+META = {"task": "int", "score": ("float", 1), "name": "U6", "good": "bool", "pair": ("int", 2), "env": {"kind": "int"}}
+
+
+@pytest.fixture
+def buffer(tmp_path):
+    """Six episodes of 2 … 7 steps; x counts all steps, score 0, 0.1, 0.2 … falls and rises."""
+    buffer = ReplayBuffer(tmp_path, max_episodes=10, max_timesteps=10, fields=FIELDS, meta_fields=META)
+    start = 0
+    for i, length in enumerate(range(2, 8)):
+        x = start + np.arange(length)
+        steps = {"x": x, "y": x / 10, "z": x % 8, "text": [f"t{t}" for t in range(length)], "flag": x % 2 == 1}
+        steps |= {"vector": np.stack([x, -x], axis=1), "group": {"small": x}}
+        meta = {"task": i % 3, "score": abs(i - 2) / 10, "name": "abcabc"[i], "good": i > 2, "pair": [i, i]}
+        buffer.store_episode(**steps, **meta, env={"kind": i})
+        start += length
+    return buffer
+
+
+def episodes(buffer, **options):
+    """The serials that are served as whole episodes, in order."""
+    try:
+        return next(iter(buffer.dataloader(9999, return_indices=True, **options)))["_index"].tolist()
+    except NotEnoughDataError:
+        return []
+
+
+def steps(buffer, **options):
+    """The values of x that are served as timesteps, in order."""
+    try:
+        return next(iter(buffer.dataloader(99, timestep_level=True, **options)))["x"].tolist()
+    except NotEnoughDataError:
+        return []
+
+
+class TestFilters:
+    @pytest.mark.parametrize(
+        ("conditions", "served"),
+        [
+            ({"task": 1}, [1, 4]),
+            ({"task": np.int64(1)}, [1, 4]),
+            ({"task": torch.tensor(1)}, [1, 4]),
+            ({"task": {0, 2}}, [0, 2, 3, 5]),
+            ({"task": [0]}, [0, 3]),
+            ({"task": frozenset({7})}, []),
+            ({"task": set()}, []),
+            ({"task": range(1, 3)}, [1, 2, 4, 5]),
+            ({"task": np.array([2, 1])}, [1, 2, 4, 5]),
+            ({"task": (1, None)}, [1, 2, 4, 5]),
+            ({"task": (None, 1)}, [0, 3]),
+            ({"task": (0, 1)}, [0, 3]),
+            ({"task": (None, None)}, [0, 1, 2, 3, 4, 5]),
+            ({"task": 2**40}, []),
+            ({"task": {2**40, 1}}, [1, 4]),
+            ({"score": 0.1}, [1, 3]),
+            ({"score": {0.1, 0.3}}, [1, 3, 5]),
+            ({"score": [0.1]}, [1, 3]),
+            ({"score": (0.1, 0.2)}, [1, 3]),
+            ({"name": "a"}, [0, 3]),
+            ({"name": {"a", "c", "longer than declared"}}, [0, 2, 3, 5]),
+            ({"name": ("b", None)}, [1, 2, 4, 5]),
+            ({"name": set()}, []),
+            ({"score": [0, 1e300]}, [2]),
+            ({"good": True}, [3, 4, 5]),
+            ({"good": {False}}, [0, 1, 2]),
+            ({"env": {"kind": 4}}, [4]),
+            ({"env.kind": (4, None)}, [4, 5]),
+            ({"episode_lens": (3, 5)}, [1, 2]),
+            ({"pair": lambda column: column.sum(axis=1) > 6}, [4, 5]),
+            ({"task": lambda column: column == 0, "good": True}, [3]),
+            ({"task": 1, "good": False, "name": "b"}, [1]),
+        ],
+    )
+    def test_meta_conditions_hold_together(self, buffer, conditions, served):
+        """S4-24"""
+        assert episodes(buffer, filter_meta=conditions) == served
+        length = {serial: serial + 2 for serial in range(6)}
+        assert len(steps(buffer, filter_meta=conditions)) == sum(length[serial] for serial in served)
+
+    @pytest.mark.parametrize(
+        ("conditions", "served"),
+        [
+            ({"x": 5}, [5]),
+            ({"x": (3, 7)}, [3, 4, 5, 6]),
+            ({"x": {1, 26, 99}}, [1, 26]),
+            ({"y": 0.3}, [3]),
+            ({"y": {0.3, 0.7}}, [3, 7]),
+            ({"y": (None, 0.3)}, [0, 1, 2]),
+            ({"z": 3}, [3, 11, 19]),
+            ({"z": (6.5, None)}, [7, 15, 23]),
+            ({"text": "t6"}, [26]),
+            ({"flag": True, "x": (None, 6)}, [1, 3, 5]),
+            ({"group": {"small": 300}}, []),
+            ({"group.small": {300, 4}}, [4]),
+            ({"x": lambda column: column % 13 == 0}, [0, 13, 26]),
+        ],
+    )
+    def test_field_conditions_choose_timesteps(self, buffer, conditions, served):
+        """S4-20"""
+        assert steps(buffer, filter_fields=conditions) == served
+
+    def test_fields_and_meta_and_length_hold_together(self, buffer):
+        options = {"filter_fields": {"flag": True}, "filter_meta": {"good": True}, "min_episode_len": 6}
+        assert steps(buffer, **options) == [15, 17, 19, 21, 23, 25]
+
+    def test_a_condition_looks_at_the_step_of_the_anchor(self, buffer):
+        """A window that begins before its episode has none there."""
+        view = Window(3, pad_before=2, fields=("x",))
+        batch = next(iter(buffer.dataloader(99, view=view, filter_fields={"x": (0, 4)})))
+        assert batch["_start"].tolist() == [0, 1, 0, 1]
+        assert batch["x"].tolist() == [[0, 1, 0], [1, 0, 0], [2, 3, 4], [3, 4, 0]]
+
+    def test_a_field_with_final_observations_is_looked_up_at_its_own_rows(self, tmp_path):
+        buffer = ReplayBuffer(
+            tmp_path, max_episodes=9, max_timesteps=3, fields={"x": Field("int", final=True), "y": "int"}
+        )
+        for start in range(0, 36, 4):
+            buffer.store_episode(x=range(start, start + 4), y=[0, 0, 0])
+        assert steps(buffer, filter_fields={"x": {1, 3, 10, 11, 20, 33}}) == [1, 10, 20, 33]
+
+    @pytest.mark.parametrize("conditions", [{"task": 1}, {"task": {1}}, {"task": (1, 2)}, {"task": lambda c: c == 1}])
+    def test_an_empty_buffer_is_empty_under_any_filter(self, tmp_path, conditions):
+        """S4-18"""
+        empty = ReplayBuffer(tmp_path / "empty", max_episodes=2, max_timesteps=4, fields=FIELDS, meta_fields=META)
+        for options in ({}, {"n_steps": 2, "terminated": "flag"}, {"top_k": ("score", 1)}):
+            with pytest.raises(NotEnoughDataError, match="empty"):
+                empty.dataset(filter_meta=conditions, **options)
+
+    def test_a_field_filter_over_no_anchors_leaves_none(self, buffer):
+        with pytest.raises(NotEnoughDataError, match="none of 6 episodes"):
+            buffer.dataset(view=Window(9, boundary="drop"), filter_fields={"x": 1})
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"filter_meta": {"tsk": 1}}, r"filter_meta: got 'tsk', which was not declared.*; did you mean 'task'"),
+            ({"filter_meta": {"x": 1}}, "filter_meta: got 'x'"),
+            ({"filter_meta": {"pair": 1}}, r"'pair'.*shape \(2,\); give a callable"),
+            ({"filter_meta": {"task": (1, 2, 3)}}, r"'task': got \(1, 2, 3\); a tuple is \(low, high\)"),
+            ({"filter_meta": {"task": len}}, "'task': the callable gave int64 .*, expected bool"),
+            ({"filter_meta": {"task": lambda c: c[:1] == 0}}, r"callable gave bool \(1,\), expected bool \(6,\)"),
+            ({"filter_fields": {"z": 1}}, "filter_fields needs a view of timesteps"),
+            ({"timestep_level": True, "filter_fields": {"task": 1}}, "filter_fields: got 'task'"),
+            ({"timestep_level": True, "filter_fields": {"vector": 1}}, r"'vector' has shape \(2,\)"),
+            ({"top_k": ("scor", 1)}, r"top_k: got 'scor', which was not declared.*; did you mean 'score'"),
+            ({"top_k": ("pair", 1)}, r"top_k: 'pair' has shape \(2,\)"),
+            ({"top_k": ("score", 0)}, "top_k: got .*0"),
+            ({"top_k": ("score", 1.5)}, "top_k: got .*1.5"),
+            ({"top_k": "score"}, "top_k: got 'score', expected"),
+            ({"part": "train"}, "part: got 'train' without split"),
+            ({"split": {"train": 0.9, "val": 0.1}}, "split: got .* part=None"),
+            ({"split": {"train": 0.9}, "part": "val"}, "part='val'"),
+            ({"split": {"train": 0.9, "val": 0.2}, "part": "val"}, "fractions of at most 1"),
+            ({"split": {"train": 1.1, "val": -0.1}, "part": "val"}, "fractions of at most 1"),
+        ],
+    )
+    def test_a_condition_that_cannot_be_meant_is_refused(self, buffer, options, match):
+        """S4-25"""
+        with pytest.raises(SchemaError, match=match):
+            buffer.dataset(**options)
+
+    def test_samples_under_arrays_of_the_same_bytes_are_not_confused(self, buffer):
+        long, short = np.array([1, 2], np.int64), np.array([1, 0, 2, 0], np.int32)
+        drawn = [set(buffer.sample(99, filter_meta={"task": members})["task"].tolist()) for members in (long, short)]
+        assert drawn == [{1, 2}, {0, 1, 2}]
+
+    def test_a_new_epoch_asks_a_callable_again(self, buffer):
+        loader = buffer.dataloader(99, filter_meta={"task": lambda column: column == 2}, return_indices=True)
+        buffer.store_episode(x=[1], y=[1], z=[1], text=["t"], flag=[0], vector=[[0, 0]], group={"small": [1]}, task=2)
+        assert next(iter(loader))["_index"].tolist() == [2, 5, 6]
+
+
+class TestTopK:
+    def test_the_highest_are_served_oldest_first_and_of_equals_the_newer(self, buffer):
+        """score is 0.2, 0.1, 0, 0.1, 0.2, 0.3 in a field of shape (1,)"""
+        assert [episodes(buffer, top_k=("score", k)) for k in (1, 2, 3, 4)] == [[5], [4, 5], [0, 4, 5], [0, 3, 4, 5]]
+        assert episodes(buffer, top_k=("score", 99)) == [0, 1, 2, 3, 4, 5]
+
+    def test_they_are_chosen_among_those_that_pass_the_filters(self, buffer):
+        assert episodes(buffer, top_k=("score", 1), filter_meta={"good": False}) == [0]
+        assert episodes(buffer, top_k=("episode_lens", 2), filter_meta={"task": {0, 1}}) == [3, 4]
+
+
+class TestSplit:
+    SPLIT = {"train": 0.7, "val": 0.2, "test": 0.1}  # noqa: RUF012
+
+    def parts(self, buffer, **options):
+        return {name: episodes(buffer, split=self.SPLIT, part=name, **options) for name in self.SPLIT}
+
+    def fill(self, folder, count, **how):
+        how = {"max_episodes": 2000, "max_timesteps": 2, "circular": True, **how}
+        buffer = ReplayBuffer(folder, fields={"x": "int"}, checksum=None, **how)
+        for i in range(count):
+            buffer.store_episode(x=[i])
+        return buffer
+
+    def test_the_parts_are_disjoint_complete_and_of_their_size(self, tmp_path):
+        buffer = self.fill(tmp_path, 1000)
+        parts = self.parts(buffer)
+        assert sorted(serial for part in parts.values() for serial in part) == list(range(1000))
+        for name, share in self.SPLIT.items():
+            assert abs(len(parts[name]) - 1000 * share) < 4 * math.sqrt(1000 * share * (1 - share))
+
+    def test_an_episode_never_changes_its_part(self, tmp_path):
+        """Neither as others arrive, nor in another process, nor by a larger ring, nor by a filter."""
+        buffer = self.fill(tmp_path / "a", 40, max_episodes=30)
+        before = self.parts(buffer)
+        part_of = {serial: name for name, serials in before.items() for serial in serials}
+        assert sorted(part_of) == list(range(10, 40))
+        for i in range(20):
+            buffer.store_episode(x=[i])
+        after = self.parts(ReplayBuffer.from_folder(tmp_path / "a", read_only=True), timestep_level=False)
+        assert all(part_of.get(serial, name) == name for name, serials in after.items() for serial in serials)
+        assert self.parts(self.fill(tmp_path / "b", 40))["train"][-len(before["train"]) :] == before["train"]
+
+    def test_a_seed_gives_another_split_and_shares_below_one_leave_some_out(self, tmp_path):
+        buffer = self.fill(tmp_path, 80)
+        half = [episodes(buffer, split={"a": 0.5}, part="a", split_seed=seed) for seed in (0, 0, 1)]
+        assert half[0] == half[1] != half[2]
+        assert 20 < len(half[0]) < 60
+        assert episodes(buffer, split={"a": 1.0}, part="a") == list(range(80))
+
+    def test_the_split_is_of_episodes_in_every_view(self, tmp_path):
+        buffer = ReplayBuffer(tmp_path, max_episodes=50, max_timesteps=5, fields={"x": "int"})
+        for i in range(40):
+            buffer.store_episode(x=[i] * 5)
+        whole = self.parts(buffer)["val"]
+        for how in ({"timestep_level": True}, {"n_steps": 2}, {"view": Window(2)}):
+            batch = next(iter(buffer.dataloader(999, split=self.SPLIT, part="val", return_indices=True, **how)))
+            assert sorted(set(batch["_indices"][:, 0].tolist())) == whole
+
+
+class TestOptions:
+    """S4-25 and the spelling of memmap-replay-buffer's options."""
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"fields": ["x"], "to_named_tuple": ["x"]}, "fields and to_named_tuple exclude each other"),
+            ({"return_mask": True, "timestep_level": True}, "return_mask is for whole episodes"),
+            ({"return_mask": True, "n_steps": 2}, "return_mask is for whole episodes"),
+            ({"return_mask": True, "window_length": 2}, "return_mask is for whole episodes"),
+            ({"n_steps": 2, "timestep_level": True}, "n_steps and timestep_level exclude each other"),
+            ({"window_length": 2, "timestep_level": True}, "exclude each other"),
+            ({"view": Timestep(), "n_steps": 1}, "view and n_steps exclude each other"),
+            ({"view": Timestep(), "fields": ["x"]}, "fields says nothing to a view object"),
+            ({"n_steps": 1, "fields": ["x"]}, "use current_fields, next_fields and sequence_fields"),
+            ({"filter_fields": {"x": 1}}, "filter_fields needs a view of timesteps"),
+            ({"window_length": 2, "filter_fields": {"x": 1}}, "filter_fields needs a view of timesteps"),
+            ({"slice_by_episode_len": False, "return_episode_lens": False}, "slice_by_episode_len=False needs"),
+            ({"fields": ["xx"]}, r"fields: got 'xx', which was not declared.*; did you mean 'x'"),
+            ({"n_steps": 1, "next_fields": ["q"]}, "next_fields: got 'q'"),
+            ({"n_steps": 1, "sequence_fields": ["vektor"]}, "did you mean 'vector'"),
+            ({"n_steps": 1, "gamma": 0.9}, "reward: got 'reward'"),
+            ({"n_steps": 0}, "n_steps: got 0"),
+            ({"window_length": 0}, "window_length: got 0"),
+            ({"current_fields": ["x"]}, "go with n_steps"),
+            ({"timestep_level": True, "gamma": 0.9}, "go with n_steps"),
+            ({"to_named_tuple": ["x", "nothing"]}, "to_named_tuple: got 'nothing'"),
+            ({"fieldname_map": {"nothing": "x"}}, "fieldname_map: got 'nothing'"),
+            ({"fieldname_map": {"x": "y"}}, "two keys of the batch would be 'y'"),
+            ({"on_stale": "ignore"}, "on_stale: expected 'redraw' or 'raise'"),
+            ({"time_step_level": True}, "'time_step_level' is unknown; did you mean 'timestep_level'"),
+        ],
+    )
+    def test_options_that_exclude_each_other_or_name_nothing_are_refused(self, buffer, options, match):
+        for read in (buffer.dataset, lambda **o: buffer.dataloader(2, **o), lambda **o: buffer.sample(2, **o)):
+            with pytest.raises(ValueError, match=match):
+                read(**options)
+
+    def test_a_field_named_like_a_successor_is_refused_when_the_view_is_built(self, tmp_path):
+        buffer = ReplayBuffer(tmp_path, max_episodes=2, max_timesteps=4, fields={"x": "int", "next_x": "int"})
+        buffer.store_episode(x=[1, 2], next_x=[2, 3])
+        with pytest.raises(SchemaError, match="two keys of the batch would be 'next_x'"):
+            buffer.dataset(n_steps=1)
+        assert buffer.sample(1, n_steps=1, next_fields=[])["next_x"].tolist() == [2]
+
+    def test_the_options_of_memmap_replay_buffer_keep_their_names(self):
+        theirs = "n_steps timestep_level window_length fields current_fields next_fields sequence_fields filter_meta "
+        theirs += "filter_fields fieldname_map return_mask return_indices to_named_tuple include_metadata "
+        theirs += "min_episode_len slice_by_episode_len return_episode_lens"
+        assert set(theirs.split()) <= ReadOptions.__annotations__.keys()
+
+
+class TestCost:
+    def test_the_index_costs_memory_per_episode_not_per_step(self, tmp_path):
+        buffer = ReplayBuffer(tmp_path, max_episodes=50, max_timesteps=2000, fields={"x": "int"})
+        for _ in range(50):
+            buffer.store_episode(x=np.arange(2000))
+        cost = {"all": {}, "some": {"x": (5, 1500)}}
+        for name, conditions in cost.items():
+            selection = Selection(Timestep(), filter_fields=conditions)
+            found = selection.index(Sources([buffer._storage]))
+            cost[name] = sum(part.nbytes for part in vars(found).values() if isinstance(part, np.ndarray))
+        assert cost["some"] == cost["all"] <= 32 * 50 + 8
+
+    @few
+    @given(recordings(how=("block", "whole")), choices(by_step=True), st.integers(1, 9), st.integers(1, 3))
+    def test_a_column_scanned_in_chunks_of_any_size_gives_the_same(self, recording, choice, chunk, stride):
+        conditions = choice.pop("filter_fields", {"action": (17, 40)})
+        with recorded(recording) as (buffer, reference), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(index_module, "CHUNK_STEPS", chunk)
+            how = {"stride": stride, "boundary": "shift"}
+            items = reference.items(
+                lambda episode: reference.windows(episode, 3, ("action",), **how), filter_fields=conditions, **choice
+            )
+            view = Window(3, fields=("action",), **how)
+            assert_view(buffer, items, view=view, filter_fields=conditions, **choice)
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.integers(0, 5), min_size=1, max_size=9))
+    def test_locate_finds_the_run_of_every_anchor(self, counts):
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        runs = np.arange(len(counts))
+        found = index_module.Index(runs, runs + 100, runs * 10, starts).locate(np.arange(starts[-1]))
+        want = [(run, 100 + run, 10 * run + t) for run, count in enumerate(counts) for t in range(count)]
+        assert list(zip(found.slot, found.serial, found.t, strict=True)) == want
+
+    def test_whole_episodes_are_anchors_too(self, buffer):
+        assert len(buffer.dataset(view=Trajectory())) == 6
+
+
+def test_the_slow_definition_forgets_the_oldest():
+    """The oracle itself: a ring of two episodes and of four steps."""
+    reference = Reference({}, {}, max_episodes=2, max_steps=4)
+    for length in (1, 2, 1, 3):
+        reference.publish(Episode({"x": list(range(length))}, {}, {}))
+    assert [(episode.serial, episode.length) for episode in reference.episodes] == [(2, 1), (3, 3)]

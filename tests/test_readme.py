@@ -1,0 +1,95 @@
+"""Every Python block of the README and of docs/ runs, and they name every option and method that there is."""
+
+import inspect
+import re
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import memmap_buffer
+from memmap_buffer import ReplayBuffer
+from memmap_buffer.reading.options import ReadOptions
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def run_blocks(page):
+    """Run a page's blocks in order, in one namespace; a traceback tells the line of the page."""
+    text, namespace = page.read_text(), {"__name__": "__main__"}
+    blocks = list(FENCE.finditer(text))
+    for block in blocks:
+        lines_before = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * lines_before + block[1], page, "exec"), namespace)
+    return SimpleNamespace(count=len(blocks), names=namespace)
+
+
+def in_text(word, text):
+    return re.search(rf"(?<![\w]){re.escape(word)}(?![\w])", text) is not None
+
+
+@every_page
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(page).count == page.read_text().count("```python\n")
+
+
+def test_the_first_block_of_the_readme_runs_twice_and_goes_on_where_it_stood(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = tmp_path / "first.md"
+    first.write_text(FENCE.search(PAGES[0].read_text())[0])
+    lengths = []
+    for _ in range(2):
+        buffer = run_blocks(first).names["buffer"]
+        lengths.append(buffer.num_episodes)
+    assert lengths == [4, 8]
+
+
+def test_a_block_that_fails_is_reported_with_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```python\nx = 1\n```\n\ntext\n\n```python\ny = x\n\nassert y == 2, y\n```\n")
+    with pytest.raises(AssertionError, match="1") as caught:
+        run_blocks(page)
+    last = traceback.extract_tb(caught.tb)[-1]
+    assert (last.filename, last.lineno) == (str(page), 12)
+    assert page.read_text().splitlines()[last.lineno - 1] == "assert y == 2, y"
+
+
+def test_a_block_that_cannot_be_compiled_is_reported_with_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("text\n\n```python\nx = = 1\n```\n")
+    with pytest.raises(SyntaxError, match="invalid syntax") as caught:
+        run_blocks(page)
+    assert (caught.value.filename, caught.value.lineno) == (str(page), 4)
+
+
+def test_the_recording_page_names_every_option_and_method_that_writes():
+    text = (ROOT / "docs" / "recording.md").read_text()
+    options = set(inspect.signature(ReplayBuffer.__init__).parameters) - {"self"}
+    methods = {name for name, value in vars(ReplayBuffer).items() if inspect.isfunction(value)}
+    expected = options | {name for name in methods if not name.startswith("_")}
+    assert {name for name in expected if not in_text(name, text)} == set()
+
+
+def test_the_reading_page_names_every_option_and_method_that_reads():
+    text = (ROOT / "docs" / "reading.md").read_text()
+    arguments = {"device", "seed", "shuffle", "drop_last", "weights", "from_root"}
+    methods = {"dataset", "dataloader", "sample", "episode", "get_all_data", "num_episodes", "num_steps", "serials"}
+    expected = set(ReadOptions.__annotations__) | arguments | methods
+    assert {name for name in expected if not in_text(name, text)} == set()
+
+
+def test_the_pages_name_everything_that_can_be_imported():
+    text = "".join(page.read_text() for page in PAGES)
+    assert [name for name in memmap_buffer.__all__ if not in_text(name, text)] == []
+
+
+@every_page
+def test_links_within_the_repository_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
