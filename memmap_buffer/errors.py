@@ -63,6 +63,10 @@ class EpisodeStateError(MemmapBufferError, RuntimeError, ValueError):
     """The call does not fit the state of the episode: none is open, it is over, or it is too long."""
 
 
+class EpisodeIndexError(MemmapBufferError, IndexError, ValueError):
+    """There is no episode at that position."""
+
+
 class WriterLostError(MemmapBufferError, RuntimeError):
     """This object may not write any more: `reason` is "forked", "fenced", "taken over" or "poisoned"."""
 

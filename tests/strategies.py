@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.schema import nest
 
 MAX_TIMESTEPS = 8
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # creating a buffer waits for some twenty files
 few = settings(max_examples=50, deadline=None)
 SHAPES = {
     "observation.pixels": (np.uint8, (2, 3)),
@@ -206,15 +208,17 @@ def recordings(draw, end="terminated", how=HOW, min_size=1):
     )
     plans = draw(st.lists(plan, min_size=min_size, max_size=8))
     ring = {"max_episodes": draw(st.integers(2, 6)), "max_steps": draw(st.none() | st.integers(MAX_TIMESTEPS, 20))}
-    return plans, {**ring, "publish": draw(st.sampled_from(["episode", "step"]))}, end
+    publish, stage = draw(st.sampled_from([("episode", "ram"), ("step", "ram"), ("episode", "disk")]))
+    return plans, {**ring, "publish": publish, "stage": stage}, end
 
 
 @contextmanager
 def recorded(recording):
     """(buffer, reference) of a recording."""
     plans, how, end = recording
-    with tempfile.TemporaryDirectory() as folder:
-        spare = 2 + len(plans) if how["publish"] == "step" else 1
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        in_place = how["publish"] == "step" or how["stage"] == "disk"
+        spare = 2 + len(plans) if in_place else 1
         sizes = {"max_timesteps": MAX_TIMESTEPS, "circular": True, "spare_slots": spare, **how}
         buffer = ReplayBuffer(folder, fields=fields_of(end), meta_fields=META, **sizes)
         reference = Reference(*zeros_defaults(end), how["max_episodes"], how["max_steps"])

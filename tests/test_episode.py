@@ -9,6 +9,7 @@ import torch
 from faults import flags_of, shown
 
 from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, SchemaError
+from memmap_buffer.store import episode as episodes
 from memmap_buffer.store.records import CUT, FINAL, TERMINATED
 
 FIELDS = {
@@ -374,10 +375,13 @@ def test_an_episode_that_is_over_takes_nothing_more(buffer):
     assert rewards(buffer) == [[1]]
 
 
-def test_a_full_buffer_refuses_to_begin_what_it_could_not_publish(tmp_path):
-    with ReplayBuffer(tmp_path, 2, 5, FIELDS) as full:
+@pytest.mark.parametrize("options", [{}, {"stage": "disk", "spare_slots": 2}], ids=str)
+def test_a_full_buffer_refuses_to_begin_what_it_could_not_publish(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(episodes, "CHUNK_BYTES", 1)  # a slot is taken as soon as there is a second step
+    with ReplayBuffer(tmp_path, 2, 5, FIELDS, **options) as full:
         full.store_episode(**whole(0))
         waiting = full.begin_episode()
+        waiting.store(**step(1)), waiting.store(**step(1))
         with pytest.raises(BufferFullError, match=r"is full: 1 of .*1 more are open.*circular=True"):
             full.begin_episode()
         waiting.store(**step(1))

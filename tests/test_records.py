@@ -35,7 +35,7 @@ def fold(words: list[int]) -> int:
 def packed(**given: int) -> bytes:
     """A record with a right check, by `struct`, from the docstring of `files`."""
     words = dict.fromkeys(("generation", "serial", "length", "flags", "first_row"), 0)
-    words |= dict.fromkeys(("time", "epoch", "digest", "reserved"), 0) | given
+    words |= dict.fromkeys(("time", "epoch", "digest", "columns"), 0) | given
     body = struct.pack("<QQIIQQQII", *words.values())
     return body + struct.pack("<Q", fold(list(struct.unpack("<7Q", body))))
 

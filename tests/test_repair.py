@@ -171,6 +171,21 @@ def test_damages_that_come_together_are_mended_together(folder: Path) -> None:
     assert_usable(folder, ALL_FIELDS - {"task"})
 
 
+def test_where_the_checksums_are_lost_the_digests_still_tell_what_is_damaged(folder: Path) -> None:
+    flip(folder / "data/text.npy", header_size(folder / "data/text.npy") + rows_of("text", 4)[0])
+    (folder / "checksums.npy").unlink()
+    repair(folder)
+    assert_mended(folder, Damage("both", print, "", frozenset({4})))
+    assert verify(folder) == []
+
+
+def test_where_checksums_and_a_field_are_lost_the_episodes_stay_without_the_field(folder: Path) -> None:
+    os.truncate(folder / "checksums.npy", header_size(folder / "checksums.npy") + 300)
+    (folder / "data/half.npy").unlink()
+    repair(folder)
+    assert_mended(folder, Damage("both", print, "", fields=frozenset({"half"})))
+
+
 def test_a_field_that_is_damaged_in_every_episode_leaves_and_the_episodes_stay(folder: Path) -> None:
     """As when a file was overwritten, or `schema.json` names another column of checksums for it."""
     with (folder / "data/half.npy").open("r+b") as file:
@@ -565,6 +580,10 @@ KILLS: dict[str, tuple[Callable[[Path], Any], Damage]] = {
     "a link": (lambda folder: os.link(folder / "data/half.npy", folder.parent / "other"), Damage("", print, "")),
     "an update": (lambda folder: killed(folder, 3, "update"), Damage("", print, "")),
     "lost counters": (lambda folder: (folder / "state.npy").unlink(), Damage("", print, "")),
+    "lost checksums and a field": (
+        lambda folder: ((folder / "checksums.npy").unlink(), (folder / "data/half.npy").unlink()),
+        Damage("", print, "", fields=frozenset({"half"})),
+    ),
     "lost checksums": (lambda folder: (folder / "checksums.npy").unlink(), Damage("", print, "")),
 }
 

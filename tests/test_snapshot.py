@@ -254,7 +254,7 @@ def after_each_slot(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], None]
 
 
 def assert_one_moment(target: Path, newest: int, oldest: int) -> list[int]:
-    """The serials of a copy: without a gap, none missing that was visible before the call and is after it; exact."""
+    """The serials of a copy: exact, without a gap, and none missing that was visible before the call and still is."""
     assert verify(target) == []
     serials = []
     for serial, episode in shown(target):
@@ -268,7 +268,7 @@ def assert_one_moment(target: Path, newest: int, oldest: int) -> list[int]:
         serials.append(serial)
     assert serials == list(range(serials[0], serials[-1] + 1))
     assert serials[-1] >= newest
-    assert serials[0] <= oldest or serials[0] <= newest
+    assert serials[0] <= oldest or serials[-1] < oldest
     return serials
 
 

@@ -129,11 +129,10 @@ def test_each_step_is_visible_at_once_to_other_objects_and_other_processes(tmp_p
 
 
 def test_meta_that_is_known_late_is_shown_when_the_episode_ends(tmp_path):
-    with make(tmp_path, publish="step") as writer:
-        with writer.one_episode(task=1) as episode:
-            store(episode, 1)
-            episode["task"] = 2
-            assert shown(tmp_path)[0][1]["task"] == 1
+    with make(tmp_path, publish="step") as writer, writer.one_episode(task=1) as episode:
+        store(episode, 1)
+        episode["task"] = 2
+        assert shown(tmp_path)[0][1]["task"] == 1
     assert shown(ReplayBuffer.from_folder(tmp_path, verify="always"))[0][1]["task"] == 2
 
 

@@ -182,8 +182,9 @@ class Selection:
         """Where a hash of (seed, source, serial) falls into the part's share of [0, 1)."""
         shares = dict(self.split or {})
         names = list(shares)
-        stop = np.cumsum([shares[name] for name in names])[names.index(self.part or "")]
-        start = stop - shares[self.part or ""]
+        edges = np.concatenate([[0.0], np.cumsum([shares[name] for name in names])])
+        edges[edges > 1 - 1e-9] = np.inf  # all that is left, though a sum of fractions may miss 1 by a bit
+        start, stop = edges[names.index(self.part or "") :][:2]
         x = serial.astype(np.uint64) + np.uint64(
             (self.split_seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) % 2**64
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.errors import SchemaError, StaleEpisodeError
+from memmap_buffer.errors import EpisodeIndexError, SchemaError, StaleEpisodeError
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.reader import TRIES, Reader
 from memmap_buffer.reading.samplers import Draws
@@ -156,7 +156,7 @@ class Readable:
         index = reader.index(refresh=True)
         wanted = np.arange(len(index)) if positions is None else np.asarray(positions, np.int64)
         if ((wanted < -len(index)) | (wanted >= len(index))).any():
-            raise IndexError(f"episode {wanted[0]}: the buffer has {len(index)}")
+            raise EpisodeIndexError(f"episode {wanted[0]}: the buffer has {len(index)}", position=int(wanted[0]))
         return index.locate(wanted % len(index))
 
     # Batches

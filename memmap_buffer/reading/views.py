@@ -99,7 +99,7 @@ class Trajectory(View):
 
     def cut(self, gather: Gather) -> None:
         names = _named(gather.schema, self.fields, "fields")
-        longest = int(gather.length.max())
+        longest = int(gather.length.max(initial=0))
         if self.to_length is not None and self.to_length < longest:
             raise SchemaError(
                 f"to_length: got {self.to_length}, an episode has {longest} timesteps and is never cut off"

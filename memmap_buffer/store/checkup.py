@@ -35,6 +35,7 @@ from memmap_buffer.store.storage import Maps, Storage
 from memmap_buffer.values import Array
 
 MAX_TRIED = 1000  # damaged records for which the byte that spoilt them is searched, a millisecond each
+LAST = MAX_SERIAL - 1
 MAX_HEAD = 1 << 20  # bytes of a redo file that are not the new rows of one slot
 _HEADER = re.compile(rb"\{'descr': (.+), 'fortran_order': False, 'shape': \(([0-9, ]*)\), \}")
 _NUMBER = re.compile(r"'[<|]([biufcU])([0-9]{1,4})'")
@@ -90,7 +91,7 @@ class Survey(Storage):
             return [Finding("schema.json", f"cannot be read: {self._reason(error, 'schema.json')}")]
         found = [*self._files(), *self._leftovers()]
         if not self.strangers:  # else the schema may be the one that is wrong, and what it says of records and rows
-            found += [*self._records(), *self._twice(), *self._episodes(), *self._state()]
+            found += [*self._records(), *self._serials(), *self._episodes(), *self._state()]
         return sorted(found, key=lambda finding: not finding.lost)
 
     # The files, as far as they go
@@ -231,7 +232,7 @@ class Survey(Storage):
             return Finding("episodes.npy", "the record fails its check", slot)
         return Finding("episodes.npy", f"the record is out of bounds (length {word.view(RECORD)[0]['length']})", slot)
 
-    def _twice(self) -> Iterator[Finding]:
+    def _serials(self) -> Iterator[Finding]:
         table = self.table
         kept = table.valid & (table.serial >= self.state("base"))
         numbers, counts = np.unique(table.serial[kept], return_counts=True)
@@ -239,6 +240,8 @@ class Survey(Storage):
         for number in np.intersect1d(numbers[counts > 1], shown).tolist():
             for slot in np.flatnonzero(kept & (table.serial == number)).tolist():
                 yield Finding("episodes.npy", "the serial stands in two slots, so neither is served", slot, number)
+        for slot in np.flatnonzero(table.valid & (table.serial == LAST)).tolist():
+            yield Finding("episodes.npy", "the serial is the last there is, so none can follow it", slot, LAST)
 
     # The episodes
 
@@ -257,10 +260,13 @@ class Survey(Storage):
         for name in self.damaged(slot):
             if self.maps.words[slot, CHECK] != self.table.check[slot]:
                 return  # a step was appended, or the episode was closed, meanwhile
-            if name in self.layout.arrays and name not in cut:
+            if name in self.layout.schema.all and name not in cut:
                 yield self._checksum(slot, serial, name)
             elif name not in cut:
-                yield Finding("data", "the open episode fails its checksum", slot, serial)
+                what = (
+                    "open episode fails its checksum" if flags & OPEN else "rows and checksums are of another episode"
+                )
+                yield Finding("episodes.npy", f"the {what}", slot, serial)
 
     def _checksum(self, slot: int, serial: int, name: str) -> Finding:
         table = self.table
@@ -297,9 +303,9 @@ class Survey(Storage):
     def least(self) -> dict[str, int]:
         """What the counters `next` and `epoch` must be at least, as the records have it."""
         table = self.mended.table
+        serials = table.serial[table.valid & (table.serial < LAST)]
         epochs = self.mended.maps.words.view(RECORD)[:, 0]["epoch"][table.valid]
-        epoch = min(int(epochs.max(initial=0)), MAX_SERIAL - 1)
-        return {"next": int(table.serial[table.valid].max(initial=-1)) + 1, "epoch": epoch + 1}
+        return {"next": int(serials.max(initial=-1)) + 1, "epoch": min(int(epochs.max(initial=0)), LAST // 2) + 1}
 
     def state_faults(self) -> dict[str, int]:
         """The words of state.npy that cannot be, each with what it should be."""
@@ -307,7 +313,7 @@ class Survey(Storage):
         right = {} if state("next") < MAX_SERIAL else {"next": least["next"]}
         following = max(least["next"], right.get("next", state("next")))
         bounds = {"base": (following, 0), "synced": (following, 0), "suspect": (following, following), "clean": (1, 0)}
-        bounds["epoch"] = (MAX_SERIAL, least["epoch"])
+        bounds["epoch"] = (LAST, least["epoch"])
         return right | {name: value for name, (most, value) in bounds.items() if state(name) > most}
 
     def _state(self) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import EpisodeIndexError, SchemaError
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.episode import require_default
 from memmap_buffer.store.storage import IntArray, Storage
@@ -73,7 +73,9 @@ def positions_of(indices: Any, count: int) -> tuple[IntArray, bool]:
     positions = np.atleast_1d(array).astype(np.int64)
     outside = (positions < -count) | (positions >= count)
     if outside.any():
-        raise IndexError(f"episode {positions[outside][0]}: the buffer has {count}")
+        raise EpisodeIndexError(
+            f"episode {positions[outside][0]}: the buffer has {count}", position=int(positions[outside][0])
+        )
     return positions % max(count, 1), array.ndim == 0
 
 

@@ -36,7 +36,7 @@ is stored as its bits in u2.
 episodes.npy
 ------------
 One record a slot:  generation u8 | serial u8 | length u4 | flags u4 | first_row u8 | time u8 | epoch u8 | digest u4
-| reserved u4 | check u8.
+| columns u4 | check u8.
 
 generation   even; odd while rows of this slot are overwritten; never 0 once written
 serial       the episode's number, counted from 0, never used twice
@@ -45,7 +45,9 @@ flags        1 has the final observation, 2 cut short, 4 deleted, 8 open, 16 end
 first_row    the row of step 0 in every data file; rows of files with `final` lie `slot` further. In a grid it MUST
              be slot * max_timesteps
 time         nanoseconds since 1970 at publication;   epoch   of the writer that published
-digest       of an open record: CRC-32 of its columns' CRC-32s, as u4 in column order; else 0
+digest       with flag 32: CRC-32 of the first `columns` entries of the slot's row of checksums.npy, so that the row
+             cannot be taken for another episode's. While flag 8 is set the row is not written: then it is of the
+             CRC-32s that the row will have, zeros where there is no field. Columns added later are not in it
 check        a fold of the seven 8-byte words before it: h = 0x6D656D6D61706275;
              for each word w: h = (h ^ w) * 0x9E3779B97F4A7C15 mod 2^64; h ^= h >> 29
 
@@ -88,12 +90,12 @@ takes the lock next carries a valid `.redo` through and removes a torn one.
 Creating, opening, trusting
 ---------------------------
 Creating and adding a field: the new schema as `schema.json.new`, the files (O_EXCL), then fsync, rename, fsync of the
-folders. What only a `.new` names, the next writer MAY remove under the lock. `overwrite` removes `schema.json`
-first, then exactly the files that it listed. Taking the lock raises `epoch`, stores pid, time, host and boot, clears
-`clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier behind that; if the last
-writer was of another boot and not `clean`, it first sets `suspect` to the next serial. Closing puts barriers on all
-files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another boot without `clean`) all of
-them, MUST be checked against their checksums before they are served (`verify="auto"`).
+folders. What only a `.new` names, the next writer MAY remove under the lock. `overwrite` renames `schema.json` to
+`schema.json.new`, removes exactly the files that it lists, and then it. Taking the lock raises `epoch`, stores pid,
+time, host and boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier
+behind that; if the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial.
+Closing puts barriers on all files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another
+boot without `clean`) all of them, MUST be checked against their checksums before they are served (`verify="auto"`).
 
 Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
 where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written.

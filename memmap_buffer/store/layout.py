@@ -110,6 +110,11 @@ class Layout:
             raise SchemaError("the sizes multiply to more than any file can hold; lower max_episodes or max_timesteps")
 
     @property
+    def used_columns(self) -> int:
+        """The columns of checksums.npy that fields have."""
+        return 1 + max(self.column_of.values())
+
+    @property
     def slots(self) -> int:
         return self.max_episodes + self.spare_slots
 

@@ -14,7 +14,7 @@ from memmap_buffer.store.files import barrier, close_all, write_all, write_word
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.records import CHECKED, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
-from memmap_buffer.store.storage import Storage, checksum_row, crc32
+from memmap_buffer.store.storage import Storage, checksum_row, crc32, digest_of
 from memmap_buffer.values import Array
 
 Piece: TypeAlias = tuple[str, int, bytes]  # (file key, offset, bytes)
@@ -170,10 +170,15 @@ class Publication:
         Args:
             serial: its number. flags: of `records`; OPEN leaves it to be appended to.
         """
-        digest, flags = self._seal_columns(flags)
-        return self._record(self._generation + 1, serial, flags, digest)
+        row = self._checksums()
+        if row is not None:
+            flags |= CHECKED
+            if not flags & OPEN:
+                write_all(self._files.fd["/checksums"], row, self._files.layout.arrays["/checksums"].offset(self.slot))
+        return self._record(self._generation + 1, serial, flags, row)
 
-    def _record(self, generation: int, serial: int, flags: int, digest: int) -> bytes:
+    def _record(self, generation: int, serial: int, flags: int, checksums: bytes | None) -> bytes:
+        columns = 0 if checksums is None else self._files.layout.used_columns
         return seal(
             generation=generation,
             serial=serial,
@@ -182,7 +187,8 @@ class Publication:
             first_row=self.slot * self._files.layout.max_timesteps,
             time=time.time_ns(),
             epoch=self._files.lock.epoch,
-            digest=digest,
+            digest=digest_of(checksums or b"", columns),
+            columns=columns,
         )
 
     def show(self, record: bytes) -> None:
@@ -203,17 +209,19 @@ class Publication:
         layout = self._files.layout
         pieces: list[Piece] = []
         crcs = dict(self._crcs)
+        last = self.slot * (layout.max_timesteps + 1) + self.length
         for name, value in final.items():
-            row = self.slot * (layout.max_timesteps + 1) + self.length
-            pieces.append((name, layout.row_offset(name, row), value.tobytes()))
+            pieces.append((name, layout.row_offset(name, last), value.tobytes()))
             crcs[name] = crc32(value, crcs[name])
         for name, value in meta.items():
             pieces.append((name, layout.arrays[name].offset(self.slot), value.tobytes()))
             crcs[name] = crc32(value)
         if self._files.checksum:
             flags |= CHECKED
-            pieces.append(("/checksums", layout.arrays["/checksums"].offset(self.slot), checksum_row(layout, crcs)))
-        return self._record(self._generation + 3, self.serial, flags, 0), pieces
+            row = checksum_row(layout, crcs)
+            pieces.append(("/checksums", layout.arrays["/checksums"].offset(self.slot), row))
+            return self._record(self._generation + 3, self.serial, flags, row), pieces
+        return self._record(self._generation + 3, self.serial, flags, None), pieces
 
     def _begin(self) -> None:
         if not self._begun:
@@ -225,15 +233,12 @@ class Publication:
         self._files.write_rows(name, self.slot, t, rows)
         return crc32(rows, self._crcs[name]) if self._files.checksum else 0
 
-    def _seal_columns(self, flags: int) -> tuple[int, int]:
-        """(the digest of an open record, the flags with what is known of checksums)."""
+    def _checksums(self) -> bytes | None:
+        """The slot's row of checksums.npy, or None where none are kept."""
         if not self._files.checksum:
-            return 0, flags
-        crcs = {**self._crcs, **self._final_crcs, **{name: crc32(value) for name, value in self.meta.items()}}
-        if flags & OPEN:
-            return self._files.storage.digest(crcs), flags | CHECKED
-        self._files.write_checksums(self.slot, crcs)
-        return 0, flags | CHECKED
+            return None
+        meta = {name: crc32(value) for name, value in self.meta.items()}
+        return checksum_row(self._files.layout, {**self._crcs, **self._final_crcs, **meta})
 
 
 def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> None:

@@ -14,7 +14,7 @@ RECORD = np.dtype(
         *((name, "<u8") for name in ("generation", "serial")),
         *((name, "<u4") for name in ("length", "flags")),
         *((name, "<u8") for name in ("first_row", "time", "epoch")),
-        *((name, "<u4") for name in ("digest", "reserved")),
+        *((name, "<u4") for name in ("digest", "columns")),
         ("check", "<u8"),
     ]
 )
@@ -65,11 +65,11 @@ def seal(
     time: int,
     epoch: int,
     digest: int = 0,
-    reserved: int = 0,
+    columns: int = 0,
     check: int = 0,
 ) -> bytes:
     """A record as bytes, its check filled in."""
-    raw = _PACKED.pack(generation, serial, length, flags, first_row, time, epoch, digest, reserved)
+    raw = _PACKED.pack(generation, serial, length, flags, first_row, time, epoch, digest, columns)
     fold = _SEED
     for word in _FOLDED.unpack(raw):
         fold = ((fold ^ word) * _MULTIPLIER) & _MASK

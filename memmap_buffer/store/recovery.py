@@ -69,6 +69,6 @@ def _close_abandoned(files: Files) -> None:
         crcs = dict(storage.column_crcs(slot, int(table.length[slot]), bool(flags & FINAL)))
         files.write_checksums(slot, crcs)
         files.barriers("/checksums")
-        files.amend(slot, flags=flags & ~OPEN | CUT, digest=0)
+        files.amend(slot, flags=flags & ~OPEN | CUT)
         files.barriers("/episodes")
         files.changed()

@@ -19,7 +19,7 @@ from memmap_buffer.store.files import write_all
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.publication import Files, Publication
 from memmap_buffer.store.records import CHECK, CHECKED, FINAL, GENERATION, RECORD, TERMINATED, check_of, seal
-from memmap_buffer.store.storage import crc32
+from memmap_buffer.store.storage import crc32, digest_of
 from memmap_buffer.values import Array
 
 log = logging.getLogger("memmap_buffer")
@@ -99,8 +99,9 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
         pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), checksums.tobytes()))
     else:
         flags &= ~CHECKED
-    generation = values["generation"]
-    values |= {"generation": generation + 2, "flags": flags, "digest": 0}
+    generation, columns = values["generation"], values["columns"] * bool(flags & CHECKED)
+    digest = digest_of(checksums.tobytes(), columns)
+    values |= {"generation": generation + 2, "flags": flags, "columns": columns, "digest": digest}
     return Rewrite(slot, values["serial"], generation, seal(**values), pieces)
 
 
@@ -135,6 +136,7 @@ def finish(files: Files) -> None:
     slot = sum(array.offset(1) - array.offset(0) for array in files.layout.arrays.values())
     rewrite = Rewrite.from_bytes(folder.read(NAME, MAX_HEAD + slot))
     if rewrite is None or not _applies(files, rewrite):
+        files.changed()  # it may have been carried out, but for this
         folder.unlink(NAME)
         return
     log.warning("%s: finishing an update of episode %d that was interrupted", folder.path, rewrite.serial)
@@ -152,7 +154,7 @@ def _applies(files: Files, rewrite: Rewrite) -> bool:
     same = all(old[name] == record[name] for name in ("serial", "length", "first_row"))
     sealed = new[CHECK] == check_of(new[None])[0] and int(record["generation"]) == rewrite.generation + 2
     return bool(
-        (same and sealed and old["serial"] == rewrite.serial and 0 <= steps <= 2)
+        (same and sealed and old["serial"] == rewrite.serial and 0 <= steps <= 1)
         and all(_inside(layout, rewrite.slot, *piece) for piece in rewrite.pieces)
     )
 

@@ -24,20 +24,9 @@ from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.publication import Files
-from memmap_buffer.store.records import (
-    CHECKED,
-    CUT,
-    FINAL,
-    GENERATION,
-    MAX_SERIAL,
-    OPEN,
-    RECORD,
-    STATE_WORD,
-    Words,
-    seal,
-)
+from memmap_buffer.store.records import CHECKED, CUT, FINAL, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
 from memmap_buffer.store.recovery import take_over
-from memmap_buffer.store.storage import Storage, checksum_row
+from memmap_buffer.store.storage import Storage, checksum_row, digest_of
 from memmap_buffer.values import Array
 
 LOST = "lost+found"
@@ -94,7 +83,7 @@ def _mend(place: Folder, survey: Survey, found: Sequence[Finding]) -> None:
     damage = [f for f in found if f.lost and f.file != "checksums.npy" and f.field not in lost]
     slots = {f.slot for f in damage if f.slot is not None} - survey.spoilt.keys()
     _take_out(place, slots | Survey(place.path).cut_slots(stay))
-    _mend_checksums(place, survey, found, bool(lost))
+    _mend_checksums(place, survey, found, lost)
     for name in sorted(stay):
         _mend_file(place, survey, name)
     _drop_fields(place, survey.layout, lost)
@@ -105,15 +94,12 @@ def _require_repairable(survey: Survey) -> None:
     try:
         layout = survey.layout
     except MemmapBufferError as error:
+        raise CorruptBufferError(f"{error}; without a schema nothing can be repaired") from error
+    if survey.strangers:
+        others = ", ".join(layout.arrays[key].name for key in survey.strangers)
         raise CorruptBufferError(
-            f"{error}; without a schema nothing can be repaired: restore it from a copy", path=survey.path
-        ) from error
-    others = [layout.arrays[key].name for key in survey.strangers]
-    if others:
-        raise CorruptBufferError(
-            f"{survey.path}: {', '.join(others)} and schema.json say different things, each whole in itself; restore "
-            "the one that is wrong from a copy, or move it away and repair again",
-            path=survey.path,
+            f"{survey.path}: {others} and schema.json say different things, each whole in itself; restore the one that "
+            "is wrong from a copy, or move it away and repair again"
         )
     for reason in survey.broken.values():
         if not isinstance(reason, CorruptBufferError):
@@ -151,9 +137,9 @@ def _move_leftovers(place: Folder, survey: Survey) -> None:
     if place.exists("schema.json.new"):
         with suppress(MemmapBufferError, OSError):
             planned = Layout.from_json(place.read("schema.json.new", MAX_SCHEMA_BYTES), "schema.json.new").arrays
-            for name in {array.name for array in planned.values()}:
-                if name not in {array.name for array in survey.layout.arrays.values()}:
-                    _move(place, name)
+            for array in planned.values():
+                if array.name not in {kept.name for kept in survey.layout.arrays.values()}:
+                    _move(place, array.name)
         _move(place, "schema.json.new")
     if survey.pending is not None:
         place.copy_file(redo.NAME, place, _free(place, "redo"))
@@ -266,30 +252,39 @@ def _write_state(place: Folder, layout: Layout, words: dict[str, int]) -> None:
             write_word(fd, value, array.offset(0) + 8 * STATE_WORD[name])
 
 
-def _mend_checksums(place: Folder, survey: Survey, found: Iterable[Finding], close: bool) -> None:
-    """Write the checksums that are lost, of what stands there now: nothing else tells what it should be.
+def _mend_checksums(place: Folder, survey: Survey, found: Iterable[Finding], lost: set[str]) -> None:
+    """Write the checksums that are lost, of what stands there now; the digests in the records tell if it is right.
 
-    Args: close: end the episodes that were open, whose one checksum covers a field that is about to leave.
+    Not where a field is lost: then the digest, which covers it, is written anew, and open episodes are ended.
     """
     layout, intact = survey.layout, len(survey.maps.checksums)
     now, array = Survey(place.path), layout.arrays["/checksums"]
     slots = [int(slot) for slot in now.table.visible if now.table.flags[slot] & CHECKED]
+    rows = {slot: _checksums(now, slot) for slot in slots if slot >= intact}
+    is_open = {slot for slot in slots if lost and now.table.flags[slot] & OPEN}
+    with _records(place, layout) as put:
+        for slot in rows.keys() - is_open if lost else ():
+            put(slot, _digested(now, slot, rows[slot]))
     if "/checksums" in survey.broken:
-        rows = np.zeros(array.shape, array.dtype)
-        rows[:intact] = survey.maps.checksums
-        for slot in slots:
-            if slot >= intact:
-                rows[slot] = np.frombuffer(_checksums(now, slot), array.dtype)
-        _exchange(place, survey, "/checksums", rows)
+        whole = np.zeros(array.shape, array.dtype)
+        whole[:intact] = survey.maps.checksums
+        for slot, row in rows.items():
+            whole[slot] = np.frombuffer(row, array.dtype)
+        _exchange(place, survey, "/checksums", whole)
     spoilt = {finding.slot for finding in found if finding.file == array.name}
-    is_open = {slot for slot in slots if close and now.table.flags[slot] & OPEN}
     with place.writing(array.name, array.header, array.size) as fd, _records(place, layout) as put:
         for slot in [slot for slot in slots if slot in spoilt | is_open]:
-            write_all(fd, _checksums(now, slot), array.offset(slot))
+            row = _checksums(now, slot)
+            write_all(fd, row, array.offset(slot))
             if slot in is_open:
-                record = now.maps.words[slot].view(RECORD)[0]
-                values = {name: int(record[name]) for name in RECORD.names or ()}
-                put(slot, seal(**values | {"flags": values["flags"] & ~OPEN | CUT, "digest": 0}))
+                put(slot, _digested(now, slot, row, flags=int(now.table.flags[slot]) & ~OPEN | CUT))
+
+
+def _digested(survey: Survey, slot: int, row: bytes, **changes: int) -> bytes:
+    """A slot's record with the digest of another row of checksums, and other changes."""
+    record = survey.maps.words[slot].view(RECORD)[0]
+    values = {name: int(record[name]) for name in RECORD.names or ()} | changes
+    return seal(**values | {"digest": digest_of(row, values["columns"])})
 
 
 def _checksums(survey: Survey, slot: int) -> bytes:
@@ -358,7 +353,7 @@ def _take_out(place: Folder, slots: set[int]) -> None:
             put(slot, _emptied(word))
 
 
-def _emptied(word: Words) -> bytes:
+def _emptied(word: Array) -> bytes:
     """The record of a slot that holds nothing, its generation moved on, so that no reader takes it for the old one."""
     generation = int(word[GENERATION])
     following = (generation | 1) + 3 if generation < MAX_SERIAL else 2

@@ -11,7 +11,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -131,8 +131,8 @@ class Storage:
         check_verify(verify)
         storage = cls(path, read_only=read_only, verify=verify)
         storage.refresh()
-        if verify == "always":
-            storage.check(storage.table.visible)
+        if verify == "always":  # those too that would come back in the place of damaged ones
+            storage.check(np.flatnonzero(storage.table.valid))
         return storage
 
     def __getstate__(self) -> dict[str, Any]:
@@ -279,13 +279,12 @@ class Storage:
         if not table.valid[slot] or not flags & CHECKED:
             return []
         crcs = dict(self.column_crcs(slot, length, bool(flags & FINAL)))
-        if flags & OPEN:
-            digest = self.maps.words[slot].view(RECORD)[0]["digest"]
-            bad = [] if digest == self.digest(crcs) else ["an open episode"]
-        else:
-            column_of = self.layout.column_of
-            stored = self.maps.checksums[slot]
-            bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
+        record, column_of = self.maps.words[slot].view(RECORD)[0], self.layout.column_of
+        row = checksum_row(self.layout, crcs) if flags & OPEN else self.maps.checksums[slot].tobytes()
+        stored = np.frombuffer(row, "<u4")
+        bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
+        if not bad and digest_of(row, int(record["columns"])) != int(record["digest"]):
+            bad = ["/checksums"]  # the row is another episode's, or an open episode differs somewhere
         same = self.generations(np.array([slot]))[0] == generation and self.maps.words[slot, CHECK] == table.check[slot]
         return bad if same else []
 
@@ -298,10 +297,6 @@ class Storage:
         for name, values in self.maps.meta.items():
             yield name, crc32(values[slot : slot + 1])
 
-    def digest(self, crcs: dict[str, int]) -> int:
-        """CRC-32 of the columns' CRC-32s: what the record of an open episode carries."""
-        return zlib.crc32(checksum_row(self.layout, crcs))
-
 
 def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
     """A slot's row of checksums.npy: each name's CRC-32 in its column, zeros in the spare ones."""
@@ -309,6 +304,11 @@ def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
     for name, crc in crcs.items():
         row[layout.column_of[name]] = crc
     return struct.pack(f"<{layout.columns}I", *row)
+
+
+def digest_of(row: bytes, columns: int) -> int:
+    """What the record carries of its row of checksums.npy: CRC-32 of the first `columns` entries."""
+    return zlib.crc32(row[: 4 * columns])
 
 
 def crc32(array: Any, start: int = 0) -> int:
@@ -366,17 +366,20 @@ def discard_unfinished(folder: Folder) -> None:
     kept = _listed(folder, "schema.json") if folder.exists("schema.json") else set()
     for name in planned - kept:
         folder.unlink(name, missing_ok=True)
+    # Not before the files are gone for good: without it nobody could tell whose they are.
+    for sub in {name.rpartition("/")[0] for name in planned - kept}:
+        with suppress(FileNotFoundError, CorruptBufferError):  # it was never made, or is not ours
+            folder.sync_folders(sub)
     folder.unlink("schema.json.new")
 
 
 def remove(folder: Folder) -> None:
-    """Remove a buffer whose lock is held: `schema.json` first, then exactly the files that it listed."""
-    listed = _listed(folder, "schema.json")
-    folder.unlink("schema.json")
-    folder.sync_folders("")
-    for name in listed:
-        folder.unlink(name, missing_ok=True)
+    """Remove a buffer whose lock is held: it becomes one that was never finished, and is discarded as such."""
+    _listed(folder, "schema.json")  # refuse one that tells of no files
+    discard_unfinished(folder)
     folder.unlink(".redo", missing_ok=True)
+    folder.rename("schema.json", "schema.json.new")
+    discard_unfinished(folder)
 
 
 def _listed(folder: Folder, name: str) -> set[str]:

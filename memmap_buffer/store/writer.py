@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from memmap_buffer.errors import EpisodeStateError, ReadOnlyError, SchemaError
+from memmap_buffer.errors import EpisodeStateError, ReadOnlyError, SchemaError, StaleEpisodeError
 from memmap_buffer.store import redo
 from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.lock import WriterLock
@@ -125,7 +125,8 @@ class Writer:
     def open(self, meta: Mapping[str, Any], *, keep_partial: bool = False) -> Episode:
         """A new open episode. Raises BufferFullError or EpisodeStateError when it could not be published."""
         self.begin()
-        waiting = len([e for e in self._lock.open_episodes if e not in self._publications]) + len(self._pending)
+        started = [self._publications.get(episode) for episode in self._lock.open_episodes]
+        waiting = sum(p is None or not p.published for p in started) + len(self._pending)
         self._ring.require_room(self.storage.path, waiting + 1, 1)
         in_place = len(self._lock.open_episodes) + 1
         if self.how.in_place and in_place > self.storage.layout.spare_slots:
@@ -261,6 +262,8 @@ class Writer:
         """
         files = self.begin()
         self._refuse_open_steps("update")
+        if not self.storage.trust(slots):
+            raise StaleEpisodeError(f"{self.storage.path}: an episode to be updated fails its checksums; see `verify`")
         for i, slot in enumerate(slots.tolist()):
             new_rows = {name: arrays[i] for name, arrays in rows.items()}
             self._rewrite(redo.plan(files, slot, new_rows, {name: values[i] for name, values in meta.items()}))
