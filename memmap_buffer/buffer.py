@@ -92,6 +92,7 @@ class ReplayBuffer(Readable):
         )
         how = Durability(durability, sync_every, checksum, publish, stage)
         storage.check_verify(verify)
+        how.require_spare(folder, layout.spare_slots)
         place = Folder(Path(folder))
         lock = WriterLock(place)
         if read_only and overwrite:

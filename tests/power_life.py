@@ -29,8 +29,17 @@ class Protocol(NamedTuple):
     fixed: bool = False
 
     @property
+    def power(self) -> bool:
+        return self.durability == "power"
+
+    @property
     def options(self) -> dict[str, Any]:
         return {"durability": self.durability, **self.how}
+
+    def other(self) -> Protocol:
+        """The same with the other durability, episode by episode."""
+        how = {name: value for name, value in self.how.items() if name != "sync_every"}
+        return self._replace(durability="process" if self.power else "power", how=how)
 
 
 PROTOCOLS = {
@@ -83,7 +92,8 @@ class Promise(NamedTuple):
     """What holds after a cut at some moment.
 
     Attributes:
-        states: the folder is in one of them under "power", None being no buffer. safe: is there under "process".
+        states: the folder is in one of them, None being no buffer, unless some writer left the barriers out.
+        safe: is there in any case.
         copies: the snapshots that were begun, by folder, and the states that each may be in.
     """
 
@@ -97,11 +107,12 @@ class Life:
 
     Args:
         folder: where; it is made unless there is an `earlier` life that ended with it.
-        earlier: what that one promised, and its `ever`.
+        earlier: what that one promised, and that one.
 
     Attributes:
         now: the episodes that are visible. ever: serial -> everything that its episode ever was.
-        copies: as in `Promise`.
+        exact: whether nothing but `now` is visible: no writer was ever without its barriers.
+        safe, copies: as in `Promise`.
     """
 
     def __init__(
@@ -110,7 +121,7 @@ class Life:
         protocol: Protocol,
         recorder: Recorder,
         rng: random.Random,
-        earlier: tuple[Promise, dict[int, set[Episode]]] | None = None,
+        earlier: tuple[Promise, Life] | None = None,
     ) -> None:
         self.folder, self.protocol, self.recorder, self.rng = folder, protocol, recorder, rng
         self.stamp = 100_000 if earlier is None else 200_000  # nothing that is written was ever written before
@@ -119,6 +130,7 @@ class Life:
         self.copies: dict[int, list[State | None]] = {}
         self.waiting: list[Episode] = []
         self.next = 0
+        self.exact = protocol.power and (earlier is None or earlier[1].exact)
         self.ever: dict[int, set[Episode]] = defaultdict(set)
         if earlier is None:
             folder.mkdir()
@@ -131,7 +143,7 @@ class Life:
             self.buffer._writer.begin()
             self.next = self.buffer._writer._ring.next
             # a number that is given again must not show what it was before
-            self.ever |= {serial: set(known) for serial, known in earlier[1].items() if serial < self.next}
+            self.ever |= {serial: set(known) for serial, known in earlier[1].ever.items() if serial < self.next}
 
     def strangers(self, state: State | None) -> int:
         """How many episodes of a state were never published like that."""
@@ -163,11 +175,13 @@ class Life:
         self.promise(self.now, *states)
         action()
         self.now = states[-1] or {} if states else self.now
-        if self.protocol.durability == "power":
+        if self.exact:
             assert self.buffer.serials.tolist() == list(self.now)
         serials = self.buffer.serials.tolist()
         self.now = {serial: episode for serial, episode in self.now.items() if serial in serials}
-        self.safe = dict(self.now if safe else {s: e for s, e in self.safe.items() if self.now.get(s) == e})
+        if safe or self.protocol.power:
+            self.safe = dict(self.now)
+        self.safe = {serial: episode for serial, episode in self.safe.items() if self.now.get(serial) == episode}
         self.promise(self.now)
 
     def live(self, steps: int) -> None:

@@ -12,15 +12,16 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import pytest
 from power import Disk, Operation, Recorder, boot, cuts, recording
-from power_life import EPISODES, LONGEST, PROTOCOLS, SMALL, Episode, Life, Promise, Protocol
-from power_look import judge, look
+from power_life import EPISODES, PROTOCOLS, Episode, Life
+from power_survey import Mutation, broken, cut_off, left, look, survey
 from races import FIELDS, META_FIELDS
 
 from memmap_buffer import MemmapBufferError, NotABufferError, ReplayBuffer, repair
@@ -28,10 +29,7 @@ from memmap_buffer.store import episode as episode_module
 from memmap_buffer.store import recovery
 from memmap_buffer.store.storage import Storage
 
-RUNS, STEPS = 2, 24  # writers of a quick test, and what each does
 QUICK, ALL, PARTS = 300, 20_000, 8  # states
-Mutation = Callable[[list[Operation]], list[Operation]]
-AGAIN = 1 / 8  # of the cuts have another writer after them, and another cut
 
 
 @pytest.fixture(autouse=True)
@@ -49,98 +47,6 @@ def place(tmp_path):
         return
     with tempfile.TemporaryDirectory(dir=memory) as path:
         yield Path(path)
-
-
-def survey(
-    protocol: Protocol, count: int, place: Path, *, runs: int = RUNS, seed: int = 0, mutate: Mutation = list
-) -> Counter[str]:
-    """Cut the power of some writers in `count` states in all; how often which promise was broken.
-
-    Args: mutate: what the disk is told instead of what was done.
-    """
-    found = Counter[str]()
-    for run in range(runs):
-        rng = random.Random(f"{seed}, {run}")
-        place.mkdir(exist_ok=True)
-        with boot(1), recording() as recorder:
-            life = Life(place / f"run{run}", protocol, recorder, rng)
-            life.live(STEPS)
-            log, folder = mutate(recorder.log), recorder.folder(life.folder)
-            life.buffer.close()
-        for disk in cuts(log, count // runs, rng):
-            found.update(cut_off(disk, folder, life, place / "cut", rng))
-            if rng.random() < AGAIN:
-                try:
-                    live_again(disk, folder, life, place / "again", rng, found)
-                except (MemmapBufferError, OSError, AssertionError) as error:
-                    found[f"{type(error).__name__} in another life: {error}"] += 1
-    return found
-
-
-def broken(found: Counter[str]) -> dict[str, int]:
-    """Of what a survey counted, the broken promises."""
-    return {kind: count for kind, count in found.items() if count and kind not in ("states", "lives")}
-
-
-@contextmanager
-def left(disk: Disk, folder: int, path: Path, rng: random.Random, number: int = 2) -> Iterator[Recorder]:
-    """What a cut left of a folder, at `path`, after the machine has started again."""
-    disk.cut(folder, path, rng)
-    try:
-        with boot(number), recording(path) as recorder:
-            yield recorder
-    finally:
-        for made in path.parent.glob(f"{path.name}*"):  # snapshots lie beside it
-            shutil.rmtree(made)
-
-
-def cut_off(disk: Disk, folder: int, life: Life, path: Path, rng: random.Random) -> Counter[str]:
-    """Look at what is left, and at one of the snapshots."""
-    found, promise = Counter(states=1), disk.marked
-    trusting = "never" if life.protocol.durability == "power" else "always"
-    with left(disk, folder, path, rng):
-        state, differs = look(path, rng, verify=rng.choice(("auto", trusting, "read")))
-        found.update(differs + judge(state, promise, life))
-        if state is None:
-            found.update(begun_anew(path))
-    for copy, states in rng.sample(sorted(promise.copies.items()), k=min(1, len(promise.copies))):
-        with left(disk, copy, path, rng):
-            state, differs = look(path, rng)
-            strangers = life.strangers(state)
-            differs.update(wrong=strangers, lost=not strangers and state not in states)
-            found.update({f"{kind} in a copy": n for kind, n in differs.items()})
-    return found
-
-
-def begun_anew(path: Path) -> Counter[str]:
-    """A creation that was cut off is no obstacle to the next."""
-    with suppress(MemmapBufferError), ReplayBuffer(path, EPISODES, LONGEST, SMALL, META_FIELDS) as buffer:
-        return Counter(stuck=len(buffer))
-    return Counter(stuck=1)
-
-
-def live_again(disk: Disk, folder: int, life: Life, path: Path, rng: random.Random, found: Counter[str]) -> None:
-    """Another writer takes over, without a look, and does some things; then the power goes again."""
-    promise = disk.marked
-    with left(disk, folder, path, rng) as recorder:
-        if not (path / "schema.json").exists():
-            return
-        found["lives"] += 1
-        second = Life(path, life.protocol, recorder, rng, (promise, life.ever))
-        state, differs = look(path, rng, read_only=True)
-        found.update(differs + judge(state, promise, second))
-        second.begin(state or {}, promise.safe)
-        second.live(rng.randint(1, 5))
-        state, differs = look(path, rng, read_only=True)
-        found.update(differs + judge(state, Promise([second.now], second.safe, {}), second))
-        for copy in sorted(path.parent.glob(f"{path.name}-copy*")):
-            found.update({"wrong in a copy": second.strangers(look(copy, rng)[0])})
-        log, folder = list(recorder.log), recorder.folder(path)
-        second.buffer.close()
-    for later in cuts(log, 2, rng):
-        with left(later, folder, path, rng, number=3):
-            state, differs = look(path, rng)
-            found.update(differs + judge(state, later.marked, second))
 
 
 # The promises
@@ -223,7 +129,7 @@ MUTATIONS = {
 def test_a_power_protocol_without_one_of_its_steps_is_found_out(place, name):
     """Faults 13, 14."""
     mutate, broken = MUTATIONS[name]
-    seeds = (survey(PROTOCOLS["power"], QUICK, place / str(n), seed=n, mutate=mutate) for n in range(9))
+    seeds = (survey(PROTOCOLS["power"], 100, place / str(n), runs=1, seed=n, mutate=mutate) for n in range(30))
     assert any(found[broken] for found in seeds)
 
 
@@ -235,7 +141,7 @@ def test_what_a_crash_spoilt_would_be_served_without_checks(place, what, monkeyp
     else:
         doubts = recovery._doubts
         monkeypatch.setattr(recovery, "_doubts", lambda *known: {**doubts(*known), "suspect": 0})
-    seeds = (survey(PROTOCOLS["process"], QUICK, place / str(n), seed=n) for n in range(9))
+    seeds = (survey(PROTOCOLS["process"], 100, place / str(n), runs=1, seed=n) for n in range(30))
     assert any(found["wrong"] for found in seeds)
 
 
@@ -287,7 +193,7 @@ def test_a_damaged_episode_is_never_answered_with_another(place):
         assert buffer.get_all_data()["serial"].tolist() == [0, 2, 3]
 
 
-@pytest.mark.parametrize("what", [{"value": 7}, {"version": 7}])
+@pytest.mark.parametrize("what", [{"value": 7}, {"version": 7}], ids=["rows", "meta"])
 def test_an_update_does_not_make_damage_look_sound(place, what):
     """Fault 12: rows that an update leaves as they are get no checksum of what a crash made of them."""
     folder, episodes = crashed(place)
@@ -299,6 +205,46 @@ def test_an_update_does_not_make_damage_look_sound(place, what):
     assert state is not None
     assert {serial: state[serial] for serial in (0, 2, 3)} == {serial: episodes[serial] for serial in (0, 2, 3)}
     assert 1 not in state
+
+
+@pytest.mark.parametrize("verify", ["auto", "always", "read"])
+def test_an_update_that_is_finished_after_a_crash_is_checked_like_the_rest(place, verify):
+    """Fault 12: even of the newest episode, and where the next serial did not reach the disk."""
+    folder, episodes = crashed(place)
+
+    def die(tell):
+        buffer = ReplayBuffer.from_folder(folder)
+        buffer._writer.begin()
+        with faults.system(kill=True, at=3, only=("pwrite",)):  # .redo, the odd generation, then the rows
+            buffer.update(3, value=7)
+
+    with boot(1):
+        assert faults.in_child(die).status == faults.KILLED
+    assert (folder / ".redo").exists()
+    spoil(folder, "observation", 3)
+    state = np.load(folder / "state.npy", mmap_mode="r+")
+    state["next"] = 3
+    state.flush()
+    with boot(2):
+        shown, _ = look(folder, random.Random(0), verify=verify)
+        assert shown == {serial: episodes[serial] for serial in range(3)}
+
+
+def test_a_group_reaches_the_disk_in_the_order_of_its_serials(place):
+    """Fault 10: no gap, wherever the records of its slots lie."""
+    found, rng = Counter[str](), random.Random(0)
+    with boot(1), recording() as recorder:
+        life = Life(place / "ring", PROTOCOLS["power, groups of 3"], recorder, rng)
+        for _ in range(9):  # the last three go to slots at the end and at the beginning of the table
+            life.publish()
+        log, folder, disk = list(recorder.log), recorder.folder(life.folder), Disk()
+        life.buffer.close()
+    for at, operation in enumerate(log):
+        disk.play(operation)
+        if at > len(log) - 20:
+            for _ in range(20):
+                found.update(cut_off(disk, folder, life, place / "cut", rng))
+    assert not broken(found)
 
 
 def test_a_repair_does_not_make_damage_look_sound(place):

@@ -28,8 +28,11 @@ class Sink(Protocol):
     schema: Schema
     max_timesteps: int
 
-    def publish(self, episode: Episode, *, cut: bool) -> None: ...
-    def withdraw(self, episode: Episode) -> None: ...
+    def publish(self, episode: Episode, *, cut: bool) -> None:
+        """Make it visible, and set its state to "published"."""
+
+    def withdraw(self, episode: Episode) -> None:
+        """Forget it."""
 
 
 class Episode:
@@ -183,7 +186,6 @@ class Episode:
         self._require_open()
         if self.length:
             self._sink.publish(self, cut=cut)
-            self.state = "published"
         else:
             self.abort()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from memmap_buffer.store.files import barrier, close_all, write_all, write_word
@@ -110,6 +111,9 @@ class Files:
                 barrier(self.fd[key])
         except OSError:
             self.lock.poison()
+            with suppress(OSError):  # whoever opens the folder next checks what may be lost
+                self.write_state("synced", 0)
+                self.write_state("suspect", int(self.storage.reread().serial.max(initial=-1)) + 1)
             raise
 
 
@@ -129,6 +133,7 @@ class Publication:
         self._crcs: dict[str, int] = dict.fromkeys(files.layout.schema.fields, 0)
         self._final_crcs: dict[str, int] = {}
         self._shown = (0, self._crcs)
+        self._sealed: tuple[int, bytes, tuple[int, dict[str, int]]] | None = None
         generation = int(files.storage.maps.words[slot, GENERATION])
         self._generation = generation | 1 if generation < MAX_SERIAL else 1  # a void record may say anything
         self._begun = False
@@ -175,7 +180,9 @@ class Publication:
             flags |= CHECKED
             if not flags & OPEN:
                 write_all(self._files.fd["/checksums"], row, self._files.layout.arrays["/checksums"].offset(self.slot))
-        return self._record(self._generation + 1, serial, flags, row)
+        record = self._record(self._generation + 1, serial, flags, row)
+        self._sealed = serial, record, (self.length, self._crcs)
+        return record
 
     def _record(self, generation: int, serial: int, flags: int, checksums: bytes | None) -> bytes:
         columns = 0 if checksums is None else self._files.layout.used_columns
@@ -195,10 +202,10 @@ class Publication:
         """Write the record: the commit."""
         self._files.write_record(self.slot, record, first=self.published)
 
-    def settle(self, serial: int, record: bytes) -> None:
-        """Whatever went wrong: if the record stands on the disk, the episode is published."""
-        if self._files.storage.maps.words[self.slot].tobytes() == record:
-            self.serial, self._shown = serial, (self.length, self._crcs)
+    def settle(self) -> None:
+        """Whatever went wrong: if the record that was last sealed stands on the disk, that much is published."""
+        if self._sealed is not None and self._files.storage.maps.words[self.slot].tobytes() == self._sealed[1]:
+            self.serial, _, self._shown = self._sealed
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""
@@ -255,8 +262,8 @@ def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> Non
             publication.show(record)
         files.barriers("/episodes")
     finally:
-        for (publication, serial, _), record in zip(entries, records, strict=True):
-            publication.settle(serial, record)
+        for publication, _, _ in entries:
+            publication.settle()
     if first:
         files.trust(first[0], first[-1] + 1)
     files.announce(entries[-1][1] + 1)

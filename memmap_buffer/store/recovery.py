@@ -34,7 +34,12 @@ def take_over(files: Files) -> Ring:
     files.sync("/state")
     redo.finish(files)
     _close_abandoned(files)
-    return Ring(storage.layout, storage.refresh(), _following(files))
+    return count(files)
+
+
+def count(files: Files) -> Ring:
+    """The slots as they are on the disk, whatever the change counter says."""
+    return Ring(files.layout, files.storage.reread(), _following(files))
 
 
 def _following(files: Files) -> int:

@@ -26,11 +26,10 @@ class Ring:
         self.steps = table.steps
         self._live = {int(table.serial[s]): (int(s), int(table.length[s])) for s in table.visible}  # oldest first
         self._shown = {slot for slot, _ in self._live.values()}
-        self._taken: set[int] = set()
         empty = np.setdiff1d(np.arange(layout.slots), table.visible)
         # Those never written first, then in the order of their serials: a fresh buffer fills from slot 0.
         order = np.lexsort((empty, np.where(table.valid[empty], table.serial[empty], -1)))
-        self._free: deque[int] = deque(empty[order].tolist())
+        self._order: deque[int] = deque([*empty[order].tolist(), *table.visible.tolist()])
 
     def __len__(self) -> int:
         return len(self._live)
@@ -40,19 +39,14 @@ class Ring:
         """The oldest visible serial, or the next one where nothing is visible."""
         return next(iter(self._live), self.next)
 
-    def take(self) -> int | None:
-        """A slot to write to, or None where all are visible or being written."""
-        if not self._free:
-            return None
-        slot = self._free.popleft()
-        self._taken.add(slot)
-        return slot
-
-    def release(self, slot: int) -> None:
-        """The slot is not being written any more: it is free, unless an episode is visible there now."""
-        self._taken.discard(slot)
-        if slot not in self._shown:
-            self._free.appendleft(slot)
+    def take(self, busy: set[int]) -> int | None:
+        """A slot to write to, neither visible nor `busy`, or None. It is not kept: an interruption leaks none."""
+        for _ in range(len(self._order)):
+            slot = self._order[0]
+            self._order.rotate(-1)
+            if slot not in self._shown and slot not in busy:
+                return slot
+        return None
 
     def require_room(self, path: object, episodes: int, steps: int) -> None:
         """Raise BufferFullError unless so many more fit; a circular buffer always has room."""
@@ -87,14 +81,12 @@ class Ring:
             self.hide(self.oldest)
 
     def hide(self, serial: int) -> None:
-        """An episode is not visible any more; its slot may be written again, unless it still is."""
+        """An episode is not visible any more; its slot may be written again."""
         if serial not in self._live:
             return
         slot, length = self._live.pop(serial)
         self._shown.discard(slot)
         self.steps -= length
-        if slot not in self._taken:
-            self._free.append(slot)
 
     def clear(self) -> None:
         """No episode is visible any more."""

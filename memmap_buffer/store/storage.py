@@ -183,6 +183,11 @@ class Storage:
         self._table = table
         return table
 
+    def reread(self) -> EpisodeTable:
+        """The episode table from the records, without a look at the change counter."""
+        self._table = self._read_table(self.state("changes"))
+        return self._table
+
     def _being_updated(self, new: EpisodeTable, old: EpisodeTable) -> bool:
         gone = old.visible[~new.valid[old.visible]]
         same = self.maps.words[gone, GENERATION] & np.uint64(1) == 1

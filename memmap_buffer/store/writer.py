@@ -16,7 +16,7 @@ from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.publication import Files, Publication, commit
 from memmap_buffer.store.records import CUT, DELETED, FINAL, OPEN, TERMINATED
-from memmap_buffer.store.recovery import take_over
+from memmap_buffer.store.recovery import count, take_over
 from memmap_buffer.store.ring import Ring
 from memmap_buffer.store.storage import IntArray, Storage
 from memmap_buffer.values import Array
@@ -65,6 +65,19 @@ class Durability:
         """Whether an episode takes its slot while it is open."""
         return self.publish == "step" or self.stage == "disk"
 
+    def require_spare(self, path: object, spare_slots: int) -> None:
+        """Raise EpisodeStateError where `sync_every` is more than the spare slots."""
+        if self.sync_every > max(1, spare_slots):
+            what = f"sync_every={self.sync_every} writes as many episodes side by side, which"
+            _refuse_spare(path, what, spare_slots, self.sync_every)
+
+
+def _refuse_spare(path: object, what: str, spare_slots: int, needed: int) -> NoReturn:
+    raise EpisodeStateError(
+        f"{path}: {what} need a spare slot each, and there are {spare_slots}; create the buffer with "
+        f"spare_slots={needed}"
+    )
+
 
 class Writer:
     """Writes to one folder.
@@ -79,8 +92,7 @@ class Writer:
         self.storage = storage
         self.schema = storage.layout.schema
         self.max_timesteps = storage.layout.max_timesteps
-        if how.sync_every > max(1, storage.layout.spare_slots):
-            self._refuse_spare(f"sync_every={how.sync_every} writes as many episodes side by side", how.sync_every)
+        how.require_spare(storage.path, storage.layout.spare_slots)
         self.how = how
         self._lock = lock
         self._files: Files | None = None
@@ -152,14 +164,30 @@ class Writer:
             else:
                 publication.write_final(episode.finals)
                 self._commit(publication, episode, flags, at_once=publication.published)
+            episode.state = "published"
+            self._lock.open_episodes.discard(episode)
+            if publication.published:
+                self._publications.pop(episode, None)
         except BaseException:
-            started = self._publications.get(episode)
-            if started is not None and not started.published and not self.how.in_place:
-                self._release(episode)
+            self._settle()
             raise
-        self._lock.open_episodes.discard(episode)
-        if publication.published:
-            self._release(episode)
+
+    def _settle(self) -> None:
+        """After an error or an interruption at any line, count anew: what is on the disk is what happened."""
+        if self._files is None or not self._lock.mine:
+            return
+        self._ring = count(self._files)
+        self._unfinished = self.storage.folder.exists(redo.NAME)
+        kept: dict[Episode, Publication] = {}
+        for episode, publication in self._publications.items():
+            publication.settle()
+            waiting = episode.state == "published" and not publication.published
+            if waiting or (episode.state == "open" and (publication.published or self.how.in_place)):
+                kept[episode] = publication
+        self._publications = kept
+        closed = [publication for episode, publication in kept.items() if episode.state == "published"]
+        self._pending = [entry for entry in self._pending if entry[0] in closed]
+        self._lock.open_episodes = {episode for episode in self._lock.open_episodes if episode.state == "open"}
 
     def _meta_changed(self, publication: Publication, episode: Episode) -> bool:
         return any(publication.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
@@ -178,7 +206,7 @@ class Writer:
         publication = self._publications.get(episode)
         if publication is not None and publication.published:
             self.delete([publication.slot])
-        self._release(episode)
+        self._publications.pop(episode, None)
         self._lock.open_episodes.discard(episode)
 
     def _append(self, episode: Episode) -> None:
@@ -189,6 +217,7 @@ class Writer:
             flags = OPEN | TERMINATED * (episode.ended == "terminated")
             self._commit(publication, episode, flags, at_once=True)
         except BaseException:
+            self._settle()
             if publication is not None:
                 publication.rewind()
             if publication is None or publication.length < episode.length:
@@ -203,7 +232,7 @@ class Writer:
         files = self.begin()
         publication = self._publications.get(episode)
         if publication is None:
-            slot = self._ring.take()
+            slot = self._ring.take({other.slot for other in self._publications.values()})
             if slot is None:
                 busy = len(self._publications)
                 self._refuse_spare(f"{busy} episodes that are being written in place, and one to publish", busy + 1)
@@ -218,14 +247,9 @@ class Writer:
         if first:
             publication.write_meta(episode.meta)
         serial = self._ring.next + len(self._pending) if first else publication.serial
-        entry = (publication, serial, flags)
-        self._pending.append(entry)
+        self._pending.append((publication, serial, flags))
         if at_once or len(self._pending) >= self.how.sync_every:
-            try:
-                self._commit_pending()
-            except BaseException:
-                self._pending = [other for other in self._pending if other is not entry]
-                raise
+            self._commit_pending()
 
     def _commit_pending(self) -> None:
         if not self._pending:
@@ -239,18 +263,10 @@ class Writer:
                 if publication.published:
                     self._ring.show(serial, publication.slot, publication.length)
         for episode in [e for e, p in self._publications.items() if p.published and e.state == "published"]:
-            self._release(episode)
-
-    def _release(self, episode: Episode) -> None:
-        publication = self._publications.pop(episode, None)
-        if publication is not None:
-            self._ring.release(publication.slot)
+            self._publications.pop(episode, None)
 
     def _refuse_spare(self, what: str, needed: int) -> NoReturn:
-        raise EpisodeStateError(
-            f"{self.storage.path}: {what} need a spare slot each, and there are {self.storage.layout.spare_slots}; "
-            f"create the buffer with spare_slots={needed}"
-        )
+        _refuse_spare(self.storage.path, what, self.storage.layout.spare_slots, needed)
 
     # Changing what is published
 
