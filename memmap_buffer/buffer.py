@@ -136,6 +136,8 @@ class ReplayBuffer(Readable):
         self._writer = Writer(opened, lock, how)
         self._scope: Episode | EpisodeGroup | None = None
         self._begun: list[Episode] = []
+        if lock.held:
+            self._writer.begin()  # who creates is the writer from the start
         if not opened.read_only and opened.folder.exists(".redo"):
             with suppress(BufferLockedError):  # its writer lives, and is at it
                 self._writer.begin()

@@ -164,11 +164,10 @@ def run_full(tell: Callable[[Any], None], disk: Path, **options: Any) -> None:
         buffer.store_episode(**content(serial))
     fill(ballast, leave=300_000)
     with sampling(folder):
-        failed, episode = None, None
-        while failed is None:
+        failed = 0
+        while not failed:
+            episode = staged(buffer, following(buffer))
             try:
-                episode = None
-                episode = staged(buffer, following(buffer))
                 episode.publish()
             except OSError as error:
                 failed = error.errno
@@ -176,10 +175,8 @@ def run_full(tell: Callable[[Any], None], disk: Path, **options: Any) -> None:
         before = exact(buffer)
         assert exact(folder) == before == list(range(len(before)))
         os.unlink(ballast)
-        if options.get("publish") != "step":
-            assert episode is not None
-            episode.publish()
-            assert exact(folder) == [*before, len(before)]
+        episode.publish()
+        assert exact(folder) == [*before, len(before)]
         buffer.store_episode(**content(following(buffer)))
     buffer.close()
     assert not [finding for finding in verify(folder) if finding.lost]

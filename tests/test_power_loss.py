@@ -193,6 +193,22 @@ def test_a_damaged_episode_is_never_answered_with_another(place):
         assert buffer.get_all_data()["serial"].tolist() == [0, 2, 3]
 
 
+def test_damage_of_many_episodes_does_not_stop_a_loader(place):
+    """Fault 12: what is drawn in the place of a damaged episode may be damaged as well, again and again."""
+    with boot(1), recording():
+        buffer = ReplayBuffer(place / "closed", 300, 4, {"x": "int"})
+        for number in range(300):
+            buffer.store_episode(x=np.full(4, number))
+        shutil.copytree(place / "closed", place / "crashed")
+        buffer.close()
+    rows = np.load(place / "crashed" / "data" / "x.npy", mmap_mode="r+")
+    rows[:270] = -1
+    rows.flush()
+    with boot(2), ReplayBuffer.from_folder(place / "crashed", read_only=True) as reader:
+        for batch in reader.dataloader(8, timestep_level=True, shuffle=True, seed=0):
+            assert batch["x"].min() >= 270
+
+
 @pytest.mark.parametrize("what", [{"value": 7}, {"version": 7}], ids=["rows", "meta"])
 def test_an_update_does_not_make_damage_look_sound(place, what):
     """Fault 12: rows that an update leaves as they are get no checksum of what a crash made of them."""

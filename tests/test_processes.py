@@ -27,7 +27,6 @@ from memmap_buffer import (
     BufferLockedError,
     ConcatBuffer,
     MemmapBufferError,
-    ReadOnlyError,
     ReplayBuffer,
     StaleEpisodeError,
     WriterLostError,
@@ -262,10 +261,6 @@ def clear(folder: Path) -> None:
         buffer.clear()
 
 
-def unlink(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
 def rename(folder: Path) -> None:
     folder.rename(folder.with_name("moved"))
     make(folder).close()
@@ -277,7 +272,7 @@ CHANGES: dict[Callable[[Path], None], set[str]] = {
     clear: {
         f"{what}: {error}Error" for what in ("items", "loader", "sample") for error in ("StaleEpisode", "NotEnoughData")
     },
-    unlink: {"reopen: NotABufferError"},
+    shutil.rmtree: {"reopen: NotABufferError"},
     rename: set(),
 }
 
@@ -345,8 +340,7 @@ def train(folder: Path) -> None:
             for batch in buffer.dataloader(4, timestep_level=True, shuffle=True):
                 assert len(batch["t"]) <= 4
         buffer.sample(4, n_steps=2)
-        error, text = (ReadOnlyError, "read_only=True") if read_only else (OSError, "denied|Read-only")
-        with pytest.raises(error, match=text):
+        with pytest.raises(OSError, match="read_only=True" if read_only else "denied|Read-only"):
             buffer.store_episode(**content(3))
         buffer.close()
 
@@ -363,7 +357,6 @@ def test_a_folder_without_write_permission_is_read_and_trained_on(folder):
 
     told_by(read)
     assert listing(folder) == before
-    folder.chmod(0o755)
 
 
 def test_a_folder_on_a_read_only_mount_is_read_and_trained_on(folder):
@@ -392,16 +385,16 @@ def test_hundreds_of_folders_are_read_as_one_or_the_error_says_which_limit_to_ra
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
         try:
-            tell(sources(ConcatBuffer.from_root(tmp_path)))
+            tell(sources())
         except OSError as error:
             assert error.errno == errno.EMFILE
             assert "raise the limit on open files (ulimit -n)" in str(error)
             if hard == resource.RLIM_INFINITY or hard >= 4096:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
-                tell(sources(ConcatBuffer.from_root(tmp_path)))
+                tell(sources())
 
-    def sources(buffer: ConcatBuffer) -> int:
-        assert len(buffer) == 200
-        return len(buffer.sample(4000, timestep_level=True, return_indices=True)["_indices"][:, 0].unique())
+    def sources() -> int:
+        batch = ConcatBuffer.from_root(tmp_path).sample(4000, timestep_level=True, return_indices=True)
+        return len(batch["_indices"][:, 0].unique())
 
     assert all(count > 190 for count in told_by(read))

@@ -20,7 +20,8 @@ Every array file MUST be exactly the header below followed by its elements, neit
 refuse any other, and MUST NOT extend, truncate or delete it. The header is numpy's version 1.0: `93 4E 55 4D 50 59 01
 00`, a u16 length, then `{'descr': D, 'fortran_order': False, 'shape': S, }` padded with spaces to a multiple of 64
 bytes and ended by a newline, D and S as Python's `repr` writes them (`npy_header`). So no record crosses a sector.
-Files SHOULD be sparse, are created 0600, and MUST be plain files, not links or pipes.
+Data, meta and checksums SHOULD be sparse; the other two SHOULD NOT, as readers look at all of them, and looking at
+a hole of a file on a full tmpfs kills. Files are created 0600, and MUST be plain files, not links or pipes.
 
 schema.json
 -----------
@@ -116,6 +117,9 @@ NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the data in the drive's cache (fsync(2))
 
 
+CAN_RESERVE = hasattr(os, "posix_fallocate")
+
+
 class System:
     """The system calls that change files, one method each, so that a test can stand between."""
 
@@ -135,7 +139,7 @@ class System:
         os.ftruncate(fd, size)
 
     def reserve(self, fd: int, size: int) -> None:
-        if not hasattr(os, "posix_fallocate"):  # macOS
+        if not CAN_RESERVE:  # macOS
             raise OSError(errno.EOPNOTSUPP, "this system cannot reserve disk space; leave reserve=False")
         os.posix_fallocate(fd, 0, size)
 

@@ -85,13 +85,21 @@ class Folder:
     def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The array of a file, mapped read-only, as a plain ndarray."""
         count = int(np.prod(shape, dtype=object))
-        size = len(header) + count * dtype.itemsize
+        try:
+            mapped = self._map(name, header, len(header) + count * dtype.itemsize)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            what = "too many open files, and each array takes one; raise the limit on open files (ulimit -n)"
+            raise OSError(error.errno, f"{self.path / name}: {what}, or read fewer folders at once") from None
+        return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
+
+    def _map(self, name: str, header: bytes, size: int) -> mmap.mmap:
         fd = self._checked(name, os.O_RDONLY, header, size)
         try:
-            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+            return mmap.mmap(fd, size, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
-        return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
 
     def open_to_read(self, name: str, header: bytes, size: int) -> int:
         """A descriptor to copy from; the caller closes it."""
@@ -186,6 +194,10 @@ class Folder:
         except (FileNotFoundError, CorruptBufferError):  # no such file, or its folder is not ours
             if not missing_ok:
                 raise
+        except (IsADirectoryError, PermissionError):  # macOS says the latter
+            if not (self.path / name).is_dir():
+                raise
+            raise CorruptBufferError(self._text(name, "is a folder"), path=self.path / name) from None
 
     def free_bytes(self) -> int:
         """What the file system still has for this user."""

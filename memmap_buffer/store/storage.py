@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError
+from memmap_buffer.store.files import CAN_RESERVE
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -350,8 +351,9 @@ def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[
         log.warning(text, folder.path, total / 1e9, free / 1e9)
     try:
         folder.write_new("schema.json.new", layout.to_json(), sync=True)
-        for array in arrays:
-            folder.create_array(array.name, array.header, array.size, reserve)
+        for key, array in layout.arrays.items():
+            whole = CAN_RESERVE and key in ("/episodes", "/state")
+            folder.create_array(array.name, array.header, array.size, reserve or whole)
         yield
         for array in arrays:
             folder.sync_array(array.name)
