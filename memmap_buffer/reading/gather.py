@@ -14,6 +14,7 @@ from memmap_buffer.store.storage import IntArray
 from memmap_buffer.values import Array, decode
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
+INDEX_BYTES = 32  # what finding one row takes
 PADDINGS = ("zero", "edge", "default")
 BoolArray = npt.NDArray[np.bool_]
 
@@ -66,10 +67,12 @@ class Gather:
 
         Returns: (B, K) bool, True where the row of a field without `final` exists.
         """
+        names = list(names)
+        for name in names:
+            self._require_size(name, offsets.shape[-1])
         wanted = self.t[:, None] + offsets
         plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
         for name in names:
-            self._require_size(name, wanted.size)
             final = self.schema.fields[name].final
             if final not in plans:
                 plans[final] = self._plan(wanted, final, limit)
@@ -79,6 +82,12 @@ class Gather:
                 values[missing] = values.dtype.type() if padding == "zero" else self.schema.fields[name].fill
             self._put(prefix + name, name, values[:, 0] if single else values)
         return np.asarray((wanted >= 0) & (wanted < (self.length if limit is None else limit)[:, None]))
+
+    def steps(self, count: int, names: Iterable[str]) -> IntArray:
+        """0 … count - 1. Raises SchemaError where a batch of so many steps of some fields is too large."""
+        for name in names:
+            self._require_size(name, count)
+        return np.arange(count)
 
     def put_meta(self, names: Iterable[str]) -> None:
         """Gather meta fields, one entry an item."""
@@ -105,8 +114,9 @@ class Gather:
         missing = wanted != clipped
         return self._first_rows(final)[:, None] + clipped, missing if missing.any() else None
 
-    def _require_size(self, name: str, rows: int) -> None:
-        size = rows * self.schema.fields[name].itemsize
+    def _require_size(self, name: str, steps: int) -> None:
+        rows = len(self.t) * steps
+        size = rows * max(self.schema.fields[name].itemsize, INDEX_BYTES)
         if size > MAX_BATCH_BYTES:
             raise SchemaError(
                 f"field {name!r}: a batch of {rows} rows takes {size / 2**30:.1f} GiB, more than "

@@ -305,11 +305,21 @@ def _top_k(slots: list[IntArray], sources: Sources, name: str, k: int) -> list[I
 
 def _filtered(runs: _Runs, storage: Storage, filters: Mapping[str, Any], stride: int) -> _Runs:
     """Split runs into those whose every anchor passes the filters: one scan of the columns, in chunks."""
+    runs = _split(runs, stride)
     pieces = [_scan(runs, chunk, storage, filters, stride) for chunk in _chunks(runs.count)]
     if not pieces:
         return runs
     run, first, count = (np.concatenate(column) for column in zip(*pieces, strict=True))
     return replace(runs.where(run), first=first, count=count)
+
+
+def _split(runs: _Runs, stride: int) -> _Runs:
+    """The same anchors in runs of at most `CHUNK_STEPS`, as an episode may say that it has billions."""
+    parts = -(-runs.count // CHUNK_STEPS)
+    run = np.repeat(np.arange(len(parts)), parts)
+    before = (np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)) * CHUNK_STEPS
+    count = np.minimum(runs.count[run] - before, CHUNK_STEPS)
+    return replace(runs.where(run), first=runs.first[run] + before * stride, count=count)
 
 
 def _chunks(count: IntArray) -> Iterator[IntArray]:

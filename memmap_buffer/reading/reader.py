@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
+from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.reading.gather import Gather
 from memmap_buffer.reading.index import Index, Selection
 from memmap_buffer.reading.options import Options, Output
@@ -86,9 +87,21 @@ class Reader:
             gather.put_meta(self.output.meta)
             fresh = gather.fresh()
             if fresh.all():
+                self._require_text(gather.batch)
                 return self._named(gather.batch, anchors)
             anchors = self._again(anchors, np.flatnonzero(~fresh))
         raise self._gone(anchors.serial[~fresh])
+
+    def _require_text(self, batch: Mapping[str, Array]) -> None:
+        """Raise CorruptBufferError for text that no `str` may hold: numpy would make one of it all the same."""
+        for key, values in batch.items():
+            if values.dtype.kind == "U" and values.size:
+                highest = int(np.ascontiguousarray(values).reshape(-1).view(np.uint32).max())
+                if highest > sys.maxunicode:
+                    path = self.sources.storages[0].path
+                    raise CorruptBufferError(
+                        f"{path}: {key!r} holds what is no text (character {highest:#x})", path=path
+                    )
 
     def _again(self, anchors: Anchors, moved: IntArray) -> Anchors:
         """The anchors to try next: an episode that was updated is read again, one that is gone is replaced."""

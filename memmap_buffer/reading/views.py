@@ -104,7 +104,7 @@ class Trajectory(View):
             raise SchemaError(
                 f"to_length: got {self.to_length}, an episode has {longest} timesteps and is never cut off"
             )
-        steps = np.arange(self.to_length or longest)
+        steps = gather.steps(self.to_length or longest, names)
         finals = [name for name in names if self.final_observation and gather.schema.fields[name].final]
         mask = gather.put([name for name in names if name not in finals], steps, limit=gather.length)
         gather.put(finals, np.arange(len(steps) + 1))

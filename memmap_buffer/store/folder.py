@@ -191,13 +191,9 @@ class Folder:
         try:
             with self._directory(sub) as directory:
                 files.system.unlink(base, directory)
-        except (FileNotFoundError, CorruptBufferError):  # no such file, or its folder is not ours
+        except (FileNotFoundError, IsADirectoryError, CorruptBufferError):  # no such file, or what we did not make
             if not missing_ok:
                 raise
-        except (IsADirectoryError, PermissionError):  # macOS says the latter
-            if not (self.path / name).is_dir():
-                raise
-            raise CorruptBufferError(self._text(name, "is a folder"), path=self.path / name) from None
 
     def free_bytes(self) -> int:
         """What the file system still has for this user."""

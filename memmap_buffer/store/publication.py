@@ -54,7 +54,7 @@ class Files:
 
     def changed(self) -> None:
         """Tell readers and trees that something visible changed."""
-        self.write_state("changes", self.storage.state("changes") + 1)
+        self.write_state("changes", (self.storage.state("changes") + 1) % 2**64)
 
     def announce(self, following: int) -> None:
         """Raise the next serial and tell readers. Should it fail, `catch_up` makes up for it: the episode stands."""
@@ -135,7 +135,7 @@ class Publication:
         self._shown = (0, self._crcs)
         self._sealed: tuple[int, bytes, tuple[int, dict[str, int]]] | None = None
         generation = int(files.storage.maps.words[slot, GENERATION])
-        self._generation = generation | 1 if generation < MAX_SERIAL else 1  # a void record may say anything
+        self._generation = generation | 1 if generation < MAX_SERIAL // 2 else 1  # a void record may say anything
         self._begun = False
 
     @property

@@ -6,10 +6,11 @@ import logging
 
 import numpy as np
 
+from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.store import redo
 from memmap_buffer.store.host import anyone_may_rename, network_filesystem, this_process
 from memmap_buffer.store.publication import Files
-from memmap_buffer.store.records import CUT, FINAL, OPEN, STATE_WORD
+from memmap_buffer.store.records import CUT, FINAL, MAX_SERIAL, OPEN, STATE_WORD
 from memmap_buffer.store.ring import Ring
 
 log = logging.getLogger("memmap_buffer")
@@ -25,6 +26,7 @@ def take_over(files: Files) -> Ring:
     if anyone_may_rename(storage.path):
         log.warning("%s lies in a folder that anyone may write to, who could put another in its place", storage.path)
     storage.refresh()
+    _require_counters(files)
     files.lock.epoch = state("epoch") + 1
     for name, value in {"epoch": files.lock.epoch, "pid": pid, "time": now, **_doubts(files, boot)}.items():
         files.write_state(name, value)
@@ -40,6 +42,14 @@ def take_over(files: Files) -> Ring:
 def count(files: Files) -> Ring:
     """The slots as they are on the disk, whatever the change counter says."""
     return Ring(files.layout, files.storage.reread(), _following(files))
+
+
+def _require_counters(files: Files) -> None:
+    """Raise CorruptBufferError where the counters say that what is published next would never be seen."""
+    state, following = files.storage.state, _following(files)
+    if following >= MAX_SERIAL or state("base") > following or state("epoch") >= MAX_SERIAL:
+        path = files.storage.path / "state.npy"
+        raise CorruptBufferError(f"{path} holds counters that cannot be; `memmap-buffer repair` mends it", path=path)
 
 
 def _following(files: Files) -> int:
