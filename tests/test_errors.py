@@ -21,6 +21,7 @@ TREE = {
     "BufferFullError": (ValueError,),
     "BufferLockedError": (TimeoutError, OSError),
     "ReadOnlyError": (PermissionError, ValueError),
+    "EpisodeIndexError": (IndexError, ValueError),
     "EpisodeStateError": (RuntimeError, ValueError),
     "WriterLostError": (RuntimeError,),
     "StaleEpisodeError": (RuntimeError, ValueError),
