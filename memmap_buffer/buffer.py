@@ -141,6 +141,7 @@ class ReplayBuffer(Readable):
         if not opened.read_only and opened.folder.exists(".redo"):
             with suppress(BufferLockedError):  # its writer lives, and is at it
                 self._writer.begin()
+                opened.check_always()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (

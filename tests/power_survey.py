@@ -91,9 +91,21 @@ def begun_anew(path: Path) -> Counter[str]:
     return Counter(stuck=1)
 
 
-def live_again(disk: Disk, folder: int, life: Life, path: Path, rng: random.Random, found: Counter[str]) -> None:
-    """Another writer takes over, without a look, and does some things; then the power goes again."""
-    promise = disk.marked
+def live_again(
+    disk: Disk,
+    folder: int,
+    life: Life,
+    path: Path,
+    rng: random.Random,
+    found: Counter[str],
+    *,
+    same: bool | None = None,
+) -> None:
+    """Another writer takes over, without a look, and does some things; then the power goes again.
+
+    Args: same: whether it is of the same durability; None for either.
+    """
+    promise, same = disk.marked, rng.random() < 0.5 if same is None else same
     with left(disk, folder, path, rng) as recorder:
         if not (path / "schema.json").exists():
             return
@@ -111,7 +123,7 @@ def live_again(disk: Disk, folder: int, life: Life, path: Path, rng: random.Rand
             found.update({"wrong in a copy": second.strangers(look(copy, rng)[0])})
         log, folder = list(recorder.log), recorder.folder(path)
         second.buffer.close()
-    for later in cuts(log, 2, rng):
+    for later in cuts(log, 3, rng):
         with left(later, folder, path, rng, number=3):
             state, differs = look(path, rng)
             found.update(differs + judge(state, later.marked, second))

@@ -33,7 +33,7 @@ from memmap_buffer import CorruptBufferError, MemmapBufferError, ReplayBuffer, r
 
 MEMORY = 2**30  # bytes that an example may take beyond what the process had
 SECONDS = 60
-QUICK, ALL = 80, 2000
+QUICK, ALL = 60, 2000
 
 Mutation = Callable[[Path], Any]
 

@@ -367,6 +367,36 @@ def test_what_a_killed_writer_left_is_finished_or_dropped(tmp_path: Path, work: 
     assert states[-1] != before
 
 
+@pytest.mark.parametrize("drop_redo", [False, True])
+def test_published_steps_survive_a_kill_and_a_repair(tmp_path: Path, drop_redo: bool) -> None:
+    """Whatever was cut off: the steps up to some one are there, exact, and no older episode is worse for it."""
+    before, lengths = dict(shown(damage.example())), set()
+    at = 1
+    while True:
+        folder = damage.copy_of_example(tmp_path / str(at))
+
+        def record(tell: Callable[[Any], None], at: int = at, folder: Path = folder) -> None:
+            buffer = ReplayBuffer.from_folder(folder, publish="step")
+            buffer._writer.begin()
+            with system(at, kill=True, half=True):
+                damage.record(buffer, 6, 4)
+
+        if in_child(record).status != KILLED:
+            break
+        if drop_redo:
+            (folder / ".redo").unlink(missing_ok=True)
+        repair(folder)
+        assert verify(folder) == []
+        got = dict(shown(folder))
+        new = got.pop(6, {"number": []})
+        assert new["number"] == [600 + t for t in range(len(new["number"]))]
+        lengths.add(len(new["number"]))
+        assert [serial for serial in got if serial > 1] in ([2, 3, 4, 5], [3, 4, 5])
+        assert all(before[serial] == episode for serial, episode in got.items() if serial > 1)
+        at += 1
+    assert lengths == {0, 1, 2, 3, 4}
+
+
 def test_an_update_whose_redo_file_is_lost_costs_the_episode_unless_it_is_whole(tmp_path: Path) -> None:
     at, seen = 1, set()
     before = dict(shown(damage.example()))
@@ -588,7 +618,7 @@ KILLS: dict[str, tuple[Callable[[Path], Any], Damage]] = {
 }
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", KILLS)
 def test_killed_at_any_operation_it_can_be_run_again(tmp_path: Path, what: str, stride: int) -> None:
     """Fault 4, for repair: nothing more is lost than without the kill."""

@@ -81,7 +81,8 @@ class Reader:
         Returns: key -> (B, …), fresh arrays of the stored dtypes.
         Raises: StaleEpisodeError: an episode was overwritten meanwhile, and cannot or must not be drawn again.
         """
-        for _ in range(TRIES):
+        tries, damaged = 0, self._num_damaged()
+        while tries < TRIES:
             gather = Gather(self.sources, anchors)
             self.selection.view.cut(gather)
             gather.put_meta(self.output.meta)
@@ -90,7 +91,12 @@ class Reader:
                 self._require_text(gather.batch)
                 return self._named(gather.batch, anchors)
             anchors = self._again(anchors, np.flatnonzero(~fresh))
+            before, damaged = damaged, self._num_damaged()
+            tries += damaged == before  # what is found damaged is not drawn again, so that comes to an end by itself
         raise self._gone(anchors.serial[~fresh])
+
+    def _num_damaged(self) -> int:
+        return sum(storage.num_damaged for storage in self.sources.storages)
 
     def _require_text(self, batch: Mapping[str, Array]) -> None:
         """Raise CorruptBufferError for text that no `str` may hold: numpy would make one of it all the same."""

@@ -77,6 +77,10 @@ class Files:
         skip = 8 * first
         write_all(self.fd["/episodes"], record[skip:], self._records + slot * RECORD.itemsize + skip)
 
+    def sector_of(self, slot: int) -> int:
+        """The sector of 512 bytes that holds a slot's record."""
+        return (self._records + slot * RECORD.itemsize) // 512
+
     def amend(self, slot: int, **values: int) -> None:
         """Replace some words of a slot's record, its generation unchanged: atomic to every reader."""
         record = self.storage.maps.words[slot].view(RECORD)[0]
@@ -258,7 +262,11 @@ def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> Non
     files.barriers(*files.layout.schema.all, "/checksums")
     first = [serial for publication, serial, _ in entries if not publication.published]
     try:
+        sector = -1
         for (publication, _, _), record in zip(entries, records, strict=True):
+            before, sector = sector, files.sector_of(publication.slot)
+            if before not in (-1, sector):  # sectors reach the disk in any order, and there must be no gap
+                files.barriers("/episodes")
             publication.show(record)
         files.barriers("/episodes")
     finally:

@@ -10,7 +10,7 @@ from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.store import redo
 from memmap_buffer.store.host import anyone_may_rename, network_filesystem, this_process
 from memmap_buffer.store.publication import Files
-from memmap_buffer.store.records import CUT, FINAL, MAX_SERIAL, OPEN, STATE_WORD
+from memmap_buffer.store.records import CUT, FINAL, MAX_SERIAL, OPEN, RECORD, STATE_WORD
 from memmap_buffer.store.ring import Ring
 
 log = logging.getLogger("memmap_buffer")
@@ -65,7 +65,10 @@ def _doubts(files: Files, boot: bytes) -> dict[str, int]:
     stored = files.storage.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
     words = {"clean": 0}
     if not state("clean") and state("epoch") and (stored != boot or not any(boot)):
-        words["suspect"] = _following(files)
+        # Also what stands under an odd generation: a redo file may bring it back.
+        serials = files.storage.maps.words.view(RECORD)["serial"]
+        written = serials[serials < MAX_SERIAL]
+        words["suspect"] = max(_following(files), int(written.max(initial=0)) + 1)
     if not files.power:
         words["synced"] = 0
     elif state("clean") and not state("suspect"):

@@ -132,8 +132,7 @@ class Storage:
         check_verify(verify)
         storage = cls(path, read_only=read_only, verify=verify)
         storage.refresh()
-        if verify == "always":  # those too that would come back in the place of damaged ones
-            storage.check(np.flatnonzero(storage.table.valid))
+        storage.check_always()
         return storage
 
     def __getstate__(self) -> dict[str, Any]:
@@ -276,6 +275,16 @@ class Storage:
         if damaged:
             self._table = self._read_table(self.table.changes)
         return out
+
+    def check_always(self) -> None:
+        """With `verify="always"`, check everything, also what would come back in the place of damaged episodes."""
+        if self.verify == "always":
+            self.check(np.flatnonzero(self.refresh().valid))
+
+    @property
+    def num_damaged(self) -> int:
+        """How many episodes were found damaged so far."""
+        return len(self._void)
 
     def damaged(self, slot: int) -> list[str]:
         """The fields of a slot that differ from their checksums, unless it was rewritten or appended to meanwhile."""
