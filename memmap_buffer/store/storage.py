@@ -52,11 +52,8 @@ _DELETED_WORD = np.uint64(DELETED << 32)
 class EpisodeTable:
     """The records at one moment, by slot, and the visible slots in the order of their serials.
 
-    Attributes:
-        changes: the change counter before the records were read.
-        generation, serial, length, flags, check: (slots,).
-        valid: (slots,) bool, whether the slot holds an episode, visible or not.
-        visible: (episodes,) int64 slots, oldest first.
+    Attributes: changes: the change counter before the records were read; generation, serial, length, flags, check, and
+        valid (whether the slot holds an episode, visible or not): (slots,); visible: (episodes,) slots, oldest first.
     """
 
     changes: int
@@ -125,9 +122,8 @@ class Storage:
     def open(cls, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> Storage:
         """Open and check a folder.
 
-        Raises:
-            NotABufferError: there is no buffer. SchemaError: one of an unknown version. CorruptBufferError: a file is
-            missing, a link, or not exactly of the size and header that the schema says.
+        Raises: NotABufferError. SchemaError: an unknown version. CorruptBufferError: a file is missing, a link, or not
+            exactly of the size and header that the schema says.
         """
         check_verify(verify)
         storage = cls(path, read_only=read_only, verify=verify)
@@ -335,11 +331,7 @@ def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
     """Make a new, empty buffer in a folder whose lock is held. Killed anywhere, it leaves none.
 
     Args: reserve: take the disk space of every file now, so that no episode ever meets a full disk.
-
-    Raises:
-        CorruptBufferError: a file that we did not create stands where one of ours belongs.
-        SchemaError: a file would be larger than the file system allows.
-        OSError: with `reserve`, the disk is too small; nothing is left behind.
+    Raises: CorruptBufferError: a file of another is in the way. SchemaError: too large for the file system. OSError.
     """
     with creating(folder, layout, reserve):
         pass
