@@ -385,7 +385,7 @@ def bombs() -> dict[str, bytes]:
         "33 dimensions": but(fields={"a": {**number, "shape": [1] * 33}}),
         "16 dimensions": but(fields={"a": {**number, "shape": [2**61] * 16}}),
         "a default of 400 lists": but(fields={"a": {**number, "default": deep}}),
-        "a default of 100,000 numbers": but(fields={"a": {**number, "shape": [2**40], "default": [1] * 100_000}}),
+        "a default of 50,000 numbers": but(fields={"a": {**number, "shape": [2**40], "default": [1] * 50_000}}),
         "a text of 4,096 characters": but(fields={"a": {**number, "dtype": "U4096", "shape": [2**50]}}),
         "all slots": but(max_episodes=2**62),
         "most slots": but(max_episodes=2**24 - 2, max_timesteps=2**31),
@@ -434,12 +434,15 @@ def test_opening_a_sparse_buffer_of_16_tebibytes_costs_no_reading_and_little_mem
     except SchemaError as error:
         pytest.skip(str(error))
     assert sum(path.stat().st_size for path in (tmp_path / "buffer").rglob("*")) > 15 * 2**40
-    code = "buffer = ReplayBuffer.from_folder(folder, verify='always'); assert buffer.sample(64)['x0'][0, 0, 0] == 7"
-    mebibytes, blocks = peak_of(code, tmp_path / "buffer")
+    code = """
+        buffer = ReplayBuffer.from_folder(folder, verify='always')
+        assert buffer.sample(64)['x0'][0, 0, 0] == 7
+        assert verify(folder) == []
+        buffer.snapshot(folder + '.copy')
+    """
+    mebibytes, blocks = peak_of(dedent(code).replace("\n", "\n        "), tmp_path / "buffer")
     assert mebibytes < 128
     assert blocks < 2**14  # of 512 bytes
-    code = "assert verify(folder) == []; ReplayBuffer.from_folder(folder).snapshot(folder + '.copy')"
-    assert peak_of(code, tmp_path / "buffer")[0] < 128
     copied = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(path.stat().st_blocks * 512 for path in copied) < 2**20
 

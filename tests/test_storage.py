@@ -105,10 +105,11 @@ def test_creation_without_enough_descriptors_leaves_nothing(tmp_path: Path) -> N
     """Fault 26: RLIMIT_NOFILE reached anywhere."""
 
     def work(tell: Any) -> None:
-        used = len(os.listdir("/proc/self/fd"))
+        used = {int(name) for name in os.listdir("/proc/self/fd")}
+        free = [number for number in range(max(used) + 41) if number not in used]
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         for more in range(1, 40):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], hard))  # a limit on the numbers, not on how many
             try:
                 make(tmp_path / str(more)).close()
                 outcome = "made"
