@@ -74,23 +74,29 @@ def publish(folder: Path, repeats: int, durability: str) -> Row:
 
 
 class PlainFiles:
-    """The bound of `publish`: one file per field and one for the records, written by `pwrite` alone."""
+    """The bound of `publish`: the bytes that it writes, to as many files, by `pwrite` (and the barriers) alone."""
 
     def __init__(self, folder: Path, arrays: dict[str, np.ndarray], slots: int, *, sync: bool) -> None:
         self._sync = sync
-        names = [*arrays, "records"]
+        names = [*arrays, "checksums", "records", "state"]
         self._fds = {name: os.open(folder / f"plain.{name}", os.O_RDWR | os.O_CREAT, 0o600) for name in names}
         for name, fd in self._fds.items():
-            os.ftruncate(fd, slots * (arrays[name].nbytes if name in arrays else 64))
+            os.ftruncate(fd, slots * (arrays[name].nbytes if name in arrays else 128))
 
     def write(self, slot: int, arrays: dict[str, np.ndarray]) -> None:
+        fds = self._fds
+        os.pwrite(fds["records"], bytes(8), slot * 64)
         for name, array in arrays.items():
-            os.pwrite(self._fds[name], array.data, slot * array.nbytes)
+            os.pwrite(fds[name], array.data, slot * array.nbytes)
+        os.pwrite(fds["checksums"], bytes(4 * (len(arrays) + 16)), slot * 128)
         if self._sync:
-            for name in arrays:
-                os.fdatasync(self._fds[name])
-            os.pwrite(self._fds["records"], bytes(64), slot * 64)
-            os.fdatasync(self._fds["records"])
+            for name in (*arrays, "checksums"):
+                os.fdatasync(fds[name])
+        os.pwrite(fds["records"], bytes(64), slot * 64)
+        if self._sync:
+            os.fdatasync(fds["records"])
+        os.pwrite(fds["state"], bytes(8), 0)
+        os.pwrite(fds["state"], bytes(8), 8)
 
     def close(self) -> None:
         for fd in self._fds.values():

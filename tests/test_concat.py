@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from faults import fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Reference
@@ -239,3 +241,35 @@ class TestWeights:
         both = ConcatBuffer(shards(tmp_path, 5), weights=[3])
         assert [x for batch in both.dataloader(2, timestep_level=True) for x in batch["x"].tolist()] == [0, 1, 2, 3, 4]
         assert len(both.sample(4, timestep_level=True)["x"]) == 4
+
+
+def test_two_writers_in_two_folders_and_a_reader_of_both(tmp_path):
+    """Fault 34: several writers are several folders; nothing is lost, and every row is of the right one."""
+    count, fields = 300, {"x": "int", "kind": "int"}
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        ReplayBuffer(path, count, 4, fields).close()
+
+    def write(source):
+        with ReplayBuffer.from_folder(paths[source]) as buffer:
+            for i in range(count):
+                buffer.store_episode(x=[100_000 * source + i] * (1 + i % 4), kind=[source] * (1 + i % 4))
+
+    writers = [fork() for _ in paths]
+    if 0 in writers:
+        status = 1
+        try:
+            write(writers.index(0))
+            status = 0
+        finally:
+            os._exit(status)
+    both, seen = ConcatBuffer([ReplayBuffer.from_folder(path, read_only=True) for path in paths]), 0
+    while seen < 2 * count:
+        both.refresh()
+        if seen := len(both):
+            batch = both.sample(64, seed=seen)
+            assert (batch["x"] // 100_000 == batch["kind"]).all()
+    assert [os.waitpid(child, 0)[1] for child in writers] == [0, 0]
+    got = both.get_all_data()
+    assert sorted(got["x"][:, 0].tolist()) == [100_000 * s + i for s in range(2) for i in range(count)]
+    assert both.episode_lens.tolist() == 2 * [1 + i % 4 for i in range(count)]

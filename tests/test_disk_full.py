@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
 import resource
 import select
 import shutil
-import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +18,10 @@ import numpy as np
 import pytest
 from faults import in_child, system
 from kill_writer import RING, content, exact, following, make, staged, steps
+from mounts import on_ext4, on_tmpfs
 
 from memmap_buffer import ReplayBuffer, verify
 
-DISK = 8 << 20
 SIZES = {"max_episodes": 1000, "circular": False}  # 100 MB, sparse
 MODES: dict[str, dict[str, Any]] = {
     "process": {},
@@ -31,72 +29,6 @@ MODES: dict[str, dict[str, Any]] = {
     "disk": {"stage": "disk"},
     "step": {"publish": "step"},
 }
-
-
-# File systems of a child's own, gone when it ends
-
-LIBC = ctypes.CDLL(None, use_errno=True)
-CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
-MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
-
-
-def _checked(result: int) -> None:
-    if result:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def mount(source: str, target: Path, kind: str = "", flags: int = 0, data: str = "") -> None:
-    _checked(LIBC.mount(source.encode(), str(target).encode(), kind.encode() or None, flags, data.encode() or None))
-
-
-def private_mounts() -> None:
-    """From here on this process mounts for itself alone; as an ordinary user in a user namespace."""
-    user, group = os.geteuid(), os.getegid()
-    _checked(LIBC.unshare(CLONE_NEWNS | (CLONE_NEWUSER if user else 0)))
-    if user:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    mount("none", Path("/"), flags=MS_REC | MS_PRIVATE)
-
-
-def in_namespace(prepare: Callable[[], None], work: Callable[..., Any]) -> list[Any]:
-    """What `work(tell)` tells in a child that has its own mounts, made by `prepare`; skips where that is refused."""
-
-    def child(tell: Callable[[Any], None]) -> None:
-        try:
-            private_mounts()
-            prepare()
-        except (OSError, AttributeError, subprocess.CalledProcessError) as error:
-            tell({"refused": str(error)})
-        else:
-            work(tell)
-
-    status, told = in_child(child)
-    if told and isinstance(told[0], dict) and "refused" in told[0]:
-        pytest.skip(f"mounts are refused here: {told[0]['refused']}")
-    assert status == 0, told
-    return told
-
-
-def on_tmpfs(folder: Path, work: Callable[..., Any]) -> list[Any]:
-    folder.mkdir()
-    return in_namespace(lambda: mount("tmpfs", folder, "tmpfs", 0, f"size={DISK}"), work)
-
-
-def on_ext4(folder: Path, work: Callable[..., Any]) -> list[Any]:
-    if not shutil.which("mkfs.ext4"):
-        pytest.skip("there is no mkfs.ext4")
-    folder.mkdir()
-    image = folder.with_suffix(".img")
-
-    def prepare() -> None:
-        image.touch()
-        os.truncate(image, 2 * DISK)
-        for command in (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
-            subprocess.run(command, check=True, capture_output=True)
-
-    return in_namespace(prepare, work)
 
 
 def fill(path: Path, leave: int = 0) -> None:
@@ -295,10 +227,10 @@ def test_a_limit_on_file_sizes_raises_efbig_and_no_signal(tmp_path, mode):
     assert (child.status, child.told) == (0, [[0, 1, 2, 3]])
 
 
-@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "ENXIO"])
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "ENXIO", "EAGAIN"])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_at_any_write_of_a_publication_leaves_what_was_there(tmp_path, mode, name):
-    """Faults 17 and 21: the error is passed on, and the same episode is published at the second try."""
+    """Faults 17, 19 and 21: the error is passed on, and the same episode is published at the second try."""
     folder, number = tmp_path / "buffer", getattr(errno, name)
     with make(folder, **MODES[mode]) as buffer:
         for serial in range(RING["max_episodes"] + 2):

@@ -291,6 +291,27 @@ def test_a_handler_that_raises_within_publish_leaves_an_episode_that_can_be_publ
     assert exact(folder) == list(range(150 - RING["max_episodes"], 150))
 
 
+def test_signals_that_only_interrupt_change_nothing(tmp_path):
+    """Fault 19: EINTR in any system call; each is called again."""
+    folder = tmp_path / "buffer"
+
+    def write(tell: Any) -> None:
+        rung = []
+        signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+        signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
+        with make(folder, durability="power") as buffer:
+            for serial in range(100):
+                buffer.store_episode(**content(serial))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        tell(len(rung))
+
+    child = in_child(write)
+    assert child.status == 0, child.told
+    assert child.told[0] > 100
+    assert verify(folder) == []
+    assert exact(folder) == list(range(100 - RING["max_episodes"], 100))
+
+
 @pytest.mark.parametrize("mode", ["whole", "group", "step", "disk"])
 def test_a_handler_that_raises_at_any_line_of_publish_leaves_an_episode_that_can_be_published(tmp_path, mode):
     """Fault 9, without chance: the error comes at the N-th line that publishing executes, for each N."""

@@ -295,6 +295,20 @@ def test_after_a_failed_barrier_nothing_more_is_written_until_the_folder_is_open
         assert rewards(again)[0] == [1, 1] and rewards(again)[-1] == [4, 4]
 
 
+def test_an_episode_that_a_failed_barrier_left_open_does_not_stand_in_the_way_of_a_new_object(tmp_path):
+    writer = make(tmp_path, durability="power")
+    writer.store_episode(**whole(1))
+    left = writer.begin_episode()
+    with system(1, error=errno.EIO, only=("barrier",)), pytest.raises(OSError, match="Input/output error"):
+        writer.flush()
+    with ReplayBuffer.from_folder(tmp_path) as again:
+        again.store_episode(**whole(2))
+        assert rewards(again) == [[1, 1], [2, 2]]
+    with pytest.raises(WriterLostError, match="newer object"):
+        left.store(**{name: rows[0] for name, rows in whole(3).items()})
+        left.publish()
+
+
 # Readers
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from faults import listing
 from kill_writer import Writers, content, exact, make, staged, told_by, try_to_write
-from test_disk_full import MS_BIND, MS_RDONLY, MS_REMOUNT, in_namespace, mount
+from mounts import MS_BIND, MS_RDONLY, MS_REMOUNT, in_namespace, mount
 
 from memmap_buffer import (
     BufferLockedError,

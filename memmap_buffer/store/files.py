@@ -94,7 +94,8 @@ Creating and adding a field: the new schema as `schema.json.new`, the files (O_E
 folders. What only a `.new` names, the next writer MAY remove under the lock. `overwrite` renames `schema.json` to
 `schema.json.new`, removes exactly the files that it lists, and then it. Taking the lock raises `epoch`, stores pid,
 time, host and boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier
-behind that; if the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial.
+behind that; if the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial. What
+it finishes or closes for a dead writer has barriers whatever its own durability; then `next` rises to what was found.
 Closing puts barriers on all files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another
 boot without `clean`) all of them, MUST be checked against their checksums before they are served (`verify="auto"`).
 
@@ -107,6 +108,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -123,8 +125,7 @@ CAN_RESERVE = hasattr(os, "posix_fallocate")
 class System:
     """The system calls that change files, one method each, so that a test can stand between."""
 
-    def pwrite(self, fd: int, data: Any, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
+    pwrite: Callable[[int, Any, int], int] = staticmethod(os.pwrite)
 
     def barrier(self, fd: int) -> None:
         if _FULL_FSYNC is not None:

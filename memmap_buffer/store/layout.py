@@ -54,7 +54,11 @@ class ArrayFile:
 
     def offset(self, row: int) -> int:
         """Where row `row` of the first axis begins."""
-        return len(self.header) + row * math.prod(self.shape[1:]) * self.dtype.itemsize
+        return len(self.header) + row * self.row_bytes
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Layout:
         if self.slots > MAX_SLOTS or any(array.size > MAX_FILE_BYTES for array in self.arrays.values()):
             raise SchemaError("the sizes multiply to more than any file can hold; lower max_episodes or max_timesteps")
 
-    @property
+    @cached_property
     def used_columns(self) -> int:
         """The columns of checksums.npy that fields have."""
         return 1 + max(self.column_of.values())

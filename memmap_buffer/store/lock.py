@@ -46,12 +46,13 @@ class WriterLock:
     def acquire(self) -> None:
         """Take the lock, from an older object of this process if need be.
 
-        Raises: BufferLockedError: another process holds it, or an object of this one with an episode open.
+        Raises: BufferLockedError: another process holds it, or an object of this one with an episode open that it can
+            still publish.
         """
         key = self._folder.lock_key()
         holder = _holders.get(key)
         if holder is not None and holder.held and holder._pid == process_id():
-            if holder.open_episodes:
+            if holder.open_episodes and not holder.lost:
                 raise BufferLockedError(
                     f"{self._folder.path}: another ReplayBuffer object of this process has an episode open; "
                     "finish that episode, or use that object",

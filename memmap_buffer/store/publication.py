@@ -99,9 +99,9 @@ class Files:
         write_all(self.fd["/checksums"], row, self.layout.arrays["/checksums"].offset(slot))
 
     def trust(self, first: int, stop: int) -> None:
-        """Under "power", every serial below `stop` is on the disk, unless some before `first` are in doubt."""
+        """Every serial below `stop` is on the disk, unless some before `first` are in doubt."""
         state = self.storage.state
-        if self.power and state("synced") == first and state("suspect") <= first:
+        if state("synced") == first and state("suspect") <= first:
             self.write_state("synced", stop)
 
     def barriers(self, *keys: str) -> None:
@@ -129,7 +129,7 @@ class Publication:
     """
 
     def __init__(self, files: Files, slot: int) -> None:
-        self._files = files
+        self.files = files
         self.slot = slot
         self.serial = -1
         self.length = 0
@@ -159,18 +159,18 @@ class Publication:
         self._begin()
         start, rows = self.length, slice(self.length - base, stop - base)
         if start < stop:
-            self._crcs = {name: self._write_rows(name, start, column[rows]) for name, column in columns.items()}
+            self._crcs = self._write_rows({name: column[rows] for name, column in columns.items()}, start)
             self.length = stop
 
     def write_final(self, final: Mapping[str, Array]) -> None:
         """Write the observation after the last action behind the last step, for every field with `final`."""
-        self._final_crcs = {name: self._write_rows(name, self.length, value[None]) for name, value in final.items()}
+        self._final_crcs = self._write_rows({name: value[None] for name, value in final.items()}, self.length)
 
     def write_meta(self, meta: Mapping[str, Array]) -> None:
         """Write the meta fields, each of its declared shape."""
         self._begin()
         for name, value in meta.items():
-            self._files.write_meta(name, self.slot, value)
+            self.files.write_meta(name, self.slot, value)
         self.meta = dict(meta)
 
     def seal(self, serial: int, flags: int) -> bytes:
@@ -183,32 +183,32 @@ class Publication:
         if row is not None:
             flags |= CHECKED
             if not flags & OPEN:
-                write_all(self._files.fd["/checksums"], row, self._files.layout.arrays["/checksums"].offset(self.slot))
+                write_all(self.files.fd["/checksums"], row, self.files.layout.arrays["/checksums"].offset(self.slot))
         record = self._record(self._generation + 1, serial, flags, row)
         self._sealed = serial, record, (self.length, self._crcs)
         return record
 
     def _record(self, generation: int, serial: int, flags: int, checksums: bytes | None) -> bytes:
-        columns = 0 if checksums is None else self._files.layout.used_columns
+        columns = 0 if checksums is None else self.files.layout.used_columns
         return seal(
             generation=generation,
             serial=serial,
             length=self.length,
             flags=flags,
-            first_row=self.slot * self._files.layout.max_timesteps,
+            first_row=self.slot * self.files.layout.max_timesteps,
             time=time.time_ns(),
-            epoch=self._files.lock.epoch,
+            epoch=self.files.lock.epoch,
             digest=digest_of(checksums or b"", columns),
             columns=columns,
         )
 
     def show(self, record: bytes) -> None:
         """Write the record: the commit."""
-        self._files.write_record(self.slot, record, first=self.published)
+        self.files.write_record(self.slot, record, first=self.published)
 
     def settle(self) -> None:
         """Whatever went wrong: if the record that was last sealed stands on the disk, that much is published."""
-        if self._sealed is not None and self._files.storage.maps.words[self.slot].tobytes() == self._sealed[1]:
+        if self._sealed is not None and self.files.storage.maps.words[self.slot].tobytes() == self._sealed[1]:
             self.serial, _, self._shown = self._sealed
 
     def rewind(self) -> None:
@@ -217,7 +217,7 @@ class Publication:
 
     def closing(self, flags: int, final: Mapping[str, Array], meta: Mapping[str, Array]) -> tuple[bytes, list[Piece]]:
         """(record, pieces) that end an episode whose steps are published, its final observation and meta included."""
-        layout = self._files.layout
+        layout = self.files.layout
         pieces: list[Piece] = []
         crcs = dict(self._crcs)
         last = self.slot * (layout.max_timesteps + 1) + self.length
@@ -227,7 +227,7 @@ class Publication:
         for name, value in meta.items():
             pieces.append((name, layout.arrays[name].offset(self.slot), value.tobytes()))
             crcs[name] = crc32(value)
-        if self._files.checksum:
+        if self.files.checksum:
             flags |= CHECKED
             row = checksum_row(layout, crcs)
             pieces.append(("/checksums", layout.arrays["/checksums"].offset(self.slot), row))
@@ -236,20 +236,23 @@ class Publication:
 
     def _begin(self) -> None:
         if not self._begun:
-            self._files.write_generation(self.slot, self._generation)
+            self.files.write_generation(self.slot, self._generation)
             self._begun = True
 
-    def _write_rows(self, name: str, t: int, rows: Array) -> int:
-        """Write rows from timestep `t` on; the CRC-32 of all up to them."""
-        self._files.write_rows(name, self.slot, t, rows)
-        return crc32(rows, self._crcs[name]) if self._files.checksum else 0
+    def _write_rows(self, columns: Mapping[str, Array], t: int) -> dict[str, int]:
+        """Write rows from timestep `t` on; the CRC-32 of all up to them, by field."""
+        crcs, write, slot = {}, self.files.write_rows, self.slot
+        for name, rows in columns.items():
+            write(name, slot, t, rows)
+            crcs[name] = crc32(rows, self._crcs[name]) if self.files.checksum else 0
+        return crcs
 
     def _checksums(self) -> bytes | None:
         """The slot's row of checksums.npy, or None where none are kept."""
-        if not self._files.checksum:
+        if not self.files.checksum:
             return None
         meta = {name: crc32(value) for name, value in self.meta.items()}
-        return checksum_row(self._files.layout, {**self._crcs, **self._final_crcs, **meta})
+        return checksum_row(self.files.layout, {**self._crcs, **self._final_crcs, **meta})
 
 
 def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> None:
@@ -272,6 +275,6 @@ def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> Non
     finally:
         for publication, _, _ in entries:
             publication.settle()
-    if first:
+    if first and files.power:
         files.trust(first[0], first[-1] + 1)
     files.announce(entries[-1][1] + 1)

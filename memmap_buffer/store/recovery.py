@@ -36,7 +36,10 @@ def take_over(files: Files) -> Ring:
     files.sync("/state")
     redo.finish(files)
     _close_abandoned(files)
-    return count(files)
+    ring = count(files)
+    if files.storage.state("next") < ring.next:
+        files.write_state("next", ring.next)  # before `base`, in the same sector: never `base` beyond what is known
+    return ring
 
 
 def count(files: Files) -> Ring:
@@ -85,8 +88,9 @@ def _close_abandoned(files: Files) -> None:
             continue  # its steps did not survive a crash of the machine
         flags = int(table.flags[slot])
         crcs = dict(storage.column_crcs(slot, int(table.length[slot]), bool(flags & FINAL)))
+        # With barriers whatever the durability of this writer: that of the dead one may have been "power".
         files.write_checksums(slot, crcs)
-        files.barriers("/checksums")
+        files.sync("/checksums")
         files.amend(slot, flags=flags & ~OPEN | CUT)
-        files.barriers("/episodes")
+        files.sync("/episodes")
         files.changed()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,13 +42,13 @@ class Rewrite:
         head = {"slot": self.slot, "serial": self.serial, "generation": self.generation, "record": self.record.hex()}
         text = json.dumps({**head, "pieces": [[key, offset, len(data)] for key, offset, data in self.pieces]}).encode()
         body = text + b"".join(data for _, _, data in self.pieces)
-        return MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(body).to_bytes(8, "little") + body
+        return MAGIC + len(text).to_bytes(8, "little") + crc32(body).to_bytes(8, "little") + body
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Rewrite | None:
         """The rewrite, or None if the file is torn, or none that `to_bytes` makes."""
         size, crc, body = int.from_bytes(raw[8:16], "little"), int.from_bytes(raw[16:24], "little"), raw[24:]
-        if raw[:8] != MAGIC or size > min(len(body), MAX_HEAD) or zlib.crc32(body) != crc:
+        if raw[:8] != MAGIC or size > min(len(body), MAX_HEAD) or crc32(body) != crc:
             return None
         try:
             head = json.loads(body[:size])
@@ -125,7 +124,7 @@ def carry_out(files: Files, rewrite: Rewrite) -> None:
     except BaseException:
         folder.unlink(NAME, missing_ok=True)
         raise
-    _apply(files, rewrite)
+    _apply(files, rewrite, files.barriers)
 
 
 def finish(files: Files) -> None:
@@ -140,7 +139,7 @@ def finish(files: Files) -> None:
         folder.unlink(NAME)
         return
     log.warning("%s: finishing an update of episode %d that was interrupted", folder.path, rewrite.serial)
-    _apply(files, rewrite)
+    _apply(files, rewrite, files.sync)  # whatever the durability of this writer: the dead one's may have been "power"
 
 
 def _applies(files: Files, rewrite: Rewrite) -> bool:
@@ -167,12 +166,12 @@ def _inside(layout: Layout, slot: int, key: str, offset: int, data: bytes) -> bo
     return array.offset(slot) <= offset <= array.offset(slot + 1) - len(data)
 
 
-def _apply(files: Files, rewrite: Rewrite) -> None:
+def _apply(files: Files, rewrite: Rewrite, wait: Callable[..., None]) -> None:
     files.write_generation(rewrite.slot, rewrite.generation | 1)
     for key, offset, data in rewrite.pieces:
         write_all(files.fd[key], data, offset)
-    files.barriers(*{key for key, _, _ in rewrite.pieces})
+    wait(*dict.fromkeys(key for key, _, _ in rewrite.pieces))
     files.write_record(rewrite.slot, rewrite.record)
-    files.barriers("/episodes")
+    wait("/episodes")
     files.changed()
     files.storage.folder.unlink(NAME)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import OrderedDict, deque
 
 import numpy as np
 
@@ -22,9 +23,11 @@ class Ring:
 
     def __init__(self, layout: Layout, table: EpisodeTable, following: int) -> None:
         self._layout = layout
+        self._max_episodes, self._max_steps = layout.max_episodes, layout.max_steps or math.inf
         self.next = following
         self.steps = table.steps
-        self._live = {int(table.serial[s]): (int(s), int(table.length[s])) for s in table.visible}  # oldest first
+        # Oldest first. An OrderedDict: a dict that loses its first entries looks at all of them to find the next.
+        self._live = OrderedDict((int(table.serial[s]), (int(s), int(table.length[s]))) for s in table.visible)
         self._shown = {slot for slot, _ in self._live.values()}
         empty = np.setdiff1d(np.arange(layout.slots), table.visible)
         # Those never written first, then in the order of their serials: a fresh buffer fills from slot 0.
@@ -76,15 +79,12 @@ class Ring:
         self._shown.add(slot)
         self.steps += length - before
         self.next = max(self.next, serial + 1)
-        limit = self._layout.max_steps
-        while len(self._live) > self._layout.max_episodes or (limit is not None and self.steps > limit):
+        while len(self._live) > self._max_episodes or self.steps > self._max_steps:
             self.hide(self.oldest)
 
     def hide(self, serial: int) -> None:
         """An episode is not visible any more; its slot may be written again."""
-        if serial not in self._live:
-            return
-        slot, length = self._live.pop(serial)
+        slot, length = self._live.pop(serial, (-1, 0))
         self._shown.discard(slot)
         self.steps -= length
 

@@ -10,7 +10,7 @@ import logging
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +44,7 @@ from memmap_buffer.values import Array
 log = logging.getLogger("memmap_buffer")
 
 IntArray = npt.NDArray[np.int64]
+crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
 
@@ -319,12 +320,7 @@ def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
 
 def digest_of(row: bytes, columns: int) -> int:
     """What the record carries of its row of checksums.npy: CRC-32 of the first `columns` entries."""
-    return zlib.crc32(row[: 4 * columns])
-
-
-def crc32(array: Any, start: int = 0) -> int:
-    """CRC-32 of the bytes of a C-contiguous array, going on from `start`."""
-    return zlib.crc32(array, start)
+    return crc32(row[: 4 * columns])
 
 
 def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:

@@ -249,12 +249,12 @@ class Writer:
         serial = self._ring.next + len(self._pending) if first else publication.serial
         self._pending.append((publication, serial, flags))
         if at_once or len(self._pending) >= self.how.sync_every:
-            self._commit_pending()
+            self._commit_pending(publication.files)
 
-    def _commit_pending(self) -> None:
+    def _commit_pending(self, files: Files) -> None:
         if not self._pending:
             return
-        files, entries = self.begin(), self._pending
+        entries = self._pending
         try:
             commit(files, entries)
         finally:
@@ -300,7 +300,7 @@ class Writer:
         """Make every episode invisible, in one write. Episodes that are open and staged are not touched."""
         files = self.begin()
         self._refuse_open_steps("clear")
-        self._commit_pending()
+        self._commit_pending(files)
         files.write_state("base", self._ring.next)
         files.barriers("/state")
         files.changed()
@@ -316,7 +316,7 @@ class Writer:
         """Wait until everything published is on the disk. Raises OSError, and then nothing more may be written."""
         if self._files is not None:
             files = self.begin()
-            self._commit_pending()
+            self._commit_pending(files)
             files.sync()
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class Writer:
                 episode.publish(cut=True)
             else:
                 episode.abort()
-        self._commit_pending()
+        self._commit_pending(files)
         files.sync()
         files.write_state("clean", 1)
         files.sync("/state")
