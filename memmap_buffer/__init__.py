@@ -14,17 +14,18 @@ The layers; a module imports only from levels above its own line, never sideways
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.sources
-    level 13  reading.gather
-    level 14  reading.views
-    level 15  reading.index
-    level 16  reading.options, reading.order
-    level 17  reading.reader
-    level 18  reading.samplers
-    level 19  reading.datasets
-    level 20  reading.readable
-    level 21  buffer
-    level 22  concat, cli
+    level 12  reading.runs
+    level 13  reading.sources
+    level 14  reading.gather
+    level 15  reading.views
+    level 16  reading.index
+    level 17  reading.options, reading.order
+    level 18  reading.reader
+    level 19  reading.samplers
+    level 20  reading.datasets
+    level 21  reading.readable
+    level 22  buffer
+    level 23  concat, cli
 
 torch is imported by reading.datasets alone, which is loaded when a dataset, loader or batch is first asked for.
 """

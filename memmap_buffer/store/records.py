@@ -27,7 +27,8 @@ STATE = np.dtype(
     ]
 )
 WORDS = RECORD.itemsize // 8
-GENERATION, CHECK = 0, 7
+GENERATION, SERIAL, FIRST_ROW, CHECK = 0, 1, 3, 7  # words
+LENGTH, FLAGS = 4, 5  # half words
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
 
 FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED = 1, 2, 4, 8, 16, 32

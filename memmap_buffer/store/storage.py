@@ -7,6 +7,7 @@ first use, so a DataLoader worker costs no copy of the data. `EpisodeTable` is w
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import time
 import zlib
@@ -34,6 +35,7 @@ from memmap_buffer.store.records import (
     GENERATION,
     OPEN,
     RECORD,
+    SERIAL,
     STATE_WORD,
     WORDS,
     Words,
@@ -45,11 +47,12 @@ log = logging.getLogger("memmap_buffer")
 
 IntArray = npt.NDArray[np.int64]
 crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
+MAX_VIEWS = 256  # of runs, that are kept
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EpisodeTable:
     """The records at one moment, by slot, and the visible slots in the order of their serials.
 
@@ -78,6 +81,11 @@ class EpisodeTable:
         shown = np.zeros(len(self.serial), np.bool_)
         shown[self.visible] = True
         return shown
+
+    @cached_property
+    def seen(self) -> Words:
+        """(slots,) what a record's check is as long as the slot shows the episode that it shows here."""
+        return np.where(self._shown, self.check, ~self.check)
 
     @cached_property
     def steps(self) -> int:
@@ -118,6 +126,7 @@ class Storage:
         self.verify = verify
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
+        self._runs: dict[tuple[str, int], Array] = {}
 
     @classmethod
     def open(cls, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> Storage:
@@ -215,6 +224,27 @@ class Storage:
             fits = np.cumsum(length[slots][::-1])[::-1] <= self.layout.max_steps
             slots = slots[fits]
         return slots
+
+    def runs_of(self, name: str, steps: int) -> Array:
+        """A view (N - K + 1, entries of K rows) of a field's N rows: one index into it copies whole runs of K rows."""
+        view = self._runs.get((name, steps))
+        if view is None:
+            rows = self.maps.rows[name]
+            shape = (len(rows) - steps + 1, steps * math.prod(rows.shape[1:]))
+            view = np.ndarray(shape, rows.dtype, rows, strides=(rows.strides[0], rows.itemsize))
+            self._runs = {(name, steps): view} if len(self._runs) >= MAX_VIEWS else {**self._runs, (name, steps): view}
+        return view
+
+    def look_up(self, slots: IntArray, serials: IntArray) -> tuple[Words, npt.NDArray[np.bool_]]:
+        """Records as they are on disk now.
+
+        Returns: their words (B, 8); (B,) whether each is, unchanged, that of the visible episode of that serial.
+        """
+        words = self.maps.words.take(slots, axis=0)
+        differs = words[:, CHECK] ^ self.table.seen.take(slots)
+        differs |= words[:, SERIAL] ^ serials.view(np.uint64)
+        differs |= words[:, GENERATION] & np.uint64(1)
+        return words, differs == 0
 
     def first_row(self, slots: IntArray, final: bool) -> IntArray:
         """The row of step 0 of each slot, in files with or without `final`."""
