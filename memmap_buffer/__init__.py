@@ -7,14 +7,14 @@ The layers; a module imports only from levels above its own line, never sideways
     level 2   schema, transforms
     level 3   store.files, store.records
     level 4   store.layout, store.host, store.folder
-    level 5   store.storage
+    level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring
     level 7   store.publication, store.group, store.edits, store.snapshot
     level 8   store.redo
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.runs
+    level 12  reading.slices
     level 13  reading.sources
     level 14  reading.gather
     level 15  reading.views

@@ -21,9 +21,10 @@ from faults import KILLED, in_child, listing, shown, system
 
 from memmap_buffer import Finding, MemmapBufferError, NotABufferError, ReplayBuffer, verify
 from memmap_buffer.store.checkup import MAX_TRIED, mend
+from memmap_buffer.store.creation import creating
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.records import RECORD, check_of, seal
-from memmap_buffer.store.storage import Storage, creating
+from memmap_buffer.store.storage import Storage
 
 
 @pytest.fixture

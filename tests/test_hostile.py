@@ -47,11 +47,11 @@ from memmap_buffer import (
 )
 from memmap_buffer.reading import index
 from memmap_buffer.store import files
+from memmap_buffer.store.creation import creating
 from memmap_buffer.store.files import npy_header
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.records import MAX_SERIAL, seal
-from memmap_buffer.store.storage import creating
 
 HANGS_AFTER = 20  # seconds
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.runs import Runs
+from memmap_buffer.reading.slices import Slices
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
 from memmap_buffer.store.records import FINAL, FIRST_ROW, GENERATION, TERMINATED, Words
 from memmap_buffer.store.storage import IntArray
@@ -32,7 +32,7 @@ class Take(NamedTuple):
     """A field's rows that are still to be copied; `missing` (B,) or (B, K) of them do not exist, and get `padding`."""
 
     name: str
-    rows: IntArray | Runs
+    rows: IntArray | Slices
     missing: BoolArray | None = None
     padding: str = "zero"
 
@@ -79,9 +79,9 @@ class Gather:
 
     def read(self, part: slice = EVERY) -> dict[str, Array]:
         """Copy some of the items: key -> (b, …)."""
-        runs: dict[int, Runs] = {}
+        slices: dict[int, Slices] = {}
         return {
-            key: self._copy(what, part, runs)
+            key: self._copy(what, part, slices)
             if isinstance(what, Take)
             else what
             if part is EVERY
@@ -182,16 +182,16 @@ class Gather:
         final = self.schema.fields[name].final
         limit = self.limit(final) if limit is None else limit
         if isinstance(offsets, range):
-            return Take(name, self._runs(offsets, final, limit, padding))
+            return Take(name, self._slices(offsets, final, limit, padding))
         return Take(name, *self._plan(self.t[:, None] + offsets, final, limit[:, None]), padding)
 
-    def _copy(self, take: Take, part: slice, runs: dict[int, Runs]) -> Array:
-        """Copy some of the items; `runs` are the parts of runs that were made for it so far, as fields share them."""
+    def _copy(self, take: Take, part: slice, slices: dict[int, Slices]) -> Array:
+        """Copy some of the items; `slices` are the parts of `Slices` made for it so far, as fields share them."""
         rows, source, name = take.rows, self.anchors.source, take.name
-        if isinstance(rows, Runs):
-            some = runs.get(id(rows))
+        if isinstance(rows, Slices):
+            some = slices.get(id(rows))
             if some is None:
-                some = runs[id(rows)] = rows if part is EVERY else rows[part]
+                some = slices[id(rows)] = rows if part is EVERY else rows[part]
             return self._marked(name, self.sources.take(name, source if source is None else source[part], some))
         values = self.sources.take(name, source if source is None else source[part], rows[part])
         if take.missing is not None and take.padding != "edge":
@@ -199,13 +199,13 @@ class Gather:
             values[take.missing[part]] = values.dtype.type() if take.padding == "zero" else field.fill
         return self._marked(name, values)
 
-    def _runs(self, offsets: range, final: bool, limit: IntArray, padding: str) -> Runs:
+    def _slices(self, offsets: range, final: bool, limit: IntArray, padding: str) -> Slices:
         """Where the steps `t + offsets` lie."""
         begin, steps = self.t + offsets.start, len(offsets)
         lead = np.minimum(np.maximum(-begin, 0), steps)
         stop = np.maximum(np.minimum(limit - begin, steps), 0)
         nearest = np.minimum(np.maximum(begin, 0), limit - 1)
-        return Runs(self._rows(nearest, final), lead, stop, steps, padding)
+        return Slices(self._rows(nearest, final), lead, stop, steps, padding)
 
     def _require_size(self, name: str, steps: int) -> None:
         size = len(self.t) * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaMismatchError
-from memmap_buffer.reading.runs import Runs
+from memmap_buffer.reading.slices import Slices
 from memmap_buffer.store.records import FLAGS, LENGTH, Words
 from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
 from memmap_buffer.values import Array
@@ -129,15 +129,15 @@ class Sources:
             anchors.source, anchors.size, lambda storage, i: (storage.first_row(anchors.slot[i], False),)
         )[0]
 
-    def take(self, name: str, source: IntArray | None, rows: IntArray | Runs) -> Array:
-        """Copy rows of a per-timestep field: (B, …) row numbers give (B, …, *field), runs (B, K, *field)."""
+    def take(self, name: str, source: IntArray | None, rows: IntArray | Slices) -> Array:
+        """Copy rows of a per-timestep field: (B, …) row numbers give (B, …, *field), slices (B, K, *field)."""
         if source is None:
             return self._take(self.storages[0], name, rows)
-        count = len(rows.row if isinstance(rows, Runs) else rows)
+        count = len(rows.row if isinstance(rows, Slices) else rows)
         return self._each(source, count, lambda storage, i: (self._take(storage, name, rows[i]),))[0]
 
-    def _take(self, storage: Storage, name: str, rows: IntArray | Runs) -> Array:
-        if isinstance(rows, Runs):
+    def _take(self, storage: Storage, name: str, rows: IntArray | Slices) -> Array:
+        if isinstance(rows, Slices):
             return rows.copy(storage, name)
         return storage.maps.rows[name].take(rows, axis=0, mode="clip")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.store.creation import creating
 from memmap_buffer.store.files import close_all, copy_range, write_all, write_word
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
@@ -23,7 +24,7 @@ from memmap_buffer.store.records import (
     Words,
     check_of,
 )
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage, creating
+from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
 
 ROUNDS, FEW = 100, 5
 BESIDE = ("priority", "extra")

@@ -1,6 +1,6 @@
 """The open arrays of one folder and its episode table.
 
-`Storage` creates and opens; it never writes to a folder that is complete. It pickles as a path and opens its maps on
+`Storage` opens and reads; it never writes to a folder that is complete. It pickles as a path and opens its maps on
 first use, so a DataLoader worker costs no copy of the data. `EpisodeTable` is what the records said at one moment.
 """
 
@@ -12,7 +12,6 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -22,8 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.store.files import CAN_RESERVE
+from memmap_buffer.errors import SchemaError
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -47,7 +45,7 @@ log = logging.getLogger("memmap_buffer")
 
 IntArray = npt.NDArray[np.int64]
 crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
-MAX_VIEWS = 256  # of runs, that are kept
+MAX_VIEWS = 256  # of slices, that are kept
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
 
@@ -126,7 +124,7 @@ class Storage:
         self.verify = verify
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
-        self._runs: dict[tuple[str, int], Array] = {}
+        self._slices: dict[tuple[str, int], Array] = {}
 
     @classmethod
     def open(cls, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> Storage:
@@ -225,14 +223,16 @@ class Storage:
             slots = slots[fits]
         return slots
 
-    def runs_of(self, name: str, steps: int) -> Array:
-        """A view (N - K + 1, entries of K rows) of a field's N rows: one index into it copies whole runs of K rows."""
-        view = self._runs.get((name, steps))
+    def slices_of(self, name: str, steps: int) -> Array:
+        """A view (N - K + 1, entries of K rows) of a field's N rows: one index into it copies slices of K rows."""
+        view = self._slices.get((name, steps))
         if view is None:
             rows = self.maps.rows[name]
             shape = (len(rows) - steps + 1, steps * math.prod(rows.shape[1:]))
             view = np.ndarray(shape, rows.dtype, rows, strides=(rows.strides[0], rows.itemsize))
-            self._runs = {(name, steps): view} if len(self._runs) >= MAX_VIEWS else {**self._runs, (name, steps): view}
+            self._slices = (
+                {(name, steps): view} if len(self._slices) >= MAX_VIEWS else {**self._slices, (name, steps): view}
+            )
         return view
 
     def look_up(self, slots: IntArray, serials: IntArray) -> tuple[Words, npt.NDArray[np.bool_]]:
@@ -351,76 +351,3 @@ def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
 def digest_of(row: bytes, columns: int) -> int:
     """What the record carries of its row of checksums.npy: CRC-32 of the first `columns` entries."""
     return crc32(row[: 4 * columns])
-
-
-def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
-    """Make a new, empty buffer in a folder whose lock is held. Killed anywhere, it leaves none.
-
-    Args: reserve: take the disk space of every file now, so that no episode ever meets a full disk.
-    Raises: CorruptBufferError: a file of another is in the way. SchemaError: too large for the file system. OSError.
-    """
-    with creating(folder, layout, reserve):
-        pass
-
-
-@contextmanager
-def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[None]:
-    """The files of a new buffer, open to be filled in the block; it is a buffer only when the block has ended."""
-    discard_unfinished(folder)
-    arrays = list(layout.arrays.values())
-    for array in arrays:
-        if folder.exists(array.name):
-            path = folder.path / array.name
-            raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
-    total, free = sum(array.size for array in arrays), folder.free_bytes()
-    if total > free and not reserve:
-        text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"
-        log.warning(text, folder.path, total / 1e9, free / 1e9)
-    try:
-        folder.write_new("schema.json.new", layout.to_json(), sync=True)
-        for key, array in layout.arrays.items():
-            whole = CAN_RESERVE and key in ("/episodes", "/state")
-            folder.create_array(array.name, array.header, array.size, reserve or whole)
-        yield
-        for array in arrays:
-            folder.sync_array(array.name)
-        folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})
-        folder.rename("schema.json.new", "schema.json")
-    except BaseException:
-        discard_unfinished(folder)  # nothing, once it was renamed
-        raise
-
-
-def discard_unfinished(folder: Folder) -> None:
-    """Remove what only a `schema.json.new` names: a creation or an added field that was never finished."""
-    try:
-        planned = _listed(folder, "schema.json.new")
-    except FileNotFoundError:
-        return
-    kept = _listed(folder, "schema.json") if folder.exists("schema.json") else set()
-    for name in planned - kept:
-        folder.unlink(name, missing_ok=True)
-    # Not before the files are gone for good: without it nobody could tell whose they are.
-    for sub in {name.rpartition("/")[0] for name in planned - kept}:
-        with suppress(FileNotFoundError, CorruptBufferError):  # it was never made, or is not ours
-            folder.sync_folders(sub)
-    folder.unlink("schema.json.new")
-
-
-def remove(folder: Folder) -> None:
-    """Remove a buffer whose lock is held: it becomes one that was never finished, and is discarded as such."""
-    _listed(folder, "schema.json")  # refuse one that tells of no files
-    discard_unfinished(folder)
-    folder.unlink(".redo", missing_ok=True)
-    folder.rename("schema.json", "schema.json.new")
-    discard_unfinished(folder)
-
-
-def _listed(folder: Folder, name: str) -> set[str]:
-    data = folder.read(name, MAX_SCHEMA_BYTES)
-    try:
-        return {array.name for array in Layout.from_json(data, name).arrays.values()}
-    except (CorruptBufferError, SchemaError):
-        if name == "schema.json.new" and Layout.may_be_torn(data):
-            return set()  # it is complete on the disk before the first file is made
-        raise

@@ -1,4 +1,4 @@
-"""Copying runs of consecutive rows, one for each item of a batch: windows, sequences, whole episodes."""
+"""Copying slices of consecutive rows, one for each item of a batch: windows, sequences, whole episodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memmap_buffer.store.storage import IntArray, Storage
 from memmap_buffer.values import Array
 
 
-class Runs:
+class Slices:
     """What to copy: item b has K rows; those from `lead[b]` until `stop[b]` exist, and lie from row `row[b]` on.
 
     Args:
@@ -23,9 +23,9 @@ class Runs:
     def __init__(self, row: IntArray, lead: IntArray, stop: IntArray, steps: int, padding: str) -> None:
         self.row, self.lead, self.stop, self.steps, self.padding = row, lead, stop, steps, padding
 
-    def __getitem__(self, chosen: Any) -> Runs:
-        """The runs at an index array, a mask or a slice."""
-        part = Runs(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding)
+    def __getitem__(self, chosen: Any) -> Slices:
+        """The slices at an index array, a mask or a slice."""
+        part = Slices(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding)
         if self._is_whole:
             part._is_whole = True
         return part
@@ -35,9 +35,9 @@ class Runs:
         rows = storage.maps.rows[name]
         fill = storage.layout.schema.fields[name].fill if self.padding == "default" else rows.dtype.type()
         if self._is_whole:
-            return storage.runs_of(name, self.steps)[self.row].reshape(len(self.row), self.steps, *rows.shape[1:])
+            return storage.slices_of(name, self.steps)[self.row].reshape(len(self.row), self.steps, *rows.shape[1:])
         if self._singly is not self._all:
-            out = storage.runs_of(name, self.steps)[self._at].reshape(len(self.row), self.steps, *rows.shape[1:])
+            out = storage.slices_of(name, self.steps)[self._at].reshape(len(self.row), self.steps, *rows.shape[1:])
         else:
             out = np.empty((len(self.row), self.steps, *rows.shape[1:]), rows.dtype)
         for b, row, lead, stop in self._items:
