@@ -53,10 +53,10 @@ check        a fold of the seven 8-byte words before it: h = 0x6D656D6D61706275;
              for each word w: h = (h ^ w) * 0x9E3779B97F4A7C15 mod 2^64; h ^= h >> 29
 
 A record is valid if its check is right, its generation even and not 0, its length, flags and first_row within
-bounds. Two valid records of one serial are both void. Visible are, of the valid records without the deleted flag
-and with serial >= base, the `max_episodes` highest serials, and of these the newest whose lengths sum to at most
-`max_steps`, if that is set. Only rows below a visible record's length may be read (and, with flag 1, the row at
-`length` of files with `final`).
+bounds. In a packed folder those that share a row are all void; so are two valid records of one serial. Visible are,
+of the valid records without the deleted flag and with serial >= base, the `max_episodes` highest serials, and of these
+the newest whose lengths sum to at most `max_steps`, if that is set. Only rows below a visible record's length may be
+read (and, with flag 1, the row at `length` of files with `final`).
 
 state.npy
 ---------
