@@ -27,7 +27,7 @@ STATE = np.dtype(
     ]
 )
 WORDS = RECORD.itemsize // 8
-GENERATION, CHECK = 0, 7
+GENERATION, EXTENT, CHECK = 0, 2, 7  # words of a record; EXTENT: its length, its flags above
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
 
 FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED = 1, 2, 4, 8, 16, 32

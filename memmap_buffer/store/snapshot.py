@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memmap_buffer.errors import CorruptBufferError, SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.errors import SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.store.files import close_all, copy_range, write_all, write_word
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
@@ -71,7 +71,7 @@ def new_copy(source: Storage, path: Path, layout: Layout, beside: Sequence[str])
         names = [f"{sub}/{name}" for sub in beside for name in source.folder.list(sub)]
         if target.exists("schema.json.new"):  # a copy that was killed left them here
             _remove(target, names)
-        _require_room(target, names)
+        target.require_free(names)
         try:
             with creating(target, layout):
                 with _open_to_write(target, layout) as there:
@@ -101,13 +101,6 @@ def _open_to_write(target: Folder, layout: Layout) -> Iterator[dict[str, int]]:
 def _require_none(target: Folder) -> None:
     if target.exists("schema.json"):
         raise SchemaMismatchError(f"{target.path} holds a buffer already; give a folder without one", path=target.path)
-
-
-def _require_room(target: Folder, names: list[str]) -> None:
-    for name in names:
-        if target.exists(name):
-            path = target.path / name
-            raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
 
 
 def _remove(target: Folder, names: list[str]) -> None:

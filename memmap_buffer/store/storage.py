@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.store.files import CAN_RESERVE
+from memmap_buffer.store.files import CAN_RESERVE, write_word
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -286,13 +286,12 @@ class Storage:
     def damaged(self, slot: int) -> list[str]:
         """The fields of a slot that differ from their checksums, unless it was rewritten or appended to meanwhile."""
         table = self.table
-        generation = table.generation[slot]
         length, flags = int(table.length[slot]), int(table.flags[slot])
         if not table.valid[slot] or not flags & CHECKED:
             return []
         bad = self.mismatches(slot, flags, dict(self.column_crcs(slot, length, bool(flags & FINAL))))
-        same = self.generations(np.array([slot]))[0] == generation and self.maps.words[slot, CHECK] == table.check[slot]
-        return bad if same else []
+        same = self.maps.words[slot, [GENERATION, CHECK]] == (table.generation[slot], table.check[slot])
+        return bad if same.all() else []
 
     def mismatches(self, slot: int, flags: int, crcs: Mapping[str, int]) -> list[str]:
         """The names of which the CRC-32s of a slot are not those that are stored."""
@@ -334,7 +333,10 @@ def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
     Raises: CorruptBufferError: a file of another is in the way. SchemaError: too large for the file system. OSError.
     """
     with creating(folder, layout, reserve):
-        pass
+        if reserve:
+            state = layout.arrays["/state"]
+            with folder.writing(state.name, state.header, state.size) as fd:
+                write_word(fd, 1, state.offset(0) + 8 * STATE_WORD["reserved"])
 
 
 @contextmanager
@@ -342,10 +344,7 @@ def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[
     """The files of a new buffer, open to be filled in the block; it is a buffer only when the block has ended."""
     discard_unfinished(folder)
     arrays = list(layout.arrays.values())
-    for array in arrays:
-        if folder.exists(array.name):
-            path = folder.path / array.name
-            raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
+    folder.require_free(array.name for array in arrays)
     total, free = sum(array.size for array in arrays), folder.free_bytes()
     if total > free and not reserve:
         text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"
