@@ -10,7 +10,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring
     level 7   store.publication, store.group, store.edits, store.snapshot
-    level 8   store.redo
+    level 8   store.redo, store.pack
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
@@ -51,6 +51,7 @@ from memmap_buffer.reading.options import Options
 from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.checkup import Finding, verify
+from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
 
 __version__ = "0.1.0"
@@ -83,6 +84,8 @@ __all__ = [
     "View",
     "Window",
     "WriterLostError",
+    "pack",
     "repair",
+    "unpack",
     "verify",
 ]

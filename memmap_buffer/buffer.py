@@ -138,7 +138,7 @@ class ReplayBuffer(Readable):
         self._begun: list[Episode] = []
         if lock.held:
             self._writer.begin()  # who creates is the writer from the start
-        if not opened.read_only and opened.folder.exists(".redo"):
+        if not self.read_only and opened.folder.exists(".redo"):
             with suppress(BufferLockedError):  # its writer lives, and is at it
                 self._writer.begin()
                 opened.check_always()
@@ -165,7 +165,7 @@ class ReplayBuffer(Readable):
 
     @property
     def read_only(self) -> bool:
-        return self._storage.read_only
+        return self._storage.read_only or not self._storage.layout.writable
 
     @property
     def circular(self) -> bool:

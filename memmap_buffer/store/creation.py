@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.store.files import CAN_RESERVE
+from memmap_buffer.store.files import CAN_RESERVE, write_word
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
+from memmap_buffer.store.records import STATE_WORD
 
 log = logging.getLogger("memmap_buffer")
 
@@ -21,7 +22,10 @@ def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
     Raises: CorruptBufferError: a file of another is in the way. SchemaError: too large for the file system. OSError.
     """
     with creating(folder, layout, reserve):
-        pass
+        if reserve:
+            state = layout.arrays["/state"]
+            with folder.writing(state.name, state.header, state.size) as fd:
+                write_word(fd, 1, state.offset(0) + 8 * STATE_WORD["reserved"])
 
 
 @contextmanager
@@ -29,10 +33,7 @@ def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[
     """The files of a new buffer, open to be filled in the block; it is a buffer only when the block has ended."""
     discard_unfinished(folder)
     arrays = list(layout.arrays.values())
-    for array in arrays:
-        if folder.exists(array.name):
-            path = folder.path / array.name
-            raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
+    folder.require_free(array.name for array in arrays)
     total, free = sum(array.size for array in arrays), folder.free_bytes()
     if total > free and not reserve:
         text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"

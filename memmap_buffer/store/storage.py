@@ -316,19 +316,22 @@ class Storage:
     def damaged(self, slot: int) -> list[str]:
         """The fields of a slot that differ from their checksums, unless it was rewritten or appended to meanwhile."""
         table = self.table
-        generation = table.generation[slot]
         length, flags = int(table.length[slot]), int(table.flags[slot])
         if not table.valid[slot] or not flags & CHECKED:
             return []
-        crcs = dict(self.column_crcs(slot, length, bool(flags & FINAL)))
+        bad = self.mismatches(slot, flags, dict(self.column_crcs(slot, length, bool(flags & FINAL))))
+        same = self.maps.words[slot, [GENERATION, CHECK]] == (table.generation[slot], table.check[slot])
+        return bad if same.all() else []
+
+    def mismatches(self, slot: int, flags: int, crcs: Mapping[str, int]) -> list[str]:
+        """The names of which the CRC-32s of a slot are not those that are stored."""
         record, column_of = self.maps.words[slot].view(RECORD)[0], self.layout.column_of
         row = checksum_row(self.layout, crcs) if flags & OPEN else self.maps.checksums[slot].tobytes()
         stored = np.frombuffer(row, "<u4")
         bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
         if not bad and digest_of(row, int(record["columns"])) != int(record["digest"]):
-            bad = ["/checksums"]  # the row is another episode's, or an open episode differs somewhere
-        same = self.generations(np.array([slot]))[0] == generation and self.maps.words[slot, CHECK] == table.check[slot]
-        return bad if same else []
+            return ["/checksums"]  # the row is another episode's, or an open episode differs somewhere
+        return bad
 
     def column_crcs(self, slot: int, length: int, has_final: bool) -> Iterator[tuple[str, int]]:
         """(name, CRC-32 over the visible rows) of every field and meta field of a slot."""
