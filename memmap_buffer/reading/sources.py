@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaMismatchError
+from memmap_buffer.reading.memory import Pool
 from memmap_buffer.store.records import FINAL, TERMINATED
 from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
 from memmap_buffer.values import Array
@@ -59,6 +60,7 @@ class Sources:
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self.storages = tuple(storages)
+        self.pool = Pool()
         layout = self.storages[0].layout
         self.schema = layout.schema
         self.max_timesteps = max(storage.layout.max_timesteps for storage in self.storages)
@@ -120,7 +122,9 @@ class Sources:
         """Copy rows of a per-timestep field: (B, K) row numbers give (B, K, *field)."""
 
         def take(storage: Storage, i: Any) -> tuple[Array]:
-            return (storage.maps.rows[name].take(rows[i], axis=0, mode="clip"),)
+            stored, wanted = storage.maps.rows[name], rows[i]
+            out = self.pool.empty((*wanted.shape, *stored.shape[1:]), stored.dtype)
+            return (stored.take(wanted, axis=0, mode="clip", out=out),)
 
         return self._each(source, len(rows), take)[0]
 
@@ -143,7 +147,7 @@ class Sources:
             chosen = np.flatnonzero(source == number)
             parts = read(self.storages[number], chosen)
             if not out:
-                out = tuple(np.empty((count, *part.shape[1:]), part.dtype) for part in parts)
+                out = tuple(self.pool.empty((count, *part.shape[1:]), part.dtype) for part in parts)
             for whole, part in zip(out, parts, strict=True):
                 whole[chosen] = part
         return out or read(self.storages[0], slice(None))
