@@ -262,6 +262,10 @@ def stacked(items):
     return Pair(default_collate([{"t": item["t"], "half": item["half"]} for item in items]), [i["text"] for i in items])
 
 
+def noisy(batch):
+    return batch | {"noise": torch.rand(len(batch["t"]))}
+
+
 def failing(batch):
     if (batch["t"] == 5).any():
         raise ArithmeticError("a transform that fails")
@@ -299,6 +303,17 @@ def test_a_transform_that_is_none_or_returns_none_or_misses_a_name_is_refused(re
         buffer.sample(2, timestep_level=True, transform=dict.clear)
     with pytest.raises(SchemaError, match="to_named_tuple: the batch has no 'nothing'; it has 'number'"):
         buffer.sample(2, timestep_level=True, transform=scaled, to_named_tuple=("t", "nothing"))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_random_transform_is_fixed_by_torchs_seed(recorded, num_workers):
+    buffer, runs = recorded(), []
+    for _ in range(2):
+        torch.manual_seed(4)
+        loader = buffer.dataloader(1, timestep_level=True, transform=noisy, num_workers=num_workers)
+        runs.append([batch["noise"].item() for _ in range(2) for batch in loader])
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 36
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

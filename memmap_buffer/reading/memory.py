@@ -26,12 +26,13 @@ Buffer = npt.NDArray[np.uint8]
 class Loan:
     """Somebody else's memory as numpy takes it: the last link of each chain of views, which numpy never cuts short.
 
-    Args: address, nbytes: the memory.
+    Args: owner: what the memory belongs to, kept alive. address, nbytes: the memory.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__")
+    __slots__ = ("__array_interface__", "__weakref__", "_owner")
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, owner: object, address: int, nbytes: int) -> None:
+        self._owner = owner
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
@@ -80,7 +81,8 @@ class Pool:
             buffer = self._take(_rounded(nbytes))
         finally:
             self._lock.release()
-        loan = Loan(buffer.ctypes.data + -buffer.ctypes.data % ALIGN, nbytes)
+        address = buffer.ctypes.data
+        loan = Loan(buffer, address + -address % ALIGN, nbytes)
         weakref.finalize(loan, self._come_back, buffer).atexit = False
         return np.asarray(loan).view(dtype).reshape(shape)
 

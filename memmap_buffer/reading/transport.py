@@ -263,7 +263,7 @@ class Arrivals:
 
 def lend(block: torch.Tensor, nbytes: int) -> torch.Tensor:
     """The first bytes of a block, whose own first byte is cleared when nothing refers to them any more."""
-    loan = Loan(block.data_ptr(), nbytes)
+    loan = Loan(block, block.data_ptr(), nbytes)
     weakref.finalize(loan, _give_back, block).atexit = False
     return torch.from_numpy(np.asarray(loan))
 
