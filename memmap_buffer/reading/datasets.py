@@ -161,7 +161,7 @@ class EpisodeLoader(DataLoader[Any]):
         # Pinning would hold up the loop; PyTorch leaves it to a thread too, where there are workers.
         self._pinned = bool(self.num_workers and self.pin_memory and torch.cuda.is_available())
         self.prefetch = prefetch or int(self._pinned)
-        self._tasks = Tasks(sampler)
+        self._tasks = Tasks(sampler, self.num_workers)
         self._processes = self._carriers(kwargs) if self.num_workers else None
 
     def _carriers(self, kwargs: dict[str, Any]) -> DataLoader[Any]:

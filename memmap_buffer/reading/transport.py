@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from memmap_buffer.reading.memory import ALIGN, Loan
 
 TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200
 TASK_BYTES = 1 << 20  # and how many bytes, so that large batches still come one by one
+WORKER_TASKS = 8  # and of an epoch's batches so few that every worker has at least as many tasks: none is left waiting
 SPARE = 2  # blocks that lie unused in a worker
 
 
@@ -75,21 +76,30 @@ class Task(NamedTuple):
     batches: Sequence[Any]
 
 
+class BatchSampler(Protocol):
+    """What tells the batches of an epoch, and how many there are."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
 class Tasks:
     """The batches of a sampler, several a task; how many follows from their size, once one was seen.
 
-    Args: sampler: any batch sampler.
+    Args: sampler: any batch sampler. workers: how many share an epoch's tasks.
     """
 
-    def __init__(self, sampler: Iterable[Any]) -> None:
+    def __init__(self, sampler: BatchSampler, workers: int) -> None:
         self._sampler = sampler
+        self._workers = workers
         self._epoch = 0
         self._size = 1
 
     def __iter__(self) -> Iterator[Task]:
         self._epoch += 1
-        batches = iter(self._sampler)
-        while group := list(islice(batches, self._size)):
+        batches, most = iter(self._sampler), max(1, len(self._sampler) // (self._workers * WORKER_TASKS))
+        while group := list(islice(batches, min(self._size, most))):
             yield Task(self._epoch, group)
 
     def learn(self, nbytes: int) -> None:
