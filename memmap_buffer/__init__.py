@@ -14,19 +14,20 @@ The layers; a module imports only from levels above its own line, never sideways
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.sources
-    level 13  reading.gather
+    level 12  reading.sources, reading.conditions, reading.split
+    level 13  reading.gather, reading.runs
     level 14  reading.views
     level 15  reading.index
-    level 16  reading.options, reading.order
+    level 16  reading.options, reading.order, reading.extent
     level 17  reading.reader
-    level 18  reading.samplers
+    level 18  reading.samplers, reading.distributed
     level 19  reading.datasets
     level 20  reading.readable
     level 21  buffer
     level 22  concat, cli
 
-torch is imported by reading.datasets alone, which is loaded when a dataset, loader or batch is first asked for.
+torch is imported by reading.datasets and reading.distributed alone, which are loaded when a dataset, loader or batch is
+first asked for.
 """
 
 from memmap_buffer.buffer import ReplayBuffer

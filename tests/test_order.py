@@ -105,18 +105,24 @@ class TestQuota:
     )
     def test_every_batch_is_full_and_the_shares_never_drift(self, weights, batch_sizes):
         quota, total = Quota(weights), np.zeros(len(weights))
-        shares = np.array(weights) / sum(weights)
+        shares, begin = np.array(weights) / sum(weights), 0
         for batch_size in batch_sizes:
-            counts = quota.next(batch_size)
+            counts = quota.counts(begin, begin + batch_size)
             assert counts.min() >= 0
             assert counts.sum() == batch_size
-            total += counts
+            total, begin = total + counts, begin + batch_size
             assert np.abs(total - shares * total.sum()).max() < 2
 
-    def test_sources_that_were_given_too_much_before_do_not_overfill_a_batch(self):
-        """Three of these owe at once in the 55th batch, so that the others are due more than it holds."""
-        quota = Quota([17, 58, 58, 17, 1, 8])
-        assert [int(quota.next(1).sum()) for _ in range(300)] == [1] * 300
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 10**12), st.integers(1, 200))
+    def test_every_item_is_of_one_source_and_has_its_number_there(self, weights, begin, count):
+        quota = Quota(weights)
+        source, within = quota.turns(np.arange(begin, begin + count))
+        seen = quota.given(begin).tolist()
+        for i, (number, turn) in enumerate(zip(source.tolist(), within.tolist(), strict=True)):
+            assert turn == seen[number]
+            seen[number] += 1
+            assert seen == quota.given(begin + i + 1).tolist()
 
     @pytest.mark.parametrize(
         ("weights", "batch_size", "counts"),
@@ -124,11 +130,11 @@ class TestQuota:
     )
     def test_shares_that_divide_a_batch_are_exact_in_each(self, weights, batch_size, counts):
         quota = Quota(weights)
-        assert [quota.next(batch_size).tolist() for _ in range(50)] == [counts] * 50
+        for begin in [*range(0, 50 * batch_size, batch_size), 10**9 * batch_size]:
+            assert quota.counts(begin, begin + batch_size).tolist() == counts
 
     def test_what_does_not_divide_is_carried_over(self):
-        quota = Quota([1, 1, 1])
-        counts = np.array([quota.next(4) for _ in range(3)])
+        counts = np.array([Quota([1, 1, 1]).counts(begin, begin + 4) for begin in (0, 4, 8)])
         assert counts.sum(axis=0).tolist() == [4, 4, 4]
         assert counts.max() == 2
 
@@ -139,9 +145,9 @@ class TestEpochs:
         assert values(buffer.dataloader(2, timestep_level=True)) == [200, 201, 300, 400, 401]
 
     @pytest.mark.parametrize("batch_size", [1, 7, 64, 1000])
-    @pytest.mark.parametrize("block", [1, 10, 1 << 14])
-    def test_every_epoch_has_every_item_once_in_another_order(self, tmp_path, monkeypatch, batch_size, block):
-        monkeypatch.setattr(samplers, "BLOCK", block)
+    @pytest.mark.parametrize("chunk", [1, 10, 1 << 14])
+    def test_every_epoch_has_every_item_once_in_another_order(self, tmp_path, monkeypatch, batch_size, chunk):
+        monkeypatch.setattr(samplers, "CHUNK", chunk)
         buffer = buffer_of(tmp_path, 40, 1, 60, 17)
         loader = buffer.dataloader(batch_size, timestep_level=True, shuffle=True, seed=5)
         epochs = [values(loader) for _ in range(3)]

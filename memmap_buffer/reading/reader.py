@@ -58,6 +58,11 @@ class Reader:
                 self._index, self._tables = self.selection.index(self.sources), tables
         return self._index
 
+    @property
+    def tables(self) -> tuple[EpisodeTable, ...]:
+        """What `index` was made of."""
+        return self._tables or self.sources.tables
+
     def require(self, index: Index) -> None:
         """Raise NotEnoughDataError, with the counts, where there is nothing to draw from."""
         if not len(index):

@@ -27,8 +27,8 @@ class Anchors(NamedTuple):
         """How many; a named tuple's own `len` counts its fields."""
         return len(self.slot)
 
-    def where(self, chosen: npt.NDArray[Any]) -> Anchors:
-        """The anchors at an index array or a mask."""
+    def where(self, chosen: npt.NDArray[Any] | slice) -> Anchors:
+        """The anchors at an index array, a mask or a slice."""
         source = None if self.source is None else self.source[chosen]
         return Anchors(source, self.slot[chosen], self.serial[chosen], self.t[chosen])
 
