@@ -104,6 +104,18 @@ class BlockShuffle:
         block[whole] = self._places(block[whole])
         return np.asarray((self._begin + block * self._block + offset) % self._n)
 
+    def places(self, window: int) -> list[tuple[int, int]]:
+        """The positions, from and to, of the blocks of a window; a block that runs over the end is two."""
+        count = self._window // self._block
+        block = np.arange(window * count, min((window + 1) * count, -(-self._n // self._block)))
+        sizes = np.minimum(self._block, self._n - block * self._block)
+        whole = block < self._whole
+        block[whole] = self._places(block[whole])
+        low = (self._begin + block * self._block) % self._n
+        places = list(zip(low.tolist(), (low + sizes).tolist(), strict=True))
+        over = [(0, high - self._n) for _, high in places if high > self._n]
+        return [(low, min(high, self._n)) for low, high in places] + over
+
 
 def uniform(i: IntArray, *seed: int) -> npt.NDArray[np.float64]:
     """Numbers (B,) in [0, 1), the `i`-th of the sequence that the seed chooses."""
