@@ -19,7 +19,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 14  reading.views
     level 15  reading.index
     level 16  reading.options, reading.order, reading.extent
-    level 17  reading.reader
+    level 17  reading.reader, reading.readahead
     level 18  reading.samplers, reading.distributed
     level 19  reading.datasets
     level 20  reading.readable

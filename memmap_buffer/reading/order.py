@@ -87,26 +87,26 @@ class BlockShuffle:
     """
 
     def __init__(self, n: int, block: int, window: int, *seed: int) -> None:
-        self._n, self._block, self._window, self._seed = n, block, window, seed
+        self._n, self._block, self.window, self._seed = n, block, window, seed
         self._begin = int(Permutation(n, *seed, 1)(np.zeros(1, np.int64))[0])
         self._whole = n // block  # what is left over is one more block, and the last
         self._places = Permutation(self._whole, *seed, 2)
 
     def __call__(self, i: IntArray) -> IntArray:
         """Where positions `i` (B,) in [0, n) go."""
-        number, within = np.divmod(i, self._window)
+        number, within = np.divmod(i, self.window)
         for window in np.unique(number).tolist():
             mine = np.flatnonzero(number == window)
-            size = min(self._window, self._n - window * self._window)
+            size = min(self.window, self._n - window * self.window)
             within[mine] = Permutation(size, *self._seed, 3, window)(within[mine])
-        block, offset = np.divmod(number * self._window + within, self._block)
+        block, offset = np.divmod(number * self.window + within, self._block)
         whole = np.flatnonzero(block < self._whole)
         block[whole] = self._places(block[whole])
         return np.asarray((self._begin + block * self._block + offset) % self._n)
 
     def places(self, window: int) -> list[tuple[int, int]]:
         """The positions, from and to, of the blocks of a window; a block that runs over the end is two."""
-        count = self._window // self._block
+        count = self.window // self._block
         block = np.arange(window * count, min((window + 1) * count, -(-self._n // self._block)))
         sizes = np.minimum(self._block, self._n - block * self._block)
         whole = block < self._whole

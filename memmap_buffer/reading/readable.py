@@ -197,8 +197,8 @@ class Readable:
             shuffle: draw each epoch without replacement in an order fixed by (seed, epoch). "block": from disk, for a
                 store larger than memory: blocks of neighbouring items are taken in a random order, 64 together, and
                 shuffled within that window.
-            shuffle_window: with "block", how many items the window has; default: as many as take 256 MiB, which is what
-                the system's page cache must hold.
+            shuffle_window: with "block", how many items the window has; default: as many as take 256 MiB. The
+                system's page cache must hold two windows, this one and the next; nothing else grows with it.
             drop_last: leave out an incomplete last batch.
             seed: fixes the order; None draws one from torch's generator.
             rank, world_size: which part of every epoch this process gives, and of how many; default: those of

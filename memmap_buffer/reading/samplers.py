@@ -15,7 +15,8 @@ import numpy as np
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.reading.extent import Extent
 from memmap_buffer.reading.index import Index
-from memmap_buffer.reading.order import Order, Quota, Shuffle, draw
+from memmap_buffer.reading.order import BlockShuffle, Order, Quota, Shuffle, draw
+from memmap_buffer.reading.readahead import Readahead
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks, Split, check_tail
@@ -208,11 +209,21 @@ class EpochSampler:
         if self.weights is not None:
             bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
+        ahead = self._ahead(epoch)
         for numbers in self._split(epoch).chunks(CHUNK):
+            if ahead is not None:
+                ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
             anchors, size = epoch.index.locate(order.positions(numbers.ravel())), numbers.shape[1]
             for i, first in enumerate(numbers[:, 0].tolist()):
                 part = anchors.where(slice(i * size, (i + 1) * size))
                 yield self.reader.crop(part, partial(epoch.generator, first))
+
+    def _ahead(self, epoch: Epoch) -> Readahead | None:
+        """With "block", what asks for each window before its time; mixtures read as they go."""
+        turn = epoch.shuffle.turn(len(epoch.index), epoch.seed, epoch.number, 0)
+        if self.weights is not None or not isinstance(turn, BlockShuffle):
+            return None
+        return Readahead(self.reader.selection, self.reader.sources, epoch.index, turn)
 
 
 def _told(state: Mapping[str, Any]) -> tuple[int, int, Extent]:
