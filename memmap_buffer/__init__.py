@@ -14,20 +14,20 @@ The layers; a module imports only from levels above its own line, never sideways
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.slices
-    level 13  reading.sources
+    level 12  reading.slices, reading.conditions, reading.split
+    level 13  reading.sources, reading.runs
     level 14  reading.gather
     level 15  reading.views
     level 16  reading.index
-    level 17  reading.options, reading.order, reading.transport
-    level 18  reading.reader
-    level 19  reading.samplers, reading.prefetch
+    level 17  reading.options, reading.order, reading.extent, reading.transport
+    level 18  reading.reader, reading.readahead
+    level 19  reading.samplers, reading.distributed, reading.prefetch
     level 20  reading.datasets
     level 21  reading.readable
     level 22  buffer
     level 23  concat, cli
 
-torch is imported by reading.datasets, reading.transport and reading.prefetch alone, which are loaded when a dataset,
+torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.
 """
 

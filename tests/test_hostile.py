@@ -47,7 +47,7 @@ from memmap_buffer import (
     unpack,
     verify,
 )
-from memmap_buffer.reading import index
+from memmap_buffer.reading import runs
 from memmap_buffer.store import files
 from memmap_buffer.store.creation import creating
 from memmap_buffer.store.files import npy_header
@@ -569,12 +569,10 @@ def test_a_filter_looks_at_a_long_episode_in_pieces(
     """So that a crafted length costs time, and no memory."""
     options = {**options, "filter_fields": {"number": lambda number: number % 100 != 2}, "return_indices": True}
     whole = [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)]
-    monkeypatch.setattr(index, "CHUNK_STEPS", 2)
+    monkeypatch.setattr(runs, "CHUNK_STEPS", 2)
     looked_at: list[int] = []
-    matches = index._matches
-    monkeypatch.setattr(
-        index, "_matches", lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest)
-    )
+    matches = runs.matches
+    monkeypatch.setattr(runs, "matches", lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest))
     assert [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)] == whole
     assert max(looked_at) <= 4
 

@@ -55,16 +55,17 @@ def test_several_iterators_at_once_do_not_disturb_each_other(recorded):
         assert list(batches) == []
 
 
-def test_an_epoch_sees_what_was_published_before_its_first_batch_and_takes_its_number_then(recorded, record):
+def test_an_epoch_is_fixed_when_its_iterator_is_made(recorded, record):
     buffer = recorded((3, 4))
-    loader = buffer.dataloader(2, timestep_level=True, shuffle=True, seed=0, prefetch=2)
-    batches = iter(loader)
+    loaders = [buffer.dataloader(2, timestep_level=True, shuffle=True, seed=0, prefetch=n) for n in (0, 2)]
+    for loader in loaders:
+        loader.batch_sampler.set_epoch(7)
+    epochs = [iter(loader) for loader in loaders]
     record(buffer, 2, 5)
-    loader.batch_sampler.set_epoch(7)
-    got = torch.cat([batch["t"] for batch in batches])
-    plain = buffer.dataloader(2, timestep_level=True, shuffle=True, seed=0)
-    plain.batch_sampler.set_epoch(7)
-    assert got.tolist() == torch.cat([batch["t"] for batch in plain]).tolist()
+    loaders[1].batch_sampler.set_epoch(9)
+    plain, ahead = (torch.cat([batch["t"] for batch in epoch]).tolist() for epoch in epochs)
+    assert plain == ahead
+    assert len(plain) == 3 + 4
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -11,12 +11,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer.reading.distributed import ranks_of
 from memmap_buffer.reading.gather import BFloat16Bits
 from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
 from memmap_buffer.reading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.samplers import Draws, EpochSampler
 from memmap_buffer.reading.sources import Anchors
+from memmap_buffer.reading.split import Ranks
 from memmap_buffer.reading.transport import Arrivals, Carrier, Tasks, as_it_is
 from memmap_buffer.schema import nest
 from memmap_buffer.values import Array
@@ -74,7 +76,7 @@ def _item(data: Any, i: int) -> Any:
 class EpisodeDataset(Dataset[dict[str, Any]]):
     """A map-style dataset of one view's items, oldest episode first.
 
-    It pickles as a path, options and the index (32 bytes an episode), and each process maps the files itself. The
+    It pickles as a path, options and the index (36 bytes an episode), and each process maps the files itself. The
     number of items is of the last `refresh`; loaders made by `dataloader` refresh at every epoch.
 
     Args: reader: what is read.
@@ -158,6 +160,8 @@ class EpisodeLoader(DataLoader[Any]):
         kwargs.setdefault("collate_fn", Collate(dataset.reader.output))
         super().__init__(dataset, batch_sampler=sampler, **kwargs)  # type: ignore[arg-type]
         self.device = device
+        self._order = sampler
+        sampler.plans = not self.num_workers
         # Pinning would hold up the loop; PyTorch leaves it to a thread too, where there are workers.
         self._pinned = bool(self.num_workers and self.pin_memory and torch.cuda.is_available())
         self.prefetch = prefetch or int(self._pinned)
@@ -172,16 +176,27 @@ class EpisodeLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of one epoch; what this iterator gave is what the user has had, however many are made ahead."""
+        epoch = self._order.begin()
         batches: Iterator[Any] = (
             super().__iter__()
             if self._processes is None
             else Arrivals(iter(self._processes), self._tasks, self._pinned)
         )
         if self.prefetch:
-            return Prefetched(batches, self.prefetch, Move(self.device))
+            return epoch.delivering(Prefetched(batches, self.prefetch, Move(self.device)))
+        batches = epoch.delivering(batches)
         return batches if self.device is None else (to_device(batch, self.device) for batch in batches)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, in numbers, strings and lists; see `EpochSampler.state_dict`."""
+        return self._order.state_dict()
 
+    def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
+        """Make the next epoch the rest of the one that `state_dict` told of; see `EpochSampler.load_state_dict`."""
+        self._order.load_state_dict(state, on_stale)
+
+
+_ORDER_OPTIONS = ("seed", "device", "dataset", "prefetch", "shuffle_window", "rank", "world_size", "tail")
 _LOADER_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
 
 
@@ -189,19 +204,23 @@ def make_loader(
     reader: Reader,
     *,
     batch_size: int,
-    shuffle: bool,
+    shuffle: bool | str,
     drop_last: bool,
     seed: int | None,
     weights: Sequence[float] | None,
     device: Device,
     dataset: EpisodeDataset | None,
     prefetch: int = 0,
+    shuffle_window: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    tail: str = "pad",
     **kwargs: Any,
 ) -> EpisodeLoader:
     """The loader of `dataloader`. Without a seed one is drawn from torch's generator, so `manual_seed` fixes it."""
     for name in kwargs:
         if name not in _LOADER_OPTIONS:
-            known = [*ReadOptions.__annotations__, *_LOADER_OPTIONS, "seed", "device", "dataset", "prefetch"]
+            known = [*ReadOptions.__annotations__, *_LOADER_OPTIONS, *_ORDER_OPTIONS]
             raise unknown_option(name, known)
     for name in ("sampler", "batch_sampler"):
         if kwargs.get(name) is not None:
@@ -213,14 +232,28 @@ def make_loader(
     dataset = dataset or EpisodeDataset(reader)
     reader = dataset.reader
     reader.require(reader.index(refresh=True))
-    if drop_last and len(reader.index()) < batch_size:
-        have = len(reader.index())
-        raise NotEnoughDataError(f"drop_last=True and batch_size={batch_size} give no batch of {have} items; lower one")
+    ranks = ranks_of(rank, world_size)
     if seed is None:
+        if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.view.random):
+            raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
     sampler = EpochSampler(
-        reader, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, weights=weights
+        reader,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        seed=seed,
+        weights=weights,
+        window=shuffle_window,
+        ranks=ranks,
+        tail=tail,
     )
+    if not len(sampler):
+        have, world = len(reader.index()), ranks.now().world_size
+        raise NotEnoughDataError(
+            f"drop_last={drop_last}, tail={tail!r} and batch_size={batch_size} for {world} ranks give no batch of "
+            f"{have} items; lower one"
+        )
     return EpisodeLoader(dataset, sampler, device=device, prefetch=prefetch, **kwargs)
 
 

@@ -38,6 +38,7 @@ class ReadOptions(TypedDict, total=False):
     filter_fields: Mapping[str, Any]
     min_episode_len: int
     top_k: tuple[str, int]
+    weight_by: str
     split: Mapping[str, float]
     part: str
     split_seed: int
@@ -63,7 +64,7 @@ class Options:
             whole episodes, with return_mask, return_episode_lens, and slice_by_episode_len=False to pad all to
             max_timesteps.
         fields: which fields; default all.
-        filter_meta, filter_fields, min_episode_len, top_k, split, part, split_seed: see `Selection`.
+        filter_meta, filter_fields, min_episode_len, top_k, weight_by, split, part, split_seed: see `Selection`.
         include_metadata: add the meta fields to each item.
         return_indices: add `_index` (serial) to whole episodes, `_indices` (serial, t) to all else; a ConcatBuffer
             puts the number of the source before.
@@ -90,6 +91,7 @@ class Options:
     filter_fields: Mapping[str, Any] | None = None
     min_episode_len: int = 1
     top_k: tuple[str, int] | None = None
+    weight_by: str | None = None
     split: Mapping[str, float] | None = None
     part: str | None = None
     split_seed: int = 0
@@ -171,6 +173,7 @@ class Options:
             filter_fields=_flat(schema, self.filter_fields),
             min_episode_len=self.min_episode_len,
             top_k=self.top_k,
+            weight_by=self.weight_by,
             split=self.split,
             part=self.part,
             split_seed=self.split_seed,

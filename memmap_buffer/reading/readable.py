@@ -179,9 +179,13 @@ class Readable:
         self,
         batch_size: int,
         *,
-        shuffle: bool = False,
+        shuffle: bool | str = False,
         drop_last: bool = False,
         seed: int | None = None,
+        shuffle_window: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        tail: str = "pad",
         device: Device = None,
         prefetch: int = 0,
         dataset: EpisodeDataset | None = None,
@@ -190,11 +194,21 @@ class Readable:
     ) -> EpisodeLoader:
         """A PyTorch DataLoader whose batches are gathered whole; every epoch sees the episodes published since.
 
+        `state_dict` and `load_state_dict` of the loader resume an epoch in another process.
+
         Args:
             batch_size: items a batch.
-            shuffle: draw each epoch without replacement in an order fixed by (seed, epoch).
+            shuffle: draw each epoch without replacement in an order fixed by (seed, epoch). "block": from disk, for a
+                store larger than memory: blocks of neighbouring items are taken in a random order, 64 together, and
+                shuffled within that window.
+            shuffle_window: with "block", how many items the window has; default: as many as take 256 MiB. The
+                system's page cache must hold two windows, this one and the next; nothing else grows with it.
             drop_last: leave out an incomplete last batch.
             seed: fixes the order; None draws one from torch's generator.
+            rank, world_size: which part of every epoch this process gives, and of how many; default: those of
+                torch.distributed if it is initialised, and then every rank must begin each epoch, where rank 0 tells
+                the others its seed and which episodes there are. Give 0 and 1 to a loader that only one rank uses.
+            tail: where the items do not divide by the ranks, "pad" repeats a few, "drop" leaves a few out.
             device: move batches there.
             prefetch: keep this many batches ready, by a thread of this process that gathers, pins and moves them.
             dataset: read this one, instead of one made from the options.
@@ -222,6 +236,10 @@ class Readable:
             drop_last=drop_last,
             seed=seed,
             weights=self._weights,
+            shuffle_window=shuffle_window,
+            rank=rank,
+            world_size=world_size,
+            tail=tail,
             device=device,
             prefetch=prefetch,
             dataset=dataset,

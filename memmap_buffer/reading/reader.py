@@ -65,6 +65,11 @@ class Reader:
                 self._index, self._tables = self.selection.index(self.sources), tables
         return self._index
 
+    @property
+    def tables(self) -> tuple[EpisodeTable, ...]:
+        """What `index` was made of."""
+        return self._tables or self.sources.tables
+
     def require(self, index: Index) -> None:
         """Raise NotEnoughDataError, with the counts, where there is nothing to draw from."""
         if not len(index):
@@ -88,6 +93,8 @@ class Reader:
         Returns: key -> (B, …), fresh arrays of the stored dtypes.
         Raises: StaleEpisodeError: an episode was overwritten meanwhile, and cannot or must not be drawn again.
         """
+        if anchors.plan is not None:
+            return self._read_part(anchors)
         tries, damaged = 0, self._num_damaged()
         while tries < TRIES:
             gather = self.plan(anchors)
@@ -106,10 +113,12 @@ class Reader:
         gather.put_meta(self.output.meta)
         return gather
 
-    def read_part(self, plan: Gather, part: slice) -> dict[str, Array]:
-        """A part of what was planned, as `read` gives it."""
-        batch, anchors = plan.read(part), plan.anchors.where(part)
-        return self._named(batch, anchors) if plan.fresh(part).all() else self.read(anchors._replace(words=None))
+    def _read_part(self, anchors: Anchors) -> dict[str, Array]:
+        plan, part = anchors.plan
+        batch = plan.read(part)
+        if plan.fresh(part).all():
+            return self._named(batch, anchors)
+        return self.read(anchors._replace(words=None, plan=None))
 
     def _num_damaged(self) -> int:
         return sum(storage.num_damaged for storage in self.sources.storages)

@@ -22,6 +22,7 @@ class Anchors(NamedTuple):
     """From where a view cuts one item each: (B,) arrays; `source` is None for a single folder.
 
     `words` (B, 8) are the records of their episodes, looked up before, or None. All zeros: it was not there any more.
+    `plan` is what was worked out for a batch of them (`Gather`) and which slice of that they are, or None.
     """
 
     source: IntArray | None
@@ -29,6 +30,7 @@ class Anchors(NamedTuple):
     serial: IntArray
     t: IntArray
     words: Words | None = None
+    plan: Any = None
 
     @property
     def size(self) -> int:
@@ -37,7 +39,7 @@ class Anchors(NamedTuple):
 
     def where(self, chosen: Any) -> Anchors:
         """The anchors at an index array, a mask or a slice."""
-        return Anchors(*(None if column is None else column[chosen] for column in self))  # type: ignore[arg-type]
+        return Anchors(*(None if column is None else column[chosen] for column in self[:5]))  # type: ignore[arg-type]
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
         """The same anchors, but `others` at the positions `chosen`; their episodes are to be looked up again."""

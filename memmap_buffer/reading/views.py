@@ -274,7 +274,9 @@ class Crop(View):
         return Spans(np.zeros_like(length), np.ones_like(length))
 
     def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray:
-        return rng.integers(0, np.maximum(length - self.length, 0) + 1)
+        # One number of the sequence an item, so that a part of an epoch is cropped as in the whole of it.
+        places = np.maximum(length - self.length, 0) + 1
+        return np.asarray((rng.random(len(length)) * places).astype(np.int64))
 
     def cut(self, gather: Gather) -> None:
         Window(self.length, fields=self.fields).cut(gather)

@@ -262,3 +262,15 @@ class Folder:
         except Timeout:
             raise BufferLockedError(f"{self.path} has another writer", path=self.path) from None
         return lock
+
+
+def will_need(array: Array, first: int, stop: int) -> None:
+    """Ask the system to read rows first … stop - 1 of an array of `Folder.map` into memory, without waiting."""
+    mapped: Any = array
+    while not isinstance(mapped, mmap.mmap):
+        mapped = mapped.obj if isinstance(mapped, memoryview) else mapped.base
+    row, header = array.nbytes // max(1, len(array)), len(mapped) - array.nbytes
+    begin = (header + first * row) // mmap.PAGESIZE * mmap.PAGESIZE
+    size = min(header + stop * row, len(mapped)) - begin
+    if size > 0 and hasattr(mmap, "MADV_WILLNEED"):
+        mapped.madvise(mmap.MADV_WILLNEED, begin, size)
