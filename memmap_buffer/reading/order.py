@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,8 +95,7 @@ class BlockShuffle:
     def __call__(self, i: IntArray) -> IntArray:
         """Where positions `i` (B,) in [0, n) go."""
         number, within = np.divmod(i, self.window)
-        for window in np.unique(number).tolist():
-            mine = np.flatnonzero(number == window)
+        for window, mine in _groups(number):
             size = min(self.window, self._n - window * self.window)
             within[mine] = Permutation(size, *self._seed, 3, window)(within[mine])
         block, offset = np.divmod(number * self.window + within, self._block)
@@ -206,10 +205,19 @@ class Order:
         """Positions start … stop - 1, round after round."""
         if self._index.mass is not None:
             return self._index.pick(uniform(i, *seed), start, stop)
-        number, within = np.divmod(i, stop - start)
-        for turn in np.unique(number).tolist():
+        number = i // (stop - start)
+        within = i - number * (stop - start)
+        for turn, mine in _groups(number):
             bijection = self._shuffle.turn(stop - start, *seed, turn)
             if bijection is not None:
-                mine = np.flatnonzero(number == turn)
                 within[mine] = bijection(within[mine])
         return start + within
+
+
+def _groups(number: IntArray) -> Iterator[tuple[int, IntArray | slice]]:
+    """Each number, and where it stands; mostly there is but one."""
+    if number.size and (number == number[0]).all():
+        yield int(number[0]), slice(None)
+        return
+    for each in np.unique(number).tolist():
+        yield each, np.flatnonzero(number == each)
