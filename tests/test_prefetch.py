@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import pickle
 import subprocess
 import sys
 import threading
@@ -75,6 +76,35 @@ def test_batches_of_workers_can_be_prefetched_too(recorded):
     ahead = buffer.dataloader(4, **OPTIONS, num_workers=2, prefetch=2)
     for a, b in zip(ahead, buffer.dataloader(4, **OPTIONS), strict=True):
         assert_same(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_a_new_epoch_of_persistent_workers_ends_the_one_that_is_still_held(recorded):
+    buffer = recorded()
+    expected = [batch["t"].tolist() for batch in buffer.dataloader(1, timestep_level=True)]
+    loader = buffer.dataloader(1, timestep_level=True, num_workers=2, persistent_workers=True, prefetch=3)
+    held = []
+    for stop in (1, 3, 7):
+        held.append(iter(loader))
+        assert [next(held[-1])["t"].tolist() for _ in range(stop)] == expected[:stop]
+    assert [batch["t"].tolist() for batch in loader] == expected
+    assert [list(batches) for batches in held] == [[], [], []]
+
+
+def test_closing_twice_is_fine_and_ends_it():
+    batches = prefetched(itertools.count())
+    assert next(batches) == 0
+    batches.close()
+    batches.close()
+    assert list(batches) == []
+
+
+def test_a_loader_pickles_in_the_middle_of_an_epoch(recorded):
+    loader = recorded().dataloader(4, timestep_level=True, prefetch=2)
+    batches = iter(loader)
+    first = next(batches)
+    assert_same(next(iter(pickle.loads(pickle.dumps(loader)))), first)
 
 
 def test_prefetched_batches_are_moved(recorded):

@@ -157,6 +157,23 @@ def test_a_block_is_taken_again_only_when_the_other_side_let_go_of_it():
     assert blocks.take(4000)[::2] == (number, False)
 
 
+def _drop(holder, out):
+    out.put(len(holder.pop()))
+
+
+def test_a_forked_child_that_drops_what_it_inherited_gives_nothing_back():
+    blocks, context = Blocks(), multiprocessing.get_context("fork")
+    number, memory, _ = blocks.take(5000)
+    holder, out = [lend(memory, 5000)], context.SimpleQueue()
+    child = context.Process(target=_drop, args=(holder, out))
+    child.start()
+    child.join()
+    assert out.get() == 5000
+    assert blocks.take(5000)[0] != number
+    holder.clear()
+    assert blocks.take(5000)[0] == number
+
+
 def test_unused_blocks_are_let_go_of_but_for_a_few():
     blocks = Blocks()
     taken = [blocks.take(size) for size in (10_000, 50_000, 20_000, 40_000, 30_000)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -167,6 +168,10 @@ class EpisodeLoader(DataLoader[Any]):
         self.prefetch = prefetch or int(self._pinned)
         self._tasks = Tasks(sampler, self.num_workers)
         self._processes = self._carriers(kwargs) if self.num_workers else None
+        self._ahead: weakref.ref[Prefetched] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ahead": None}
 
     def _carriers(self, kwargs: dict[str, Any]) -> DataLoader[Any]:
         """The loader that has the worker processes: of the same options, but what crosses is packed."""
@@ -176,6 +181,8 @@ class EpisodeLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of one epoch; what this iterator gave is what the user has had, however many are made ahead."""
+        if self.persistent_workers and self._ahead is not None and (last := self._ahead()) is not None:
+            last.close()  # its thread and the new epoch would share one iterator over the processes
         epoch = self._order.begin()
         batches: Iterator[Any] = (
             super().__iter__()
@@ -183,7 +190,9 @@ class EpisodeLoader(DataLoader[Any]):
             else Arrivals(iter(self._processes), self._tasks, self._pinned)
         )
         if self.prefetch:
-            return epoch.delivering(Prefetched(batches, self.prefetch, Move(self.device)))
+            ahead = Prefetched(batches, self.prefetch, Move(self.device))
+            self._ahead = weakref.ref(ahead)
+            return epoch.delivering(ahead)
         batches = epoch.delivering(batches)
         return batches if self.device is None else (to_device(batch, self.device) for batch in batches)
 

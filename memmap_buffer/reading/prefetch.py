@@ -83,6 +83,13 @@ class Prefetched:
         )
         self._stop = weakref.finalize(self, _stop, self._thread, self._wanted, stopped)
 
+    def close(self) -> None:
+        """End here; what the thread is making is waited for. Closing twice is fine."""
+        thread, self._thread = self._thread, None
+        self._stop()
+        if thread is not None and thread.ident is not None:
+            thread.join()
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
@@ -96,8 +103,7 @@ class Prefetched:
         if error is None:
             return self._move.finish(batch, event)
         if _is_end(error):
-            self._thread = None
-            self._stop()
+            self.close()
         try:
             raise error
         finally:

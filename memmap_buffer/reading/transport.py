@@ -22,6 +22,7 @@ from torch._utils import ExceptionWrapper  # what PyTorch's own workers send: it
 from torch.utils.data import Dataset, get_worker_info
 
 from memmap_buffer.reading.memory import ALIGN, Loan
+from memmap_buffer.store.files import process_id
 
 TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200
 TASK_BYTES = 1 << 20  # and how many bytes, so that large batches still come one by one
@@ -274,9 +275,10 @@ class Arrivals:
 def lend(block: torch.Tensor, nbytes: int) -> torch.Tensor:
     """The first bytes of a block, whose own first byte is cleared when nothing refers to them any more."""
     loan = Loan(block, block.data_ptr(), nbytes)
-    weakref.finalize(loan, _give_back, block).atexit = False
+    weakref.finalize(loan, _give_back, block, process_id()).atexit = False
     return torch.from_numpy(np.asarray(loan))
 
 
-def _give_back(block: torch.Tensor) -> None:
-    block.numpy()[0] = 0
+def _give_back(block: torch.Tensor, process: int) -> None:
+    if process_id() == process:  # not in a child that was forked meanwhile: what it drops, this process may still see
+        block.numpy()[0] = 0
