@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2000, help="calls of a short case; others do a part of them")
     parser.add_argument("--steps", type=int, default=10**6, help="low-dimensional steps; of images a twentieth")
     parser.add_argument("--cold-gb", type=float, default=4.0, help="size of the store that is read cold")
+    parser.add_argument("--top", type=int, default=9, choices=range(5, 10), help="scale: up to 10^N steps, of holes")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to put the files: a disk with room for them")
     parser.add_argument("--no-peers", action="store_true", help="measure ours and the bounds alone")
     parser.add_argument("--threads", type=int, default=1, help="torch's; more wait for each other on a busy machine")
@@ -91,7 +92,7 @@ def main() -> None:
     if not given.json:
         print(HEAD)
     with workplace(given.folder) as root:
-        run = Run(root, given.repeats, given.steps, int(given.cold_gb * 1e9), not given.no_peers)
+        run = Run(root, given.repeats, given.steps, int(given.cold_gb * 1e9), given.top, not given.no_peers)
         for name in chosen(given.case):
             for row in CASES[name](run):
                 print(json.dumps(row.json()) if given.json else row.text(), flush=True)

@@ -135,13 +135,14 @@ class Run:
     Args:
         root: a folder of our own. repeats: calls of each contender of a short case.
         steps: of the low-dimensional store; that of images has a twentieth. cold: bytes of the store that is read cold.
-        peers: whether to measure other libraries too.
+        top: the scale cases go up to 10^top steps. peers: whether to measure other libraries too.
     """
 
     root: Path
     repeats: int
     steps: int
     cold: int
+    top: int
     peers: bool
     made: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
