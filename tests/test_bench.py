@@ -13,6 +13,7 @@ import pytest
 from bench_measure import Goal, medians, throughput
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench.py"
+slow = pytest.mark.slow  # barriers, worker processes, a new interpreter for every opening
 SMALL = ["--steps", "20000", "--repeats", "4", "--cold-gb", "0.02", "--top", "5", "--no-peers", "--json"]
 
 
@@ -26,11 +27,11 @@ def rows(folder: Path, *arguments: str) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("group", "names"),
     [
-        ("writes", ("store() a step, image", "store_episode with checksum, low-dim", "publish, power")),
+        pytest.param("writes", ("store() a step, image", "publish, power"), marks=slow),
         ("reads", ("sample(256) transitions, image", "loader(256) transitions, low-dim", "16 whole episodes")),
-        ("workers", ("loader, 2 workers over none and 2 ms",)),
+        pytest.param("workers", ("loader, 2 workers over none and 2 ms",), marks=slow),
         ("cold", ("cold sample(256), image", "cold loader(256), image")),
-        ("scale", ("open 10^2 episodes", "shuffled windows of 64, 10^5 steps")),
+        pytest.param("scale", ("open 10^2 episodes", "shuffled windows of 64, 10^5 steps"), marks=slow),
     ],
 )
 def test_every_case_reads_and_writes_what_its_bound_does(tmp_path: Path, group: str, names: tuple[str, ...]) -> None:
