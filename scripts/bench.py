@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import bench_cold
 import bench_read
 import bench_scale
 import bench_write
+import memmap_buffer
 from bench_data import Run
 from bench_measure import HEAD, Row
 
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    sys.stderr.write(f"measured is {Path(memmap_buffer.__file__).parent}\n")
     if not given.json:
         print(HEAD)
     with workplace(given.folder) as root:

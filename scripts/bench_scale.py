@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import memmap_buffer
 from bench_data import TRANSITIONS, Run, forge
 from bench_measure import BOUND, OURS, Call, Goal, Row, finish, medians
 from bench_read import endless, windowed
@@ -57,8 +59,10 @@ def opening(run: Run) -> Iterator[Row]:
 
 
 def _python(code: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    """What a new interpreter says, with the package that is measured here."""
+    command, package = [sys.executable, "-c", code, *arguments], Path(memmap_buffer.__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": str(package)}
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
 
 
 def growth(run: Run) -> Iterator[Row]:
