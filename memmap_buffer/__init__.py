@@ -7,24 +7,25 @@ The layers; a module imports only from levels above its own line, never sideways
     level 2   schema, transforms
     level 3   store.files, store.records
     level 4   store.layout, store.host, store.folder
-    level 5   store.storage
+    level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring
     level 7   store.publication, store.group, store.edits, store.snapshot
-    level 8   store.redo
+    level 8   store.redo, store.pack
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.sources
-    level 13  reading.gather
-    level 14  reading.views
-    level 15  reading.index
-    level 16  reading.options, reading.order
-    level 17  reading.reader
-    level 18  reading.samplers
-    level 19  reading.datasets
-    level 20  reading.readable
-    level 21  buffer
-    level 22  concat, cli
+    level 12  reading.slices
+    level 13  reading.sources
+    level 14  reading.gather
+    level 15  reading.views
+    level 16  reading.index
+    level 17  reading.options, reading.order
+    level 18  reading.reader
+    level 19  reading.samplers
+    level 20  reading.datasets
+    level 21  reading.readable
+    level 22  buffer
+    level 23  concat, cli
 
 torch is imported by reading.datasets alone, which is loaded when a dataset, loader or batch is first asked for.
 """
@@ -50,6 +51,7 @@ from memmap_buffer.reading.options import Options
 from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.checkup import Finding, verify
+from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
 
 __version__ = "0.1.0"
@@ -82,6 +84,8 @@ __all__ = [
     "View",
     "Window",
     "WriterLostError",
+    "pack",
     "repair",
+    "unpack",
     "verify",
 ]

@@ -34,8 +34,9 @@ def to_tensor(array: Array) -> Any:
             return array.tolist()
         except ValueError as error:
             raise CorruptBufferError(f"a text field holds what is no text ({error}); see `verify`") from None
-    tensor = torch.from_numpy(array.view(np.ndarray))
-    return tensor.view(torch.bfloat16) if isinstance(array, BFloat16Bits) else tensor
+    if isinstance(array, BFloat16Bits):
+        return torch.from_numpy(array.view(np.ndarray)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
@@ -206,5 +207,5 @@ def _check_batch_size(batch_size: object) -> None:
 def sample(draws: Draws, batch_size: int, rng: np.random.Generator, device: Device, alone: bool) -> Any:
     """One batch drawn with replacement, as a loader of the same options would give it."""
     _check_batch_size(batch_size)
-    data = Collate(draws.reader.output).named(to_tensors(draws.reader.read(draws.next(batch_size, rng, alone))))
+    data = Collate(draws.reader.output).named(to_tensors(draws.read(batch_size, rng, alone)))
     return data if device is None else to_device(data, device)

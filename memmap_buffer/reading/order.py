@@ -55,7 +55,7 @@ def crop(selection: Selection, sources: Sources, anchors: Anchors, rng: np.rando
     """Let chance move the anchors, where the view gives it a say."""
     if not selection.view.random:
         return anchors
-    return anchors._replace(t=selection.view.crop(sources.episodes(anchors).length, rng))
+    return anchors._replace(t=selection.view.crop(sources.look_up(anchors).length, rng))
 
 
 def draw(selection: Selection, sources: Sources, index: Index, count: int, rng: np.random.Generator) -> Anchors:

@@ -15,6 +15,7 @@ from memmap_buffer.reading.samplers import Draws
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import Trajectory, View
 from memmap_buffer.schema import Schema, nest
+from memmap_buffer.store.records import FINAL
 from memmap_buffer.store.storage import IntArray
 from memmap_buffer.values import Array, decode
 
@@ -97,7 +98,7 @@ class Readable:
         Args: i: its position, 0 the oldest, -1 the newest. Raises: IndexError.
         """
         anchors, data = self._read_whole(Trajectory(final_observation=True), [i])
-        has_final = bool(self._sources.episodes(anchors).has_final[0])
+        has_final = bool(self._sources.look_up(anchors).has(FINAL)[0])
         batch = {key: values[0] for key, values in data.items()}
         out: dict[str, Any] = {}
         for name, field in self.schema.all.items():
@@ -233,8 +234,12 @@ class Readable:
         """
         from memmap_buffer.reading.datasets import sample, seeded_rng
 
-        key = _frozen(options)
-        draws = self._draws.get(key)
+        key: Any = tuple(options.items())
+        try:
+            draws = self._draws.get(key)
+        except TypeError:  # a list, say
+            key = _frozen(options)
+            draws = self._draws.get(key)
         if draws is None:
             draws = Draws(Reader(self._sources, options), self._weights)
             self._draws = {key: draws} if len(self._draws) >= MAX_KEPT else {**self._draws, key: draws}

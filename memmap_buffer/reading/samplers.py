@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from memmap_buffer.errors import NotEnoughDataError
+from memmap_buffer.reading.gather import Gather
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.order import Permutation, Quota, draw
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.store.storage import IntArray
+from memmap_buffer.values import Array
 
 BLOCK = 1 << 14  # positions that are permuted together: numpy's cost per call vanishes in it
+AHEAD, AHEAD_BYTES = 16, 1 << 20  # the most batches that are planned together, and what that may take
 
 
 class EpochSampler:
@@ -110,12 +113,18 @@ class _Rounds:
 
 
 class Draws:
-    """Batches drawn uniformly with replacement, as `sample` gives them; the shares of weighted sources are exact."""
+    """Batches drawn uniformly with replacement, as `sample` gives them; the shares of weighted sources are exact.
+
+    Batches are drawn in advance, one, then two, four, … up to `AHEAD`, as long as the episodes stay the same.
+    """
 
     def __init__(self, reader: Reader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
         self._weights = weights
         self._quota = None if weights is None else Quota(weights)
+        self._of: tuple[Index, int] | None = None
+        self._plan: Gather | None = None
+        self._given = self._drawn = 0
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         """The anchors of one batch; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
@@ -128,6 +137,28 @@ class Draws:
         bounds = source_bounds(reader, index, len(counts))
         parts = [rng.integers(bounds[s], bounds[s + 1], n) for s, n in enumerate(counts) if n]
         return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
+
+    def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
+        """One batch; see `next`."""
+        reader = self.reader
+        if alone or self._quota is not None or reader.selection.view.by_batch:
+            return reader.read(self.next(batch_size, rng, alone))
+        index = reader.index(refresh=True)
+        if self._of != (index, batch_size):
+            self._of, self._plan, self._drawn = (index, batch_size), None, 0
+        if self._plan is None or self._given == self._drawn:
+            self._drawn = self._ahead()
+            self._plan, self._given = reader.plan(self.next(self._drawn * batch_size, rng)), 0
+        at = self._given * batch_size
+        self._given += 1
+        return reader.read_part(self._plan, slice(at, at + batch_size))
+
+    def _ahead(self) -> int:
+        """How many batches to draw now: twice as many as before, in not too much memory."""
+        if self._plan is None:
+            return 1
+        each = self._plan.nbytes // self._drawn
+        return max(1, min(2 * self._drawn, AHEAD, AHEAD_BYTES // each))
 
 
 def source_bounds(reader: Reader, index: Index, sources: int) -> list[int]:

@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,13 @@ class Folder:
 
     def exists(self, name: str) -> bool:
         return os.path.lexists(self.path / name)
+
+    def require_free(self, names: Iterable[str]) -> None:
+        """Raise CorruptBufferError where something stands under one of these names."""
+        for name in names:
+            if self.exists(name):
+                path = self.path / name
+                raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
 
     def create(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
