@@ -4,7 +4,7 @@ The layers; a module imports only from levels above its own line, never sideways
 
     level 0   errors
     level 1   values
-    level 2   schema, transforms
+    level 2   schema, transforms, reading.memory
     level 3   store.files, store.records
     level 4   store.layout, store.host, store.folder
     level 5   store.storage, store.creation
@@ -19,15 +19,16 @@ The layers; a module imports only from levels above its own line, never sideways
     level 14  reading.gather
     level 15  reading.views
     level 16  reading.index
-    level 17  reading.options, reading.order
+    level 17  reading.options, reading.order, reading.transport
     level 18  reading.reader
-    level 19  reading.samplers
+    level 19  reading.samplers, reading.prefetch
     level 20  reading.datasets
     level 21  reading.readable
     level 22  buffer
     level 23  concat, cli
 
-torch is imported by reading.datasets alone, which is loaded when a dataset, loader or batch is first asked for.
+torch is imported by reading.datasets, reading.transport and reading.prefetch alone, which are loaded when a dataset,
+loader or batch is first asked for.
 """
 
 from memmap_buffer.buffer import ReplayBuffer

@@ -153,9 +153,11 @@ class Gather:
         size = len(self.t) * len(offsets) * INDEX_BYTES
         if size > MAX_BATCH_BYTES:
             self._refuse_size("the mask", size)
-        wanted = self.t[:, None] + np.asarray(offsets)
-        # As numbers without a sign, those below zero are the largest.
-        return np.asarray(wanted.view(np.uint64) < (self.length if limit is None else limit).view(np.uint64)[:, None])
+        steps = np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets
+        found = steps < ((self.length if limit is None else limit) - self.t)[:, None]
+        if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
+            found &= steps >= -self.t[:, None]
+        return np.asarray(found)
 
     def put_meta(self, names: Iterable[str]) -> None:
         """Gather meta fields, one entry an item."""

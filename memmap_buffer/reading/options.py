@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -16,6 +16,8 @@ from memmap_buffer.schema import Schema
 
 if TYPE_CHECKING:
     Names = Iterable[str]
+
+Batch = dict[str, Any]
 
 
 class ReadOptions(TypedDict, total=False):
@@ -46,6 +48,7 @@ class ReadOptions(TypedDict, total=False):
     slice_by_episode_len: bool
     fieldname_map: Mapping[str, str]
     to_named_tuple: Iterable[str]
+    transform: Callable[[Batch], Batch]
     on_stale: str
 
 
@@ -66,6 +69,9 @@ class Options:
             puts the number of the source before.
         fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch as a named tuple of
             these keys, leading underscores dropped.
+        transform: called with each gathered batch, a dict of tensors under its final keys, where it was gathered (a
+            worker process, a prefetching thread); returns a dict, which may be the same. To be sent to workers that
+            are spawned it must pickle.
         on_stale: what to do when an episode is overwritten before its rows were read: "redraw" or "raise".
     """
 
@@ -94,6 +100,7 @@ class Options:
     slice_by_episode_len: bool = True
     fieldname_map: Mapping[str, str] | None = None
     to_named_tuple: Iterable[str] | None = None
+    transform: Callable[[Batch], Batch] | None = None
     on_stale: str = "redraw"
 
     @classmethod
@@ -127,6 +134,9 @@ class Options:
             and steps,
             "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told": (
                 not self.slice_by_episode_len and not self.return_episode_lens
+            ),
+            f"transform: got {self.transform!r}, expected a function from batch to batch": (
+                self.transform is not None and not callable(self.transform)
             ),
             "on_stale: expected 'redraw' or 'raise'": self.on_stale not in ("redraw", "raise"),
         }
@@ -175,13 +185,14 @@ class Output:
 
     Args:
         meta: the meta fields that are added. indices: "_index", "_indices" or "".
-        rename: key -> the key wanted. tuple_names: keys of the named tuple, or ().
+        rename: key -> the key wanted. tuple_names: keys of the named tuple, or (). transform: see `Options`.
     """
 
     meta: tuple[str, ...]
     indices: str
     rename: Mapping[str, str] = field(default_factory=dict)
     tuple_names: tuple[str, ...] = ()
+    transform: Callable[[Batch], Batch] | None = None
 
     @classmethod
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
@@ -199,12 +210,21 @@ class Output:
             raise SchemaError(
                 f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map"
             )
-        output = cls(meta, indices, rename, names(options.to_named_tuple) or ())
+        output = cls(meta, indices, rename, names(options.to_named_tuple) or (), options.transform)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
-            if name not in wanted and name not in groups:
+            if name not in wanted and name not in groups and output.transform is None:
                 raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
         return output
+
+    def transformed(self, batch: Batch) -> Batch:
+        """The batch as the user's transform makes it. Raises SchemaError where that is none."""
+        if self.transform is None:
+            return batch
+        out = self.transform(batch)
+        if not isinstance(out, dict):
+            raise SchemaError(f"transform: it returned {type(out).__name__}, expected a dict; return the batch")
+        return out
 
 
 def unknown_option(name: str, known: Sequence[str]) -> SchemaError:

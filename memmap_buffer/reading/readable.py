@@ -22,7 +22,8 @@ from memmap_buffer.values import Array, decode
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from memmap_buffer.reading.datasets import Device, EpisodeDataset, EpisodeLoader
+    from memmap_buffer.reading.datasets import EpisodeDataset, EpisodeLoader
+    from memmap_buffer.reading.prefetch import Device
 
 MAX_KEPT = 32  # option sets whose index `sample` keeps
 
@@ -125,7 +126,8 @@ class Readable:
             fields, meta_fields: which; with both left out all, and `episode_lens`.
             device: where to put them.
         """
-        from memmap_buffer.reading.datasets import to_device, to_tensors
+        from memmap_buffer.reading.datasets import to_tensors
+        from memmap_buffer.reading.prefetch import to_device
 
         every = fields is None and meta_fields is None
         wanted = None if every else self.schema.require(fields or (), "fields", self.schema.fields)
@@ -181,6 +183,7 @@ class Readable:
         drop_last: bool = False,
         seed: int | None = None,
         device: Device = None,
+        prefetch: int = 0,
         dataset: EpisodeDataset | None = None,
         dataset_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
@@ -193,6 +196,7 @@ class Readable:
             drop_last: leave out an incomplete last batch.
             seed: fixes the order; None draws one from torch's generator.
             device: move batches there.
+            prefetch: keep this many batches ready, by a thread of this process that gathers, pins and moves them.
             dataset: read this one, instead of one made from the options.
             options: those of `Options` (`dataset_kwargs` adds to them), and any argument of
                 `torch.utils.data.DataLoader`, such as num_workers.
@@ -219,6 +223,7 @@ class Readable:
             seed=seed,
             weights=self._weights,
             device=device,
+            prefetch=prefetch,
             dataset=dataset,
             **loader_options,
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.reading.memory import SMALL, Pool
 from memmap_buffer.store.storage import IntArray, Storage
 from memmap_buffer.values import Array
+
+Item: TypeAlias = tuple[int, int, int, int]  # number, row, lead, stop
 
 
 class Slices:
@@ -30,17 +34,18 @@ class Slices:
             part._is_whole = True
         return part
 
-    def copy(self, storage: Storage, name: str) -> Array:
+    def copy(self, storage: Storage, name: str, pool: Pool) -> Array:
         """Copy them out of a field's rows: (B, K, *field)."""
         rows = storage.maps.rows[name]
         fill = storage.layout.schema.fields[name].fill if self.padding == "default" else rows.dtype.type()
-        if self._is_whole:
-            return storage.slices_of(name, self.steps)[self.row].reshape(len(self.row), self.steps, *rows.shape[1:])
-        if self._singly is not self._all:
-            out = storage.slices_of(name, self.steps)[self._at].reshape(len(self.row), self.steps, *rows.shape[1:])
-        else:
-            out = np.empty((len(self.row), self.steps, *rows.shape[1:]), rows.dtype)
-        for b, row, lead, stop in self._items:
+        shape = len(self.row), self.steps, *rows.shape[1:]
+        if math.prod(shape) * rows.itemsize >= SMALL:
+            out, items = pool.empty(shape, rows.dtype), self._each
+        elif 2 * len(self._cut) > len(self.row):
+            out, items = np.empty(shape, rows.dtype), self._each
+        else:  # one index for all; those of which some row does not exist are copied anew
+            out, items = storage.slices_of(name, self.steps)[self._at].reshape(shape), self._cut
+        for b, row, lead, stop in items:
             item, count = out[b], stop - lead
             item[lead:stop] = rows[row : row + count]
             if lead:
@@ -59,22 +64,19 @@ class Slices:
         return bool(self._whole.all())
 
     @cached_property
-    def _singly(self) -> IntArray:
-        """The items that are copied one by one: those that are not whole, and where these are many, all."""
-        cut = np.flatnonzero(~self._whole)
-        return self._all if 2 * len(cut) > len(self.row) else cut
+    def _each(self) -> list[Item]:
+        return self._listed(np.arange(len(self.row)))
 
     @cached_property
-    def _all(self) -> IntArray:
-        return np.arange(len(self.row))
+    def _cut(self) -> list[Item]:
+        """The items of which some row does not exist."""
+        return [] if self._is_whole else self._listed(np.flatnonzero(~self._whole))
 
-    @cached_property
-    def _items(self) -> list[tuple[int, int, int, int]]:
-        chosen = self._singly
+    def _listed(self, chosen: IntArray) -> list[Item]:
         columns = (chosen, self.row[chosen], self.lead[chosen], self.stop[chosen])
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     @cached_property
     def _at(self) -> IntArray:
         """The first row of each item; of one that is not whole, which is copied anew, that of another one."""
-        return np.where(self._whole, self.row, self.row[self._whole.argmax()])
+        return self.row if self._is_whole else np.where(self._whole, self.row, self.row[self._whole.argmax()])

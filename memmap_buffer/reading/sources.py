@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaMismatchError
+from memmap_buffer.reading.memory import Pool
 from memmap_buffer.reading.slices import Slices
 from memmap_buffer.store.records import FLAGS, LENGTH, Words
 from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
@@ -64,6 +65,7 @@ class Sources:
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self.storages = tuple(storages)
+        self.pool = Pool()
         layout = self.storages[0].layout
         self.schema = layout.schema
         self.max_timesteps = max(storage.layout.max_timesteps for storage in self.storages)
@@ -138,8 +140,10 @@ class Sources:
 
     def _take(self, storage: Storage, name: str, rows: IntArray | Slices) -> Array:
         if isinstance(rows, Slices):
-            return rows.copy(storage, name)
-        return storage.maps.rows[name].take(rows, axis=0, mode="clip")
+            return rows.copy(storage, name, self.pool)
+        stored = storage.maps.rows[name]
+        out = self.pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype)
+        return stored.take(rows, axis=0, mode="clip", out=out)
 
     def take_meta(self, name: str, anchors: Anchors) -> Array:
         """Copy a meta field of each anchor's episode: (B, *field)."""
@@ -160,7 +164,7 @@ class Sources:
             chosen = np.flatnonzero(source == number)
             parts = read(self.storages[number], chosen)
             if not out:
-                out = tuple(np.empty((count, *part.shape[1:]), part.dtype) for part in parts)
+                out = tuple(self.pool.empty((count, *part.shape[1:]), part.dtype) for part in parts)
             for whole, part in zip(out, parts, strict=True):
                 whole[chosen] = part
         return out or read(self.storages[0], slice(None))
