@@ -224,6 +224,7 @@ def test_a_grid_is_made_larger_by_unpacking_it(tmp_path: Path, folder: Path) -> 
         ({"max_episodes": 3}, "max_episodes: got 3, the episodes need 4"),
         ({"max_timesteps": 4}, "max_timesteps: got 4, the episodes need 5"),
         ({"max_steps": 13}, "max_steps: got 13, the episodes need 14"),
+        ({"max_episodes": 0}, "max_episodes: got 0, expected a whole number"),
         ({"max_episodes": -1}, "max_episodes: got -1, expected a whole number"),
         ({"spare_slots": 0}, "spare_slots: got 0, expected a whole number"),
     ],

@@ -87,8 +87,9 @@ def unpack(
     """
 
     def grid(source: Layout, lengths: IntArray) -> Layout:
-        sizes = (max_episodes or source.max_episodes, max_timesteps or source.max_timesteps)
-        layout = Layout(source.schema, *sizes, spare_slots=spare_slots, circular=circular, max_steps=max_steps)
+        most = source.max_episodes if max_episodes is None else max_episodes
+        longest = source.max_timesteps if max_timesteps is None else max_timesteps
+        layout = Layout(source.schema, most, longest, spare_slots=spare_slots, circular=circular, max_steps=max_steps)
         needed = {"max_episodes": len(lengths), "max_timesteps": int(lengths.max()), "max_steps": int(lengths.sum())}
         for name, size in needed.items():
             given = getattr(layout, name)
