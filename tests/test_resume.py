@@ -122,10 +122,18 @@ print([batch["_indices"].tolist() for batch in loader])"""
     assert out.strip() == str([batch["_indices"].tolist() for batch in rest])
 
 
-@pytest.mark.parametrize("persistent_workers", [False, True])
-def test_batches_that_workers_have_ready_do_not_count_before_they_are_handed_out(recorded, persistent_workers):
-    workers = {"num_workers": 2, "persistent_workers": persistent_workers, "prefetch_factor": 4}
-    loader = recorded.dataloader(4, shuffle=True, seed=5, **STEPS, **workers)
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        {"num_workers": 2, "prefetch_factor": 4},
+        {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True},
+        {"num_workers": 1, "prefetch": 2},
+        {"prefetch": 5},
+    ],
+    ids=["workers", "persistent workers", "worker and thread", "thread"],
+)
+def test_batches_that_are_made_ahead_do_not_count_before_they_are_handed_out(recorded, ahead):
+    loader = recorded.dataloader(4, shuffle=True, seed=5, **STEPS, **ahead)
     list(loader)
     state, rest = stopped(loader, 3)
     assert (state["epoch"], state["delivered"]) == (1, 12)
@@ -408,3 +416,25 @@ def test_a_value_changed_by_which_a_filter_chooses_is_noticed(tmp_path):
     buffer.update(0, score=1)
     with pytest.raises(SchemaError, match="of other episodes or timesteps"):
         loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("ahead", [{}, {"prefetch": 2}], ids=["at once", "ahead"])
+def test_a_batch_that_failed_had_its_turn(recorded, ahead):
+    class Fails:
+        times = 0
+
+        def __call__(self, batch):
+            self.times += 1
+            if self.times == 3:
+                raise ValueError("the third")
+            return batch
+
+    loader = recorded.dataloader(4, transform=Fails(), **STEPS, **ahead)
+    expected = [items([batch]) for batch in recorded.dataloader(4, **STEPS)]
+    batches = iter(loader)
+    assert [items([next(batches)]) for _ in range(2)] == expected[:2]
+    with pytest.raises(ValueError, match="the third"):
+        next(batches)
+    assert loader.state_dict()["delivered"] == 12
+    assert [items([batch]) for batch in batches] == expected[3:]
+    assert loader.state_dict()["epoch"] == 1

@@ -6,7 +6,7 @@ order, from which `Order` computes its position; so any part of it can be drawn 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,12 +61,9 @@ class Epoch:
         order = {"shuffle": self.shuffle.kind, "window": self.shuffle.window}
         return {"seed": self.seed, "epoch": self.number, "delivered": delivered, **order, **self._extent.state()}
 
-    def delivering(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches that were made of it, counted as they are handed out."""
-        for batch in batches:
-            self.batches += 1
-            yield batch
-        self.over = True
+        return _Delivery(self, batches)
 
     def generator(self, first: int) -> np.random.Generator:
         """Chance for the items from number `first` on, one number for each."""
@@ -98,6 +95,28 @@ class Ahead:
             group = slice(at, at + self.count * size)
             yield from self.parts(anchors.where(group), size)
             at = group.stop
+
+
+class _Delivery:
+    """Counts the batches of an epoch. No generator, as that would end with the first batch that fails."""
+
+    def __init__(self, epoch: Epoch, batches: Iterator[Any]) -> None:
+        self._epoch, self._batches = epoch, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._epoch.over = True
+            raise
+        except Exception:
+            self._epoch.batches += 1  # it had its turn, and the next call gives the one after it
+            raise
+        self._epoch.batches += 1
+        return batch
 
 
 class EpochSampler:
