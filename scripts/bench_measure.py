@@ -61,28 +61,36 @@ HEAD = f"{'case':46} {'ours':>9} {'bound':>9} {'unit':10} {'figure':>7} {'to rea
 
 
 def medians(
-    contenders: Mapping[str, Call], repeats: int, burst: int = 10, before: Call | None = None
+    contenders: Mapping[str, Call], repeats: int, burst: int = 100, before: Call | None = None
 ) -> dict[str, float]:
-    """Seconds of one call of each contender: the median over all, taken in turns.
+    """Seconds of one call of each contender: the median over the means of bursts, taken in turns.
+
+    A burst is longer than anything that is worked out for several batches together, so that every call bears its share;
+    and it lets a contender meet its own caches, not another's.
 
     Args:
-        repeats: calls of each. burst: calls in a row, so that a contender meets its own caches, not another's.
-        before: called before every call, untimed.
+        repeats: calls of each. burst: calls in a row that are timed as one.
+        before: called before every call, untimed; then calls are timed one by one.
     """
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for call in contenders.values():  # what is built at the first call is not the cost of a batch
-        _timed(call, before)
+        _timed(call, 1, before)
+    burst = min(burst, repeats)
     for _ in range(-(-repeats // burst)):
         for name, call in contenders.items():
-            taken[name] += [_timed(call, before) for _ in range(burst)]
+            if before is None:
+                taken[name].append(_timed(call, burst, None) / burst)
+            else:
+                taken[name] += [_timed(call, 1, before) for _ in range(burst)]
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def _timed(call: Call, before: Call | None) -> float:
+def _timed(call: Call, times: int, before: Call | None) -> float:
     if before is not None:
         before()
     start = time.perf_counter()
-    call()
+    for _ in range(times):
+        call()
     return time.perf_counter() - start
 
 

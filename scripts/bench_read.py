@@ -199,7 +199,7 @@ def workers(run: Run) -> Iterator[Row]:
 
 
 def repeats_of(run: Run, kind: str) -> int:
-    return run.repeats if kind == "low-dim" else max(20, run.repeats // 5)
+    return run.repeats if kind == "low-dim" else max(4, run.repeats // 5)
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:

@@ -73,7 +73,7 @@ def growth(run: Run) -> Iterator[Row]:
             calls: dict[str, Call] = {}
             for n, sparse in sizes.items():
                 calls |= {f"{OURS} {n}": ours(sparse, options), f"{BOUND} {n}": sparse.gather(length)}
-            seconds = medians(calls, run.repeats, burst=50)
+            seconds = medians(calls, run.repeats)
             yield from grown(f"{how} {name}", list(sizes), seconds)
 
 

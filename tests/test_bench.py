@@ -58,3 +58,15 @@ def test_contenders_are_called_in_turns_and_as_often_as_each_other() -> None:
     found = medians({name: lambda n=name: called.append(n) for name in "ab"}, repeats=4, burst=2)
     assert "".join(called) == "ab" + "aabb" * 2
     assert found.keys() == {"a", "b"}
+
+
+def test_what_is_worked_out_for_several_calls_together_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], [0]
+    monkeypatch.setattr("bench_measure.time.perf_counter", lambda: now[0])
+
+    def every_fourth_is_dear() -> None:
+        calls[0] += 1
+        now[0] += 8 if calls[0] % 4 == 0 else 0
+
+    assert medians({"ours": every_fourth_is_dear}, repeats=24, burst=8) == {"ours": 2.0}
+    assert medians({"ours": every_fourth_is_dear}, 24, before=lambda: None) == {"ours": 0.0}
