@@ -8,9 +8,9 @@ The layers; a module imports only from levels above its own line, never sideways
     level 3   store.files, store.records, store.tree
     level 4   store.layout, store.host, store.folder
     level 5   store.storage
-    level 6   store.lock, store.episode, store.ring
-    level 7   store.publication, store.group, store.edits, store.snapshot
-    level 8   store.redo
+    level 6   store.lock, store.episode, store.ring, store.nodes
+    level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile
+    level 8   store.redo, store.priority
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair

@@ -34,6 +34,12 @@ def boot_id() -> bytes:
 
 def network_filesystem(path: Path) -> str:
     """The kind of network file system that `path` lies on, or "" for a local one (or where it cannot be known)."""
+    kind = filesystem(path)
+    return kind if kind.removeprefix("fuse.") in NETWORK else ""
+
+
+def filesystem(path: Path) -> str:
+    """The kind of file system that `path` lies on, "" where it cannot be known."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError:
@@ -41,8 +47,7 @@ def network_filesystem(path: Path) -> str:
     place = path.resolve()
     # mountinfo(5): field 4 is the mount point, the file system's type follows the separator "-"
     found = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
-    kind = max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
-    return kind if kind.removeprefix("fuse.") in NETWORK else ""
+    return max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
 def anyone_may_rename(path: Path) -> bool:
