@@ -14,13 +14,13 @@ The layers; a module imports only from levels above its own line, never sideways
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.sources
+    level 12  reading.sources, reading.weighting
     level 13  reading.gather
     level 14  reading.views
     level 15  reading.index
-    level 16  reading.options, reading.order
+    level 16  reading.options, reading.order, reading.masses
     level 17  reading.reader
-    level 18  reading.samplers
+    level 18  reading.samplers, reading.prioritized
     level 19  reading.datasets
     level 20  reading.readable
     level 21  buffer
@@ -48,9 +48,11 @@ from memmap_buffer.errors import (
 )
 from memmap_buffer.reading.options import Options
 from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
+from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.checkup import Finding, verify
 from memmap_buffer.store.repair import repair
+from memmap_buffer.transforms import compute_importance_weights
 
 __version__ = "0.1.0"
 
@@ -71,6 +73,7 @@ __all__ = [
     "NotEnoughDataError",
     "Offsets",
     "Options",
+    "Prioritized",
     "ReadOnlyError",
     "ReplayBuffer",
     "Schema",
@@ -82,6 +85,7 @@ __all__ = [
     "View",
     "Window",
     "WriterLostError",
+    "compute_importance_weights",
     "repair",
     "verify",
 ]

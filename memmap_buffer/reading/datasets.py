@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.gather import BFloat16Bits
 from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
+from memmap_buffer.reading.prioritized import PrioritizedDraws, PrioritizedSampler
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.samplers import Draws, EpochSampler
 from memmap_buffer.reading.sources import Anchors
@@ -148,7 +149,14 @@ class EpisodeLoader(DataLoader[Any]):
         kwargs: any other argument of `torch.utils.data.DataLoader`.
     """
 
-    def __init__(self, dataset: EpisodeDataset, sampler: EpochSampler, *, device: Device = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataset: EpisodeDataset,
+        sampler: EpochSampler | PrioritizedSampler,
+        *,
+        device: Device = None,
+        **kwargs: Any,
+    ) -> None:
         kwargs.setdefault("collate_fn", Collate(dataset.reader.output))
         super().__init__(dataset, batch_sampler=sampler, **kwargs)  # type: ignore[arg-type]
         self.device = device
@@ -171,6 +179,7 @@ def make_loader(
     weights: Sequence[float] | None,
     device: Device,
     dataset: EpisodeDataset | None,
+    draws: PrioritizedDraws | None = None,
     **kwargs: Any,
 ) -> EpisodeLoader:
     """The loader of `dataloader`. Without a seed one is drawn from torch's generator, so `manual_seed` fixes it."""
@@ -192,9 +201,13 @@ def make_loader(
         raise NotEnoughDataError(f"drop_last=True and batch_size={batch_size} give no batch of {have} items; lower one")
     if seed is None:
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
-    sampler = EpochSampler(
-        reader, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, weights=weights
-    )
+    sampler: EpochSampler | PrioritizedSampler
+    if draws is not None:
+        sampler = PrioritizedSampler(draws, batch_size=batch_size, drop_last=drop_last, seed=seed)
+    else:
+        sampler = EpochSampler(
+            reader, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, weights=weights
+        )
     return EpisodeLoader(dataset, sampler, device=device, **kwargs)
 
 
@@ -203,7 +216,9 @@ def _check_batch_size(batch_size: object) -> None:
         raise SchemaError(f"batch_size: got {batch_size!r}, expected a whole number from 1")
 
 
-def sample(draws: Draws, batch_size: int, rng: np.random.Generator, device: Device, alone: bool) -> Any:
+def sample(
+    draws: Draws | PrioritizedDraws, batch_size: int, rng: np.random.Generator, device: Device, alone: bool
+) -> Any:
     """One batch drawn with replacement, as a loader of the same options would give it."""
     _check_batch_size(batch_size)
     data = Collate(draws.reader.output).named(to_tensors(draws.reader.read(draws.next(batch_size, rng, alone))))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.index import Selection
 from memmap_buffer.reading.views import Crop, NStep, Timestep, Trajectory, View
+from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Schema
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class ReadOptions(TypedDict, total=False):
     fieldname_map: Mapping[str, str]
     to_named_tuple: Iterable[str]
     on_stale: str
+    prioritized: Prioritized | bool
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Options:
         fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch as a named tuple of
             these keys, leading underscores dropped.
         on_stale: what to do when an episode is overwritten before its rows were read: "redraw" or "raise".
+        prioritized: draw by priority, with replacement; see `Prioritized`.
     """
 
     view: View | None = None
@@ -95,6 +98,7 @@ class Options:
     fieldname_map: Mapping[str, str] | None = None
     to_named_tuple: Iterable[str] | None = None
     on_stale: str = "redraw"
+    prioritized: Prioritized | bool | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Options:
@@ -187,8 +191,10 @@ class Output:
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
         """Raises SchemaError where two keys coincide, or a name is none of the batch's."""
         meta = tuple(schema.meta_fields) if options.include_metadata else ()
-        indices = "" if not options.return_indices else "_index" if view.per_episode else "_indices"
-        keys = [*view.keys(schema), *meta, *[indices] * bool(indices)]
+        by_priority = Prioritized.parse(options.prioritized, schema) is not None
+        wanted_indices = options.return_indices or by_priority
+        indices = "" if not wanted_indices else "_index" if view.per_episode else "_indices"
+        keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_weights", "_probabilities"] * by_priority]
         rename = dict(options.fieldname_map or {})
         for name in rename:
             if name not in keys:

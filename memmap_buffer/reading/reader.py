@@ -14,6 +14,7 @@ from memmap_buffer.reading.index import Index, Selection
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
 from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.files import process_id
 from memmap_buffer.store.storage import EpisodeTable, IntArray
 from memmap_buffer.values import Array
@@ -36,6 +37,7 @@ class Reader:
         self.selection: Selection = options.select(sources.schema, sources.max_timesteps)
         self.output = Output.of(options, self.selection.view, sources.schema)
         self.on_stale = options.on_stale
+        self.prioritized = Prioritized.parse(options.prioritized, sources.schema)
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
@@ -47,7 +49,13 @@ class Reader:
         selection = self.selection
         state = {"sources": self.sources, "selection": selection.without_callables(), "output": self.output}
         frozen = self._frozen or selection.has_callables
-        state |= {"on_stale": self.on_stale, "_index": self.index(), "_tables": (), "_living": None}
+        state |= {
+            "on_stale": self.on_stale,
+            "prioritized": self.prioritized,
+            "_index": self.index(),
+            "_tables": (),
+            "_living": None,
+        }
         return {**state, "_frozen": frozen, "_process": self._process}
 
     def index(self, refresh: bool = False) -> Index:
@@ -144,6 +152,8 @@ class Reader:
             columns = [anchors.serial] if self.output.indices == "_index" else [anchors.serial, anchors.t]
             columns = columns if anchors.source is None else [anchors.source, *columns]
             batch[self.output.indices] = columns[0].copy() if len(columns) == 1 else np.stack(columns, axis=1)
+        if anchors.weight is not None and anchors.probability is not None:
+            batch |= {"_weights": anchors.weight, "_probabilities": anchors.probability}
         rename = self.output.rename
         return {rename.get(key, key): value for key, value in batch.items()} if rename else batch
 

@@ -15,12 +15,17 @@ from memmap_buffer.values import Array
 
 
 class Anchors(NamedTuple):
-    """From where a view cuts one item each: (B,) arrays; `source` is None for a single folder."""
+    """From where a view cuts one item each: (B,) arrays; `source` is None for a single folder.
+
+    With draws by priority each has its importance weight and its probability.
+    """
 
     source: IntArray | None
     slot: IntArray
     serial: IntArray
     t: IntArray
+    weight: npt.NDArray[np.float32] | None = None
+    probability: npt.NDArray[np.float64] | None = None
 
     @property
     def size(self) -> int:
@@ -29,15 +34,14 @@ class Anchors(NamedTuple):
 
     def where(self, chosen: npt.NDArray[Any]) -> Anchors:
         """The anchors at an index array or a mask."""
-        source = None if self.source is None else self.source[chosen]
-        return Anchors(source, self.slot[chosen], self.serial[chosen], self.t[chosen])
+        return Anchors(*(None if column is None else column[chosen] for column in self))  # type: ignore[arg-type]
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
-        """The same anchors, but `others` at the positions `chosen`."""
+        """The same anchors, but `others` at the positions `chosen`; there, what was not drawn by priority weighs 0."""
         out = Anchors(*(None if column is None else column.copy() for column in self))  # type: ignore[arg-type]
         for column, new in zip(out, others, strict=True):
-            if column is not None and new is not None:
-                column[chosen] = new
+            if column is not None:
+                column[chosen] = 0 if new is None else new
         return out
 
 

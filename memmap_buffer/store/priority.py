@@ -62,14 +62,18 @@ class Priorities:
             found = cls(TreeFile(storage, name, alpha=alpha, epsilon=epsilon))
             found._begin()
             _open[key] = found
-        file = found._file
-        if (file.alpha, file.epsilon) != (alpha, epsilon):
-            raise SchemaError(
-                f"priorities {name!r} are in use with alpha={file.alpha} and epsilon={file.epsilon}, not {alpha} and "
-                f"{epsilon}; give the others another name"
-            )
+        found.require(alpha=alpha, epsilon=epsilon)
         found._users += 1
         return found
+
+    def require(self, *, alpha: float, epsilon: float) -> None:
+        """Raise SchemaError where α or ε are not these."""
+        file = self._file
+        if (file.alpha, file.epsilon) != (alpha, epsilon):
+            raise SchemaError(
+                f"priorities {file.name!r} are in use with alpha={file.alpha} and epsilon={file.epsilon}, not {alpha} "
+                f"and {epsilon}; give the others another name"
+            )
 
     def _begin(self) -> None:
         self._file.own()
@@ -174,6 +178,13 @@ class Priorities:
             if len(slots):
                 self._set(slots, t, raw)
             return len(here) - len(slots)
+
+    def lengths_of(self, serials: IntArray) -> tuple[IntArray, Any]:
+        """(steps of each episode (B,), 0 where it is gone; whether it is there)."""
+        with self.lock:
+            self.follow()
+            slots, here = self._slots(serials)
+            return np.where(here, self.lengths[slots * here], 0), here
 
     def keep_minima(self) -> None:
         """From now on `tree.minimum` is kept; the first time this looks at every step."""

@@ -175,7 +175,7 @@ def spread(count: int, total: float, rng: np.random.Generator, *, stratified: bo
     values = rng.random(count)
     if stratified:
         values += np.arange(count)
-        values *= total / count
+        values *= total / max(count, 1)
     else:
         values *= total
     return values
