@@ -1,10 +1,11 @@
 """Measure draws by priority: draw, gather and update, at growing sizes, beside peers that are installed; prints ratios.
 
-    python scripts/bench_priority.py [--leaves N ...] [--batch B] [--repeats N] [--peers FOLDER] [--json]
+    python scripts/bench_priority.py [--leaves N ...] [--batch B] [--repeats N] [--bare] [--peers FOLDER] [--json]
 
 A batch of transitions (17 + 17 next + 6 floats, a float, a bool) is drawn by priority, gathered, and its priorities are
 updated. The bound is the same gather of rows that are known already, by plain numpy. `--peers` adds a folder to the
 import path, so that torchrl, tianshou or cpprb need not be installed beside this library; what is missing is left out.
+`--bare` measures the tree alone, over steps of one byte.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def episode(rng: np.random.Generator) -> dict[str, np.ndarray]:
     }
 
 
-def fill(folder: Path, leaves: int) -> dict[str, float]:
-    """Record, give every step a priority, close; then what opening and the first draw cost."""
+def fill(folder: Path, leaves: int, bare: bool) -> dict[str, float]:
+    """Record, draw once, give every step a priority; returns what the first draw cost, which builds the tree."""
     rng, episodes = np.random.default_rng(0), leaves // STEPS
-    with ReplayBuffer(folder, episodes, STEPS, FIELDS) as buffer:
-        arrays = episode(rng)
+    fields, arrays = ({"x": "uint8"}, {"x": np.zeros(STEPS, np.uint8)}) if bare else (FIELDS, episode(rng))
+    with ReplayBuffer(folder, episodes, STEPS, fields) as buffer:
         for _ in range(episodes):
             buffer.store_episode(**arrays)
-        first = seconds(lambda: buffer.sample(1, n_steps=1, prioritized=HOW))
+        first = seconds(lambda: buffer.sample(1, timestep_level=True, prioritized=HOW))
         for at in range(0, episodes, 100):
             serials = np.repeat(np.arange(at, min(at + 100, episodes)), STEPS)
             steps = np.tile(np.arange(STEPS), len(serials) // STEPS)
@@ -66,7 +67,7 @@ def reopen(folder: Path) -> float:
 
     def work() -> None:
         buffer = ReplayBuffer.from_folder(folder)
-        buffer.sample(256, n_steps=1, prioritized=HOW)
+        buffer.sample(256, timestep_level=True, prioritized=HOW)
         opened.append(buffer)
 
     opened: list[ReplayBuffer] = []
@@ -96,7 +97,7 @@ def tree_alone(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
     """The tree on the disk without gather, views and tensors."""
     del leaves
     with ReplayBuffer.from_folder(folder) as buffer:
-        buffer.sample(batch, n_steps=1, prioritized=HOW)
+        buffer.sample(batch, timestep_level=True, prioritized=HOW)
         (priorities,) = buffer._priorities[HOW.name]
         rng = np.random.default_rng(1)
         errors = rng.random(batch)
@@ -213,18 +214,16 @@ def tianshou(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
 PEERS = {"cpprb": cpprb, "torchrl": torchrl, "tianshou": tianshou}
 
 
-def measure(folder: Path, leaves: int, batch: int, repeats: int, peers: list[str]) -> list[dict[str, Any]]:
-    """Interleaved turns of all; medians in microseconds, and each one's sum over ours."""
-    cases = {"ours": ours, "tree alone": tree_alone, "plain gather": plain_gather}
-    cases |= {name: PEERS[name] for name in peers}
+def measure(folder: Path, leaves: int, batch: int, repeats: int, cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """One after another; medians in microseconds, and the sum of each over that of the first."""
     rows: list[dict[str, Any]] = []
-    for name, case in cases.items():
+    for name, case in cases.items():  # not interleaved: at 10⁸ leaves two of them do not fit in memory
         with case(folder, leaves, batch) as turn:
             times = [turn() for _ in range(repeats + repeats // 10)][repeats // 10 :]
         draw, update = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
         rows.append({"leaves": leaves, "case": name, "draw_us": round(draw, 1), "update_us": round(update, 1)})
     own = rows[0]["draw_us"] + rows[0]["update_us"]
-    return [{**row, "over_ours": round((row["draw_us"] + row["update_us"]) / own, 2)} for row in rows]
+    return [{**row, "over_first": round((row["draw_us"] + row["update_us"]) / own, 2)} for row in rows]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -238,17 +237,21 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, nargs="*", default=[10**5, 10**6])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=1000)
+    parser.add_argument("--bare", action="store_true", help="the tree alone")
     parser.add_argument("--peers", type=Path, help="a folder with packages to compare with")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = parser.parse_args()
     if given.peers is not None:
         sys.path.append(str(given.peers))
-    peers = [name for name in PEERS if importlib.util.find_spec(name) is not None]
+    cases: dict[str, Any] = {"tree alone": tree_alone}
+    if not given.bare:
+        cases = {"ours": ours, **cases, "plain gather": plain_gather}
+        cases |= {name: case for name, case in PEERS.items() if importlib.util.find_spec(name) is not None}
     for leaves in given.leaves:
         root = Path(tempfile.mkdtemp(prefix="memmap-bench-", dir="."))
         try:
-            told: dict[str, Any] = fill(root / "buffer", leaves)
-            lines = measure(root / "buffer", leaves, given.batch, given.repeats, peers)
+            told: dict[str, Any] = fill(root / "buffer", leaves, given.bare)
+            lines = measure(root / "buffer", leaves, given.batch, given.repeats, cases)
             told |= {"leaves": leaves, "reopen_ms": round(reopen(root / "buffer") * 1e3, 1)}
         finally:
             shutil.rmtree(root)

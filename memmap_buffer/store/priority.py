@@ -127,10 +127,11 @@ class Priorities:
     def _found(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
         leaves = np.minimum(self.tree.find(values), self._file.leaves - 1)
         slots, t = self._steps(leaves)
-        pairs, priorities = self._file.pairs.take(slots, axis=0).view(np.int64), self.tree.get(leaves)
-        if not ((t < pairs[:, 1]) & (priorities > 0)).all():
+        pairs, priorities = self._file.pairs.reshape(-1).view(np.int64), self.tree.get(leaves)
+        place = 2 * slots
+        if not ((t < pairs.take(place + 1)) & (priorities > 0)).all():
             return None
-        return slots, pairs[:, 0] - 1, t, priorities
+        return slots, pairs.take(place) - 1, t, priorities
 
     def _steps(self, leaves: IntArray) -> tuple[IntArray, IntArray]:
         if self.storage.layout.rows is None:

@@ -210,7 +210,9 @@ class TreeFile:
             }
             for word, value in {**words, MAXIMUM: _bits(self.maximum)}.items():
                 self._head[word] = value
-            self._save_head()
+            # Before anything is stored: from here on a crash of the machine is one that is seen.
+            write_all(self._fd["head"], self._head[:WORDS], self._head_file.offset(0))
+            barrier(self._fd["head"])
         self.whole = True
 
     def _read_head(self) -> str:
@@ -285,6 +287,7 @@ class TreeFile:
         finally:
             self._nodes_file = final
         self._head[GENERATION] = 2
+        self._save_head()
 
     def _doubt_head(self) -> None:
         """A head whose generation is odd, on the disk before anything else is changed."""
