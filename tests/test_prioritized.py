@@ -3,9 +3,11 @@
 import math
 import pickle
 
+import damage
 import numpy as np
 import pytest
 import torch
+from test_checkup import packed
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -497,7 +499,21 @@ def test_a_buffer_that_is_closed_and_opened_goes_on_with_its_priorities(tmp_path
         assert p * (24 + 5) == pytest.approx(wanted.get(item, 1), rel=1e-5)
 
 
-def test_a_packed_or_read_only_folder_is_drawn_from_without_a_trace(tmp_path):
+@pytest.mark.parametrize(("options", "length"), UNITS, ids=[f"{i}" for i in range(len(UNITS))])
+def test_a_packed_folder_is_drawn_from_as_a_grid_is(tmp_path, options, length):
+    grid = make(tmp_path / "grid", (5, 3, 1, 4), max_timesteps=damage.MAX_TIMESTEPS)
+    grid.close()
+    buffer, slow = ReplayBuffer.from_folder(packed(tmp_path / "grid")), Slow(HOWS[2])
+    slow.follow(buffer)
+    steps, errors = [(0, 2), (1, 2), (3, 0)], [9, 4, 0.5]
+    for _ in range(2):
+        check_batch(buffer, options, slow, length, frequencies=True)
+        assert buffer.update_priorities([*steps, (9, 9)], [*errors, 1]) == 1
+        slow.update(steps, errors)
+    check_batch(buffer, options, slow, length)
+
+
+def test_a_folder_that_is_only_read_is_drawn_from_without_a_trace(tmp_path):
     make(tmp_path, (4, 3)).close()
     buffer = ReplayBuffer.from_folder(tmp_path, read_only=True)
     buffer.sample(1, prioritized=True, **STEP)

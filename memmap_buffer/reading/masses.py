@@ -176,7 +176,7 @@ class Heap:
         self._doubtful = changed  # until all is done
         if self._index is not None:
             for slots, t in self._anchors(self._index, changed):
-                self._tree.set(self._leaves(slots, t), np.zeros(len(slots)))
+                self._tree.put(self._leaves(slots, t), np.zeros(len(slots)))
         self._signature, self._index = signature, index
         self._serial[changed] = -1
         mine = changed[index.slot]
@@ -205,7 +205,7 @@ class Heap:
         if self._how.variant == "rank":
             self._unsorted += len(slots)
             priorities = self._by_rank(priorities)
-        self._tree.set(self._leaves(slots, t), priorities)
+        self._tree.put(self._leaves(slots, t), priorities)
 
     def _priority(self, slots: IntArray, t: IntArray) -> FloatArray:
         """The priorities of anchors (B,); 0 where another episode is in the slot by now."""
@@ -260,5 +260,5 @@ class Heap:
         parts = [self._priority(slots, t) for slots, t in self._anchors(index, None)]
         self._sorted = np.sort(np.concatenate(parts)) if parts else np.zeros(0)
         for (slots, t), priorities in zip(self._anchors(index, None), parts, strict=True):
-            self._tree.set(self._leaves(slots, t), self._by_rank(priorities))
+            self._tree.put(self._leaves(slots, t), self._by_rank(priorities))
         self._unsorted = 0

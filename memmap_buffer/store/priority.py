@@ -169,12 +169,12 @@ class Priorities:
             slots, here = self._slots(serials)
             if not here.all():
                 slots, t, raw = slots[here], t[here], raw[here]
-            outside = (t < 0) | (t >= self.lengths[slots])
+            lengths = self.lengths.take(slots)
+            outside = t.astype(np.uint64) >= lengths.astype(np.uint64)  # as unsigned, one below 0 is beyond any length
             if outside.any():
                 i = np.flatnonzero(outside)[0]
                 raise SchemaError(
-                    f"update_priorities: episode {self.serials[slots[i]]} has steps 0 … {self.lengths[slots[i]] - 1}, "
-                    f"got {t[i]}"
+                    f"update_priorities: episode {self.serials[slots[i]]} has steps 0 … {lengths[i] - 1}, got {t[i]}"
                 )
             if len(slots):
                 self._set(slots, t, raw)
@@ -222,7 +222,7 @@ class Priorities:
         file, leaves = self._file, self.leaves(slots, t)
         file.prepare(leaves)
         with file.storing():
-            self.tree.set(leaves, raw**file.alpha)
+            self.tree.put(leaves, raw**file.alpha)
             file.raise_maximum(float(raw.max()))
         self._changed(slots, t)
 
@@ -249,7 +249,7 @@ class Priorities:
         with file.storing():
             for steps, priority in ((gone, 0.0), (come, file.default)):
                 for leaves in file.blocks(*steps):
-                    self.tree.set(leaves, np.full(len(leaves), priority))
+                    self.tree.put(leaves, np.full(len(leaves), priority))
             file.pairs[slots] = pairs
             file.put_pairs(slots)
 

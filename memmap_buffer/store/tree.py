@@ -78,6 +78,10 @@ class SumTree:
         Raises: SchemaError: a priority is negative, NaN or infinite, or there is no such leaf; nothing was set.
         """
         self._check(leaves, priorities)
+        self.put(leaves, priorities)
+
+    def put(self, leaves: IntArray, priorities: FloatArray) -> None:
+        """`set` of what is known to be right."""
         self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
         self.refresh(leaves)
 
