@@ -218,7 +218,7 @@ class Heap:
             length = self._priorities.lengths[slots]
             stop = length if self._view.per_episode else np.minimum(t + self._length, length)
             found = self._reduced(slots, start, np.maximum(stop, start + 1))
-        return np.where(self._priorities.serials[slots] == self._serial[slots], found, 0.0)
+        return np.where(self._priorities.serials_of(slots) == self._serial[slots], found, 0.0)
 
     def _reduced(self, slots: IntArray, start: IntArray, stop: IntArray) -> FloatArray:
         """The maximum or mean over steps start … stop - 1."""

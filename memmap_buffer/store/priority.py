@@ -41,6 +41,7 @@ class Priorities:
         self._users = 0
         self._inode = file.storage.folder.inode("state.npy")
         self._table: EpisodeTable | None = None
+        self._known: IntArray = np.zeros(0, np.int64)  # the visible serials, oldest first
 
     @classmethod
     def open(cls, storage: Storage, name: str, *, alpha: float, epsilon: float) -> Priorities:
@@ -97,7 +98,13 @@ class Priorities:
     @property
     def serials(self) -> IntArray:
         """(slots,) of each slot's episode, -1 for none."""
-        return self._file.pairs[:, 0].view(np.int64) - 1
+        return self.serials_of(np.arange(len(self._file.pairs)))
+
+    def serials_of(self, slots: IntArray) -> IntArray:
+        """(B,) of the episodes in slots (B,), -1 for none."""
+        serials: IntArray = self._file.pairs.reshape(-1).take(2 * slots).view(np.int64)
+        serials -= 1
+        return serials
 
     @property
     def lengths(self) -> IntArray:
@@ -169,12 +176,12 @@ class Priorities:
             slots, here = self._slots(serials)
             if not here.all():
                 slots, t, raw = slots[here], t[here], raw[here]
-            lengths = self.lengths.take(slots)
+            lengths = self.lengths[slots]  # not `take`, which copies all of an array with gaps first
             outside = t.astype(np.uint64) >= lengths.astype(np.uint64)  # as unsigned, one below 0 is beyond any length
             if outside.any():
                 i = np.flatnonzero(outside)[0]
                 raise SchemaError(
-                    f"update_priorities: episode {self.serials[slots[i]]} has steps 0 … {lengths[i] - 1}, got {t[i]}"
+                    f"update_priorities: episode {self.serials_of(slots)[i]} has steps 0 … {lengths[i] - 1}, got {t[i]}"
                 )
             if len(slots):
                 self._set(slots, t, raw)
@@ -203,7 +210,7 @@ class Priorities:
     def _slots(self, serials: IntArray) -> tuple[IntArray, Any]:
         """(slots, whether each episode is still there)."""
         assert self._table is not None
-        visible, known = self._table.visible, self._table.serial[self._table.visible]
+        visible, known = self._table.visible, self._known
         if not len(visible):
             return serials, np.zeros(len(serials), np.bool_)
         place = np.minimum(np.searchsorted(known, serials), len(known) - 1)
@@ -239,7 +246,7 @@ class Priorities:
             come = changed, start, length[changed]
             self._replace(gone, come, np.stack([serial[changed] + 1, length[changed]], axis=1))
             self._changed(changed, None)
-        self._table = table
+        self._table, self._known = table, table.serial[table.visible]
 
     def _replace(self, gone: Any, come: Any, pairs: IntArray) -> None:
         file, slots = self._file, gone[0]
