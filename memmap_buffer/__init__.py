@@ -4,29 +4,31 @@ The layers; a module imports only from levels above its own line, never sideways
 
     level 0   errors
     level 1   values
-    level 2   schema, transforms
+    level 2   schema, transforms, reading.memory
     level 3   store.files, store.records, store.tree
     level 4   store.layout, store.host, store.folder
-    level 5   store.storage
+    level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes
     level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile
-    level 8   store.redo, store.priority
+    level 8   store.redo, store.pack, store.priority
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.sources, reading.weighting
-    level 13  reading.gather
-    level 14  reading.views
-    level 15  reading.index
-    level 16  reading.options, reading.order, reading.masses
-    level 17  reading.reader
-    level 18  reading.samplers, reading.prioritized
-    level 19  reading.datasets
-    level 20  reading.readable
-    level 21  buffer
-    level 22  concat, cli
+    level 12  reading.slices, reading.conditions, reading.split, reading.weighting
+    level 13  reading.sources, reading.runs
+    level 14  reading.gather
+    level 15  reading.views
+    level 16  reading.index
+    level 17  reading.options, reading.order, reading.extent, reading.transport, reading.masses
+    level 18  reading.reader, reading.readahead
+    level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
+    level 20  reading.datasets
+    level 21  reading.readable
+    level 22  buffer
+    level 23  concat, cli
 
-torch is imported by reading.datasets alone, which is loaded when a dataset, loader or batch is first asked for.
+torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
+loader or batch is first asked for.
 """
 
 from memmap_buffer.buffer import ReplayBuffer
@@ -51,6 +53,7 @@ from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajecto
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.checkup import Finding, verify
+from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
 from memmap_buffer.transforms import compute_importance_weights
 
@@ -86,6 +89,8 @@ __all__ = [
     "Window",
     "WriterLostError",
     "compute_importance_weights",
+    "pack",
     "repair",
+    "unpack",
     "verify",
 ]

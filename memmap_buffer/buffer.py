@@ -21,7 +21,7 @@ from memmap_buffer.errors import (
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.schema import Schema
-from memmap_buffer.store import edits, storage
+from memmap_buffer.store import creation, edits, storage
 from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.group import EpisodeGroup
@@ -138,7 +138,7 @@ class ReplayBuffer(Readable):
         self._begun: list[Episode] = []
         if lock.held:
             self._writer.begin()  # who creates is the writer from the start
-        if not opened.read_only and opened.folder.exists(".redo"):
+        if not self.read_only and opened.folder.exists(".redo"):
             with suppress(BufferLockedError):  # its writer lives, and is at it
                 self._writer.begin()
                 opened.check_always()
@@ -165,7 +165,7 @@ class ReplayBuffer(Readable):
 
     @property
     def read_only(self) -> bool:
-        return self._storage.read_only
+        return self._storage.read_only or not self._storage.layout.writable
 
     @property
     def circular(self) -> bool:
@@ -373,9 +373,9 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, r
                 Writer(
                     Storage(folder.path), lock, Durability()
                 ).begin()  # raises the epoch, which stops a writer whose lock failed
-            storage.remove(folder)
+            creation.remove(folder)
         if not folder.exists("schema.json"):
-            storage.create(folder, layout, reserve)
+            creation.create(folder, layout, reserve)
     except BaseException:
         lock.release()
         raise

@@ -30,13 +30,13 @@ def n_step_return(
     Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 7.1.
     """
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if rewards.dtype == np.float64 else np.float32)
-    steps = np.arange(rewards.shape[1])
-    weights = np.where(steps < k[:, None], np.power(float(gamma), steps), 0.0).astype(dtype)
-    # A row beyond k times weight 0 is not 0 where it holds inf or nan.
-    counted = np.where(_like(steps < k[:, None], rewards), rewards, 0).astype(dtype, copy=False)
-    returns = np.asarray(np.einsum("bn,bn...->b...", weights, counted), dtype)
-    discount = np.where(terminated, 0.0, np.power(float(gamma), k)).astype(dtype)
-    return returns, discount
+    n = rewards.shape[1]
+    powers = np.power(float(gamma), np.arange(n + 1)).astype(dtype)
+    # What stands beyond k may be inf or nan, and is not 0 by a weight of 0.
+    counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0).astype(dtype, copy=False)
+    returns = np.tensordot(counted, powers[:n], axes=(1, 0)) if counted.ndim > 2 else counted @ powers[:n]
+    discount = np.where(terminated, dtype.type(0), powers.take(k))
+    return np.asarray(returns, dtype), discount
 
 
 def compute_importance_weights(probabilities: Any, num_items: int, beta: float) -> Any:

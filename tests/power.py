@@ -90,6 +90,10 @@ class Recorder(files.System):
         self.log.append(Operation("write", self._number(os.fstat(target)), other=offset, data=data))
         return copied
 
+    def punch(self, fd: int, offset: int, size: int) -> None:
+        super().punch(fd, offset, size)
+        self.log.append(Operation("write", self._number(os.fstat(fd)), other=offset, data=bytes(size)))
+
     def rename(self, old: str, new: str, directory: int) -> None:
         super().rename(old, new, directory)
         self.log.append(Operation("rename", self._number(os.fstat(directory)), old, new))

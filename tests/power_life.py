@@ -13,7 +13,7 @@ import numpy as np
 from power import Recorder
 from races import FIELDS, META_FIELDS
 
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ReplayBuffer, pack
 
 LONGEST, EPISODES = 6, 4
 SMALL = {**FIELDS, "value": ("int", (9,))}  # an episode's values take most of a sector; its other fields share theirs
@@ -254,7 +254,8 @@ class Life:
             path.mkdir()
             number = self.recorder.folder(path)
             self.copies[number] = [None, self.now]
-            self.do(lambda: self.buffer.snapshot(path))
+            packs = bool(self.now) and self.rng.random() < 0.5
+            self.do(lambda: pack(self.folder, path) if packs else self.buffer.snapshot(path))
             self.copies[number] = [self.now]
             self.promise(self.now)
 

@@ -19,11 +19,9 @@ import pytest
 from damage import Damage, flip, header_size, rewrite_record, rewrite_state, rows_of
 from faults import KILLED, in_child, listing, shown, system
 
-from memmap_buffer import Finding, MemmapBufferError, NotABufferError, ReplayBuffer, verify
+from memmap_buffer import Finding, MemmapBufferError, NotABufferError, ReplayBuffer, pack, verify
 from memmap_buffer.store.checkup import MAX_TRIED, mend
-from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.records import RECORD, check_of, seal
-from memmap_buffer.store.storage import Storage, creating
 
 
 @pytest.fixture
@@ -97,45 +95,23 @@ def test_bits_that_hold_nothing_are_no_damage(folder: Path) -> None:
 
 
 def packed(folder: Path, name: str = "packed") -> Path:
-    """The example's episodes in a packed folder."""
-    source, target = Storage(folder), Storage(folder.parent / name)
-    table = source.refresh()
-    slots, total = table.visible, table.steps
-    layout = Layout(source.layout.schema, len(slots), damage.MAX_TIMESTEPS, spare_slots=0, rows=total)
-    target.folder.create()
-    with creating(target.folder, layout):
-        first = 0
-        for i, slot in enumerate(slots.tolist()):
-            length, final = int(table.length[slot]), bool(table.flags[slot] & 1)
-            crcs = dict(source.column_crcs(slot, length, final))
-            write = {"/checksums": (i, source.maps.checksums[slot])}
-            for field, rows in source.maps.rows.items():
-                has = layout.schema.fields[field].final
-                at = int(source.first_row(np.array([slot]), has)[0])
-                write[field] = (first + i * has, rows[at : at + length + (has and final)])
-            write |= {field: (i, values[slot : slot + 1]) for field, values in source.maps.meta.items()}
-            values = {"generation": 2, "serial": i, "length": length, "flags": 32 + final}
-            record = seal(**values, first_row=first, time=0, epoch=0)
-            write["/episodes"] = (i, np.frombuffer(record, np.uint8))
-            for key, (row, data) in write.items():
-                array = layout.arrays[key]
-                with (target.path / array.name).open("r+b") as file:
-                    file.seek(array.offset(row))
-                    file.write(np.ascontiguousarray(data).tobytes())
-            assert crcs
-            first += length
-    return target.path
+    """The example's episodes 2 … 5 in a packed folder, in the slots 0 … 3."""
+    pack(folder, folder.parent / name)
+    return folder.parent / name
 
 
 def test_a_packed_folder_is_checked_like_a_grid(folder: Path) -> None:
     path = packed(folder)
     assert verify(path) == []
-    assert [episode for _, episode in shown(path)] == [episode for _, episode in shown(folder)]
     flip(path / "data/number.npy", -1)
-    assert [(f.file, f.slot, f.serial, f.field) for f in verify(path)] == [("data/number.npy", 3, 3, "number")]
+    assert [(f.file, f.slot, f.serial, f.field) for f in verify(path)] == [("data/number.npy", 3, 5, "number")]
     flip(path / "data/number.npy", -1)
     rewrite_record(path, 2, first_row=2**40)
     assert [(f.file, f.slot, f.lost) for f in verify(path)] == [("episodes.npy", 2, True)]
+    rewrite_record(path, 2, first_row=0)
+    found = [(f.file, f.slot, f.lost, f.what) for f in verify(path)]
+    what = "the record is out of bounds, or has rows of another (length {})".format
+    assert found == [("episodes.npy", slot, True, what(length)) for slot, length in ((0, 5), (2, 3))]
 
 
 # What is damage

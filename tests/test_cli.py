@@ -1,4 +1,4 @@
-"""`memmap-buffer verify | repair`: what it says, where it asks, and how it ends."""
+"""`memmap-buffer verify | repair | pack | unpack`: what it says, where it asks, and how it ends."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_what_is_no_buffer_ends_with_2_and_says_so(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["mend"], ["verify"], ["repair", "a", "b"], ["verify", "--yes", "a"]], ids=str
+    "arguments",
+    [[], ["mend"], ["verify"], ["repair", "a", "b"], ["verify", "--yes", "a"], ["pack", "a"], ["pack", "a", "b", "c"]],
+    ids=str,
 )
 def test_a_misspelt_command_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -147,3 +149,36 @@ def test_the_command_is_installed_and_loads_no_torch(damaged: Path) -> None:
     if command.exists():
         done = subprocess.run([command, "verify", damaged], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (1, NAMED, "")
+
+
+def test_pack_and_unpack_are_silent_and_end_with_0(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["pack", str(folder), str(tmp_path / "packed")]) == 0
+    assert cli.main(["unpack", str(tmp_path / "packed"), str(tmp_path / "same")]) == 0
+    sizes = ["--max-episodes", "9", "--max-timesteps", "7"]
+    assert cli.main(["unpack", str(tmp_path / "packed"), str(tmp_path / "larger"), *sizes]) == 0
+    assert capsys.readouterr() == ("", "")
+    for name in ("packed", "same", "larger"):
+        assert shown(tmp_path / name) == shown(folder)
+    larger = ReplayBuffer.from_folder(tmp_path / "larger", read_only=True)
+    assert (larger.max_episodes, larger.max_timesteps) == (9, 7)
+
+
+def test_pack_names_what_it_leaves_out_and_ends_with_1(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["pack", str(damaged), str(tmp_path / "packed")]) == 1
+    assert capsys.readouterr().out == "episode 4 is damaged, or was overwritten meanwhile, and is left out\n"
+    assert dict(shown(tmp_path / "packed")).keys() == {2, 3, 5}
+
+
+@pytest.mark.parametrize("command", ["pack", "unpack"])
+def test_pack_says_why_it_cannot_and_ends_with_2(
+    folder: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, str(tmp_path / "nowhere"), str(tmp_path / "packed")]) == 2
+    assert cli.main([command, str(folder), str(folder)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "there is no such folder; check the path" in first
+    assert "holds a buffer already; give a folder without one" in second

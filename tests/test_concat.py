@@ -250,19 +250,22 @@ def test_two_writers_in_two_folders_and_a_reader_of_both(tmp_path):
     for path in paths:
         ReplayBuffer(path, count, 4, fields).close()
 
+    def writer(source):
+        child = fork()
+        if child == 0:
+            try:
+                write(source)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return child
+
     def write(source):
         with ReplayBuffer.from_folder(paths[source]) as buffer:
             for i in range(count):
                 buffer.store_episode(x=[100_000 * source + i] * (1 + i % 4), kind=[source] * (1 + i % 4))
 
-    writers = [fork() for _ in paths]
-    if 0 in writers:
-        status = 1
-        try:
-            write(writers.index(0))
-            status = 0
-        finally:
-            os._exit(status)
+    writers = [writer(0), writer(1)]
     both, seen = ConcatBuffer([ReplayBuffer.from_folder(path, read_only=True) for path in paths]), 0
     while seen < 2 * count:
         both.refresh()

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from faults import listing
 
-from memmap_buffer import Field, ReplayBuffer
+from memmap_buffer import Field, ReplayBuffer, pack
 from memmap_buffer.store.checkup import verify
 from memmap_buffer.store.layout import Layout
 
 V1 = Path(__file__).parent / "golden" / "v1"
+PACKED = V1.with_name("v1-packed")  # the same episodes
 
 # What the folder holds, as formulas; `golden/make_v1.py` has its own copy of them.
 
@@ -73,23 +74,33 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 # Through the library
 
 
-def test_the_golden_folder_opens_and_every_episode_is_what_was_written() -> None:
-    before = listing(V1)
-    with ReplayBuffer.from_folder(V1, read_only=True, verify="always") as buffer:
+@pytest.mark.parametrize("folder", [V1, PACKED], ids=["grid", "packed"])
+def test_a_golden_folder_opens_and_every_episode_is_what_was_written(folder: Path) -> None:
+    before = listing(folder)
+    with ReplayBuffer.from_folder(folder, read_only=True, verify="always") as buffer:
         assert buffer.serials.tolist() == list(LENGTHS)
         assert buffer.episode_lens.tolist() == list(LENGTHS.values())
         for i, serial in enumerate(LENGTHS):
             assert_episode(flat(buffer.episode(i)), serial)
-    assert listing(V1) == before
+    assert listing(folder) == before
 
 
-def test_the_golden_folder_has_nothing_to_report() -> None:
-    assert verify(V1) == []
+@pytest.mark.parametrize("folder", [V1, PACKED], ids=["grid", "packed"])
+def test_a_golden_folder_has_nothing_to_report(folder: Path) -> None:
+    assert verify(folder) == []
 
 
-def test_the_golden_schema_parsed_and_written_again_is_the_same_to_the_byte() -> None:
-    text = (V1 / "schema.json").read_bytes()
+@pytest.mark.parametrize("folder", [V1, PACKED], ids=["grid", "packed"])
+def test_a_golden_schema_parsed_and_written_again_is_the_same_to_the_byte(folder: Path) -> None:
+    text = (folder / "schema.json").read_bytes()
     assert Layout.from_json(text, "schema.json").to_json() == text
+
+
+@pytest.mark.parametrize("folder", [V1, PACKED], ids=["grid", "packed"])
+def test_a_golden_folder_is_packed_to_the_bytes_of_the_golden_one(tmp_path: Path, folder: Path) -> None:
+    pack(folder, tmp_path / "packed")
+    got, wanted = ({n: content for n, (_, _, content) in listing(f).items()} for f in (tmp_path / "packed", PACKED))
+    assert got == {".lock": b"", **wanted}
 
 
 def test_the_golden_folder_is_written_on_where_it_stopped(tmp_path: Path) -> None:
@@ -118,7 +129,8 @@ def test_the_golden_folder_tells_nothing_of_the_machine_that_made_it() -> None:
 def by_hand(folder: Path) -> dict[int, dict[str, Any]]:
     """serial -> field -> values, of every visible episode, oldest first."""
     schema = json.loads((folder / "schema.json").read_text())
-    assert (schema["format"], schema["version"], schema["layout"]) == ("memmap-buffer", 1, "grid")
+    assert (schema["format"], schema["version"]) == ("memmap-buffer", 1)
+    assert (schema["layout"] == "grid") == (schema["rows"] is None)
     records = np.load(folder / "episodes.npy", mmap_mode="r")
     base = np.load(folder / "state.npy", mmap_mode="r")[0]["base"]
     held = {slot: record for slot, record in enumerate(records) if holds_an_episode(slot, record, schema)}
@@ -142,14 +154,21 @@ def holds_an_episode(slot: int, record: Any, schema: dict[str, Any]) -> bool:
         h ^= h >> 29
     even = words[0] != 0 and words[0] % 2 == 0
     bounds = 1 <= record["length"] <= schema["max_timesteps"] and record["flags"] < 64
-    return h == words[7] and even and bounds and words[3] == slot * schema["max_timesteps"]
+    if schema["rows"] is None:
+        return h == words[7] and even and bounds and words[3] == slot * schema["max_timesteps"]
+    return h == words[7] and even and bounds and words[3] + record["length"] <= schema["rows"]
 
 
 def episode_by_hand(folder: Path, schema: dict[str, Any], slot: int, record: Any) -> dict[str, Any]:
     out = {}
     for name, field in schema["fields"].items():
-        stop = int(record["length"]) + (field["final"] and bool(record["flags"] & 1))
-        out[name] = numbers(folder / "data" / f"{name}.npy", field)[slot, :stop]
+        count = int(record["length"]) + (field["final"] and bool(record["flags"] & 1))
+        rows, first = numbers(folder / "data" / f"{name}.npy", field), 0
+        if schema["rows"] is None:
+            rows = rows[slot]
+        else:
+            first = int(record["first_row"]) + slot * field["final"]
+        out[name] = rows[first : first + count]
     for name, field in schema["meta_fields"].items():
         out[name] = numbers(folder / "meta" / f"{name}.npy", field)[slot]
     return out
@@ -163,8 +182,9 @@ def numbers(path: Path, field: dict[str, Any]) -> np.ndarray:
     return stored
 
 
-def test_the_golden_folder_can_be_read_with_numpy_alone() -> None:
-    episodes = by_hand(V1)
+@pytest.mark.parametrize("folder", [V1, PACKED], ids=["grid", "packed"])
+def test_a_golden_folder_can_be_read_with_numpy_alone(folder: Path) -> None:
+    episodes = by_hand(folder)
     assert list(episodes) == list(LENGTHS)
     for serial, got in episodes.items():
         assert_episode(got, serial)
@@ -207,7 +227,7 @@ def assert_same(got: dict[int, dict[str, Any]], wanted: dict[int, dict[str, Any]
 
 
 def test_every_file_of_a_folder_is_opened_by_numpy(tmp_path: Path) -> None:
-    for folder in (V1, tmp_path):
+    for folder in (V1, PACKED, tmp_path):
         if folder is tmp_path:
             ReplayBuffer(tmp_path, 2, 3, {"a": "int", "b": {"c": "bfloat16"}}, {"m": "U3"}).close()
         arrays = sorted(folder.rglob("*.npy"))

@@ -42,16 +42,18 @@ from memmap_buffer import (
     Schema,
     SchemaError,
     Window,
+    pack,
     repair,
+    unpack,
     verify,
 )
-from memmap_buffer.reading import index
+from memmap_buffer.reading import runs
 from memmap_buffer.store import files
+from memmap_buffer.store.creation import creating
 from memmap_buffer.store.files import npy_header
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.records import MAX_SERIAL, seal
-from memmap_buffer.store.storage import creating
 
 HANGS_AFTER = 20  # seconds
 
@@ -130,11 +132,21 @@ def copy(folder: Path) -> None:
     read(folder.parent / "copy")
 
 
+def pack_it(folder: Path) -> None:
+    packed, back = folder.parent / "copy/packed", folder.parent / "copy/back"
+    pack(folder, packed)
+    found = [finding.what for finding in verify(packed)]
+    assert not found or any("the serial is the last there is" in what for what in found)
+    read(packed)
+    unpack(packed, back, max_episodes=90)
+    write(back)
+
+
 def concatenate(folder: Path) -> None:
     read_all(ConcatBuffer([folder, damage.example()]))
 
 
-DOORS = (read, write, replace, look, mend, copy, concatenate)
+DOORS = (read, write, replace, look, mend, copy, pack_it, concatenate)
 
 
 def outside(here: Path) -> list[Any]:
@@ -348,6 +360,74 @@ def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
     write(tmp_path / "link")
 
 
+# 2b. No row of another, in a packed folder
+
+
+def packed_records() -> dict[str, dict[int, dict[str, int]]]:
+    """What -> slot -> what its record says. The lengths are 5, 2, 3 and 4, so the first rows 0, 5, 7 and 10 of 14."""
+    return {
+        "a row behind the last": {3: {"first_row": 11}},
+        "all rows behind the last": {3: {"first_row": 14}},
+        "a first row of 2**63": {1: {"first_row": 2**63}},
+        "a first row that wraps around": {0: {"first_row": 2**64 - 2}},
+        "a length beyond the file": {3: {"length": 5}},
+        "a length of 2**32 - 1": {2: {"length": 2**32 - 1}},
+        "the rows of another": {2: {"first_row": 5}},
+        "a row of the one before": {1: {"first_row": 4}},
+        "a row of the one behind": {1: {"length": 3}},
+        "rows of all others": {0: {"first_row": 0, "length": 5}, 1: {"first_row": 3}, 2: {"first_row": 4}},
+        "the same rows for all": {slot: {"first_row": 0} for slot in range(4)},
+        "swapped": {0: {"first_row": 9}, 3: {"first_row": 0}},
+    }
+
+
+@pytest.mark.parametrize("what", packed_records())
+def test_no_packed_record_shows_a_row_of_another_or_none(tmp_path: Path, what: str) -> None:
+    """Fault 45, in a packed folder: what it touches is void, or fails its checksum; the others are as they were."""
+    changes = packed_records()[what]
+    whole = {serial: episode for serial, episode in shown(damage.example()) if serial - 2 not in changes}
+
+    def prepare(folder: Path) -> None:
+        shutil.rmtree(folder)
+        pack(damage.example(), folder)
+        for slot, values in changes.items():
+            rewrite_record(folder, slot, **values)
+
+    found = enter(prepare, tmp_path)
+    assert found.pop("write").startswith("ReadOnlyError")
+    assert all("no episode is left" in text for text in found.values() if text), found
+    prepare(damage.copy_of_example(tmp_path / "again"))
+    assert verify(tmp_path / "again")
+    unchecked = dict(shown(tmp_path / "again"))
+    assert all(unchecked[serial] == whole[serial] for serial in unchecked.keys() & whole.keys())
+    checked = dict(shown(ReplayBuffer.from_folder(tmp_path / "again", read_only=True, verify="always")))
+    assert checked.items() <= whole.items()
+
+
+@pytest.mark.parametrize("rows", [1, 13, 15, 2**40, 2**62])
+def test_a_packed_schema_of_other_rows_is_refused(tmp_path: Path, rows: int) -> None:
+    """Fault 43, in a packed folder: every file is of exactly the size that the schema says."""
+
+    def prepare(folder: Path) -> None:
+        shutil.rmtree(folder)
+        pack(damage.example(), folder)
+        document = json.loads((folder / "schema.json").read_text())
+        (folder / "schema.json").write_text(json.dumps({**document, "rows": rows}))
+
+    found = enter(prepare, tmp_path, tuple(door for door in DOORS if door not in (look, mend, replace)))
+    text = "SchemaError" if rows == 2**62 else "CorruptBufferError"
+    assert all(error.startswith(text) for error in found.values()), found
+
+
+def test_an_update_left_in_a_packed_folder_is_not_carried_out(tmp_path: Path, folder: Path) -> None:
+    assert killed(folder, 4, "update") == KILLED
+    pack(damage.example(), tmp_path / "packed")
+    shutil.copy(folder / ".redo", tmp_path / "packed" / ".redo")
+    before = listing(tmp_path / "packed")
+    assert shown(ReplayBuffer.from_folder(tmp_path / "packed")) == shown(damage.example())
+    assert listing(tmp_path / "packed") == before
+
+
 # 3. No bomb
 
 
@@ -489,12 +569,10 @@ def test_a_filter_looks_at_a_long_episode_in_pieces(
     """So that a crafted length costs time, and no memory."""
     options = {**options, "filter_fields": {"number": lambda number: number % 100 != 2}, "return_indices": True}
     whole = [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)]
-    monkeypatch.setattr(index, "CHUNK_STEPS", 2)
+    monkeypatch.setattr(runs, "CHUNK_STEPS", 2)
     looked_at: list[int] = []
-    matches = index._matches
-    monkeypatch.setattr(
-        index, "_matches", lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest)
-    )
+    matches = runs.matches
+    monkeypatch.setattr(runs, "matches", lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest))
     assert [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)] == whole
     assert max(looked_at) <= 4
 

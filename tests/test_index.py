@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from reference import Episode, Reference
 from strategies import assert_view, choices, few, recorded, recordings
 
-from memmap_buffer import Field, NotEnoughDataError, ReplayBuffer, SchemaError, Timestep, Trajectory, Window
+from memmap_buffer import (
+    ConcatBuffer,
+    Field,
+    NotEnoughDataError,
+    ReplayBuffer,
+    SchemaError,
+    Timestep,
+    Trajectory,
+    Window,
+)
 from memmap_buffer.reading import index as index_module
+from memmap_buffer.reading import runs as runs_module
 from memmap_buffer.reading.index import Selection
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.sources import Sources
@@ -327,13 +337,31 @@ class TestCost:
     def test_a_column_scanned_in_chunks_of_any_size_gives_the_same(self, recording, choice, chunk, stride):
         conditions = choice.pop("filter_fields", {"action": (17, 40)})
         with recorded(recording) as (buffer, reference), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(index_module, "CHUNK_STEPS", chunk)
+            patch.setattr(runs_module, "CHUNK_STEPS", chunk)
             how = {"stride": stride, "boundary": "shift"}
             items = reference.items(
                 lambda episode: reference.windows(episode, 3, ("action",), **how), filter_fields=conditions, **choice
             )
             view = Window(3, fields=("action",), **how)
             assert_view(buffer, items, view=view, filter_fields=conditions, **choice)
+
+    @settings(max_examples=50, deadline=None)
+    @given(
+        st.lists(st.one_of(st.integers(0, 5), st.integers(0, 10**12)), min_size=1, max_size=40),
+        st.integers(0, 2**32 - 1),
+    )
+    def test_many_anchors_are_located_like_few(self, counts, seed):
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        if not starts[-1]:
+            return
+        runs = np.arange(len(counts))
+        index = index_module.Index(runs, runs + 100, runs * 10, starts)
+        i = np.random.default_rng(seed).integers(0, starts[-1], index_module.MANY)
+        i[: 2 * len(counts)] = np.clip(np.concatenate([starts[:-1], starts[1:] - 1]), 0, starts[-1] - 1)
+        many = index.locate(i)
+        few = [index.locate(part) for part in np.split(i, 8)]
+        for column in ("slot", "serial", "t"):
+            assert (getattr(many, column) == np.concatenate([getattr(part, column) for part in few])).all()
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.integers(0, 5), min_size=1, max_size=9))
@@ -346,6 +374,106 @@ class TestCost:
 
     def test_whole_episodes_are_anchors_too(self, buffer):
         assert len(buffer.dataset(view=Trajectory())) == 6
+
+
+class TestWeights:
+    """Scores of the six episodes: 0.2, 0.1, 0, 0.1, 0.2, 0.3; they have 2 … 7 steps."""
+
+    @staticmethod
+    def expected(buffer, name):
+        """x -> its share, from the definition."""
+        score = [float(np.ravel(buffer.episode(i).get(name, 0))[0]) for i in range(len(buffer))]
+        shares = np.concatenate([np.full(n, w) for n, w in zip(buffer.episode_lens, score, strict=True)])
+        return shares / shares.sum()
+
+    @staticmethod
+    def assert_shares(seen, shares):
+        """Counts are as shares say, to 5 σ of a chi-square, and what has none is never drawn."""
+        counts = np.bincount(seen, minlength=len(shares))
+        assert counts[shares == 0].sum() == 0
+        expected, counts = shares[shares > 0] * counts.sum(), counts[shares > 0]
+        degrees = len(expected) - 1
+        assert ((counts - expected) ** 2 / expected).sum() < degrees + 5 * np.sqrt(2 * degrees)
+
+    def test_items_are_sampled_in_proportion_to_the_weight_of_their_episode(self, buffer):
+        seen = buffer.sample(40_000, timestep_level=True, weight_by="score", seed=1)["x"].numpy()
+        self.assert_shares(seen, self.expected(buffer, "score"))
+
+    def test_whole_episodes_are_sampled_in_proportion_to_their_length(self, buffer):
+        seen = buffer.sample(40_000, weight_by="episode_lens", return_indices=True, fields=["x"], seed=1)["_index"]
+        self.assert_shares(seen.numpy(), np.arange(2, 8) / 27)
+
+    def test_a_loader_draws_by_weight_as_many_items_as_there_are_of_any_weight(self, buffer):
+        loader = buffer.dataloader(4, timestep_level=True, weight_by="score", shuffle=True, seed=3)
+        epochs = [[x for batch in loader for x in batch["x"].tolist()] for _ in range(400)]
+        assert {len(epoch) for epoch in epochs} == {23}
+        assert len({tuple(epoch) for epoch in epochs}) == 400
+        self.assert_shares(np.concatenate(epochs), self.expected(buffer, "score"))
+        again = buffer.dataloader(23, timestep_level=True, weight_by="score", shuffle=True, seed=3)
+        assert next(iter(again))["x"].tolist() == epochs[0]
+
+    def test_filters_and_weights_hold_together(self, buffer):
+        kept = {"weight_by": "score", "filter_meta": {"task": 0}, "filter_fields": {"x": (1, 16)}}
+        shares = self.expected(buffer, "score") * np.isin(np.arange(27), [1, *range(9, 14)])
+        seen = buffer.sample(9000, timestep_level=True, seed=1, **kept)["x"].numpy()
+        self.assert_shares(seen, shares / shares.sum())
+
+    def test_each_source_of_a_mixture_is_drawn_from_by_weight(self, buffer, tmp_path):
+        with ReplayBuffer(tmp_path / "other", 2, 5, buffer.schema) as other:
+            for weight in (1, 3):
+                steps = {name: np.zeros((5, *field.shape)) for name, field in buffer.schema.fields.items()}
+                meta = {"task": 0, "score": weight, "name": "", "good": True, "pair": [0, 0], "env": {"kind": weight}}
+                other.store_episode(**{**steps, "x": np.arange(5), "text": ["a"] * 5}, **meta)
+        both = ConcatBuffer([buffer, tmp_path / "other"], weights=[1, 1])
+        kept = {"timestep_level": True, "weight_by": "score", "return_indices": True}
+        loader = both.dataloader(8, shuffle=True, seed=1, **kept)
+        batches = [batch for _ in range(500) for batch in loader] + [both.sample(8, **kept) for _ in range(500)]
+        indices = np.concatenate([batch["_indices"].numpy() for batch in batches])
+        assert all(
+            (batch["_indices"][:, 0] == 0).sum() == len(batch["x"]) / 2 for batch in batches if len(batch["x"]) == 8
+        )
+        self.assert_shares(indices[indices[:, 0] == 1, 1], np.array([0.25, 0.75]))
+        first = indices[indices[:, 0] == 0]
+        begins = np.cumsum([0, *buffer.episode_lens])
+        self.assert_shares(begins[first[:, 1]] + first[:, 2], self.expected(buffer, "score"))
+
+    @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+    def test_a_weight_that_is_none_names_the_episode(self, buffer, wrong):
+        buffer.update(3, score=wrong)
+        with pytest.raises(SchemaError, match="weight_by: 'score' of episode 3 is") as caught:
+            buffer.sample(2, weight_by="score")
+        assert caught.value.serial == 3
+        assert len(buffer.sample(2, weight_by="score", filter_meta={"task": {1, 2}})["x"]) == 2
+
+    def test_weights_that_are_all_zero_leave_nothing_to_draw(self, buffer):
+        buffer.update(score=np.zeros(6))
+        with pytest.raises(NotEnoughDataError, match="weight_by='score'"):
+            buffer.sample(2, weight_by="score")
+
+    @pytest.mark.parametrize(("name", "text"), [("scoer", "score"), ("pair", r"'pair' has shape \(2,\)")])
+    def test_a_weight_is_a_declared_meta_field_of_one_number(self, buffer, name, text):
+        with pytest.raises(SchemaError, match=text):
+            buffer.sample(2, weight_by=name)
+
+    @pytest.mark.parametrize("shuffle", [False, "block"])
+    def test_a_loader_that_does_not_draw_at_random_refuses_weights(self, buffer, shuffle):
+        with pytest.raises(SchemaError, match="weight_by='score' draws at random"):
+            buffer.dataloader(2, weight_by="score", shuffle=shuffle)
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=9),
+        st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=20),
+    )
+    def test_a_number_falls_on_the_anchor_whose_share_of_one_it_lies_in(self, runs, numbers):
+        counts, weights = np.array(runs).T
+        starts, mass = (np.concatenate([[0], np.cumsum(part)]) for part in (counts, counts * weights))
+        z = np.zeros(len(runs), np.int64)
+        found = index_module.Index(z, z, z, starts, mass=mass.astype(np.float64)).pick(np.array(numbers))
+        edges = np.cumsum([weight for count, weight in runs for _ in range(count)]) / mass[-1]
+        for number, got in zip(numbers, found, strict=True):
+            want = sum(number >= edge for edge in edges)
+            assert got == want or min(abs(number - edge) for edge in edges) < 1e-12
 
 
 def test_the_slow_definition_forgets_the_oldest():

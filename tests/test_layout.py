@@ -7,6 +7,7 @@ import math
 import shutil
 import tracemalloc
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,22 @@ def test_another_schema_lists_what_differs(tmp_path: Path) -> None:
         *("max_episodes", "circular", "fields 'a'", "fields 'b'", "fields 'c'"),
     ]
     assert caught.value.differences[0] == "max_episodes: stored 4, given 8"
+
+
+@pytest.mark.parametrize("size", [0, 1, 20, 511, 512, 700, None])
+def test_what_a_power_cut_leaves_of_a_schema_is_known_as_ours(size: int | None) -> None:
+    """Any of its sectors may not have reached the disk, and it may be shorter."""
+    whole = GRID.to_json()
+    sectors = [whole[at : at + 512] for at in range(0, len(whole), 512)]
+    assert len(sectors) > 1
+    for missing in product([False, True], repeat=len(sectors)):
+        left = b"".join(bytes(len(s)) if gone else s for s, gone in zip(sectors, missing, strict=True))
+        assert Layout.may_be_torn(left[:size])
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[1, 2]", b'{"format": "another"}', b" ", b"\0precious"])
+def test_what_another_wrote_is_not_taken_for_ours(text: bytes) -> None:
+    assert not Layout.may_be_torn(text)
 
 
 # From a stranger

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memmap_buffer import Crop, NotEnoughDataError, ReplayBuffer
 from memmap_buffer.reading import samplers
-from memmap_buffer.reading.order import Permutation, Quota
+from memmap_buffer.reading.order import BlockShuffle, Permutation, Quota, uniform
 
 
 def order(n, *seed):
@@ -97,6 +97,112 @@ class TestPermutation:
         assert (order(50, 4, 2) == order(50, 4, 2)).all()
 
 
+def block_order(n, block, window, *seed):
+    return BlockShuffle(n, block, window, *seed)(np.arange(n))
+
+
+class TestBlockShuffle:
+    @settings(max_examples=200, deadline=None)
+    @given(st.integers(1, 700), st.integers(1, 40), st.integers(1, 20), st.integers(0, 99))
+    def test_it_is_a_bijection_for_every_size(self, n, block, blocks, seed):
+        assert (np.sort(block_order(n, block, block * blocks, seed)) == np.arange(n)).all()
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.integers(1, 700), st.integers(1, 40), st.integers(1, 20), st.integers(0, 99))
+    def test_a_window_comes_from_so_many_blocks_of_neighbours(self, n, block, blocks, seed):
+        window = block * blocks
+        order = block_order(n, block, window, seed)
+        for at in range(0, n, window):
+            part = np.sort(order[at : at + window])
+            gaps = np.flatnonzero(np.diff(part) > 1)
+            at_the_end = bool(part[0] == 0 and part[-1] == n - 1)  # a block that begins there goes on at position 0
+            assert len(gaps) + 1 <= blocks + at_the_end
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.integers(1, 700), st.integers(1, 40), st.integers(1, 20), st.integers(0, 99))
+    def test_the_places_of_a_window_are_those_of_its_items(self, n, block, blocks, seed):
+        shuffle = BlockShuffle(n, block, block * blocks, seed)
+        for number in range(-(-n // (block * blocks))):
+            items = shuffle(np.arange(number * block * blocks, min(n, (number + 1) * block * blocks)))
+            places = [i for low, high in shuffle.places(number) for i in range(low, high)]
+            assert sorted(places) == sorted(items.tolist())
+
+    def test_a_position_goes_where_it_goes_whatever_is_asked_with_it(self):
+        shuffle = BlockShuffle(1000, 7, 70, 5)
+        alone = [int(shuffle(np.array([i]))[0]) for i in range(1000)]
+        assert alone == block_order(1000, 7, 70, 5).tolist()
+
+    def test_every_item_is_equally_often_anywhere(self):
+        """First, in the first window, and beside its neighbour: to 5 σ, over 2000 seeds."""
+        n, draws = 60, 2000
+        orders = np.array([block_order(n, 4, 12, 9, seed) for seed in range(draws)])
+        for counts, share in (
+            (np.bincount(orders[:, 0], minlength=n), 1 / n),
+            (np.bincount(orders[:, -1], minlength=n), 1 / n),
+            (np.bincount(orders[:, :12].ravel(), minlength=n), 12 / n),
+        ):
+            sigma = np.sqrt(draws * share * (1 - share))
+            assert np.abs(counts - draws * share).max() < 5 * sigma
+
+    def test_a_window_of_everything_shows_no_order(self):
+        n, scores = 1000, []
+        for seed in range(200):
+            p = block_order(n, 10, 1000, seed).astype(np.float64)
+            correlation = np.corrcoef(np.arange(n), p)[0, 1] * np.sqrt(n - 1)
+            lagged = np.corrcoef(p[1:], p[:-1])[0, 1] * np.sqrt(n - 1)
+            scores.append([correlation, lagged])
+        assert np.abs(np.mean(scores, axis=0)).max() < 5 / np.sqrt(200)
+
+    def test_seed_and_epoch_each_give_another_order(self):
+        keys = [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert len({tuple(block_order(50, 3, 9, *key).tolist()) for key in keys}) == 4
+
+    def test_a_loader_gives_every_item_once_from_few_places_at_a_time(self, tmp_path):
+        buffer = buffer_of(tmp_path, *[50] * 20)
+        loader = buffer.dataloader(16, timestep_level=True, shuffle="block", shuffle_window=128, seed=5)
+        epochs = [values(loader) for _ in range(3)]
+        everything = values(buffer.dataloader(9, timestep_level=True))
+        assert all(sorted(epoch) == everything for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+        positions = [(x // 100) * 50 + x % 100 for x in epochs[0]]
+        for at in range(0, 1000, 128):
+            assert (np.diff(np.sort(positions[at : at + 128])) > 1).sum() <= 64
+
+    def test_the_window_is_what_takes_so_many_bytes_unless_given(self, tmp_path, monkeypatch):
+        buffer = buffer_of(tmp_path, *[50] * 20)  # 8 bytes a step
+        loader = buffer.dataloader(16, timestep_level=True, shuffle="block", seed=5)
+        for size, window in ((8 * 100, 100), (8 * 5000, 5000)):
+            monkeypatch.setattr(samplers, "WINDOW_BYTES", size)
+            iter(loader)
+            assert loader.state_dict()["window"] == window
+        whole = buffer.dataloader(2, shuffle="block", seed=5)
+        monkeypatch.setattr(samplers, "WINDOW_BYTES", 8 * 50 * 3)
+        iter(whole)
+        assert whole.state_dict()["window"] == 3
+
+
+class TestUniform:
+    def test_each_number_is_that_of_its_position_and_of_the_seed(self):
+        numbers = uniform(np.arange(1000), 3, 1)
+        assert (uniform(np.arange(1000)[::-1], 3, 1)[::-1] == numbers).all()
+        assert not np.isin(uniform(np.arange(1000), 3, 2), numbers).any()
+
+    def test_they_spread_over_the_unit_interval_without_a_pattern(self):
+        """Mean, variance and lag of 200 sequences to 5 σ, and every 100th of the interval equally often."""
+        n, scores, counts = 2000, [], np.zeros(100)
+        for seed in range(200):
+            u = uniform(np.arange(n) + 10**9, seed)
+            assert 0 <= u.min() <= u.max() < 1
+            counts += np.bincount((u * 100).astype(int), minlength=100)
+            lagged = np.corrcoef(u[1:], u[:-1])[0, 1]
+            scores.append(
+                [(u.mean() - 0.5) * np.sqrt(12 * n), (u.var() - 1 / 12) * np.sqrt(180 * n), lagged * np.sqrt(n)]
+            )
+        assert np.abs(np.mean(scores, axis=0)).max() < 5 / np.sqrt(200)
+        expected = counts.sum() / 100
+        assert ((counts - expected) ** 2 / expected).sum() < 99 + 5 * np.sqrt(198)
+
+
 class TestQuota:
     @settings(max_examples=100, deadline=None)
     @given(
@@ -105,18 +211,24 @@ class TestQuota:
     )
     def test_every_batch_is_full_and_the_shares_never_drift(self, weights, batch_sizes):
         quota, total = Quota(weights), np.zeros(len(weights))
-        shares = np.array(weights) / sum(weights)
+        shares, begin = np.array(weights) / sum(weights), 0
         for batch_size in batch_sizes:
-            counts = quota.next(batch_size)
+            counts = quota.counts(begin, begin + batch_size)
             assert counts.min() >= 0
             assert counts.sum() == batch_size
-            total += counts
+            total, begin = total + counts, begin + batch_size
             assert np.abs(total - shares * total.sum()).max() < 2
 
-    def test_sources_that_were_given_too_much_before_do_not_overfill_a_batch(self):
-        """Three of these owe at once in the 55th batch, so that the others are due more than it holds."""
-        quota = Quota([17, 58, 58, 17, 1, 8])
-        assert [int(quota.next(1).sum()) for _ in range(300)] == [1] * 300
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 10**12), st.integers(1, 200))
+    def test_every_item_is_of_one_source_and_has_its_number_there(self, weights, begin, count):
+        quota = Quota(weights)
+        source, within = quota.turns(np.arange(begin, begin + count))
+        seen = quota.given(begin).tolist()
+        for i, (number, turn) in enumerate(zip(source.tolist(), within.tolist(), strict=True)):
+            assert turn == seen[number]
+            seen[number] += 1
+            assert seen == quota.given(begin + i + 1).tolist()
 
     @pytest.mark.parametrize(
         ("weights", "batch_size", "counts"),
@@ -124,11 +236,11 @@ class TestQuota:
     )
     def test_shares_that_divide_a_batch_are_exact_in_each(self, weights, batch_size, counts):
         quota = Quota(weights)
-        assert [quota.next(batch_size).tolist() for _ in range(50)] == [counts] * 50
+        for begin in [*range(0, 50 * batch_size, batch_size), 10**9 * batch_size]:
+            assert quota.counts(begin, begin + batch_size).tolist() == counts
 
     def test_what_does_not_divide_is_carried_over(self):
-        quota = Quota([1, 1, 1])
-        counts = np.array([quota.next(4) for _ in range(3)])
+        counts = np.array([Quota([1, 1, 1]).counts(begin, begin + 4) for begin in (0, 4, 8)])
         assert counts.sum(axis=0).tolist() == [4, 4, 4]
         assert counts.max() == 2
 
@@ -139,9 +251,9 @@ class TestEpochs:
         assert values(buffer.dataloader(2, timestep_level=True)) == [200, 201, 300, 400, 401]
 
     @pytest.mark.parametrize("batch_size", [1, 7, 64, 1000])
-    @pytest.mark.parametrize("block", [1, 10, 1 << 14])
-    def test_every_epoch_has_every_item_once_in_another_order(self, tmp_path, monkeypatch, batch_size, block):
-        monkeypatch.setattr(samplers, "BLOCK", block)
+    @pytest.mark.parametrize("chunk", [1, 10, 1 << 14])
+    def test_every_epoch_has_every_item_once_in_another_order(self, tmp_path, monkeypatch, batch_size, chunk):
+        monkeypatch.setattr(samplers, "CHUNK", chunk)
         buffer = buffer_of(tmp_path, 40, 1, 60, 17)
         loader = buffer.dataloader(batch_size, timestep_level=True, shuffle=True, seed=5)
         epochs = [values(loader) for _ in range(3)]

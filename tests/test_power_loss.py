@@ -26,7 +26,8 @@ from races import FIELDS, META_FIELDS
 
 from memmap_buffer import MemmapBufferError, NotABufferError, ReplayBuffer, repair
 from memmap_buffer.store import episode as episode_module
-from memmap_buffer.store import recovery
+from memmap_buffer.store import files, publication, recovery
+from memmap_buffer.store.publication import Files
 from memmap_buffer.store.storage import Storage
 
 QUICK, ALL, PARTS = 300, 20_000, 8  # states
@@ -36,6 +37,14 @@ QUICK, ALL, PARTS = 300, 20_000, 8  # states
 def _small_chunks(monkeypatch):
     """Some steps fill a chunk, so that `stage="disk"` writes before the end."""
     monkeypatch.setattr(episode_module, "CHUNK_BYTES", 300)
+
+
+@pytest.fixture(autouse=True)
+def _every_byte_is_given_back(monkeypatch):
+    """What an episode leaves behind a shorter one, however little it is, and wherever the folder lies."""
+    monkeypatch.setattr(files, "BLOCK", 1)
+    monkeypatch.setattr(publication, "BLOCK", 1)
+    monkeypatch.setattr(publication, "MEMORY", ())
 
 
 @pytest.fixture
@@ -131,6 +140,15 @@ def test_a_power_protocol_without_one_of_its_steps_is_found_out(place, name):
     mutate, broken = MUTATIONS[name]
     seeds = (survey(PROTOCOLS["power"], 100, place / str(n), runs=1, seed=n, mutate=mutate) for n in range(30))
     assert any(found[broken] for found in seeds)
+
+
+@pytest.mark.parametrize("name", ["power", "power, by step"])
+def test_space_given_back_from_a_row_too_early_is_found_out(place, name, monkeypatch):
+    """Fault 13."""
+    give_back = Files.give_back
+    monkeypatch.setattr(Files, "give_back", lambda self, slot, start, stop: give_back(self, slot, start - 1, stop))
+    seeds = (survey(PROTOCOLS[name], 100, place / str(n), runs=1, seed=n) for n in range(30))
+    assert any(found["wrong"] for found in seeds)
 
 
 @pytest.mark.parametrize("what", ["compare", "doubt"])

@@ -223,6 +223,7 @@ def test_what_is_handed_out_may_be_changed_without_touching_the_file(folder):
     before = listing(folder)
 
     def change(_: Callable[[Any], None]) -> None:
+        torch.set_num_threads(1)  # a forked child has none of the threads that torch may have started before
         buffer = ReplayBuffer.from_folder(folder, read_only=True)
         doors = [
             buffer.sample(8, timestep_level=True, return_indices=True),

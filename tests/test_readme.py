@@ -78,8 +78,20 @@ def test_the_recording_page_names_every_option_and_method_that_writes():
 
 def test_the_reading_page_names_every_option_and_method_that_reads():
     text = (ROOT / "docs" / "reading.md").read_text()
-    arguments = {"device", "seed", "shuffle", "drop_last", "weights", "from_root"}
-    methods = {"dataset", "dataloader", "sample", "episode", "get_all_data", "num_episodes", "num_steps", "serials"}
+    arguments = {"device", "seed", "shuffle", "shuffle_window", "drop_last", "rank", "world_size", "tail", "weights"}
+    methods = {
+        "from_root",
+        "state_dict",
+        "load_state_dict",
+        "dataset",
+        "dataloader",
+        "sample",
+        "episode",
+        "get_all_data",
+        "num_episodes",
+        "num_steps",
+        "serials",
+    }
     expected = set(ReadOptions.__annotations__) | arguments | methods
     assert {name for name in expected if not in_text(name, text)} == set()
 

@@ -147,6 +147,20 @@ def test_the_rows_of_a_packed_record_lie_within_the_file(first_row: int, length:
     assert is_valid(1, 17, **{**GOOD, "first_row": first_row, "length": length}) == good
 
 
+@given(stretches=st.lists(st.tuples(st.integers(0, 18), st.integers(0, 6)), max_size=8))
+def test_packed_records_that_share_a_row_are_all_void(stretches: list[tuple[int, int]]) -> None:
+    """Against the sets of rows; those that are void by themselves take no other's."""
+    rows = [range(first, first + length) for first, length in stretches]
+    alone = [0 < len(mine) <= MAX_TIMESTEPS and mine.stop <= 17 for mine in rows]
+    good = [
+        fine and not any({*mine} & {*other} for k, other in enumerate(rows) if k != i and alone[k])
+        for i, (mine, fine) in enumerate(zip(rows, alone, strict=True))
+    ]
+    records = [packed(**{**GOOD, "first_row": first, "length": length}) for first, length in stretches]
+    words = np.frombuffer(b"".join(records), "<u8").reshape(-1, 8)
+    assert valid(words, MAX_TIMESTEPS, 17).tolist() == good
+
+
 # In a folder
 
 

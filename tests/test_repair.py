@@ -19,7 +19,7 @@ from damage import Damage, flip, header_size, rewrite_record, rewrite_state, row
 from faults import KILLED, in_child, listing, shown, system
 from test_checkup import killed, packed
 
-from memmap_buffer import BufferLockedError, CorruptBufferError, NotABufferError, ReplayBuffer, repair, verify
+from memmap_buffer import BufferLockedError, CorruptBufferError, NotABufferError, ReplayBuffer, pack, repair, verify
 from memmap_buffer.store import files
 from memmap_buffer.store.layout import Layout
 
@@ -483,8 +483,33 @@ def test_a_packed_folder_is_repaired_too(folder: Path) -> None:
     flip(path / "data/number.npy", -1)
     repair(path)
     assert verify(path) == []
-    want = [episode for _, episode in shown(folder)]
-    assert [episode for _, episode in shown(path)] == want[:3]
+    assert shown(path) == shown(folder)[:3]
+
+
+@pytest.mark.parametrize("change", [-1, 1, -70, 0], ids=["cut by one", "extended", "cut", "missing"])
+@pytest.mark.parametrize("file", damage.FILES)
+def test_a_packed_folder_keeps_what_is_left_of_a_file_of_another_size(folder: Path, file: str, change: int) -> None:
+    path, whole = packed(folder), dict(shown(folder))
+    if change:
+        os.truncate(path / file, (path / file).stat().st_size + change)
+    else:
+        (path / file).unlink()
+    assert verify(path)[0].file == file
+    if file == "episodes.npy" and change == 0:
+        with pytest.raises(CorruptBufferError, match="it alone says what the episodes are"):
+            repair(path)
+        return
+    repair(path)
+    assert verify(path) == []
+    kept = dict(shown(path))
+    name = damage.FILES[file]
+    for serial, episode in kept.items():
+        known = {**whole[serial]}
+        assert episode == {key: value for key, value in known.items() if key in episode}
+        assert known.keys() - episode.keys() <= {name.partition(".")[0]}
+    assert len(kept) >= (1 if change == -70 else 3)  # nine numbers, the last of three episodes
+    assert not pack(path, path.parent / "again")
+    assert shown(path.parent / "again") == shown(path)
 
 
 # What it refuses

@@ -17,9 +17,10 @@ import pytest
 from faults import KILLED, in_child, listing, system
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.store.creation import discard_unfinished
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.records import STATE_WORD
-from memmap_buffer.store.storage import Storage, discard_unfinished
+from memmap_buffer.store.storage import Storage
 
 FIELDS = {"a": "float", "b": Field("uint8", (2, 2), final=True)}
 META_FIELDS = {"m": "U4"}

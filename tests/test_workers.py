@@ -12,7 +12,7 @@ import torch
 from conftest import assert_same, flat
 from torch.utils.data import DataLoader
 
-from memmap_buffer import ConcatBuffer, StaleEpisodeError, Timestep, Window
+from memmap_buffer import ConcatBuffer, ReplayBuffer, StaleEpisodeError, Timestep, Window
 
 # Python 3.12 warns of every fork of a process with threads, and torch has some; torch also warns on a single core.
 pytestmark = [
@@ -243,3 +243,64 @@ def test_a_batch_as_a_named_tuple_pickles(recorded):
     copy = pickle.loads(pickle.dumps(batch))
     assert copy._fields == batch._fields == ("t", "name")
     assert_same(copy._asdict(), batch._asdict())
+
+
+# Memory: what is private to a process, beyond what it has with torch alone. The pages of the files are shared.
+
+MEMORY = """
+import multiprocessing, pathlib, re, sys, threading
+import torch
+
+def private(pid="self"):
+    return int(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path(f"/proc/{pid}/status").read_text())[1]) / 1024
+
+(torch.ones(500, 500) @ torch.ones(500, 500)).sum()
+idle = private()
+from memmap_buffer import ReplayBuffer
+folder, method, prefetch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+workers = {"num_workers": 2, "multiprocessing_context": method, "persistent_workers": True} if method else {}
+if __name__ == "__main__":
+    buffer = ReplayBuffer.from_folder(folder, read_only=True)
+    loader = buffer.dataloader(256, n_steps=1, shuffle=True, seed=0, prefetch=prefetch, **workers)
+    most = [0, 0]
+    for epoch in range(4):
+        for i, batch in enumerate(loader):
+            if i % 20 == 0:
+                children = [private(child.pid) for child in multiprocessing.active_children()]
+                most = [max(most[0], private()), max(most[1], *children)] if children else [max(most[0], private()), 0]
+    print(*(round(value - idle, 1) for value in most))
+"""
+LIMIT = 60  # MB
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """Two stores of images of 3 KB, one of them with 30 times as many episodes, 100 times as many of a few steps."""
+    folder = tmp_path_factory.mktemp("stores")
+    for name, long, short in (("small", 4, 20), ("large", 120, 2000)):
+        fields = {"image": ("uint8", (32, 32, 3)), "t": "int", "text": "U8"}
+        with ReplayBuffer(folder / name, long + short, 100, fields) as buffer:
+            for n in range(long + short):
+                length = 100 if n < long else 2
+                rows = {"image": np.full((length, 32, 32, 3), n % 251, np.uint8), "t": np.arange(length)}
+                buffer.store_episode(**rows, text=np.full(length, f"{n}"))
+    return folder
+
+
+def private_megabytes(store, tmp_path, method="", prefetch=0):
+    (tmp_path / "memory.py").write_text(MEMORY)
+    arguments = [sys.executable, "memory.py", store, method, prefetch]
+    run = subprocess.run(list(map(str, arguments)), cwd=tmp_path, capture_output=True, text=True, check=True)
+    return [float(value) for value in run.stdout.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
+@pytest.mark.parametrize(("method", "prefetch"), [("", 0), ("", 3), *((method, 0) for method in METHODS)])
+def test_private_memory_of_a_loader_and_of_its_workers_stays_small(stores, tmp_path, method, prefetch):
+    assert max(private_megabytes(stores / "large", tmp_path, method, prefetch)) < LIMIT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
+def test_private_memory_does_not_grow_with_the_store(stores, tmp_path):
+    small, large = (private_megabytes(stores / name, tmp_path, METHODS[0]) for name in ("small", "large"))
+    assert all(b < a + LIMIT / 6 for a, b in zip(small, large, strict=True))

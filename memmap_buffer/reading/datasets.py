@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer.reading.distributed import ranks_of
 from memmap_buffer.reading.gather import BFloat16Bits
 from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
+from memmap_buffer.reading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.reading.prioritized import PrioritizedDraws, PrioritizedSampler
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.samplers import Draws, EpochSampler
 from memmap_buffer.reading.sources import Anchors
+from memmap_buffer.reading.split import Ranks
+from memmap_buffer.reading.transport import Arrivals, Carrier, Tasks, as_it_is
 from memmap_buffer.schema import nest
 from memmap_buffer.values import Array
-
-Device = torch.device | str | int | None
 
 
 def seeded_rng() -> np.random.Generator:
@@ -35,8 +38,9 @@ def to_tensor(array: Array) -> Any:
             return array.tolist()
         except ValueError as error:
             raise CorruptBufferError(f"a text field holds what is no text ({error}); see `verify`") from None
-    tensor = torch.from_numpy(array.view(np.ndarray))
-    return tensor.view(torch.bfloat16) if isinstance(array, BFloat16Bits) else tensor
+    if isinstance(array, BFloat16Bits):
+        return torch.from_numpy(array.view(np.ndarray)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
@@ -44,15 +48,9 @@ def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
     return nest({key: to_tensor(array) for key, array in batch.items()})
 
 
-def to_device(batch: Any, device: Device) -> Any:
-    """A batch, however nested, on a device; pinned memory is copied without waiting."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return batch._make(to_device(value, device) for value in batch)
-    return batch
+def gathered(reader: Reader, batch: Mapping[str, Array]) -> dict[str, Any]:
+    """A batch that was read as (nested) tensors, transformed."""
+    return reader.output.transformed(to_tensors(batch))
 
 
 class Batch(Sequence[dict[str, Any]]):
@@ -80,7 +78,7 @@ def _item(data: Any, i: int) -> Any:
 class EpisodeDataset(Dataset[dict[str, Any]]):
     """A map-style dataset of one view's items, oldest episode first.
 
-    It pickles as a path, options and the index (32 bytes an episode), and each process maps the files itself. The
+    It pickles as a path, options and the index (36 bytes an episode), and each process maps the files itself. The
     number of items is of the last `refresh`; loaders made by `dataloader` refresh at every epoch.
 
     Args: reader: what is read.
@@ -104,7 +102,7 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Sequence[int] | Anchors) -> Batch:
         """Many items at once, gathered once: by position, or at anchors."""
         anchors = indices if isinstance(indices, Anchors) else self._locate(indices)
-        return Batch(to_tensors(self.reader.read(anchors)), anchors.size)
+        return Batch(gathered(self.reader, self.reader.read(anchors)), anchors.size)
 
     def _locate(self, indices: Sequence[int]) -> Anchors:
         index = self.reader.index()
@@ -137,6 +135,8 @@ class Collate:
 def _at(data: dict[str, Any], key: str) -> Any:
     value: Any = data
     for part in key.split("."):
+        if part not in value:  # a transform took it away
+            raise SchemaError(f"to_named_tuple: the batch has no {key!r}; it has {', '.join(map(repr, data))}")
         value = value[part]
     return value
 
@@ -146,6 +146,7 @@ class EpisodeLoader(DataLoader[Any]):
 
     Args:
         dataset, sampler: what, and in which order. device: where batches go, from this process.
+        prefetch: how many batches a thread of this process keeps ready, pinned and moved; 0 for no thread.
         kwargs: any other argument of `torch.utils.data.DataLoader`.
     """
 
@@ -155,17 +156,57 @@ class EpisodeLoader(DataLoader[Any]):
         sampler: EpochSampler | PrioritizedSampler,
         *,
         device: Device = None,
+        prefetch: int = 0,
         **kwargs: Any,
     ) -> None:
         kwargs.setdefault("collate_fn", Collate(dataset.reader.output))
         super().__init__(dataset, batch_sampler=sampler, **kwargs)  # type: ignore[arg-type]
         self.device = device
+        self._order = sampler
+        sampler.plans = not self.num_workers
+        # Pinning would hold up the loop; PyTorch leaves it to a thread too, where there are workers.
+        self._pinned = bool(self.num_workers and self.pin_memory and torch.cuda.is_available())
+        self.prefetch = prefetch or int(self._pinned)
+        self._tasks = Tasks(sampler, self.num_workers)
+        self._processes = self._carriers(kwargs) if self.num_workers else None
+        self._ahead: weakref.ref[Prefetched] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ahead": None}
+
+    def _carriers(self, kwargs: dict[str, Any]) -> DataLoader[Any]:
+        """The loader that has the worker processes: of the same options, but what crosses is packed."""
+        carrier = Carrier(self.dataset, self.collate_fn)
+        own = {"collate_fn": as_it_is, "pin_memory": False}
+        return DataLoader(carrier, batch_sampler=self._tasks, **(kwargs | own))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = super().__iter__()
+        """The batches of one epoch; what this iterator gave is what the user has had, however many are made ahead."""
+        if self.persistent_workers and self._ahead is not None and (last := self._ahead()) is not None:
+            last.close()  # its thread and the new epoch would share one iterator over the processes
+        epoch = self._order.begin()
+        batches: Iterator[Any] = (
+            super().__iter__()
+            if self._processes is None
+            else Arrivals(iter(self._processes), self._tasks, self._pinned)
+        )
+        if self.prefetch:
+            ahead = Prefetched(batches, self.prefetch, Move(self.device))
+            self._ahead = weakref.ref(ahead)
+            return epoch.delivering(ahead)
+        batches = epoch.delivering(batches)
         return batches if self.device is None else (to_device(batch, self.device) for batch in batches)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, in numbers, strings and lists; see `EpochSampler.state_dict`."""
+        return self._order.state_dict()
 
+    def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
+        """Make the next epoch the rest of the one that `state_dict` told of; see `EpochSampler.load_state_dict`."""
+        self._order.load_state_dict(state, on_stale)
+
+
+_ORDER_OPTIONS = ("seed", "device", "dataset", "prefetch", "shuffle_window", "rank", "world_size", "tail")
 _LOADER_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
 
 
@@ -173,53 +214,74 @@ def make_loader(
     reader: Reader,
     *,
     batch_size: int,
-    shuffle: bool,
+    shuffle: bool | str,
     drop_last: bool,
     seed: int | None,
     weights: Sequence[float] | None,
     device: Device,
     dataset: EpisodeDataset | None,
+    prefetch: int = 0,
+    shuffle_window: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    tail: str = "pad",
     draws: PrioritizedDraws | None = None,
     **kwargs: Any,
 ) -> EpisodeLoader:
     """The loader of `dataloader`. Without a seed one is drawn from torch's generator, so `manual_seed` fixes it."""
     for name in kwargs:
         if name not in _LOADER_OPTIONS:
-            known = [*ReadOptions.__annotations__, *_LOADER_OPTIONS, "seed", "device", "dataset"]
+            known = [*ReadOptions.__annotations__, *_LOADER_OPTIONS, *_ORDER_OPTIONS]
             raise unknown_option(name, known)
     for name in ("sampler", "batch_sampler"):
         if kwargs.get(name) is not None:
             raise SchemaError(
                 f"{name}: the order is the library's here; give dataset() to a DataLoader of your own for another"
             )
-    _check_batch_size(batch_size)
+    _check_count("batch_size", batch_size, 1)
+    _check_count("prefetch", prefetch, 0)
     dataset = dataset or EpisodeDataset(reader)
     reader = dataset.reader
     reader.require(reader.index(refresh=True))
-    if drop_last and len(reader.index()) < batch_size:
-        have = len(reader.index())
-        raise NotEnoughDataError(f"drop_last=True and batch_size={batch_size} give no batch of {have} items; lower one")
+    ranks = ranks_of(rank, world_size)
     if seed is None:
+        if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.view.random):
+            raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
     sampler: EpochSampler | PrioritizedSampler
     if draws is not None:
-        sampler = PrioritizedSampler(draws, batch_size=batch_size, drop_last=drop_last, seed=seed)
+        rank = ranks.now().rank
+        sampler = PrioritizedSampler(draws, batch_size=batch_size, drop_last=drop_last, seed=seed, rank=rank)
     else:
         sampler = EpochSampler(
-            reader, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, weights=weights
+            reader,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            weights=weights,
+            window=shuffle_window,
+            ranks=ranks,
+            tail=tail,
         )
-    return EpisodeLoader(dataset, sampler, device=device, **kwargs)
+    if not len(sampler):
+        have, world = len(reader.index()), ranks.now().world_size
+        raise NotEnoughDataError(
+            f"drop_last={drop_last}, tail={tail!r} and batch_size={batch_size} for {world} ranks give no batch of "
+            f"{have} items; lower one"
+        )
+    return EpisodeLoader(dataset, sampler, device=device, prefetch=prefetch, **kwargs)
 
 
-def _check_batch_size(batch_size: object) -> None:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise SchemaError(f"batch_size: got {batch_size!r}, expected a whole number from 1")
+def _check_count(name: str, count: object, least: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < least:
+        raise SchemaError(f"{name}: got {count!r}, expected a whole number from {least}")
 
 
 def sample(
     draws: Draws | PrioritizedDraws, batch_size: int, rng: np.random.Generator, device: Device, alone: bool
 ) -> Any:
     """One batch drawn with replacement, as a loader of the same options would give it."""
-    _check_batch_size(batch_size)
-    data = Collate(draws.reader.output).named(to_tensors(draws.reader.read(draws.next(batch_size, rng, alone))))
+    _check_count("batch_size", batch_size, 1)
+    data = Collate(draws.reader.output).named(gathered(draws.reader, draws.read(batch_size, rng, alone)))
     return data if device is None else to_device(data, device)

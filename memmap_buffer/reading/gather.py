@@ -1,137 +1,227 @@
-"""The one engine under every view: rows = first row + t + offsets, clipped into the episode, taken, padded, masked."""
+"""The one engine under every view: rows = first row + t + offsets, clipped into the episode, taken, padded, masked.
+
+Where the rows lie is worked out for many batches together, as numpy's cost is calls; they are copied batch by batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.reading.slices import Slices
+from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
+from memmap_buffer.store.records import FINAL, FIRST_ROW, GENERATION, TERMINATED, Words
 from memmap_buffer.store.storage import IntArray
 from memmap_buffer.values import Array, decode
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # what finding one row takes
+EVERY = slice(None)
 PADDINGS = ("zero", "edge", "default")
-BoolArray = npt.NDArray[np.bool_]
 
 
 class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):
     """uint16 that are the bits of bfloat16 numbers, so that the PyTorch layer knows."""
 
 
+class Take(NamedTuple):
+    """A field's rows that are still to be copied; `missing` (B,) or (B, K) of them do not exist, and get `padding`."""
+
+    name: str
+    rows: IntArray | Slices
+    missing: BoolArray | None = None
+    padding: str = "zero"
+
+
 class Gather:
-    """One batch being cut.
+    """Items being cut: what a batch of them, or of some of them, holds.
 
     Args:
         sources: the folders. anchors: (B,) where to cut.
 
     Attributes:
-        batch: key -> (B, …), filled by the `put` methods.
-        t, length: (B,) int64.  has_final, terminated: (B,) bool of each anchor's episode.
+        batch: key -> (B, …), or what is to be copied for it; filled by the `put` methods.
+        t, length: (B,) int64 of each anchor and its episode.
     """
 
     def __init__(self, sources: Sources, anchors: Anchors) -> None:
         self.sources = sources
         self.schema = sources.schema
+        if not sources.trust(anchors) or anchors.words is None:
+            anchors = sources.look_up(anchors)
         self.anchors = anchors
-        self._episodes = sources.episodes(anchors)
-        self.t = anchors.t
-        # A stale anchor is cut from its first row, which always exists, and drawn again afterwards.
-        self.length = np.maximum(self._episodes.length, 1)
-        self.has_final, self.terminated = self._episodes.has_final, self._episodes.terminated
-        self.batch: dict[str, Array] = {}
-        self._first: dict[bool, IntArray] = {}
+        self._words: Words = anchors.words  # type: ignore[assignment]
+        self.t, self.length = anchors.t, anchors.length
+        self._first = self._words.view(np.int64)[:, FIRST_ROW]
+        self._there = self.t < self.length
+        if not self._there.all():
+            self._set_aside(~self._there)
+        self.batch: dict[str, Array | Take] = {}
+
+    def _set_aside(self, gone: BoolArray) -> None:
+        """Cut what is not there from the first row of its slot, which always exists; it is drawn again afterwards."""
+        self.t, self.length = np.where(gone, 0, self.t), np.where(gone, 1, self.length)
+        self._first = np.where(gone, self.sources.first_rows(self.anchors), self._first)
+
+    @cached_property
+    def has_final(self) -> BoolArray:
+        """(B,) whether each anchor's episode has its final observation."""
+        return self.anchors.has(FINAL)
+
+    @cached_property
+    def terminated(self) -> BoolArray:
+        """(B,) whether each anchor's episode ended by `terminated`."""
+        return self.anchors.has(TERMINATED)
+
+    def read(self, part: slice = EVERY) -> dict[str, Array]:
+        """Copy some of the items: key -> (b, …)."""
+        slices: dict[int, Slices] = {}
+        return {
+            key: self._copy(what, part, slices)
+            if isinstance(what, Take)
+            else what
+            if part is EVERY
+            else what[part].copy()
+            for key, what in self.batch.items()
+        }
+
+    def fresh(self, part: slice = EVERY) -> BoolArray:
+        """(b,) whether what was copied is what the anchor meant. To be asked after all copying."""
+        same = self.sources.unchanged(self.anchors.where(part), self._words[part, GENERATION])
+        return self._there[part] & same
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes to know where the rows lie."""
+        return sum(what.nbytes if isinstance(what, np.ndarray) else 32 * len(self.t) for what in self.batch.values())
+
+    def put_at(self, names: Iterable[str], t: IntArray, *, prefix: str = "") -> None:
+        """Gather fields at one timestep an item into the batch, zero where it does not exist.
+
+        Args: names: per-timestep fields, put under `prefix` + name.  t: (B,).
+        """
+        plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
+        for name in names:
+            self._require_size(name, 1)
+            final = self.schema.fields[name].final
+            if final not in plans:
+                plans[final] = self._plan(t, final, self.limit(final))
+            self.batch[prefix + name] = Take(name, *plans[final])
 
     def put(
         self,
         names: Iterable[str],
-        offsets: IntArray,
+        offsets: IntArray | range,
         *,
         prefix: str = "",
-        single: bool = False,
         limit: IntArray | None = None,
         padding: str = "zero",
-    ) -> BoolArray:
+    ) -> None:
         """Gather fields at `t + offsets` into the batch.
 
         Args:
             names: per-timestep fields, put under `prefix` + name.
-            offsets: (K,) or (B, K) int64.
-            single: K is 1 and its axis is dropped.
+            offsets: (K,) int64; a range where they follow one another.
             limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
             padding: what stands where none exists: "zero", "edge" (the nearest existing) or "default".
-
-        Returns: (B, K) bool, True where the row of a field without `final` exists.
         """
-        names = list(names)
-        for name in names:
-            self._require_size(name, offsets.shape[-1])
-        wanted = self.t[:, None] + offsets
-        plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
+        plans: dict[bool, Take] = {}
         for name in names:
             final = self.schema.fields[name].final
+            self._require_size(name, len(offsets))
             if final not in plans:
-                plans[final] = self._plan(wanted, final, limit)
-            rows, missing = plans[final]
-            values = self.sources.take(name, self.anchors.source, rows)
-            if missing is not None and padding != "edge":
-                values[missing] = values.dtype.type() if padding == "zero" else self.schema.fields[name].fill
-            self._put(prefix + name, name, values[:, 0] if single else values)
-        return np.asarray((wanted >= 0) & (wanted < (self.length if limit is None else limit)[:, None]))
+                plans[final] = self._take_of(name, offsets, limit, padding)
+            self.batch[prefix + name] = plans[final]._replace(name=name)
 
-    def steps(self, count: int, names: Iterable[str]) -> IntArray:
-        """0 … count - 1. Raises SchemaError where a batch of so many steps of some fields is too large."""
-        for name in names:
-            self._require_size(name, count)
-        return np.arange(count)
+    def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
+        """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
+        self._require_size(name, len(offsets))
+        values = self._copy(self._take_of(name, offsets, limit, "zero"), EVERY, {})
+        return decode(values, self.schema.fields[name].dtype)
+
+    def look_at(self, name: str, t: IntArray) -> Array:
+        """A field at one timestep an item, (B, *field), that is known to exist."""
+        field = self.schema.fields[name]
+        return decode(self.sources.take(name, self.anchors.source, self._rows(t, field.final)), field.dtype)
+
+    def exists(self, offsets: IntArray | range, limit: IntArray | None = None) -> BoolArray:
+        """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
+        size = len(self.t) * len(offsets) * INDEX_BYTES
+        if size > MAX_BATCH_BYTES:
+            self._refuse_size("the mask", size)
+        steps = np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets
+        found = steps < ((self.length if limit is None else limit) - self.t)[:, None]
+        if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
+            found &= steps >= -self.t[:, None]
+        return np.asarray(found)
 
     def put_meta(self, names: Iterable[str]) -> None:
         """Gather meta fields, one entry an item."""
         for name in names:
-            self._put(name, name, self.sources.take_meta(name, self.anchors))
+            self.batch[name] = self._marked(name, self.sources.take_meta(name, self.anchors))
 
-    def look(self, name: str, offsets: IntArray, limit: IntArray | None = None) -> Array:
-        """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
-        field = self.schema.fields[name]
-        rows, missing = self._plan(self.t[:, None] + offsets, field.final, limit)
-        values = self.sources.take(name, self.anchors.source, rows)
-        if missing is not None:
-            values[missing] = values.dtype.type()
-        return decode(values, field.dtype)
+    def limit(self, final: bool) -> IntArray:
+        """(B,) how many entries each anchor's episode has of fields with or without `final`."""
+        return self.length + self.has_final if final else self.length
 
-    def fresh(self) -> BoolArray:
-        """(B,) whether what was copied is what the anchor meant. To be asked after all copying."""
-        return self._episodes.fresh & self.sources.unchanged(self.anchors, self._episodes.generation)
+    def _rows(self, t: IntArray, final: bool) -> IntArray:
+        first = self._first + self.anchors.slot if final else self._first
+        return (first if t.ndim == 1 else first[:, None]) + t
 
-    def _plan(self, wanted: IntArray, final: bool, limit: IntArray | None) -> tuple[IntArray, BoolArray | None]:
-        if limit is None:
-            limit = self.length + self.has_final if final else self.length
-        clipped = np.clip(wanted, 0, limit[:, None] - 1)
+    def _plan(self, wanted: IntArray, final: bool, limit: IntArray) -> tuple[IntArray, BoolArray | None]:
+        """The rows of the nearest timesteps that exist, and which are not those that were wanted, if any."""
+        if wanted is self.t:
+            return self._rows(wanted, final), None
+        clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
         missing = wanted != clipped
-        return self._first_rows(final)[:, None] + clipped, missing if missing.any() else None
+        return self._rows(clipped, final), missing if missing.any() else None
+
+    def _take_of(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> Take:
+        final = self.schema.fields[name].final
+        limit = self.limit(final) if limit is None else limit
+        if isinstance(offsets, range):
+            return Take(name, self._slices(offsets, final, limit, padding))
+        return Take(name, *self._plan(self.t[:, None] + offsets, final, limit[:, None]), padding)
+
+    def _copy(self, take: Take, part: slice, slices: dict[int, Slices]) -> Array:
+        """Copy some of the items; `slices` are the parts of `Slices` made for it so far, as fields share them."""
+        rows, source, name = take.rows, self.anchors.source, take.name
+        if isinstance(rows, Slices):
+            some = slices.get(id(rows))
+            if some is None:
+                some = slices[id(rows)] = rows if part is EVERY else rows[part]
+            return self._marked(name, self.sources.take(name, source if source is None else source[part], some))
+        values = self.sources.take(name, source if source is None else source[part], rows[part])
+        if take.missing is not None and take.padding != "edge":
+            field = self.schema.fields[name]
+            values[take.missing[part]] = values.dtype.type() if take.padding == "zero" else field.fill
+        return self._marked(name, values)
+
+    def _slices(self, offsets: range, final: bool, limit: IntArray, padding: str) -> Slices:
+        """Where the steps `t + offsets` lie."""
+        begin, steps = self.t + offsets.start, len(offsets)
+        lead = np.minimum(np.maximum(-begin, 0), steps)
+        stop = np.maximum(np.minimum(limit - begin, steps), 0)
+        nearest = np.minimum(np.maximum(begin, 0), limit - 1)
+        return Slices(self._rows(nearest, final), lead, stop, steps, padding)
 
     def _require_size(self, name: str, steps: int) -> None:
-        rows = len(self.t) * steps
-        size = rows * max(self.schema.fields[name].itemsize, INDEX_BYTES)
+        size = len(self.t) * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)
         if size > MAX_BATCH_BYTES:
-            raise SchemaError(
-                f"field {name!r}: a batch of {rows} rows takes {size / 2**30:.1f} GiB, more than "
-                f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave the field out, or cut windows"
-            )
+            self._refuse_size(f"field {name!r}", size)
 
-    def _first_rows(self, final: bool) -> IntArray:
-        if final not in self._first:
-            self._first[final] = self.sources.first_rows(self.anchors, final)
-        return self._first[final]
+    def _refuse_size(self, what: str, size: int) -> None:
+        raise SchemaError(
+            f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
+            f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
+        )
 
-    def _put(self, key: str, name: str, values: Array) -> None:
-        if self.schema.all[name].dtype == "bfloat16":
-            values = values.view(BFloat16Bits)
-        self.batch[key] = values
+    def _marked(self, name: str, values: Array) -> Array:
+        return values.view(BFloat16Bits) if self.schema.all[name].dtype == "bfloat16" else values
 
 
 def check_padding(padding: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -17,6 +17,8 @@ from memmap_buffer.schema import Schema
 
 if TYPE_CHECKING:
     Names = Iterable[str]
+
+Batch = dict[str, Any]
 
 
 class ReadOptions(TypedDict, total=False):
@@ -37,6 +39,7 @@ class ReadOptions(TypedDict, total=False):
     filter_fields: Mapping[str, Any]
     min_episode_len: int
     top_k: tuple[str, int]
+    weight_by: str
     split: Mapping[str, float]
     part: str
     split_seed: int
@@ -47,6 +50,7 @@ class ReadOptions(TypedDict, total=False):
     slice_by_episode_len: bool
     fieldname_map: Mapping[str, str]
     to_named_tuple: Iterable[str]
+    transform: Callable[[Batch], Batch]
     on_stale: str
     prioritized: Prioritized | bool
 
@@ -62,12 +66,15 @@ class Options:
             whole episodes, with return_mask, return_episode_lens, and slice_by_episode_len=False to pad all to
             max_timesteps.
         fields: which fields; default all.
-        filter_meta, filter_fields, min_episode_len, top_k, split, part, split_seed: see `Selection`.
+        filter_meta, filter_fields, min_episode_len, top_k, weight_by, split, part, split_seed: see `Selection`.
         include_metadata: add the meta fields to each item.
         return_indices: add `_index` (serial) to whole episodes, `_indices` (serial, t) to all else; a ConcatBuffer
             puts the number of the source before.
         fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch as a named tuple of
             these keys, leading underscores dropped.
+        transform: called with each gathered batch, a dict of tensors under its final keys, where it was gathered (a
+            worker process, a prefetching thread); returns a dict, which may be the same. To be sent to workers that
+            are spawned it must pickle.
         on_stale: what to do when an episode is overwritten before its rows were read: "redraw" or "raise".
         prioritized: draw by priority, with replacement; see `Prioritized`.
     """
@@ -87,6 +94,7 @@ class Options:
     filter_fields: Mapping[str, Any] | None = None
     min_episode_len: int = 1
     top_k: tuple[str, int] | None = None
+    weight_by: str | None = None
     split: Mapping[str, float] | None = None
     part: str | None = None
     split_seed: int = 0
@@ -97,6 +105,7 @@ class Options:
     slice_by_episode_len: bool = True
     fieldname_map: Mapping[str, str] | None = None
     to_named_tuple: Iterable[str] | None = None
+    transform: Callable[[Batch], Batch] | None = None
     on_stale: str = "redraw"
     prioritized: Prioritized | bool | None = None
 
@@ -132,6 +141,9 @@ class Options:
             "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told": (
                 not self.slice_by_episode_len and not self.return_episode_lens
             ),
+            f"transform: got {self.transform!r}, expected a function from batch to batch": (
+                self.transform is not None and not callable(self.transform)
+            ),
             "on_stale: expected 'redraw' or 'raise'": self.on_stale not in ("redraw", "raise"),
         }
         for text, broken in rules.items():
@@ -165,6 +177,7 @@ class Options:
             filter_fields=_flat(schema, self.filter_fields),
             min_episode_len=self.min_episode_len,
             top_k=self.top_k,
+            weight_by=self.weight_by,
             split=self.split,
             part=self.part,
             split_seed=self.split_seed,
@@ -179,13 +192,14 @@ class Output:
 
     Args:
         meta: the meta fields that are added. indices: "_index", "_indices" or "".
-        rename: key -> the key wanted. tuple_names: keys of the named tuple, or ().
+        rename: key -> the key wanted. tuple_names: keys of the named tuple, or (). transform: see `Options`.
     """
 
     meta: tuple[str, ...]
     indices: str
     rename: Mapping[str, str] = field(default_factory=dict)
     tuple_names: tuple[str, ...] = ()
+    transform: Callable[[Batch], Batch] | None = None
 
     @classmethod
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
@@ -205,12 +219,21 @@ class Output:
             raise SchemaError(
                 f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map"
             )
-        output = cls(meta, indices, rename, names(options.to_named_tuple) or ())
+        output = cls(meta, indices, rename, names(options.to_named_tuple) or (), options.transform)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
-            if name not in wanted and name not in groups:
+            if name not in wanted and name not in groups and output.transform is None:
                 raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
         return output
+
+    def transformed(self, batch: Batch) -> Batch:
+        """The batch as the user's transform makes it. Raises SchemaError where that is none."""
+        if self.transform is None:
+            return batch
+        out = self.transform(batch)
+        if not isinstance(out, dict):
+            raise SchemaError(f"transform: it returned {type(out).__name__}, expected a dict; return the batch")
+        return out
 
 
 def unknown_option(name: str, known: Sequence[str]) -> SchemaError:

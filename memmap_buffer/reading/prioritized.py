@@ -7,7 +7,7 @@ drawn by are at most as old as the batches that wait for it (`prefetch_factor` t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +48,7 @@ class PrioritizedDraws:
         self._priorities = priorities
         self._weights = weights
         self._quota = None if weights is None else Quota(weights)
+        self._shared = 0
         self._masses: list[Steps | Heap | None] = [None] * len(reader.sources.storages)
         self._parts: tuple[Index, list[Index]] | None = None
         self._lock = threading.Lock()
@@ -68,6 +69,10 @@ class PrioritizedDraws:
             self.num_drawn += not alone
         anchors = Anchors(sources, found.slot, found.serial, found.t, weight.astype(np.float32), probability)
         return self.reader.crop(anchors, lambda: rng)
+
+    def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
+        """One batch; see `next`."""
+        return self.reader.read(self.next(batch_size, rng, alone))
 
     def __len__(self) -> int:
         """The items that can be drawn."""
@@ -129,7 +134,9 @@ class PrioritizedDraws:
             shares = np.full(len(totals), 1 / totals.sum())
         else:
             self._require_all(totals)
-            counts = (Quota(self._weights) if alone or self._quota is None else self._quota).next(batch_size)
+            begin = 0 if alone else self._shared
+            self._shared += 0 if alone else batch_size
+            counts = (self._quota or Quota(self._weights)).counts(begin, begin + batch_size)
             sources = np.repeat(np.arange(len(totals)), counts)
             drawn = zip(counts, totals, strict=True)
             parts = [spread(int(n), float(total), rng, stratified=stratified) for n, total in drawn]
@@ -162,12 +169,30 @@ class PrioritizedSampler:
     """A PyTorch batch sampler that draws by priority; an epoch has as many batches as one that goes round.
 
     Args: draws: what is drawn. batch_size: items a batch, every batch is full. drop_last: one batch less where the
-        items do not divide. seed: with the epoch's number fixes what chance does.
+        items do not divide. seed: with the epoch's number, and that of the rank, fixes what chance does.
     """
 
-    def __init__(self, draws: PrioritizedDraws, *, batch_size: int, drop_last: bool, seed: int) -> None:
-        self.draws, self.batch_size, self.drop_last, self.seed = draws, batch_size, drop_last, seed
+    plans = False
+
+    def __init__(self, draws: PrioritizedDraws, *, batch_size: int, drop_last: bool, seed: int, rank: int = 0) -> None:
+        self.draws, self.batch_size, self.drop_last, self.seed, self.rank = draws, batch_size, drop_last, seed, rank
         self.epoch = 0
+
+    def begin(self) -> PrioritizedSampler:
+        """Nothing is fixed before a batch is drawn, as priorities change; see `EpochSampler.begin`."""
+        return self
+
+    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches as they are: an epoch is not counted, as there is nothing of it that would not come again."""
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which epoch comes next."""
+        return {"seed": self.seed, "epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
+        """Go on with the epoch that `state_dict` told of, from its beginning."""
+        self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next epoch; without it epochs count up by themselves."""
@@ -178,7 +203,7 @@ class PrioritizedSampler:
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Anchors]:
-        rng = np.random.default_rng((self.seed, self.epoch))
+        rng = np.random.default_rng((self.seed, self.epoch, self.rank))
         self.epoch += 1
         for _ in range(len(self)):
             yield self.draws.next(self.batch_size, rng)

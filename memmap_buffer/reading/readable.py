@@ -17,13 +17,15 @@ from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import Trajectory, View
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.priority import Priorities
+from memmap_buffer.store.records import FINAL
 from memmap_buffer.store.storage import IntArray
 from memmap_buffer.values import Array, decode, to_numpy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from memmap_buffer.reading.datasets import Device, EpisodeDataset, EpisodeLoader
+    from memmap_buffer.reading.datasets import EpisodeDataset, EpisodeLoader
+    from memmap_buffer.reading.prefetch import Device
 
 MAX_KEPT = 32  # option sets whose index `sample` keeps
 
@@ -100,7 +102,7 @@ class Readable:
         Args: i: its position, 0 the oldest, -1 the newest. Raises: IndexError.
         """
         anchors, data = self._read_whole(Trajectory(final_observation=True), [i])
-        has_final = bool(self._sources.episodes(anchors).has_final[0])
+        has_final = bool(self._sources.look_up(anchors).has(FINAL)[0])
         batch = {key: values[0] for key, values in data.items()}
         out: dict[str, Any] = {}
         for name, field in self.schema.all.items():
@@ -127,7 +129,8 @@ class Readable:
             fields, meta_fields: which; with both left out all, and `episode_lens`.
             device: where to put them.
         """
-        from memmap_buffer.reading.datasets import to_device, to_tensors
+        from memmap_buffer.reading.datasets import to_tensors
+        from memmap_buffer.reading.prefetch import to_device
 
         every = fields is None and meta_fields is None
         wanted = None if every else self.schema.require(fields or (), "fields", self.schema.fields)
@@ -179,23 +182,39 @@ class Readable:
         self,
         batch_size: int,
         *,
-        shuffle: bool = False,
+        shuffle: bool | str = False,
         drop_last: bool = False,
         seed: int | None = None,
+        shuffle_window: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        tail: str = "pad",
         device: Device = None,
+        prefetch: int = 0,
         dataset: EpisodeDataset | None = None,
         dataset_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> EpisodeLoader:
         """A PyTorch DataLoader whose batches are gathered whole; every epoch sees the episodes published since.
 
+        `state_dict` and `load_state_dict` of the loader resume an epoch in another process.
+
         Args:
             batch_size: items a batch.
-            shuffle: draw each epoch without replacement in an order fixed by (seed, epoch); with `prioritized` every
-                batch is drawn by priority, with replacement, in this process: workers only gather.
+            shuffle: draw each epoch without replacement in an order fixed by (seed, epoch). "block": from disk, for a
+                store larger than memory: blocks of neighbouring items are taken in a random order, 64 together, and
+                shuffled within that window. With `prioritized` every batch is drawn by priority, with replacement, in
+                this process: workers only gather.
+            shuffle_window: with "block", how many items the window has; default: as many as take 256 MiB. The
+                system's page cache must hold two windows, this one and the next; nothing else grows with it.
             drop_last: leave out an incomplete last batch.
             seed: fixes the order; None draws one from torch's generator.
+            rank, world_size: which part of every epoch this process gives, and of how many; default: those of
+                torch.distributed if it is initialised, and then every rank must begin each epoch, where rank 0 tells
+                the others its seed and which episodes there are. Give 0 and 1 to a loader that only one rank uses.
+            tail: where the items do not divide by the ranks, "pad" repeats a few, "drop" leaves a few out.
             device: move batches there.
+            prefetch: keep this many batches ready, by a thread of this process that gathers, pins and moves them.
             dataset: read this one, instead of one made from the options.
             options: those of `Options` (`dataset_kwargs` adds to them), and any argument of
                 `torch.utils.data.DataLoader`, such as num_workers.
@@ -222,7 +241,12 @@ class Readable:
             drop_last=drop_last,
             seed=seed,
             weights=self._weights,
+            shuffle_window=shuffle_window,
+            rank=rank,
+            world_size=world_size,
+            tail=tail,
             device=device,
+            prefetch=prefetch,
             dataset=dataset,
             draws=draws if isinstance(draws, PrioritizedDraws) else None,
             **loader_options,
@@ -239,8 +263,12 @@ class Readable:
         """
         from memmap_buffer.reading.datasets import sample, seeded_rng
 
-        key = _frozen(options)
-        draws = self._draws.get(key)
+        key: Any = tuple(options.items())
+        try:
+            draws = self._draws.get(key)
+        except TypeError:  # a list, say
+            key = _frozen(options)
+            draws = self._draws.get(key)
         if draws is None:
             draws = self._make_draws(Reader(self._sources, options))
             self._draws = {key: draws} if len(self._draws) >= MAX_KEPT else {**self._draws, key: draws}

@@ -38,6 +38,7 @@ class Reader:
         self.output = Output.of(options, self.selection.view, sources.schema)
         self.on_stale = options.on_stale
         self.prioritized = Prioritized.parse(options.prioritized, sources.schema)
+        self._has_text = any(field.storage.kind == "U" for field in sources.schema.all.values())
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
@@ -52,6 +53,7 @@ class Reader:
         state |= {
             "on_stale": self.on_stale,
             "prioritized": self.prioritized,
+            "_has_text": self._has_text,
             "_index": self.index(),
             "_tables": (),
             "_living": None,
@@ -62,9 +64,14 @@ class Reader:
         """The anchors as of the last refresh; `refresh` looks for new episodes first."""
         if self._index is None or (refresh and not self._frozen):
             tables = self.sources.refresh()
-            if self._index is None or not _same(tables, self._tables):
+            if self._index is None or tables != self._tables:
                 self._index, self._tables = self.selection.index(self.sources), tables
         return self._index
+
+    @property
+    def tables(self) -> tuple[EpisodeTable, ...]:
+        """What `index` was made of."""
+        return self._tables or self.sources.tables
 
     def require(self, index: Index) -> None:
         """Raise NotEnoughDataError, with the counts, where there is nothing to draw from."""
@@ -89,26 +96,39 @@ class Reader:
         Returns: key -> (B, …), fresh arrays of the stored dtypes.
         Raises: StaleEpisodeError: an episode was overwritten meanwhile, and cannot or must not be drawn again.
         """
+        if anchors.plan is not None:
+            return self._read_part(anchors)
         tries, damaged = 0, self._num_damaged()
         while tries < TRIES:
-            gather = Gather(self.sources, anchors)
-            self.selection.view.cut(gather)
-            gather.put_meta(self.output.meta)
-            fresh = gather.fresh()
+            gather = self.plan(anchors)
+            batch, fresh = gather.read(), gather.fresh()
             if fresh.all():
-                self._require_text(gather.batch)
-                return self._named(gather.batch, anchors)
+                return self._named(batch, anchors)
             anchors = self._again(anchors, np.flatnonzero(~fresh))
             before, damaged = damaged, self._num_damaged()
             tries += damaged == before  # what is found damaged is not drawn again, so that comes to an end by itself
         raise self._gone(anchors.serial[~fresh])
+
+    def plan(self, anchors: Anchors) -> Gather:
+        """What a batch of these anchors, or of a part of them, holds; nothing that takes much memory is copied yet."""
+        gather = Gather(self.sources, anchors)
+        self.selection.view.cut(gather)
+        gather.put_meta(self.output.meta)
+        return gather
+
+    def _read_part(self, anchors: Anchors) -> dict[str, Array]:
+        plan, part = anchors.plan
+        batch = plan.read(part)
+        if plan.fresh(part).all():
+            return self._named(batch, anchors)
+        return self.read(anchors._replace(words=None, plan=None))
 
     def _num_damaged(self) -> int:
         return sum(storage.num_damaged for storage in self.sources.storages)
 
     def _require_text(self, batch: Mapping[str, Array]) -> None:
         """Raise CorruptBufferError for text that no `str` may hold: numpy would make one of it all the same."""
-        for key, values in batch.items():
+        for key, values in batch.items() if self._has_text else ():
             if values.dtype.kind == "U" and values.size:
                 highest = int(np.ascontiguousarray(values).reshape(-1).view(np.uint32).max())
                 if highest > sys.maxunicode:
@@ -120,9 +140,9 @@ class Reader:
     def _again(self, anchors: Anchors, moved: IntArray) -> Anchors:
         """The anchors to try next: an episode that was updated is read again, one that is gone is replaced."""
         self.sources.refresh()
-        gone = moved[~self.sources.episodes(anchors.where(moved)).fresh]
+        gone = moved[self.sources.look_up(anchors.where(moved)).length == 0]
         if not gone.size:
-            return anchors
+            return anchors._replace(words=None)
         if self.on_stale == "raise":
             raise self._gone(anchors.serial[gone])
         index = self._index_now()
@@ -133,7 +153,7 @@ class Reader:
     def _index_now(self) -> Index:
         """What can be drawn now. `index` stays as it is: positions of a dataset count in it until it is refreshed."""
         tables = self.sources.tables
-        if self._living is None or not _same(tables, self._living[0]):
+        if self._living is None or tables != self._living[0]:
             # A callable filter is never called in a worker: there, what it chose is only thinned out.
             thinned = self._frozen or (self.selection.has_callables and process_id() != self._process)
             self._living = tables, self.index().living(self.sources) if thinned else self.selection.index(self.sources)
@@ -148,6 +168,7 @@ class Reader:
         )
 
     def _named(self, batch: dict[str, Array], anchors: Anchors) -> dict[str, Array]:
+        self._require_text(batch)
         if self.output.indices:
             columns = [anchors.serial] if self.output.indices == "_index" else [anchors.serial, anchors.t]
             columns = columns if anchors.source is None else [anchors.source, *columns]
@@ -156,7 +177,3 @@ class Reader:
             batch |= {"_weights": anchors.weight, "_probabilities": anchors.probability}
         rename = self.output.rename
         return {rename.get(key, key): value for key, value in batch.items()} if rename else batch
-
-
-def _same(a: tuple[EpisodeTable, ...], b: tuple[EpisodeTable, ...]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

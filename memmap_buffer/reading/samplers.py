@@ -1,22 +1,122 @@
-"""In which order a loader draws: sequential, shuffled, or in fixed shares of several sources.
+"""In which order a loader draws, which part of it this process gives, and where it stands.
 
-An epoch is fixed by (seed, epoch) and the episodes that exist when it begins.
+An epoch is fixed by (seed, epoch) and the episodes that exist when it begins. Every item of it has a number in its
+order, from which `Order` computes its position; so any part of it can be drawn without what comes before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import NotEnoughDataError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.reading.extent import Extent
 from memmap_buffer.reading.index import Index
-from memmap_buffer.reading.order import Permutation, Quota, draw
+from memmap_buffer.reading.order import BlockShuffle, Order, Quota, Shuffle, draw
+from memmap_buffer.reading.readahead import Readahead
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.reading.split import Ranks, Split, check_tail
+from memmap_buffer.store.storage import EpisodeTable
+from memmap_buffer.values import Array
 
-BLOCK = 1 << 14  # positions that are permuted together: numpy's cost per call vanishes in it
+CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
+AHEAD, AHEAD_BYTES = 16, 1 << 20  # the most batches that are planned together, and what that may take
+WINDOW_BYTES = 256 << 20  # what `shuffle="block"` shuffles together unless told otherwise
+SHUFFLES = (False, True, "block")
+
+
+class Epoch:
+    """One epoch as it is being given.
+
+    Args:
+        seed, number, shuffle: fix its order. index: its items. tables: what they were chosen from.
+        extent: what it covers, where that is known already. begun: how many items were given before.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        number: int,
+        shuffle: Shuffle,
+        index: Index,
+        *,
+        tables: Sequence[EpisodeTable] = (),
+        extent: Extent | None = None,
+        begun: int = 0,
+    ) -> None:
+        self.seed, self.number, self.shuffle, self.index, self.begun = seed, number, shuffle, index, begun
+        self.split: Split | None = None
+        self.batches = 0
+        self.over = False
+        self._tables, self._extent = tables, extent
+
+    def state(self) -> dict[str, Any]:
+        if self._extent is None:  # not before it is asked for: it costs a look at every episode
+            self._extent, self._tables = Extent.of(self._tables, self.index), ()
+        delivered = self.begun if self.split is None else self.split.given(self.batches)
+        order = {"shuffle": self.shuffle.kind, "window": self.shuffle.window}
+        return {"seed": self.seed, "epoch": self.number, "delivered": delivered, **order, **self._extent.state()}
+
+    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches that were made of it, counted as they are handed out."""
+        return _Delivery(self, batches)
+
+    def generator(self, first: int) -> np.random.Generator:
+        """Chance for the items from number `first` on, one number for each."""
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, self.number))).advance(first))
+
+
+class Ahead:
+    """Batches that are planned together: one, then twice as many each time, as long as that takes little memory.
+
+    Attributes: count: how many next.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.count = 1
+
+    def parts(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
+        """Anchors planned together, `size` of them at a time."""
+        plan = self._reader.plan(anchors)
+        each = max(1, plan.nbytes * size // max(1, anchors.size))
+        self.count = max(1, min(2 * self.count, AHEAD, AHEAD_BYTES // each))
+        parts = (slice(at, at + size) for at in range(0, anchors.size, size))
+        return (anchors.where(part)._replace(plan=(plan, part)) for part in parts)
+
+    def all(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
+        """The same of many anchors, group by group."""
+        at = 0
+        while at < anchors.size:
+            group = slice(at, at + self.count * size)
+            yield from self.parts(anchors.where(group), size)
+            at = group.stop
+
+
+class _Delivery:
+    """Counts the batches of an epoch. No generator, as that would end with the first batch that fails."""
+
+    def __init__(self, epoch: Epoch, batches: Iterator[Any]) -> None:
+        self._epoch, self._batches = epoch, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._epoch.over = True
+            raise
+        except Exception:
+            self._epoch.batches += 1  # it had its turn, and the next call gives the one after it
+            raise
+        self._epoch.batches += 1
+        return batch
 
 
 class EpochSampler:
@@ -24,11 +124,17 @@ class EpochSampler:
 
     Args:
         reader: what is drawn from.
-        batch_size: items a batch. shuffle: without replacement, in an order of (seed, epoch). drop_last: leave out an
-            incomplete last batch.
+        batch_size: items a batch. drop_last: leave out an incomplete last batch.
+        shuffle: False; True: without replacement, in an order of (seed, epoch); "block": see `BlockShuffle`.
+        window: with "block", how many items are shuffled together; None: what takes 256 MiB.
         seed: fixes every epoch.
         weights: one per source: each batch has exactly these shares, every source going round in an order of its own;
             an epoch has as many items as without.
+        ranks: the processes that share each epoch. tail: what becomes of items that do not divide by them, see `Split`.
+
+    Attributes: plans: whether batches are worked out here, as far as they can be; of no use to worker processes.
+
+    Raises: SchemaError: options that contradict each other.
     """
 
     def __init__(
@@ -36,86 +142,189 @@ class EpochSampler:
         reader: Reader,
         *,
         batch_size: int,
-        shuffle: bool,
+        shuffle: bool | str,
         drop_last: bool,
         seed: int,
         weights: Sequence[float] | None = None,
+        window: int | None = None,
+        ranks: Ranks | None = None,
+        tail: str = "pad",
     ) -> None:
+        check_tail(tail)
+        _check_shuffle(shuffle, window, reader.selection.weight_by)
         self.reader = reader
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.seed = seed
         self.weights = weights
+        self.window = window
+        self.ranks = ranks or Ranks()
+        self.tail = tail
         self.epoch = 0
+        self.plans = False
+        self._on_stale = reader.on_stale
+        self._loaded: Epoch | None = None
+        self._begun: Epoch | None = None
+        self._ready = False
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next epoch; without it epochs count up by themselves."""
         self.epoch = epoch
+        if self._loaded is not None and self._loaded.number != epoch:
+            self._loaded = None
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self.reader.index(refresh=True)), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        """Batches of the next epoch, as far as it can be told now."""
+        return len(self._split(self._loaded or self._new()))
 
     def __iter__(self) -> Iterator[Anchors]:
-        index, epoch = self.reader.index(refresh=True), self.epoch
-        self.epoch += 1
-        rng = np.random.default_rng((self.seed, epoch))
-        batches = self._batches(0, len(index), epoch) if self.weights is None else self._mixed(index, epoch)
-        for positions in batches:
-            yield self.reader.crop(index.locate(positions), lambda: rng)
+        epoch = self._begun if self._ready else None
+        epoch, self._ready = epoch or self.begin(), False
+        self.epoch, self._loaded, self._on_stale = epoch.number + 1, None, self.reader.on_stale
+        yield from self._draw(epoch)
 
-    def _batches(self, start: int, n: int, *key: int) -> Iterator[IntArray]:
-        """Positions start … start + n - 1 in order or shuffled, a batch at a time."""
-        for block in self._blocks(start, n, max(1, BLOCK // self.batch_size) * self.batch_size, *key):
-            for at in range(0, len(block), self.batch_size):
-                batch = block[at : at + self.batch_size]
-                if len(batch) == self.batch_size or not self.drop_last:
-                    yield batch
+    def begin(self) -> Epoch:
+        """Fix what the next iteration draws.
 
-    def _blocks(self, start: int, n: int, size: int, *key: int) -> Iterator[IntArray]:
-        permutation = Permutation(n, self.seed, *key) if self.shuffle else None
-        for at in range(0, n, size):
-            block = np.arange(at, min(at + size, n))
-            yield start + (block if permutation is None else permutation(block))
+        A loader does so at once, and not when its first batch is drawn: the ranks talk here, another thread may draw,
+        and with workers a DataLoader asks for two iterators, of which it uses one.
+        """
+        epoch, ranks = self._loaded or self._new(), self.ranks.now()
+        if ranks.connected:
+            epoch = self._agreed(epoch, ranks.agree(epoch.state()))
+        epoch.split = self._split(epoch)
+        self.seed, self._begun, self._ready = epoch.seed, epoch, True
+        return epoch
 
-    def _mixed(self, index: Index, epoch: int) -> Iterator[IntArray]:
-        quota, rounds = Quota(self.weights or ()), _Rounds(self, index, epoch)
-        full, rest = divmod(len(index), self.batch_size)
-        for size in [self.batch_size] * full + [rest] * (rest > 0 and not self.drop_last):
-            yield np.concatenate([rounds.take(source, int(n)) for source, n in enumerate(quota.next(size))])
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, in numbers, strings and lists: what was handed out, and what the epoch covers.
+
+        The items are counted over all ranks, which are taken to be equally far.
+        """
+        epoch = self._begun or self._loaded
+        if epoch is None or epoch.over:
+            return {"seed": self.seed, "epoch": self.epoch, "delivered": 0, "shuffle": self.shuffle, "sources": None}
+        return epoch.state()
+
+    def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
+        """Let the next epoch be the rest of the one that `state_dict` told of, in any process.
+
+        For the same number of ranks it is the same batches, for another the same items. Episodes published since are
+        no part of it.
+
+        Args: on_stale: "raise", or "redraw": items of episodes that are gone are drawn from what there is.
+
+        Raises:
+            StaleEpisodeError: episodes of that epoch are gone.
+            SchemaError: it is no such state, or one of other options or folders.
+        """
+        if on_stale not in ("raise", "redraw"):
+            raise SchemaError(f"load_state_dict: on_stale: got {on_stale!r}, expected 'raise' or 'redraw'")
+        try:
+            kind, epoch = state["shuffle"], None if state["sources"] is None else _told(state)
+            seed, number = _whole(state["seed"]), _whole(state["epoch"])
+        except (TypeError, ValueError, KeyError) as error:
+            text = f"load_state_dict: got {state!r}, expected what state_dict gave ({error!r})"
+            raise SchemaError(text) from error
+        if kind != self.shuffle:
+            raise SchemaError(
+                f"load_state_dict: the epoch has shuffle={kind!r}, this loader {self.shuffle!r}; give that"
+            )
+        self._loaded = epoch and self._rebuilt(seed, number, *epoch, on_stale)
+        self.seed, self.epoch, self._on_stale = seed, number, on_stale
+        self._begun, self._ready = None, False
+
+    def _rebuilt(self, seed: int, number: int, begun: int, window: int, extent: Extent, on_stale: str) -> Epoch:
+        index = extent.index(self.reader.selection, self.reader.sources, on_stale)
+        return Epoch(seed, number, Shuffle(self.shuffle, window), index, extent=extent, begun=begun)
+
+    def _new(self) -> Epoch:
+        index = self.reader.index(refresh=True)
+        window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
+        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=self.reader.tables)
+
+    def _agreed(self, epoch: Epoch, state: dict[str, Any]) -> Epoch:
+        """This epoch, or the one of rank 0 where that is another."""
+        if state == epoch.state():
+            return epoch
+        return self._rebuilt(state["seed"], state["epoch"], *_told(state), self._on_stale)
+
+    def _split(self, epoch: Epoch) -> Split:
+        items = len(epoch.index)
+        return Split(items, epoch.begun, self.batch_size, self.ranks.now(), self.drop_last, self.tail)
+
+    def _draw(self, epoch: Epoch) -> Iterator[Anchors]:
+        bounds: Sequence[int] = ()
+        quota = None
+        if self.weights is not None:
+            bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
+        order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
+        ahead, view = self._ahead(epoch), self.reader.selection.view
+        together = Ahead(self.reader) if self.plans and not (view.by_batch or view.random) else None
+        for numbers in self._split(epoch).chunks(CHUNK):
+            if ahead is not None:
+                ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
+            anchors, size = epoch.index.locate(order.positions(numbers.ravel())), numbers.shape[1]
+            if together is not None:
+                yield from together.all(anchors, size)
+                continue
+            for i, first in enumerate(numbers[:, 0].tolist()):
+                part = anchors.where(slice(i * size, (i + 1) * size))
+                yield self.reader.crop(part, partial(epoch.generator, first))
+
+    def _ahead(self, epoch: Epoch) -> Readahead | None:
+        """With "block", what asks for each window before its time; mixtures read as they go."""
+        turn = epoch.shuffle.turn(len(epoch.index), epoch.seed, epoch.number, 0)
+        if self.weights is not None or not isinstance(turn, BlockShuffle):
+            return None
+        return Readahead(self.reader.selection, self.reader.sources, epoch.index, turn)
 
 
-class _Rounds:
-    """Each source's positions, round after round, in an order of its own."""
+def _told(state: Mapping[str, Any]) -> tuple[int, int, Extent]:
+    """How much of an epoch was given, its window and its extent. Raises TypeError, ValueError or KeyError."""
+    return _whole(state["delivered"]), _whole(state["window"]), Extent.from_state(state)
 
-    def __init__(self, sampler: EpochSampler, index: Index, epoch: int) -> None:
-        self._sampler, self._epoch = sampler, epoch
-        self._bounds = source_bounds(sampler.reader, index, len(sampler.weights or ()))
-        self._streams = [self._stream(source) for source in range(len(self._bounds) - 1)]
-        self._left = [np.empty(0, np.int64) for _ in self._streams]
 
-    def take(self, source: int, n: int) -> IntArray:
-        while len(self._left[source]) < n:
-            self._left[source] = np.concatenate([self._left[source], next(self._streams[source])])
-        taken, self._left[source] = self._left[source][:n], self._left[source][n:]
-        return taken
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no whole number from 0")
+    return value
 
-    def _stream(self, source: int) -> Iterator[IntArray]:
-        start, stop = self._bounds[source], self._bounds[source + 1]
-        turn = 0
-        while True:
-            yield from self._sampler._blocks(start, stop - start, BLOCK, self._epoch, source, turn)
-            turn += 1
+
+def _check_shuffle(shuffle: object, window: object, weight_by: str | None) -> None:
+    if shuffle not in SHUFFLES:
+        raise SchemaError(f"shuffle: got {shuffle!r}, expected one of {', '.join(map(repr, SHUFFLES))}")
+    if window is not None and (shuffle != "block" or type(window) is not int or window < 1):
+        raise SchemaError(
+            f"shuffle_window: got {window!r} with shuffle={shuffle!r}, expected how many items shuffle='block' "
+            "shuffles together"
+        )
+    if weight_by is not None and shuffle is not True:
+        raise SchemaError(f"weight_by={weight_by!r} draws at random, with replacement; give shuffle=True to the loader")
+
+
+def _default_window(reader: Reader, index: Index) -> int:
+    """How many items take `WINDOW_BYTES`, all fields of their episodes counted."""
+    row = sum(field.itemsize for field in reader.sources.schema.fields.values())
+    bounds = np.searchsorted(index.starts, index.bounds(len(reader.tables)))
+    steps = [
+        int(table.length[index.slot[start:stop]].sum())
+        for table, start, stop in zip(reader.tables, bounds, bounds[1:], strict=False)
+    ]
+    return max(1, WINDOW_BYTES * len(index) // max(1, sum(steps) * row))
 
 
 class Draws:
-    """Batches drawn uniformly with replacement, as `sample` gives them; the shares of weighted sources are exact."""
+    """Batches drawn with replacement, as `sample` gives them; the shares of weighted sources are exact."""
 
     def __init__(self, reader: Reader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
-        self._weights = weights
         self._quota = None if weights is None else Quota(weights)
+        self._drawn = 0
+        self._of: tuple[Index, int] | None = None
+        self._ahead = Ahead(reader)
+        self._parts: Iterator[Anchors] = iter(())
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         """The anchors of one batch; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
@@ -124,10 +333,26 @@ class Draws:
         reader.require(index)
         if self._quota is None:
             return draw(reader.selection, reader.sources, index, batch_size, rng)
-        counts = (Quota(self._weights or ()) if alone else self._quota).next(batch_size)
+        begin = 0 if alone else self._drawn
+        counts = self._quota.counts(begin, begin + batch_size)
         bounds = source_bounds(reader, index, len(counts))
-        parts = [rng.integers(bounds[s], bounds[s + 1], n) for s, n in enumerate(counts) if n]
+        parts = [index.pick(rng.random(n), bounds[s], bounds[s + 1]) for s, n in enumerate(counts)]
+        self._drawn += 0 if alone else batch_size
         return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
+
+    def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
+        """One batch; see `next`."""
+        reader = self.reader
+        if alone or self._quota is not None or reader.selection.view.by_batch:
+            return reader.read(self.next(batch_size, rng, alone))
+        index = reader.index(refresh=True)
+        if self._of != (index, batch_size):
+            self._of, self._ahead, self._parts = (index, batch_size), Ahead(reader), iter(())
+        part = next(self._parts, None)
+        if part is None:
+            self._parts = self._ahead.parts(self.next(self._ahead.count * batch_size, rng), batch_size)
+            part = next(self._parts)
+        return reader.read(part)
 
 
 def source_bounds(reader: Reader, index: Index, sources: int) -> list[int]:

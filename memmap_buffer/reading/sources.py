@@ -9,15 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaMismatchError
-from memmap_buffer.store.records import FINAL, TERMINATED
+from memmap_buffer.reading.memory import Pool
+from memmap_buffer.reading.slices import Slices
+from memmap_buffer.store.records import FLAGS, LENGTH, Words
 from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
 from memmap_buffer.values import Array
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 class Anchors(NamedTuple):
     """From where a view cuts one item each: (B,) arrays; `source` is None for a single folder.
 
     With draws by priority each has its importance weight and its probability.
+    `words` (B, 8) are the records of their episodes, looked up before, or None. All zeros: it was not there any more.
+    `plan` is what was worked out for a batch of them (`Gather`) and which slice of that they are, or None.
     """
 
     source: IntArray | None
@@ -26,33 +32,37 @@ class Anchors(NamedTuple):
     t: IntArray
     weight: npt.NDArray[np.float32] | None = None
     probability: npt.NDArray[np.float64] | None = None
+    words: Words | None = None
+    plan: Any = None
 
     @property
     def size(self) -> int:
         """How many; a named tuple's own `len` counts its fields."""
         return len(self.slot)
 
-    def where(self, chosen: npt.NDArray[Any]) -> Anchors:
-        """The anchors at an index array or a mask."""
-        return Anchors(*(None if column is None else column[chosen] for column in self))  # type: ignore[arg-type]
+    def where(self, chosen: Any) -> Anchors:
+        """The anchors at an index array, a mask or a slice."""
+        return Anchors(*(None if column is None else column[chosen] for column in self[:7]))  # type: ignore[arg-type]
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
-        """The same anchors, but `others` at the positions `chosen`; there, what was not drawn by priority weighs 0."""
-        out = Anchors(*(None if column is None else column.copy() for column in self))  # type: ignore[arg-type]
-        for column, new in zip(out, others, strict=True):
+        """The same anchors, but `others` at the positions `chosen`; there, what was not drawn by priority weighs 0.
+
+        Their episodes are to be looked up again.
+        """
+        out = Anchors(*(None if column is None else column.copy() for column in self[:6]))  # type: ignore[arg-type]
+        for column, new in zip(out[:6], others[:6], strict=True):
             if column is not None:
                 column[chosen] = 0 if new is None else new
         return out
 
+    @property
+    def length(self) -> IntArray:
+        """(B,) int64 timesteps of each episode that was looked up."""
+        return self.words.view(np.uint32)[:, LENGTH].astype(np.int64)  # type: ignore[union-attr]
 
-class Episodes(NamedTuple):
-    """What is known of the episode of each anchor, all (B,): `fresh` says that the slot still holds its serial."""
-
-    length: IntArray
-    has_final: npt.NDArray[np.bool_]
-    terminated: npt.NDArray[np.bool_]
-    generation: npt.NDArray[np.uint64]
-    fresh: npt.NDArray[np.bool_]
+    def has(self, flag: int) -> BoolArray:
+        """(B,) whether a flag of `records` is set of each episode that was looked up."""
+        return np.asarray(self.words.view(np.uint32)[:, FLAGS] & np.uint32(flag) != 0)  # type: ignore[union-attr]
 
 
 class Sources:
@@ -63,6 +73,7 @@ class Sources:
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self.storages = tuple(storages)
+        self.pool = Pool()
         layout = self.storages[0].layout
         self.schema = layout.schema
         self.max_timesteps = max(storage.layout.max_timesteps for storage in self.storages)
@@ -87,24 +98,32 @@ class Sources:
         """The episode tables as they are now."""
         return tuple(storage.refresh() for storage in self.storages)
 
-    def episodes(self, anchors: Anchors) -> Episodes:
-        """Look the anchors' episodes up; once more in fresh tables, if one is not where it was."""
-        found = self._episodes(anchors)
-        if not found.fresh.all():
+    def look_up(self, anchors: Anchors) -> Anchors:
+        """The anchors with the records of their episodes; once more in fresh tables, if one is not where it was."""
+        words, fresh = self._look_up(anchors)
+        if not fresh.all():
             self.refresh()
-            found = self._episodes(anchors)
-        return found
+            words, fresh = self._look_up(anchors)
+            words[~fresh] = 0
+        return anchors._replace(words=words)
 
-    def _episodes(self, anchors: Anchors) -> Episodes:
+    def _look_up(self, anchors: Anchors) -> tuple[Words, BoolArray]:
         def look_up(storage: Storage, i: Any) -> tuple[Array, ...]:
-            table, slot = storage.table, anchors.slot[i]
-            if not storage.trust(slot):
-                table = storage.table
-            flags = table.flags[slot]
-            fresh = table.shows(slot, anchors.serial[i])
-            return table.length[slot], flags & FINAL != 0, flags & TERMINATED != 0, table.generation[slot], fresh
+            return storage.look_up(anchors.slot[i], anchors.serial[i])
 
-        return Episodes(*self._each(anchors.source, anchors.size, look_up))
+        words, fresh = self._each(anchors.source, anchors.size, look_up)
+        return words, fresh
+
+    def trust(self, anchors: Anchors) -> bool:
+        """Check those episodes whose content is still to be checked; False if one failed and is void from now on."""
+
+        def trust(storage: Storage, i: Any) -> tuple[Array]:
+            slot = anchors.slot[i]
+            return (np.full(len(slot), storage.trust(slot)),)
+
+        if anchors.source is None:
+            return self.storages[0].trust(anchors.slot)
+        return bool(self._each(anchors.source, anchors.size, trust)[0].all())
 
     def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """(B,) whether each episode is still as it was seen before its rows were copied."""
@@ -114,19 +133,25 @@ class Sources:
 
         return np.asarray(self._each(anchors.source, anchors.size, look)[0])
 
-    def first_rows(self, anchors: Anchors, final: bool) -> IntArray:
-        (rows,) = self._each(
-            anchors.source, anchors.size, lambda storage, i: (storage.first_row(anchors.slot[i], final),)
-        )
-        return rows
+    def first_rows(self, anchors: Anchors) -> IntArray:
+        """(B,) the row of step 0 of each anchor's slot, whatever its record says; in files without `final`."""
+        return self._each(
+            anchors.source, anchors.size, lambda storage, i: (storage.first_row(anchors.slot[i], False),)
+        )[0]
 
-    def take(self, name: str, source: IntArray | None, rows: IntArray) -> Array:
-        """Copy rows of a per-timestep field: (B, K) row numbers give (B, K, *field)."""
+    def take(self, name: str, source: IntArray | None, rows: IntArray | Slices) -> Array:
+        """Copy rows of a per-timestep field: (B, …) row numbers give (B, …, *field), slices (B, K, *field)."""
+        if source is None:
+            return self._take(self.storages[0], name, rows)
+        count = len(rows.row if isinstance(rows, Slices) else rows)
+        return self._each(source, count, lambda storage, i: (self._take(storage, name, rows[i]),))[0]
 
-        def take(storage: Storage, i: Any) -> tuple[Array]:
-            return (storage.maps.rows[name].take(rows[i], axis=0, mode="clip"),)
-
-        return self._each(source, len(rows), take)[0]
+    def _take(self, storage: Storage, name: str, rows: IntArray | Slices) -> Array:
+        if isinstance(rows, Slices):
+            return rows.copy(storage, name, self.pool)
+        stored = storage.maps.rows[name]
+        out = self.pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype)
+        return stored.take(rows, axis=0, mode="clip", out=out)
 
     def take_meta(self, name: str, anchors: Anchors) -> Array:
         """Copy a meta field of each anchor's episode: (B, *field)."""
@@ -147,7 +172,7 @@ class Sources:
             chosen = np.flatnonzero(source == number)
             parts = read(self.storages[number], chosen)
             if not out:
-                out = tuple(np.empty((count, *part.shape[1:]), part.dtype) for part in parts)
+                out = tuple(self.pool.empty((count, *part.shape[1:]), part.dtype) for part in parts)
             for whole, part in zip(out, parts, strict=True):
                 whole[chosen] = part
         return out or read(self.storages[0], slice(None))

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.gather import BoolArray, Gather, check_padding
+from memmap_buffer.reading.gather import Gather, check_padding
+from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.storage import IntArray
 from memmap_buffer.transforms import n_step_return
 
 BOUNDARIES = ("pad", "shift", "drop")
 Names = tuple[str, ...] | None
-ZERO = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class View(ABC):
     stride: int = 1
     per_episode: ClassVar[bool] = False
     random: ClassVar[bool] = False
+    by_batch: ClassVar[bool] = False  # whether an item's shape depends on the others of its batch
     terminal_field: str | None = None
 
     @abstractmethod
@@ -86,6 +87,7 @@ class Trajectory(View):
     to_length: int | None = None
     final_observation: bool = False
     per_episode: ClassVar[bool] = True
+    by_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.to_length is not None:
@@ -104,14 +106,14 @@ class Trajectory(View):
             raise SchemaError(
                 f"to_length: got {self.to_length}, an episode has {longest} timesteps and is never cut off"
             )
-        steps = gather.steps(self.to_length or longest, names)
+        steps = range(self.to_length or longest)
         finals = [name for name in names if self.final_observation and gather.schema.fields[name].final]
-        mask = gather.put([name for name in names if name not in finals], steps, limit=gather.length)
-        gather.put(finals, np.arange(len(steps) + 1))
+        gather.put([name for name in names if name not in finals], steps, limit=gather.length)
+        gather.put(finals, range(len(steps) + 1))
         if self.return_lens:
             gather.batch["_lens"] = gather.length
         if self.return_mask:
-            gather.batch["_mask"] = mask
+            gather.batch["_mask"] = gather.exists(steps)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Timestep(View):
         return Spans(np.zeros_like(length), length)
 
     def cut(self, gather: Gather) -> None:
-        gather.put(_named(gather.schema, self.fields, "fields"), ZERO, single=True)
+        gather.put_at(_named(gather.schema, self.fields, "fields"), gather.t)
 
 
 @dataclass(frozen=True)
@@ -184,16 +186,16 @@ class NStep(View):
     def cut(self, gather: Gather) -> None:
         schema, t, length = gather.schema, gather.t, gather.length
         ended = _ended(gather, self.terminated)
-        k = np.clip(length - t - ~(gather.has_final | ended), 1, self.n)
-        gather.put(_named(schema, self.current_fields, "current_fields"), ZERO, single=True)
-        gather.put(_named(schema, self.next_fields, "next_fields"), k[:, None], prefix="next_", single=True)
-        steps = np.arange(self.n)
+        k = np.minimum(np.maximum(length - t - ~(gather.has_final | ended), 1), self.n)
+        gather.put_at(_named(schema, self.current_fields, "current_fields"), t)
+        gather.put_at(_named(schema, self.next_fields, "next_fields"), t + k, prefix="next_")
+        steps = range(self.n)
         gather.put(_named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
         gather.batch["n_step_lens"] = k
         if self.gamma is not None:
             self._put_return(gather, steps, k, ended & (t + k == length))
 
-    def _put_return(self, gather: Gather, steps: IntArray, k: IntArray, terminated: BoolArray) -> None:
+    def _put_return(self, gather: Gather, steps: range, k: IntArray, terminated: BoolArray) -> None:
         rewards = gather.look(self.reward, steps, limit=gather.t + k)
         returns, discount = n_step_return(rewards, k, terminated, self.gamma or 0.0)
         without = (gather.t + k == gather.length) & ~gather.has_final
@@ -242,12 +244,12 @@ class Window(View):
         return _inside(length, -self.pad_before, 0, length - (self.length - 1), self.boundary, self.stride)
 
     def cut(self, gather: Gather) -> None:
-        steps = np.arange(self.length)
-        names = _named(gather.schema, self.fields, "fields")
-        mask = gather.put(names, steps, limit=gather.length, padding=self.padding)
-        lens = mask.sum(axis=1)
-        ends = gather.t + self.length >= gather.length
-        gather.batch |= {"_lens": lens, "_mask": mask, "_start": gather.t, "_reaches_episode_end": ends}
+        steps, t = range(self.length), gather.t
+        gather.put(_named(gather.schema, self.fields, "fields"), steps, limit=gather.length, padding=self.padding)
+        rest = gather.length - t
+        lens = np.minimum(rest, self.length) + np.minimum(t, 0)
+        ends = rest <= self.length
+        gather.batch |= {"_lens": lens, "_mask": gather.exists(steps), "_start": t, "_reaches_episode_end": ends}
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,9 @@ class Crop(View):
         return Spans(np.zeros_like(length), np.ones_like(length))
 
     def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray:
-        return rng.integers(0, np.maximum(length - self.length, 0) + 1)
+        # One number of the sequence an item, so that a part of an epoch is cropped as in the whole of it.
+        places = np.maximum(length - self.length, 0) + 1
+        return np.asarray((rng.random(len(length)) * places).astype(np.int64))
 
     def cut(self, gather: Gather) -> None:
         Window(self.length, fields=self.fields).cut(gather)
@@ -339,11 +343,9 @@ class Offsets(View):
     def cut(self, gather: Gather) -> None:
         for group, values in self.offsets.items():
             for name in gather.schema.require([group], "offsets", gather.schema.fields):
-                mask = gather.put([name], np.array(values), padding=self.padding)
-                if gather.schema.fields[name].final:
-                    wanted = gather.t[:, None] + np.array(values)
-                    mask |= gather.has_final[:, None] & (wanted == gather.length[:, None])
-                gather.batch[f"_mask_{name}"] = mask
+                offsets = _consecutive(values)
+                gather.put([name], offsets, padding=self.padding)
+                gather.batch[f"_mask_{name}"] = gather.exists(offsets, gather.limit(gather.schema.fields[name].final))
 
 
 def _inside(length: IntArray, start: int, low: int, stop: IntArray, boundary: str, stride: int) -> Spans:
@@ -363,8 +365,14 @@ def _ended(gather: Gather, name: str) -> BoolArray:
     """(B,) whether each anchor's episode ended by the field `name`."""
     if name == "terminated" or name not in gather.schema.fields:
         return gather.terminated
-    last = gather.look(name, (gather.length - 1 - gather.t)[:, None])
+    last = gather.look_at(name, gather.length - 1)
     return np.asarray(last.reshape(len(last), -1).any(axis=1))
+
+
+def _consecutive(values: tuple[int, ...]) -> IntArray | range:
+    """Offsets as a range, where they are one."""
+    whole = range(values[0], values[0] + len(values))
+    return whole if values == tuple(whole) else np.array(values)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -230,7 +230,8 @@ class Survey(Storage):
             return Finding("episodes.npy", "the record fails its check, in one byte", slot, serial, lost=served)
         if word[CHECK] != check_of(word[None])[0]:
             return Finding("episodes.npy", "the record fails its check", slot)
-        return Finding("episodes.npy", f"the record is out of bounds (length {word.view(RECORD)[0]['length']})", slot)
+        what = "out of bounds" if self.layout.rows is None else "out of bounds, or has rows of another"
+        return Finding("episodes.npy", f"the record is {what} (length {word.view(RECORD)[0]['length']})", slot)
 
     def _serials(self) -> Iterator[Finding]:
         table = self.table

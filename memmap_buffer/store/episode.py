@@ -103,16 +103,17 @@ class Episode:
             column = plan.get(name)
             if column is None:
                 return self.store(**self._flattened(step, t))
+            array, dtype, shape, scalars, low, high, field = column
             kind = type(value)
             if kind is np.ndarray:
-                fits = value.dtype == column.dtype and value.shape == column.shape
+                fits = (value.dtype is dtype or value.dtype == dtype) and value.shape == shape
             else:
-                fits = kind in column.scalars and column.low <= value <= column.high
-            column.array[row] = value if fits else self._encode(column.field, name, value, t)
+                fits = kind in scalars and low <= value <= high
+            array[row] = value if fits else self._encode(field, name, value, t)
         if len(step) != len(plan):
             step = self._with_defaults(step, t)
         self._advance(t)
-        return self._step_type._make([step[name] for name in plan])
+        return self._step_type._make(map(step.__getitem__, plan))
 
     def store_rows(self, rows: Mapping[str, Array]) -> None:
         """Append one timestep of values that are encoded already, one for every field."""

@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -244,6 +244,13 @@ class Folder:
     def exists(self, name: str) -> bool:
         return os.path.lexists(self.path / name)
 
+    def require_free(self, names: Iterable[str]) -> None:
+        """Raise CorruptBufferError where something stands under one of these names."""
+        for name in names:
+            if self.exists(name):
+                path = self.path / name
+                raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
+
     def create(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -278,3 +285,15 @@ class Folder:
         except Timeout:
             raise BufferLockedError(f"{self.path} has another writer", path=self.path) from None
         return lock
+
+
+def will_need(array: Array, first: int, stop: int) -> None:
+    """Ask the system to read rows first … stop - 1 of an array of `Folder.map` into memory, without waiting."""
+    mapped: Any = array
+    while not isinstance(mapped, mmap.mmap):
+        mapped = mapped.obj if isinstance(mapped, memoryview) else mapped.base
+    row, header = array.nbytes // max(1, len(array)), len(mapped) - array.nbytes
+    begin = (header + first * row) // mmap.PAGESIZE * mmap.PAGESIZE
+    size = min(header + stop * row, len(mapped)) - begin
+    if size > 0 and hasattr(mmap, "MADV_WILLNEED"):
+        mapped.madvise(mmap.MADV_WILLNEED, begin, size)

@@ -32,14 +32,8 @@ def boot_id() -> bytes:
         return bytes(16)
 
 
-def network_filesystem(path: Path) -> str:
-    """The kind of network file system that `path` lies on, or "" for a local one (or where it cannot be known)."""
-    kind = filesystem(path)
-    return kind if kind.removeprefix("fuse.") in NETWORK else ""
-
-
-def filesystem(path: Path) -> str:
-    """The kind of file system that `path` lies on, "" where it cannot be known."""
+def file_system(path: Path) -> str:
+    """The kind of file system that `path` lies on, or "" where it cannot be known."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError:
@@ -48,6 +42,12 @@ def filesystem(path: Path) -> str:
     # mountinfo(5): field 4 is the mount point, the file system's type follows the separator "-"
     found = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
     return max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
+
+
+def network_filesystem(path: Path) -> str:
+    """The kind of network file system that `path` lies on, or "" for a local one."""
+    kind = file_system(path)
+    return kind if kind.removeprefix("fuse.") in NETWORK else ""
 
 
 def anyone_may_rename(path: Path) -> bool:

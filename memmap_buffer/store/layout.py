@@ -198,9 +198,9 @@ class Layout:
 
     @staticmethod
     def may_be_torn(data: bytes) -> bool:
-        """Whether bytes that do not parse may be the beginning of what `to_json` wrote."""
+        """Whether bytes that do not parse may be what a power cut left of what `to_json` wrote, sector by sector."""
         begin = json.dumps({"format": FORMAT}, indent=1)[:-2].encode()
-        return not data.strip(b"\0") or begin.startswith(data) or data.startswith(begin)
+        return not data[:512].strip(b"\0") or begin.startswith(data) or data.startswith(begin)
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Layout:

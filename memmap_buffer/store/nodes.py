@@ -14,7 +14,7 @@ import numpy as np
 
 from memmap_buffer.store.files import barrier, close_all, has_hole, read_at, write_all
 from memmap_buffer.store.folder import Folder
-from memmap_buffer.store.host import filesystem
+from memmap_buffer.store.host import file_system
 from memmap_buffer.store.layout import ArrayFile
 from memmap_buffer.store.tree import FloatArray, IntArray, capacity_of, num_nodes
 
@@ -36,7 +36,7 @@ class Nodes:
     """
 
     def __init__(self, folder: Folder, file: ArrayFile, leaves: int, *, minima: bool) -> None:
-        self.shared = filesystem(folder.path) in IN_PLACE
+        self.shared = file_system(folder.path) in IN_PLACE
         self.minima = minima
         self._file = file
         self._first = capacity_of(leaves)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
-from memmap_buffer.store.files import barrier, close_all, write_all, write_word
+from memmap_buffer.store.files import BLOCK, barrier, close_all, punch, write_all, write_word
+from memmap_buffer.store.host import file_system
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
-from memmap_buffer.store.records import CHECKED, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
+from memmap_buffer.store.records import CHECKED, CUT, EXTENT, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
 from memmap_buffer.store.storage import Storage, checksum_row, crc32, digest_of
 from memmap_buffer.values import Array
 
 Piece: TypeAlias = tuple[str, int, bytes]  # (file key, offset, bytes)
+MEMORY = ("tmpfs", "ramfs")
 
 
 class Files:
@@ -41,6 +43,7 @@ class Files:
             name: (len(arrays[name].header), field.itemsize, self.layout.max_timesteps + field.final)
             for name, field in self.layout.schema.fields.items()
         }
+        self._large = dict(self._rows_given_back())
         for key, array in arrays.items():
             self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
 
@@ -91,6 +94,23 @@ class Files:
         header, itemsize, stride = self._row[name]
         write_all(self.fd[name], rows, header + (slot * stride + t) * itemsize)
 
+    def _rows_given_back(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
+        """The fields of which what a slot held before may take so much space that it is given back."""
+        reserved = bool(self.storage.state("reserved"))
+        # A reader that is late copies what was given back, before it sees that the episode is gone. On a tmpfs that
+        # is full, looking at a hole would kill it.
+        if not reserved and file_system(self.storage.path) not in MEMORY:
+            for name, row in self._row.items():
+                if row[1] * row[2] >= BLOCK:
+                    yield name, row
+
+    def give_back(self, slot: int, start: int, stop: int) -> None:
+        """Give the space of timesteps `start` to `stop` of a slot back; what lies there is of no episode any more."""
+        for name, (header, itemsize, stride) in self._large.items():
+            final = stride - self.layout.max_timesteps  # one row more, which may be the new episode's
+            first = slot * stride + final
+            punch(self.fd[name], header + (first + start) * itemsize, header + (first + stop) * itemsize)
+
     def write_meta(self, name: str, slot: int, value: Array) -> None:
         write_all(self.fd[name], value, self.layout.arrays[name].offset(slot))
 
@@ -138,7 +158,11 @@ class Publication:
         self._final_crcs: dict[str, int] = {}
         self._shown = (0, self._crcs)
         self._sealed: tuple[int, bytes, tuple[int, dict[str, int]]] | None = None
-        generation = int(files.storage.maps.words[slot, GENERATION])
+        words = files.storage.maps.words
+        generation, extent = int(words[slot, GENERATION]), int(words[slot, EXTENT])
+        # How far rows reach that were there before: unknown where a writer died, or left an episode open.
+        unknown = generation & 1 or extent >> 32 & (CUT | OPEN)
+        self._before = files.layout.max_timesteps if unknown else min(extent & 0xFFFFFFFF, files.layout.max_timesteps)
         self._generation = generation | 1 if generation < MAX_SERIAL // 2 else 1  # a void record may say anything
         self._begun = False
 
@@ -179,6 +203,8 @@ class Publication:
         Args:
             serial: its number. flags: of `records`; OPEN leaves it to be appended to.
         """
+        if not flags & OPEN:
+            self._give_back()
         row = self._checksums()
         if row is not None:
             flags |= CHECKED
@@ -217,6 +243,7 @@ class Publication:
 
     def closing(self, flags: int, final: Mapping[str, Array], meta: Mapping[str, Array]) -> tuple[bytes, list[Piece]]:
         """(record, pieces) that end an episode whose steps are published, its final observation and meta included."""
+        self._give_back()
         layout = self.files.layout
         pieces: list[Piece] = []
         crcs = dict(self._crcs)
@@ -233,6 +260,11 @@ class Publication:
             pieces.append(("/checksums", layout.arrays["/checksums"].offset(self.slot), row))
             return self._record(self._generation + 3, self.serial, flags, row), pieces
         return self._record(self._generation + 3, self.serial, flags, None), pieces
+
+    def _give_back(self) -> None:
+        """The rows are all written: what was longer before is not needed."""
+        if self.length < self._before:
+            self.files.give_back(self.slot, self.length, self._before)
 
     def _begin(self) -> None:
         if not self._begun:

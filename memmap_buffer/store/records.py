@@ -27,7 +27,8 @@ STATE = np.dtype(
     ]
 )
 WORDS = RECORD.itemsize // 8
-GENERATION, CHECK = 0, 7
+GENERATION, SERIAL, EXTENT, FIRST_ROW, CHECK = 0, 1, 2, 3, 7  # words; EXTENT: the length, the flags above it
+LENGTH, FLAGS = 4, 5  # half words
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
 
 FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED = 1, 2, 4, 8, 16, 32
@@ -78,7 +79,7 @@ def seal(
 
 
 def valid(words: Words, max_timesteps: int, rows: int | None) -> npt.NDArray[np.bool_]:
-    """Which records hold an episode, by themselves: check, generation, bounds.
+    """Which records hold an episode, by themselves: check, generation, bounds; in a packed folder, rows of its own.
 
     Args:
         words: (n, 8) uint64, the whole table (a grid's first rows follow from the slot).
@@ -97,4 +98,18 @@ def valid(words: Words, max_timesteps: int, rows: int | None) -> npt.NDArray[np.
         good &= record["first_row"] == np.arange(len(words), dtype=np.uint64) * np.uint64(max_timesteps)
     else:
         good &= (record["first_row"] <= rows) & (record["first_row"] + length <= rows)
+        chosen = np.flatnonzero(good)
+        good[chosen] = _disjoint(record["first_row"][chosen], length[chosen])
     return np.asarray(good)
+
+
+def _disjoint(first: Words, length: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+    """Which stretches of rows share none with another; of two that do, nobody could tell whose the rows are."""
+    order = np.argsort(first)
+    start, stop = first[order], (first + length)[order]
+    apart = np.ones(len(order), np.bool_)
+    apart[1:] &= start[1:] >= np.maximum.accumulate(stop)[:-1]
+    apart[:-1] &= start[1:] >= stop[:-1]
+    out = np.empty_like(apart)
+    out[order] = apart
+    return out

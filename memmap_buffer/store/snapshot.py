@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from memmap_buffer.errors import CorruptBufferError, SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.errors import SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.store.creation import creating
 from memmap_buffer.store.files import close_all, copy_range, write_all, write_word
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
+from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.records import (
     CHECK,
@@ -23,7 +27,7 @@ from memmap_buffer.store.records import (
     Words,
     check_of,
 )
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage, creating
+from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
 
 ROUNDS, FEW = 100, 5
 BESIDE = ("priority", "extra")
@@ -39,6 +43,25 @@ def snapshot(source: Storage, path: Path) -> None:
     Raises: SchemaMismatchError: one is. StaleEpisodeError: the ring turns faster than one episode can be copied.
         OSError: the disk is full, say; then there is no buffer at `path`.
     """
+    layout, here = source.layout, dict[str, int]()
+    with new_copy(source, path, layout, BESIDE) as there:
+        try:
+            for key, array in layout.arrays.items():
+                here[key] = source.folder.open_to_read(array.name, array.header, array.size)
+            for slot, record in _copy_slots(source, here, there).items():
+                write_all(there["/episodes"], record, layout.arrays["/episodes"].offset(slot))
+        finally:
+            close_all(here)
+        words = counters(source)
+        write_counters(layout, there, words | ({"suspect": words["next"]} if _doubtful(source) else {}))
+
+
+@contextmanager
+def new_copy(source: Storage, path: Path, layout: Layout, beside: Sequence[str]) -> Iterator[dict[str, int]]:
+    """The array files of a new buffer, by key, open to be filled in the block; it is one only when the block has ended.
+
+    Args: beside: subfolders of the source whose files are copied by their bytes.
+    """
     target = Folder(path)
     _require_none(target)
     target.create()
@@ -46,22 +69,34 @@ def snapshot(source: Storage, path: Path) -> None:
     lock.acquire()
     try:
         _require_none(target)
-        beside = [f"{sub}/{name}" for sub in BESIDE for name in source.folder.list(sub)]
-        if target.exists("schema.json.new"):  # a snapshot that was killed left them here
-            _remove(target, beside)
-        _require_room(target, beside)
+        names = [f"{sub}/{name}" for sub in beside for name in source.folder.list(sub)]
+        if target.exists("schema.json.new"):  # a copy that was killed left them here
+            _remove(target, names)
+        target.require_free(names)
         try:
-            with creating(target, source.layout):
-                _copy(source, target)
-                for name in beside:
+            with creating(target, layout):
+                with _open_to_write(target, layout) as there:
+                    yield there
+                for name in names:
                     source.folder.copy_file(name, target)
-                target.sync_folders(*{name.partition("/")[0] for name in beside})
+                target.sync_folders(*{name.partition("/")[0] for name in names})
         except BaseException:
             if not target.exists("schema.json"):
-                _remove(target, beside)
+                _remove(target, names)
             raise
     finally:
         lock.release()
+
+
+@contextmanager
+def _open_to_write(target: Folder, layout: Layout) -> Iterator[dict[str, int]]:
+    there: dict[str, int] = {}
+    try:
+        for key, array in layout.arrays.items():
+            there[key] = target.open_to_write(array.name, array.header, array.size)
+        yield there
+    finally:
+        close_all(there)
 
 
 def _require_none(target: Folder) -> None:
@@ -69,47 +104,33 @@ def _require_none(target: Folder) -> None:
         raise SchemaMismatchError(f"{target.path} holds a buffer already; give a folder without one", path=target.path)
 
 
-def _require_room(target: Folder, names: list[str]) -> None:
-    for name in names:
-        if target.exists(name):
-            path = target.path / name
-            raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
-
-
 def _remove(target: Folder, names: list[str]) -> None:
     for name in names:
         target.unlink(name, missing_ok=True)
 
 
-def _copy(source: Storage, target: Folder) -> None:
-    arrays = source.layout.arrays
-    here: dict[str, int] = {}
-    there: dict[str, int] = {}
-    try:
-        for key, array in arrays.items():
-            here[key] = source.folder.open_to_read(array.name, array.header, array.size)
-            there[key] = target.open_to_write(array.name, array.header, array.size)
-        for slot, record in _copy_slots(source, here, there).items():
-            write_all(there["/episodes"], record, arrays["/episodes"].offset(slot))
-        for name, value in _counters(source).items():
-            write_word(there["/state"], value, arrays["/state"].offset(0) + 8 * STATE_WORD[name])
-    finally:
-        close_all(here)
-        close_all(there)
+def counters(source: Storage) -> dict[str, int]:
+    """The words of a copy's state.npy."""
+    return {"next": _following(source), "changes": 1, "clean": 1, "epoch": 1}
 
 
-def _counters(source: Storage) -> dict[str, int]:
-    """The words of the copy's state.npy. What a crash of the machine may have spoilt in the source is in doubt here."""
-    following = _following(source)
+def write_counters(layout: Layout, there: dict[str, int], words: dict[str, int]) -> None:
+    """Write words of a copy's state.npy."""
+    for name, value in words.items():
+        write_word(there["/state"], value, layout.arrays["/state"].offset(0) + 8 * STATE_WORD[name])
+
+
+def _doubtful(source: Storage) -> bool:
+    """Whether a crash of the machine may have spoilt something in the source: then it is in doubt in the copy too."""
     boot = source.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
-    doubtful = source.state("suspect") or not (source.state("clean") or boot == boot_id())
-    return {"next": following, "changes": 1, "clean": 1, "epoch": 1, "suspect": following if doubtful else 0}
+    return bool(source.state("suspect")) or not (source.state("clean") or boot == boot_id())
 
 
 def _following(source: Storage) -> int:
     """One more than the last serial that was published."""
-    table = source.refresh()
-    return max(source.state("next"), int(table.serial[table.valid].max(initial=-1)) + 1)
+    table, stated = source.refresh(), source.state("next")
+    known = int(table.serial[table.valid].max(initial=-1)) + 1
+    return max(stated, known) if stated < MAX_SERIAL else known  # else it is damaged
 
 
 def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) -> dict[int, bytes]:
@@ -120,7 +141,7 @@ def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) ->
     """
     copied: dict[int, bytes] = {}
     for attempt in range(ROUNDS):
-        table, slots = _visible(source)
+        table, slots = visible(source)
         words = source.maps.words[slots]
         whole = (words[:, GENERATION] == table.generation[slots]) & (words[:, CHECK] == check_of(words))
         for slot, word in zip(slots[whole].tolist(), words[whole], strict=True):
@@ -137,7 +158,7 @@ def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) ->
     )
 
 
-def _visible(source: Storage) -> tuple[EpisodeTable, IntArray]:
+def visible(source: Storage) -> tuple[EpisodeTable, IntArray]:
     """(a table, the slots that were visible at one moment).
 
     A table is not read in an instant: it may have a new episode and lack the one before it, whose slot was passed too

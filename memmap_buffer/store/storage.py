@@ -1,17 +1,17 @@
 """The open arrays of one folder and its episode table.
 
-`Storage` creates and opens; it never writes to a folder that is complete. It pickles as a path and opens its maps on
+`Storage` opens and reads; it never writes to a folder that is complete. It pickles as a path and opens its maps on
 first use, so a DataLoader worker costs no copy of the data. `EpisodeTable` is what the records said at one moment.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.store.files import CAN_RESERVE
+from memmap_buffer.errors import SchemaError
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -34,6 +33,7 @@ from memmap_buffer.store.records import (
     GENERATION,
     OPEN,
     RECORD,
+    SERIAL,
     STATE_WORD,
     WORDS,
     Words,
@@ -45,11 +45,12 @@ log = logging.getLogger("memmap_buffer")
 
 IntArray = npt.NDArray[np.int64]
 crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
+MAX_VIEWS = 256  # of slices, that are kept
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EpisodeTable:
     """The records at one moment, by slot, and the visible slots in the order of their serials.
 
@@ -78,6 +79,11 @@ class EpisodeTable:
         shown = np.zeros(len(self.serial), np.bool_)
         shown[self.visible] = True
         return shown
+
+    @cached_property
+    def seen(self) -> Words:
+        """(slots,) what a record's check is as long as the slot shows the episode that it shows here."""
+        return np.where(self._shown, self.check, ~self.check)
 
     @cached_property
     def steps(self) -> int:
@@ -118,6 +124,7 @@ class Storage:
         self.verify = verify
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
+        self._slices: dict[tuple[str, int], Array] = {}
 
     @classmethod
     def open(cls, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> Storage:
@@ -216,6 +223,29 @@ class Storage:
             slots = slots[fits]
         return slots
 
+    def slices_of(self, name: str, steps: int) -> Array:
+        """A view (N - K + 1, entries of K rows) of a field's N rows: one index into it copies slices of K rows."""
+        view = self._slices.get((name, steps))
+        if view is None:
+            rows = self.maps.rows[name]
+            shape = (len(rows) - steps + 1, steps * math.prod(rows.shape[1:]))
+            view = np.ndarray(shape, rows.dtype, rows, strides=(rows.strides[0], rows.itemsize))
+            self._slices = (
+                {(name, steps): view} if len(self._slices) >= MAX_VIEWS else {**self._slices, (name, steps): view}
+            )
+        return view
+
+    def look_up(self, slots: IntArray, serials: IntArray) -> tuple[Words, npt.NDArray[np.bool_]]:
+        """Records as they are on disk now.
+
+        Returns: their words (B, 8); (B,) whether each is, unchanged, that of the visible episode of that serial.
+        """
+        words = self.maps.words.take(slots, axis=0)
+        differs = words[:, CHECK] ^ self.table.seen.take(slots)
+        differs |= words[:, SERIAL] ^ serials.view(np.uint64)
+        differs |= words[:, GENERATION] & np.uint64(1)
+        return words, differs == 0
+
     def first_row(self, slots: IntArray, final: bool) -> IntArray:
         """The row of step 0 of each slot, in files with or without `final`."""
         if self.layout.rows is None:
@@ -286,19 +316,22 @@ class Storage:
     def damaged(self, slot: int) -> list[str]:
         """The fields of a slot that differ from their checksums, unless it was rewritten or appended to meanwhile."""
         table = self.table
-        generation = table.generation[slot]
         length, flags = int(table.length[slot]), int(table.flags[slot])
         if not table.valid[slot] or not flags & CHECKED:
             return []
-        crcs = dict(self.column_crcs(slot, length, bool(flags & FINAL)))
+        bad = self.mismatches(slot, flags, dict(self.column_crcs(slot, length, bool(flags & FINAL))))
+        same = self.maps.words[slot, [GENERATION, CHECK]] == (table.generation[slot], table.check[slot])
+        return bad if same.all() else []
+
+    def mismatches(self, slot: int, flags: int, crcs: Mapping[str, int]) -> list[str]:
+        """The names of which the CRC-32s of a slot are not those that are stored."""
         record, column_of = self.maps.words[slot].view(RECORD)[0], self.layout.column_of
         row = checksum_row(self.layout, crcs) if flags & OPEN else self.maps.checksums[slot].tobytes()
         stored = np.frombuffer(row, "<u4")
         bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
         if not bad and digest_of(row, int(record["columns"])) != int(record["digest"]):
-            bad = ["/checksums"]  # the row is another episode's, or an open episode differs somewhere
-        same = self.generations(np.array([slot]))[0] == generation and self.maps.words[slot, CHECK] == table.check[slot]
-        return bad if same else []
+            return ["/checksums"]  # the row is another episode's, or an open episode differs somewhere
+        return bad
 
     def column_crcs(self, slot: int, length: int, has_final: bool) -> Iterator[tuple[str, int]]:
         """(name, CRC-32 over the visible rows) of every field and meta field of a slot."""
@@ -321,79 +354,3 @@ def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
 def digest_of(row: bytes, columns: int) -> int:
     """What the record carries of its row of checksums.npy: CRC-32 of the first `columns` entries."""
     return crc32(row[: 4 * columns])
-
-
-def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
-    """Make a new, empty buffer in a folder whose lock is held. Killed anywhere, it leaves none.
-
-    Args: reserve: take the disk space of every file now, so that no episode ever meets a full disk.
-    Raises: CorruptBufferError: a file of another is in the way. SchemaError: too large for the file system. OSError.
-    """
-    with creating(folder, layout, reserve):
-        pass
-
-
-@contextmanager
-def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[None]:
-    """The files of a new buffer, open to be filled in the block; it is a buffer only when the block has ended."""
-    discard_unfinished(folder)
-    arrays = list(layout.arrays.values())
-    for array in arrays:
-        if folder.exists(array.name):
-            path = folder.path / array.name
-            raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
-    total, free = sum(array.size for array in arrays), folder.free_bytes()
-    if total > free and not reserve:
-        text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"
-        log.warning(text, folder.path, total / 1e9, free / 1e9)
-    try:
-        folder.write_new("schema.json.new", layout.to_json(), sync=True)
-        for key, array in layout.arrays.items():
-            whole = CAN_RESERVE and key in ("/episodes", "/state")
-            folder.create_array(array.name, array.header, array.size, reserve or whole)
-        yield
-        for array in arrays:
-            folder.sync_array(array.name)
-        folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})
-        folder.rename("schema.json.new", "schema.json")
-    except BaseException:
-        discard_unfinished(folder)  # nothing, once it was renamed
-        raise
-
-
-def discard_unfinished(folder: Folder) -> None:
-    """Remove what only a `schema.json.new` names: a creation or an added field that was never finished."""
-    try:
-        planned = _listed(folder, "schema.json.new")
-    except FileNotFoundError:
-        return
-    kept = _listed(folder, "schema.json") if folder.exists("schema.json") else set()
-    for name in planned - kept:
-        folder.unlink(name, missing_ok=True)
-    # Not before the files are gone for good: without it nobody could tell whose they are.
-    for sub in {name.rpartition("/")[0] for name in planned - kept}:
-        with suppress(FileNotFoundError, CorruptBufferError):  # it was never made, or is not ours
-            folder.sync_folders(sub)
-    folder.unlink("schema.json.new")
-
-
-def remove(folder: Folder) -> None:
-    """Remove a buffer whose lock is held: it becomes one that was never finished, and is discarded as such."""
-    _listed(folder, "schema.json")  # refuse one that tells of no files
-    discard_unfinished(folder)
-    folder.unlink(".redo", missing_ok=True)
-    for name in folder.list("priority"):
-        if name.endswith(".head.npy"):  # it names serials, which begin anew
-            folder.unlink(f"priority/{name}")
-    folder.rename("schema.json", "schema.json.new")
-    discard_unfinished(folder)
-
-
-def _listed(folder: Folder, name: str) -> set[str]:
-    data = folder.read(name, MAX_SCHEMA_BYTES)
-    try:
-        return {array.name for array in Layout.from_json(data, name).arrays.values()}
-    except (CorruptBufferError, SchemaError):
-        if name == "schema.json.new" and Layout.may_be_torn(data):
-            return set()  # it is complete on the disk before the first file is made
-        raise

@@ -129,8 +129,10 @@ class Writer:
         if self._closed:
             raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
         if self.storage.read_only or not self.storage.layout.writable:
-            why = "was opened with read_only=True" if self.storage.read_only else "is packed, which is a layout to read"
-            raise ReadOnlyError(f"{self.storage.path} {why}; open or make one to write to")
+            why = "was opened with read_only=True; open one to write to"
+            if not self.storage.layout.writable:
+                why = "is packed, which is a layout to read; `unpack` it into another folder to write to that"
+            raise ReadOnlyError(f"{self.storage.path} {why}")
 
     # Episodes
 

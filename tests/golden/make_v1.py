@@ -1,8 +1,9 @@
-"""Makes the golden folder of format version 1 anew, from nothing: `python tests/golden/make_v1.py`.
+"""Makes the golden folders of format version 1 anew, grid and packed: `python tests/golden/make_v1.py`.
 
-Run it only while version 1 is not released: afterwards the folder must open for ever as it is, and a change of the
-bytes is a new version with a folder of its own. Nothing of the machine stays in it: process, host, boot and times
-are overwritten. The formulas of the values stand in `tests/test_golden.py` too, so that neither trusts the other.
+Run it only while version 1 is not released: afterwards they must open for ever as they are, and a change of the
+bytes is a new version with folders of its own; `make_packed` alone leaves the grid as it is. Nothing of the machine
+stays in them: process, host, boot and times are overwritten. The formulas of the values stand in
+`tests/test_golden.py` too, so that neither trusts the other.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer import Field, ReplayBuffer
+from memmap_buffer import Field, ReplayBuffer, pack
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.records import RECORD, seal
 from memmap_buffer.store.storage import Storage
 
 FOLDER = Path(__file__).parent / "v1"
+PACKED = FOLDER.with_name("v1-packed")
 FIELDS = {
     "observation": {"image": Field("uint8", (2, 2), final=True), "state": Field("float32", 3, final=True)},
     "action": ("int64", 2),
@@ -92,6 +94,13 @@ def make() -> None:
     (FOLDER / "records.json").write_text(json.dumps(vectors(), indent=1) + "\n")
 
 
+def make_packed() -> None:
+    """The episodes of the grid, packed; a copy tells of no machine but by what the records say, which are neutral."""
+    shutil.rmtree(PACKED, ignore_errors=True)
+    pack(FOLDER, PACKED)
+    (PACKED / ".lock").unlink()
+
+
 def neutralise(layout: Layout) -> None:
     """Take out what tells of this machine and this hour, and file modes with it."""
     (FOLDER / ".lock").unlink()
@@ -127,3 +136,4 @@ def vectors() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     make()
+    make_packed()

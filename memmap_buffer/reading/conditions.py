@@ -1,0 +1,62 @@
+"""Conditions on a column: a value, a set, a range, or a function of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.values import Array
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+def matches(column: Array, condition: Any, name: str) -> BoolArray:
+    """Where a condition holds.
+
+    Args: column: (n, …). condition: as `Selection` says. name: of the column, for an error.
+    Returns: (n,) bool.
+    Raises: SchemaError: the condition does not fit the column.
+    """
+    if callable(condition):
+        result = np.asarray(condition(column))
+        if result.shape != column.shape[:1] or result.dtype != bool:
+            raise SchemaError(
+                f"filter {name!r}: the callable gave {result.dtype} {result.shape}, expected bool {column.shape[:1]}"
+            )
+        return result
+    flat = column.reshape(len(column), int(np.prod(column.shape[1:])))
+    if flat.shape[1] != 1:
+        raise SchemaError(f"filter {name!r}: it has shape {column.shape[1:]}; give a callable from the column to bools")
+    values = flat[:, 0]
+    if isinstance(condition, tuple):
+        return _in_range(values, condition, name)
+    if hasattr(condition, "item") and getattr(condition, "ndim", 1) == 0:
+        condition = condition.item()  # a numpy or torch scalar
+    if isinstance(condition, (set, frozenset, list, range, np.ndarray)):
+        return _is_member(values, list(condition))
+    return np.asarray(values == condition)
+
+
+def _is_member(values: Array, members: list[Any]) -> BoolArray:
+    if not members:
+        return np.zeros(len(values), np.bool_)
+    wanted = np.asarray(members)
+    if values.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            wanted = wanted.astype(values.dtype)  # 0.1 means the float32 next to it, as it does to `==`
+    return np.isin(values, wanted)
+
+
+def _in_range(values: Array, condition: tuple[Any, ...], name: str) -> BoolArray:
+    if len(condition) != 2:
+        raise SchemaError(f"filter {name!r}: got {condition!r}; a tuple is (low, high), use a set or list for members")
+    low, high = condition
+    keep = np.ones(len(values), np.bool_)
+    if low is not None:
+        keep &= values >= low
+    if high is not None:
+        keep &= values < high
+    return keep

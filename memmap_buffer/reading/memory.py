@@ -1,0 +1,122 @@
+"""Memory for batches: given out as arrays, and given out again once nothing refers to one any more.
+
+Fresh memory costs a page fault for every 4 KB that is written first; an image batch of 6 MB pays more for that than for
+its copy. What is lent is known by its death alone: each array lies over a `Loan`, which every view of it (numpy's, and
+tensors' by way of those) keeps alive because the memory is the loan's; when the loan is gone, the memory comes back.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.values import Array
+
+SMALL = 1 << 17  # below it malloc keeps its pages by itself
+KEEP = 32 << 20
+ALIGN = 64
+Buffer = npt.NDArray[np.uint8]
+
+
+class Loan:
+    """Somebody else's memory as numpy takes it: the last link of each chain of views, which numpy never cuts short.
+
+    Args: owner: what the memory belongs to, kept alive. address, nbytes: the memory.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "_owner")
+
+    def __init__(self, owner: object, address: int, nbytes: int) -> None:
+        self._owner = owner
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+class Pool:
+    """Arrays over memory that is used again.
+
+    What lies unused is at most as much as is in use, or `keep` bytes if that is more: a loop that drops each batch for
+    the next one finds its memory again, and what was hoarded once is given back.
+
+    It may be called from any thread. Where two meet, one of them gets fresh memory instead of waiting: so neither a
+    garbage collection in the middle nor a fork can lock it.
+
+    Args: keep: bytes that may lie unused in any case.
+    """
+
+    def __init__(self, keep: int = KEEP) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._free: list[Buffer] = []  # the longest unused first
+        self._dead: deque[Buffer] = deque()  # come back, and not yet counted
+        self._lent = self._unused = 0
+
+    @property
+    def lent(self) -> int:
+        """Bytes of the arrays in use."""
+        self._settle()
+        return self._lent
+
+    @property
+    def unused(self) -> int:
+        """Bytes that lie ready to be used again."""
+        self._settle()
+        return self._unused
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An array of any content, writable and contiguous, that shares memory with nothing that is in use.
+
+        Args: shape: its shape. dtype: its dtype.
+        """
+        dtype = np.dtype(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < SMALL or not self._lock.acquire(blocking=False):
+            return np.empty(shape, dtype)
+        try:
+            self._count_dead()
+            buffer = self._take(_rounded(nbytes))
+        finally:
+            self._lock.release()
+        address = buffer.ctypes.data
+        loan = Loan(buffer, address + -address % ALIGN, nbytes)
+        weakref.finalize(loan, self._come_back, buffer).atexit = False
+        return np.asarray(loan).view(dtype).reshape(shape)
+
+    def _take(self, nbytes: int) -> Buffer:
+        """Memory of exactly this size, the latest that came back (it is the likeliest to be in a cache), or fresh."""
+        self._lent += nbytes
+        for i in reversed(range(len(self._free))):
+            if self._free[i].nbytes == nbytes:
+                self._unused -= nbytes
+                return self._free.pop(i)
+        return np.empty(nbytes, np.uint8)
+
+    def _come_back(self, buffer: Buffer) -> None:
+        self._dead.append(buffer)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._count_dead()
+            finally:
+                self._lock.release()
+
+    def _count_dead(self) -> None:
+        while self._dead:
+            buffer = self._dead.popleft()
+            self._free.append(buffer)
+            self._lent -= buffer.nbytes
+            self._unused += buffer.nbytes
+            while self._unused > max(self._keep, self._lent):
+                self._unused -= self._free.pop(0).nbytes
+
+
+def _rounded(nbytes: int) -> int:
+    """A size at most an eighth larger, so that batches of nearly equal length share; with room to align."""
+    step = 1 << max(nbytes.bit_length() - 4, 6)
+    return -(-nbytes // step) * step + ALIGN

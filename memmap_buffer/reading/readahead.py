@@ -1,0 +1,67 @@
+"""What will be read soon: asks the system for its rows in whole stretches, without waiting for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memmap_buffer.reading.index import Index, Selection
+from memmap_buffer.reading.order import BlockShuffle
+from memmap_buffer.reading.sources import Sources
+from memmap_buffer.store.folder import will_need
+from memmap_buffer.store.storage import IntArray, Storage
+
+GAP_BYTES = 128 << 10  # rows so near to each other are read in one go
+
+
+class Readahead:
+    """Asks for each window of a block shuffle while the one before it is read.
+
+    Args: selection, sources, index: what is read. shuffle: in which order.
+    """
+
+    def __init__(self, selection: Selection, sources: Sources, index: Index, shuffle: BlockShuffle) -> None:
+        self._view, self._sources, self._index, self._shuffle = selection.view, sources, index, shuffle
+        keys, fields = set(self._view.keys(sources.schema)), sources.schema.fields
+        self._fields = [name for name in fields if keys & {name, f"next_{name}", f"seq_{name}"}]
+        self._asked = -1
+
+    def before(self, first: int, last: int) -> None:
+        """To be called before the items first … last of the order are read."""
+        begin = max(self._asked + 1, first // self._shuffle.window)
+        self._asked = last // self._shuffle.window + 1
+        for window in range(begin, self._asked + 1):
+            for low, high in self._shuffle.places(window):
+                self._ask(low, high)
+
+    def _ask(self, low: int, high: int) -> None:
+        """The rows of the anchors low … high - 1; where the guess is wrong they are read when they are needed."""
+        index = self._index
+        start, stop = np.searchsorted(index.starts, [low, high - 1], side="right")
+        run = np.arange(start - 1, stop)
+        first = index.locate(np.maximum(index.starts[run], low)).t
+        last = index.locate(np.minimum(index.starts[run + 1], high) - 1).t
+        for number in [0] if index.source is None else np.unique(index.source[run]).tolist():
+            mine = slice(None) if index.source is None else index.source[run] == number
+            self._ask_folder(self._sources.storages[number], index.slot[run][mine], first[mine], last[mine])
+
+    def _ask_folder(self, storage: Storage, slot: IntArray, first: IntArray, last: IntArray) -> None:
+        length = storage.table.length[slot]
+        if self._view.per_episode:
+            first, last = np.zeros_like(first), length
+        for name in self._fields:
+            field, rows = self._sources.schema.fields[name], storage.maps.rows[name]
+            begin = storage.first_row(slot, field.final)
+            stop = np.minimum(last + 2, length + field.final)  # a successor is read with it
+            for low, high in _joined(
+                begin + np.clip(first, 0, stop), begin + stop, GAP_BYTES // max(1, field.itemsize)
+            ):
+                will_need(rows, low, high)
+
+
+def _joined(low: IntArray, high: IntArray, gap: int) -> list[tuple[int, int]]:
+    """Stretches of rows, those joined that are at most `gap` rows apart."""
+    order = np.argsort(low)
+    low, high = low[order], np.maximum.accumulate(high[order])
+    apart = low[1:] - high[:-1] > gap
+    begins, ends = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
+    return list(zip(low[begins].tolist(), high[ends].tolist(), strict=True))

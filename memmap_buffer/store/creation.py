@@ -1,0 +1,91 @@
+"""Making a buffer's files, and removing them: absent or complete, wherever it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from memmap_buffer.errors import CorruptBufferError, SchemaError
+from memmap_buffer.store.files import CAN_RESERVE, write_word
+from memmap_buffer.store.folder import Folder
+from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
+from memmap_buffer.store.records import STATE_WORD
+
+log = logging.getLogger("memmap_buffer")
+
+
+def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
+    """Make a new, empty buffer in a folder whose lock is held. Killed anywhere, it leaves none.
+
+    Args: reserve: take the disk space of every file now, so that no episode ever meets a full disk.
+    Raises: CorruptBufferError: a file of another is in the way. SchemaError: too large for the file system. OSError.
+    """
+    with creating(folder, layout, reserve):
+        if reserve:
+            state = layout.arrays["/state"]
+            with folder.writing(state.name, state.header, state.size) as fd:
+                write_word(fd, 1, state.offset(0) + 8 * STATE_WORD["reserved"])
+
+
+@contextmanager
+def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[None]:
+    """The files of a new buffer, open to be filled in the block; it is a buffer only when the block has ended."""
+    discard_unfinished(folder)
+    arrays = list(layout.arrays.values())
+    folder.require_free(array.name for array in arrays)
+    total, free = sum(array.size for array in arrays), folder.free_bytes()
+    if total > free and not reserve:
+        text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"
+        log.warning(text, folder.path, total / 1e9, free / 1e9)
+    try:
+        folder.write_new("schema.json.new", layout.to_json(), sync=True)
+        for key, array in layout.arrays.items():
+            whole = CAN_RESERVE and key in ("/episodes", "/state")
+            folder.create_array(array.name, array.header, array.size, reserve or whole)
+        yield
+        for array in arrays:
+            folder.sync_array(array.name)
+        folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})
+        folder.rename("schema.json.new", "schema.json")
+    except BaseException:
+        discard_unfinished(folder)  # nothing, once it was renamed
+        raise
+
+
+def discard_unfinished(folder: Folder) -> None:
+    """Remove what only a `schema.json.new` names: a creation or an added field that was never finished."""
+    try:
+        planned = _listed(folder, "schema.json.new")
+    except FileNotFoundError:
+        return
+    kept = _listed(folder, "schema.json") if folder.exists("schema.json") else set()
+    for name in planned - kept:
+        folder.unlink(name, missing_ok=True)
+    # Not before the files are gone for good: without it nobody could tell whose they are.
+    for sub in {name.rpartition("/")[0] for name in planned - kept}:
+        with suppress(FileNotFoundError, CorruptBufferError):  # it was never made, or is not ours
+            folder.sync_folders(sub)
+    folder.unlink("schema.json.new")
+
+
+def remove(folder: Folder) -> None:
+    """Remove a buffer whose lock is held: it becomes one that was never finished, and is discarded as such."""
+    _listed(folder, "schema.json")  # refuse one that tells of no files
+    discard_unfinished(folder)
+    folder.unlink(".redo", missing_ok=True)
+    for name in folder.list("priority"):
+        if name.endswith(".head.npy"):  # it names serials, which begin anew
+            folder.unlink(f"priority/{name}")
+    folder.rename("schema.json", "schema.json.new")
+    discard_unfinished(folder)
+
+
+def _listed(folder: Folder, name: str) -> set[str]:
+    data = folder.read(name, MAX_SCHEMA_BYTES)
+    try:
+        return {array.name for array in Layout.from_json(data, name).arrays.values()}
+    except (CorruptBufferError, SchemaError):
+        if name == "schema.json.new" and Layout.may_be_torn(data):
+            return set()  # it is complete on the disk before the first file is made
+        raise

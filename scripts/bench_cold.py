@@ -1,0 +1,125 @@
+"""Random image batches that are not in memory: the page cache is dropped before every batch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from bench_data import LONGEST, SCHEMAS, TRANSITIONS, Array, Run, Store, episode
+from bench_measure import BOUND, OURS, Call, Row, medians, throughput
+from bench_read import check_transitions, endless
+from memmap_buffer import ReplayBuffer
+
+THREADS = 16
+IMAGE_BYTES = 3 * 64 * 64
+
+
+def cold_batches(run: Run) -> Iterator[Row]:
+    """256 random images and their successors from a store whose pages were all dropped."""
+    store = fill(run)
+    check_transitions(store)
+    bounds = Rows(store)
+    options: dict[str, Any] = TRANSITIONS
+    loader = endless(store.buffer.dataloader(256, shuffle=True, **options))
+    calls: dict[str, Call] = {
+        "sample": lambda: store.buffer.sample(256, **options),
+        "loader": lambda: next(loader),
+        f"{BOUND} preadv by 16 threads": bounds.read,
+        f"{BOUND} WILLNEED, then gather": bounds.gather_advised,
+        f"{BOUND} gather": bounds.gather,
+    }
+    seconds = medians(calls, max(5, run.repeats // 100), burst=1, before=lambda: drop(store, bounds))
+    bounds.close()
+    ways = {how: seconds.pop(how) for how in ("sample", "loader")}
+    for how, taken in ways.items():
+        yield throughput(f"cold {how}(256), image", {OURS: taken, **seconds}, 0.7, unit="batches/s")
+
+
+def fill(run: Run) -> Store:
+    """Episodes of the greatest length; eight different ones, over and over: their bytes are as cold as any."""
+    count = max(2, run.cold // (IMAGE_BYTES * LONGEST))
+    buffer = ReplayBuffer(run.folder("cold"), count, LONGEST, SCHEMAS["image"])
+    datas = [episode(SCHEMAS["image"], LONGEST, np.random.default_rng(i)) for i in range(8)]
+    for i in range(count):
+        buffer.store_episode(**datas[i % 8])
+    buffer.flush()
+    return Store(buffer, SCHEMAS["image"])
+
+
+def drop(store: Store, bounds: Rows) -> None:
+    """Drop the data files from the page cache; what a map still refers to is let go first (posix_fadvise(2))."""
+    for array in (*store.buffer._storage.maps.rows.values(), *store.plain.values(), bounds.mapped):
+        map_of(array).madvise(mmap.MADV_DONTNEED)
+    for name in store.fields:
+        fd = os.open(store.buffer.folder / "data" / f"{name}.npy", os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def map_of(array: Any) -> mmap.mmap:
+    """The map that an array is a view of."""
+    while not isinstance(array, mmap.mmap):
+        array = array.obj if isinstance(array, memoryview) else array.base
+    return array
+
+
+class Rows:
+    """Plain ways to gather 256 images and their successors into a given output; the small fields come along."""
+
+    def __init__(self, store: Store) -> None:
+        self._small = [store.plain[name] for name in store.fields if name != "observation"]
+        self._images = store.plain["observation"]
+        self._picks = store.picks(256, ahead=1)
+        self._out = np.empty((512, *self._images.shape[1:]), np.uint8)
+        path = store.buffer.folder / "data" / "observation.npy"
+        self._fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+        self._header = path.stat().st_size - self._images.nbytes
+        self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+        self.mapped = np.frombuffer(self._map, np.uint8, offset=self._header).reshape(self._images.shape)
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._check()
+
+    def _rows(self) -> Array:
+        rows = next(self._picks).numpy()
+        for values in self._small:
+            values.take(rows, axis=0)
+        return np.sort(np.concatenate([rows, rows + 1]))
+
+    def read(self) -> Array:
+        rows = self._rows()
+        parts = np.array_split(np.arange(512), THREADS)
+        list(self._threads.map(lambda part: self._read_part(rows, part), parts))
+        return rows
+
+    def _read_part(self, rows: Array, part: Array) -> None:
+        for i in part.tolist():
+            os.preadv(self._fd, [self._out[i].data], self._header + int(rows[i]) * IMAGE_BYTES)
+
+    def gather_advised(self) -> Array:
+        rows = self._rows()
+        for row in rows.tolist():
+            start = self._header + row * IMAGE_BYTES
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, page, start + IMAGE_BYTES - page)
+        self.mapped.take(rows, axis=0, out=self._out, mode="clip")
+        return rows
+
+    def gather(self) -> Array:
+        rows = self._rows()
+        self._images.take(rows, axis=0, out=self._out, mode="clip")
+        return rows
+
+    def _check(self) -> None:
+        for way in (self.read, self.gather_advised, self.gather):
+            rows = way()
+            assert np.array_equal(self._out, self._images[rows]), "a bound read something else"
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._fd)

@@ -1,0 +1,72 @@
+"""The benchmark itself: every case runs and compares what it read; of several bounds the fastest counts."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench_measure import Goal, medians, throughput
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench.py"
+slow = pytest.mark.slow  # barriers, worker processes, a new interpreter for every opening
+SMALL = ["--steps", "20000", "--repeats", "4", "--cold-gb", "0.02", "--top", "5", "--no-peers", "--json"]
+
+
+def rows(folder: Path, *arguments: str) -> list[dict[str, object]]:
+    command = [sys.executable, str(SCRIPT), *SMALL, "--folder", str(folder), *arguments]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert list(folder.iterdir()) == [], "something was left behind"
+    return [json.loads(line) for line in said.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        pytest.param("writes", ("store() a step, image", "publish, power"), marks=slow),
+        ("reads", ("sample(256) transitions, image", "loader(256) transitions, low-dim", "16 whole episodes")),
+        pytest.param("workers", ("loader, 2 workers over none and 2 ms",), marks=slow),
+        ("cold", ("cold sample(256), image", "cold loader(256), image")),
+        pytest.param("scale", ("open 10^2 episodes", "shuffled windows of 64, 10^5 steps"), marks=slow),
+    ],
+)
+def test_every_case_reads_and_writes_what_its_bound_does(tmp_path: Path, group: str, names: tuple[str, ...]) -> None:
+    found = rows(tmp_path, "--case", group)
+    for name in names:
+        assert any(str(row["case"]).startswith(name) for row in found), f"{name} is missing"
+    for row in found:
+        assert math.isfinite(row["figure"]) and row["ours"] > 0  # type: ignore[operator,arg-type]
+
+
+def test_a_figure_is_over_the_fastest_bound_and_marked_by_its_goal() -> None:
+    seconds = {"ours": 0.2, "bound a": 0.4, "bound b": 0.1, "peer": 1.0}
+    row = throughput("case", seconds, 0.6, per_call=3, unit="steps/s")
+    assert (row.ours, row.bound, row.figure) == pytest.approx((15, 30, 0.5))
+    assert row.reached is False
+    assert row.peers == pytest.approx({"bound a": 7.5, "peer": 3})
+    assert throughput("case", seconds, 0.5, unit="steps/s").reached is True
+    assert Goal(50, at_most=True).reached_by(49) is True
+    assert Goal(None).reached_by(0) is None
+
+
+def test_contenders_are_called_in_turns_and_as_often_as_each_other() -> None:
+    called: list[str] = []
+    found = medians({name: lambda n=name: called.append(n) for name in "ab"}, repeats=4, burst=2)
+    assert "".join(called) == "ab" + "aabb" * 2
+    assert found.keys() == {"a", "b"}
+
+
+def test_what_is_worked_out_for_several_calls_together_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], [0]
+    monkeypatch.setattr("bench_measure.time.perf_counter", lambda: now[0])
+
+    def every_fourth_is_dear() -> None:
+        calls[0] += 1
+        now[0] += 8 if calls[0] % 4 == 0 else 0
+
+    assert medians({"ours": every_fourth_is_dear}, repeats=24, burst=8) == {"ours": 2.0}
+    assert medians({"ours": every_fourth_is_dear}, 24, before=lambda: None) == {"ours": 0.0}

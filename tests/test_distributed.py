@@ -1,0 +1,194 @@
+"""Two processes of torch.distributed over gloo: they agree on each epoch, share it, and resume it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from memmap_buffer import ReplayBuffer
+from memmap_buffer.reading.distributed import ProcessRanks
+
+WORLD = 2
+STEPS = {"timestep_level": True, "return_indices": True}
+LENGTHS = (7, 1, 12, 5, 9)
+
+
+def record(buffer, *lengths):
+    for length in lengths:
+        buffer.store_episode(t=np.arange(length))
+
+
+def items(batches):
+    return [tuple(item) for batch in batches for item in batch["_indices"].tolist()]
+
+
+def everything(*serials):
+    return {(serial, t) for serial in serials for t in range(LENGTHS[serial])}
+
+
+# What each rank does
+
+
+def epochs(rank, folder, _):
+    """Two epochs of loaders whose seeds would differ, and of as many batches."""
+    buffer = ReplayBuffer.from_folder(folder, read_only=True)
+    torch.manual_seed(rank)
+    loader = buffer.dataloader(4, shuffle=True, **STEPS)
+    return [[items([batch]) for batch in loader] for _ in range(2)], loader.state_dict()
+
+
+def later(rank, folder, signal):
+    """Rank 1 begins the epoch when an episode was published since rank 0 began it."""
+    if rank == 0:
+        agree = ProcessRanks.agree
+
+        def signalled(self, value):
+            signal.touch()
+            return agree(self, value)
+
+        ProcessRanks.agree = signalled
+    buffer = ReplayBuffer.from_folder(folder, read_only=rank == 0)
+    loader = buffer.dataloader(4, shuffle=True, seed=rank, **STEPS)
+    while rank == 1 and not signal.exists():
+        time.sleep(0.01)
+    if rank == 1:
+        record(buffer, 6)
+    return items(loader), loader.state_dict()
+
+
+def stop(rank, folder, _):
+    """Three batches, the state, and the rest."""
+    loader = ReplayBuffer.from_folder(folder, read_only=True).dataloader(3, shuffle="block", seed=4, **STEPS)
+    batches = iter(loader)
+    head = items(next(batches) for _ in range(3))
+    return head, loader.state_dict(), items(batches)
+
+
+def resume(rank, folder, signal):
+    """Rank 0 alone has the state."""
+    loader = ReplayBuffer.from_folder(folder, read_only=True).dataloader(3, shuffle="block", seed=rank, **STEPS)
+    state = stop(rank, folder, signal)[1]
+    if rank == 0:
+        loader.load_state_dict(state)
+    return items(loader)
+
+
+def alone(rank, folder, _):
+    """A loader that only rank 1 uses."""
+    if rank == 0:
+        return []
+    buffer = ReplayBuffer.from_folder(folder, read_only=True)
+    return items(buffer.dataloader(4, rank=0, world_size=1, **STEPS))
+
+
+def given(rank, folder, _):
+    """The same ranks, given: they agree as if they had not been."""
+    torch.manual_seed(rank)
+    buffer = ReplayBuffer.from_folder(folder, read_only=True)
+    return items(buffer.dataloader(4, shuffle=True, rank=rank, world_size=WORLD, **STEPS))
+
+
+def workers(rank, folder, _):
+    """The same epoch with a worker and without."""
+    buffer = ReplayBuffer.from_folder(folder, read_only=True)
+    return [items(buffer.dataloader(4, shuffle=True, seed=3, num_workers=n, **STEPS)) for n in (0, 1)]
+
+
+ACTS = {act.__name__: act for act in (epochs, later, stop, resume, alone, given, workers)}
+
+
+def rank_main(rank, folder, results):
+    """One rank: everything above, each beginning when all are there."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    out = {}
+    for name in (name for name in ACTS if name != "later"):
+        out[name] = ACTS[name](rank, folder / "full", folder / name)
+    for name in ("full", "room"):  # each changes its folder
+        dist.barrier()
+        out[name] = later(rank, folder / name, folder / f"signal {name}")
+    dist.barrier()
+    dist.destroy_process_group()
+    results.put((rank, out))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """What each act gave in each rank."""
+    folder = tmp_path_factory.mktemp("distributed")
+    for name, max_episodes in (("full", len(LENGTHS)), ("room", 20)):
+        with ReplayBuffer(folder / name, max_episodes, 12, {"t": "int"}, circular=True) as buffer:
+            record(buffer, *LENGTHS)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=rank_main, args=(rank, folder, results)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    try:
+        out = dict(results.get(timeout=120) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    return {name: [out[rank][name] for rank in range(WORLD)] for name in out[0]}
+
+
+def test_ranks_of_different_seeds_share_every_epoch(both):
+    (first, state), (second, same) = both["epochs"]
+    assert state == same
+    assert state["epoch"] == 2
+    for mine, theirs in zip(first, second, strict=True):
+        assert [len(batch) for batch in mine] == [len(batch) for batch in theirs] == [4, 4, 4, 4, 1]
+        assert {item for batch in mine + theirs for item in batch} == everything(0, 1, 2, 3, 4)
+        assert sum(len(batch) for batch in mine + theirs) == 34
+    assert first[0] != first[1]
+
+
+def test_a_rank_that_begins_later_gives_the_episodes_that_rank_0_saw(both):
+    (first, state), (second, same) = both["room"]
+    assert state == same
+    assert len(first) == len(second) == 17
+    assert {*first, *second} == everything(0, 1, 2, 3, 4)
+
+
+def test_what_a_later_rank_cannot_read_any_more_it_draws_again(both):
+    """The episode published in between took the place of the oldest."""
+    (first, _), (second, _) = both["full"]
+    assert len(first) == len(second) == 17
+    assert {*first, *second} >= everything(1, 2, 3, 4)
+    assert {serial for serial, _ in second} <= {1, 2, 3, 4, 5}
+
+
+def test_ranks_tell_the_same_state_and_one_process_goes_on_with_what_is_left(both, tmp_path):
+    (first, state, first_rest), (second, same, second_rest) = both["stop"]
+    assert state == same
+    assert state["delivered"] == 18
+    assert {*first, *second, *first_rest, *second_rest} == everything(0, 1, 2, 3, 4)
+    with ReplayBuffer(tmp_path, len(LENGTHS), 12, {"t": "int"}, circular=True) as buffer:
+        record(buffer, *LENGTHS)
+        loader = buffer.dataloader(3, shuffle="block", **STEPS)
+        loader.load_state_dict(state)
+        assert sorted(items(loader)) == sorted(everything(0, 1, 2, 3, 4) - {*first, *second})
+
+
+def test_a_state_that_rank_0_loads_is_resumed_by_all(both):
+    assert both["resume"] == [rest for _, _, rest in both["stop"]]
+
+
+def test_a_loader_of_one_rank_waits_for_no_other(both):
+    assert set(both["alone"][1]) == everything(0, 1, 2, 3, 4)
+
+
+def test_ranks_given_as_they_are_agree_all_the_same(both):
+    first, second = both["given"]
+    assert {*first, *second} == everything(0, 1, 2, 3, 4)
+    assert len(first) == len(second) == 17
+
+
+def test_workers_of_a_rank_change_nothing(both):
+    for without, with_worker in both["workers"]:
+        assert without == with_worker
