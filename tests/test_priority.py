@@ -565,7 +565,7 @@ def test_the_kind_of_file_system_decides_and_is_told_once(tmp_path, kind, caplog
     opened(tmp_path)
     told = [record for record in caplog.records if "stay in memory until checkpoint()" in record.getMessage()]
     assert len(told) == (kind == "private")
-    assert host.filesystem(tmp_path) not in ("", "proc")
+    assert host.file_system(tmp_path) not in ("", "proc")
 
 
 def test_a_tree_takes_disk_space_only_where_steps_are(tmp_path):
