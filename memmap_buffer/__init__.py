@@ -5,23 +5,23 @@ The layers; a module imports only from levels above its own line, never sideways
     level 0   errors
     level 1   values
     level 2   schema, transforms, reading.memory
-    level 3   store.files, store.records
+    level 3   store.files, store.records, store.tree
     level 4   store.layout, store.host, store.folder
     level 5   store.storage, store.creation
-    level 6   store.lock, store.episode, store.ring
-    level 7   store.publication, store.group, store.edits, store.snapshot
-    level 8   store.redo, store.pack
+    level 6   store.lock, store.episode, store.ring, store.nodes
+    level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile
+    level 8   store.redo, store.pack, store.priority
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.slices, reading.conditions, reading.split
+    level 12  reading.slices, reading.conditions, reading.split, reading.weighting
     level 13  reading.sources, reading.runs
     level 14  reading.gather
     level 15  reading.views
     level 16  reading.index
-    level 17  reading.options, reading.order, reading.extent, reading.transport
+    level 17  reading.options, reading.order, reading.extent, reading.transport, reading.masses
     level 18  reading.reader, reading.readahead
-    level 19  reading.samplers, reading.distributed, reading.prefetch
+    level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
     level 20  reading.datasets
     level 21  reading.readable
     level 22  buffer
@@ -50,10 +50,12 @@ from memmap_buffer.errors import (
 )
 from memmap_buffer.reading.options import Options
 from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
+from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.checkup import Finding, verify
 from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
+from memmap_buffer.transforms import compute_importance_weights
 
 __version__ = "0.1.0"
 
@@ -74,6 +76,7 @@ __all__ = [
     "NotEnoughDataError",
     "Offsets",
     "Options",
+    "Prioritized",
     "ReadOnlyError",
     "ReplayBuffer",
     "Schema",
@@ -85,6 +88,7 @@ __all__ = [
     "View",
     "Window",
     "WriterLostError",
+    "compute_importance_weights",
     "pack",
     "repair",
     "unpack",

@@ -304,12 +304,16 @@ class ReplayBuffer(Readable):
     # Ending
 
     def flush(self) -> None:
-        """Wait until everything published is on the disk."""
+        """Wait until everything published is on the disk, and the priorities."""
         self._writer.flush()
+        self.checkpoint()
 
     def close(self) -> None:
         """Flush and let go of the lock; open episodes are dropped. Nothing is lost without it; twice is fine."""
-        self._writer.close()
+        try:
+            self._close_priorities()
+        finally:
+            self._writer.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,6 +37,19 @@ def n_step_return(
     returns = np.tensordot(counted, powers[:n], axes=(1, 0)) if counted.ndim > 2 else counted @ powers[:n]
     discount = np.where(terminated, dtype.type(0), powers.take(k))
     return np.asarray(returns, dtype), discount
+
+
+def compute_importance_weights(probabilities: Any, num_items: int, beta: float) -> Any:
+    """The weights that undo the bias of draws by priority: w = (N · P)^-β.
+
+    Args:
+        probabilities: (B,) P, an array or a tensor. num_items: N, the items that could be drawn.
+        beta: β, 0 … 1; 1 undoes all of it.
+
+    Returns: (B,), of the same kind.
+    Source: Schaul et al. 2016, "Prioritized Experience Replay", section 3.4.
+    """
+    return (num_items * probabilities) ** -beta
 
 
 def _like(mask: npt.NDArray[np.bool_], array: Array) -> npt.NDArray[np.bool_]:

@@ -114,3 +114,18 @@ def test_learners_save_networks_and_curves_which_the_evaluation_tabulates_plots_
     assert done.returncode == 1
     assert "less than 95 % of the expert's 500.0" in done.stderr
     assert "offline RL earns" in done.stderr
+
+
+def test_prioritised_dqn_learns_while_it_plays_and_goes_on_where_it_stood(tmp_path):
+    printed = run_well("prioritized_dqn", tmp_path, "--steps", 1100)
+    assert "prioritised DQN: best mean return" in printed
+    buffer = ReplayBuffer.from_folder(tmp_path / "played", read_only=True)
+    assert buffer.num_steps == 1100
+    assert {path.name for path in (tmp_path / "played").glob("priority/*.npy")} == {"td.npy", "td.head.npy"}
+    assert "going on after 1100 steps, 1100 of them in the buffer" in run_well(
+        "prioritized_dqn", tmp_path, "--steps", 50
+    )
+    saved = torch.load(tmp_path / "prioritized_dqn.pt", weights_only=True)
+    assert saved["steps"] == 1150
+    assert all(weight.isfinite().all() for weight in saved["network"].values())
+    assert (tmp_path / "prioritized_dqn.png").read_bytes().startswith(b"\x89PNG")

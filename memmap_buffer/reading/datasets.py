@@ -16,6 +16,7 @@ from memmap_buffer.reading.distributed import ranks_of
 from memmap_buffer.reading.gather import BFloat16Bits
 from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
 from memmap_buffer.reading.prefetch import Device, Move, Prefetched, to_device
+from memmap_buffer.reading.prioritized import PrioritizedDraws, PrioritizedSampler
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.samplers import Draws, EpochSampler
 from memmap_buffer.reading.sources import Anchors
@@ -152,7 +153,7 @@ class EpisodeLoader(DataLoader[Any]):
     def __init__(
         self,
         dataset: EpisodeDataset,
-        sampler: EpochSampler,
+        sampler: EpochSampler | PrioritizedSampler,
         *,
         device: Device = None,
         prefetch: int = 0,
@@ -224,6 +225,7 @@ def make_loader(
     rank: int | None = None,
     world_size: int | None = None,
     tail: str = "pad",
+    draws: PrioritizedDraws | None = None,
     **kwargs: Any,
 ) -> EpisodeLoader:
     """The loader of `dataloader`. Without a seed one is drawn from torch's generator, so `manual_seed` fixes it."""
@@ -246,17 +248,22 @@ def make_loader(
         if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.view.random):
             raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
-    sampler = EpochSampler(
-        reader,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        seed=seed,
-        weights=weights,
-        window=shuffle_window,
-        ranks=ranks,
-        tail=tail,
-    )
+    sampler: EpochSampler | PrioritizedSampler
+    if draws is not None:
+        rank = ranks.now().rank
+        sampler = PrioritizedSampler(draws, batch_size=batch_size, drop_last=drop_last, seed=seed, rank=rank)
+    else:
+        sampler = EpochSampler(
+            reader,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            weights=weights,
+            window=shuffle_window,
+            ranks=ranks,
+            tail=tail,
+        )
     if not len(sampler):
         have, world = len(reader.index()), ranks.now().world_size
         raise NotEnoughDataError(
@@ -271,7 +278,9 @@ def _check_count(name: str, count: object, least: int) -> None:
         raise SchemaError(f"{name}: got {count!r}, expected a whole number from {least}")
 
 
-def sample(draws: Draws, batch_size: int, rng: np.random.Generator, device: Device, alone: bool) -> Any:
+def sample(
+    draws: Draws | PrioritizedDraws, batch_size: int, rng: np.random.Generator, device: Device, alone: bool
+) -> Any:
     """One batch drawn with replacement, as a loader of the same options would give it."""
     _check_count("batch_size", batch_size, 1)
     data = Collate(draws.reader.output).named(gathered(draws.reader, draws.read(batch_size, rng, alone)))

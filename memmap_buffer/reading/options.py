@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.index import Selection
 from memmap_buffer.reading.views import Crop, NStep, Timestep, Trajectory, View
+from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Schema
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class ReadOptions(TypedDict, total=False):
     to_named_tuple: Iterable[str]
     transform: Callable[[Batch], Batch]
     on_stale: str
+    prioritized: Prioritized | bool
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Options:
             worker process, a prefetching thread); returns a dict, which may be the same. To be sent to workers that
             are spawned it must pickle.
         on_stale: what to do when an episode is overwritten before its rows were read: "redraw" or "raise".
+        prioritized: draw by priority, with replacement; see `Prioritized`.
     """
 
     view: View | None = None
@@ -104,6 +107,7 @@ class Options:
     to_named_tuple: Iterable[str] | None = None
     transform: Callable[[Batch], Batch] | None = None
     on_stale: str = "redraw"
+    prioritized: Prioritized | bool | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Options:
@@ -201,8 +205,10 @@ class Output:
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
         """Raises SchemaError where two keys coincide, or a name is none of the batch's."""
         meta = tuple(schema.meta_fields) if options.include_metadata else ()
-        indices = "" if not options.return_indices else "_index" if view.per_episode else "_indices"
-        keys = [*view.keys(schema), *meta, *[indices] * bool(indices)]
+        by_priority = Prioritized.parse(options.prioritized, schema) is not None
+        wanted_indices = options.return_indices or by_priority
+        indices = "" if not wanted_indices else "_index" if view.per_episode else "_indices"
+        keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_weights", "_probabilities"] * by_priority]
         rename = dict(options.fieldname_map or {})
         for name in rename:
             if name not in keys:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memmap_buffer.errors import EpisodeIndexError, SchemaError, StaleEpisodeError
 from memmap_buffer.reading.options import ReadOptions
+from memmap_buffer.reading.prioritized import PrioritizedDraws, update_priorities
 from memmap_buffer.reading.reader import TRIES, Reader
 from memmap_buffer.reading.samplers import Draws
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import Trajectory, View
 from memmap_buffer.schema import Schema, nest
+from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.records import FINAL
 from memmap_buffer.store.storage import IntArray
-from memmap_buffer.values import Array, decode
+from memmap_buffer.values import Array, decode, to_numpy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,7 +40,8 @@ class Readable:
         self._sources = sources
         self._weights = weights
         self._rng: np.random.Generator | None = None
-        self._draws: dict[Any, Draws] = {}
+        self._draws: dict[Any, Draws | PrioritizedDraws] = {}
+        self._priorities: dict[str, list[Priorities]] = {}
 
     # What is there
 
@@ -200,7 +203,8 @@ class Readable:
             batch_size: items a batch.
             shuffle: draw each epoch without replacement in an order fixed by (seed, epoch). "block": from disk, for a
                 store larger than memory: blocks of neighbouring items are taken in a random order, 64 together, and
-                shuffled within that window.
+                shuffled within that window. With `prioritized` every batch is drawn by priority, with replacement, in
+                this process: workers only gather.
             shuffle_window: with "block", how many items the window has; default: as many as take 256 MiB. The
                 system's page cache must hold two windows, this one and the next; nothing else grows with it.
             drop_last: leave out an incomplete last batch.
@@ -229,6 +233,7 @@ class Readable:
                 f"options: a dataset has its own; give {', '.join(own)} to dataset(), or leave it out here"
             )
         reader = Reader(self._sources, own) if dataset is None else dataset.reader
+        draws = self._make_draws(reader)
         return make_loader(
             reader,
             batch_size=batch_size,
@@ -243,6 +248,7 @@ class Readable:
             device=device,
             prefetch=prefetch,
             dataset=dataset,
+            draws=draws if isinstance(draws, PrioritizedDraws) else None,
             **loader_options,
         )
 
@@ -264,12 +270,60 @@ class Readable:
             key = _frozen(options)
             draws = self._draws.get(key)
         if draws is None:
-            draws = Draws(Reader(self._sources, options), self._weights)
+            draws = self._make_draws(Reader(self._sources, options))
             self._draws = {key: draws} if len(self._draws) >= MAX_KEPT else {**self._draws, key: draws}
         if self._rng is None:
             self._rng = seeded_rng()
         rng = self._rng if seed is None else np.random.default_rng(seed)
         return sample(draws, batch_size, rng, device, alone=seed is not None)
+
+    # Priorities
+
+    def update_priorities(self, indices: Any, td_errors: Any, *, name: str = "td") -> int:
+        """Give the steps of a prioritised batch the priorities of their errors δ: (|δ| + ε)^α.
+
+        Args:
+            indices: `_indices` or `_index` of the batch. td_errors: (B,), or (B, L) for the L steps from each item's
+                first on; (B,) of whole episodes is given to every step.
+            name: of the `Prioritized` that drew it.
+
+        Returns: how many items were dropped because their episode was overwritten or cleared meanwhile.
+        Raises: SchemaError: shapes that do not fit, an error that is no finite number, or an unknown name.
+        """
+        if name not in self._priorities:
+            known = ", ".join(self._priorities) or "none yet"
+            raise SchemaError(f"update_priorities: no batch was drawn by priorities {name!r}; known are {known}")
+        return update_priorities(self._priorities[name], to_numpy(indices), to_numpy(td_errors))
+
+    def checkpoint(self) -> None:
+        """Wait until the priorities are on the disk; `flush` and `close` do so, too."""
+        for priorities in self._every_priority():
+            priorities.checkpoint()
+
+    def _make_draws(self, reader: Reader) -> Draws | PrioritizedDraws:
+        how = reader.prioritized
+        if how is None:
+            return Draws(reader, self._weights)
+        if how.meta is None and how.name not in self._priorities:
+            with ExitStack() as opened:
+                found = []
+                for storage in self._sources.storages:
+                    found.append(Priorities.open(storage, how.name, alpha=how.alpha, epsilon=how.epsilon))
+                    opened.callback(found[-1].close)
+                self._priorities[how.name] = found
+                opened.pop_all()
+        priorities = [] if how.meta is not None else self._priorities[how.name]
+        for one in priorities:
+            one.require(alpha=how.alpha, epsilon=how.epsilon)
+        return PrioritizedDraws(reader, how, priorities, self._weights)
+
+    def _every_priority(self) -> list[Priorities]:
+        return [one for several in self._priorities.values() for one in several]
+
+    def _close_priorities(self) -> None:
+        while self._priorities:
+            for one in self._priorities.popitem()[1]:
+                one.close()
 
 
 def _frozen(value: Any) -> Any:

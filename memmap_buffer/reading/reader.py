@@ -14,6 +14,7 @@ from memmap_buffer.reading.index import Index, Selection
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
 from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.files import process_id
 from memmap_buffer.store.storage import EpisodeTable, IntArray
 from memmap_buffer.values import Array
@@ -36,6 +37,7 @@ class Reader:
         self.selection: Selection = options.select(sources.schema, sources.max_timesteps)
         self.output = Output.of(options, self.selection.view, sources.schema)
         self.on_stale = options.on_stale
+        self.prioritized = Prioritized.parse(options.prioritized, sources.schema)
         self._has_text = any(field.storage.kind == "U" for field in sources.schema.all.values())
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
@@ -50,6 +52,7 @@ class Reader:
         frozen = self._frozen or selection.has_callables
         state |= {
             "on_stale": self.on_stale,
+            "prioritized": self.prioritized,
             "_has_text": self._has_text,
             "_index": self.index(),
             "_tables": (),
@@ -170,5 +173,7 @@ class Reader:
             columns = [anchors.serial] if self.output.indices == "_index" else [anchors.serial, anchors.t]
             columns = columns if anchors.source is None else [anchors.source, *columns]
             batch[self.output.indices] = columns[0].copy() if len(columns) == 1 else np.stack(columns, axis=1)
+        if anchors.weight is not None and anchors.probability is not None:
+            batch |= {"_weights": anchors.weight, "_probabilities": anchors.probability}
         rename = self.output.rename
         return {rename.get(key, key): value for key, value in batch.items()} if rename else batch

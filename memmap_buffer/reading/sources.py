@@ -21,6 +21,7 @@ BoolArray = npt.NDArray[np.bool_]
 class Anchors(NamedTuple):
     """From where a view cuts one item each: (B,) arrays; `source` is None for a single folder.
 
+    With draws by priority each has its importance weight and its probability.
     `words` (B, 8) are the records of their episodes, looked up before, or None. All zeros: it was not there any more.
     `plan` is what was worked out for a batch of them (`Gather`) and which slice of that they are, or None.
     """
@@ -29,6 +30,8 @@ class Anchors(NamedTuple):
     slot: IntArray
     serial: IntArray
     t: IntArray
+    weight: npt.NDArray[np.float32] | None = None
+    probability: npt.NDArray[np.float64] | None = None
     words: Words | None = None
     plan: Any = None
 
@@ -39,14 +42,17 @@ class Anchors(NamedTuple):
 
     def where(self, chosen: Any) -> Anchors:
         """The anchors at an index array, a mask or a slice."""
-        return Anchors(*(None if column is None else column[chosen] for column in self[:5]))  # type: ignore[arg-type]
+        return Anchors(*(None if column is None else column[chosen] for column in self[:7]))  # type: ignore[arg-type]
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
-        """The same anchors, but `others` at the positions `chosen`; their episodes are to be looked up again."""
-        out = Anchors(*(None if column is None else column.copy() for column in self[:4]))  # type: ignore[arg-type]
-        for column, new in zip(out, others[:4], strict=False):
-            if column is not None and new is not None:
-                column[chosen] = new
+        """The same anchors, but `others` at the positions `chosen`; there, what was not drawn by priority weighs 0.
+
+        Their episodes are to be looked up again.
+        """
+        out = Anchors(*(None if column is None else column.copy() for column in self[:6]))  # type: ignore[arg-type]
+        for column, new in zip(out[:6], others[:6], strict=True):
+            if column is not None:
+                column[chosen] = 0 if new is None else new
         return out
 
     @property

@@ -74,6 +74,9 @@ def remove(folder: Folder) -> None:
     _listed(folder, "schema.json")  # refuse one that tells of no files
     discard_unfinished(folder)
     folder.unlink(".redo", missing_ok=True)
+    for name in folder.list("priority"):
+        if name.endswith(".head.npy"):  # it names serials, which begin anew
+            folder.unlink(f"priority/{name}")
     folder.rename("schema.json", "schema.json.new")
     discard_unfinished(folder)
 

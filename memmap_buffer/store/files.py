@@ -12,7 +12,8 @@ The folder
     checksums.npy          (slots, columns) u4
     data/<field>.npy       (slots, max_timesteps, *shape); one more timestep with `final`; packed: (rows, *shape)
     meta/<field>.npy       (slots, *shape)
-    priority/, extra/      optional
+    priority/<name>.*      optional, one tree of priorities each: `treefile` tells their format
+    extra/                 optional
     .redo                  present only while an `update` is being carried out
     .lock                  locked by the one writer; readers never touch it
 
@@ -96,16 +97,18 @@ takes the lock next carries a valid `.redo` through and removes a torn one.
 Creating, opening, trusting
 ---------------------------
 Creating and adding a field: the new schema as `schema.json.new`, the files (O_EXCL), then fsync, rename, fsync of the
-folders. What only a `.new` names, the next writer MAY remove under the lock. `overwrite` renames `schema.json` to
-`schema.json.new`, removes exactly the files that it lists, and then it. Taking the lock raises `epoch`, stores pid,
-time, host and boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier
-behind that; if the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial. What
-it finishes or closes for a dead writer has barriers whatever its own durability; then `next` rises to what was found.
-Closing puts barriers on all files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another
-boot without `clean`) all of them, MUST be checked against their checksums before they are served (`verify="auto"`).
+folders. What only a `.new` names, the next writer MAY remove under the lock. `overwrite` removes the heads of
+priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking
+the lock raises `epoch`, stores pid, time, host and boot, clears `clean`, sets `synced` to 0 unless every publication
+has its barriers, and puts a barrier behind that; if the last writer was of another boot and not `clean`, it first
+sets `suspect` to the next serial. What it finishes or closes for a dead writer has barriers whatever its own
+durability; then `next` rises to what was found. Closing puts barriers on all files, then sets `clean`. Serials from
+`synced` on, below `suspect` or (after another boot without `clean`) all of them, MUST be checked against their
+checksums before they are served (`verify="auto"`).
 
 Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
-where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written.
+where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Trees of priorities are the
+exception, see `nodes`.
 """
 
 from __future__ import annotations
@@ -228,6 +231,19 @@ def copy_range(source: int, target: int, offset: int, size: int) -> None:
         if copied == 0:
             raise OSError(errno.EIO, "the source is shorter than its header says")
         offset += copied
+
+
+def read_at(fd: int, size: int, offset: int) -> bytes:
+    """The bytes there, zeros for a hole; nothing is mapped, so a hole costs no block and no signal."""
+    return os.pread(fd, size, offset)
+
+
+def has_hole(fd: int, start: int, stop: int) -> bool:
+    """Whether some block between two offsets is not written yet; True where the file system cannot tell."""
+    try:
+        return not hasattr(os, "SEEK_HOLE") or os.lseek(fd, start, os.SEEK_HOLE) < stop
+    except OSError:
+        return True
 
 
 def punch(fd: int, start: int, stop: int) -> None:

@@ -101,6 +101,21 @@ class Folder:
         finally:
             os.close(fd)
 
+    def map_to_change(self, name: str, header: bytes, size: int, *, shared: bool) -> tuple[int, mmap.mmap]:
+        """A descriptor, which the caller closes, and a map of a whole file; stores reach it only where `shared`.
+
+        A store into a shared map kills where the block under it is not allocated and the disk is full (SIGBUS).
+        """
+        fd = self._checked(name, os.O_RDWR, header, size)
+        try:
+            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY)
+            if hasattr(mmap, "MADV_RANDOM"):
+                mapped.madvise(mmap.MADV_RANDOM)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, mapped
+
     def open_to_read(self, name: str, header: bytes, size: int) -> int:
         """A descriptor to copy from; the caller closes it."""
         return self._checked(name, os.O_RDONLY, header, size)
@@ -176,10 +191,11 @@ class Folder:
                 os.close(fd)
 
     def rename(self, old: str, new: str) -> None:
-        """Replace `new` by `old`, on the disk when this returns."""
-        with self._directory("") as root:
-            files.system.rename(old, new, root)
-            files.system.sync_folder(root)
+        """Replace `new` by `old` in the same folder, on the disk when this returns."""
+        sub, _, base = old.rpartition("/")
+        with self._directory(sub) as directory:
+            files.system.rename(base, new.rpartition("/")[2], directory)
+            files.system.sync_folder(directory)
 
     def sync_folders(self, *subs: str) -> None:
         for sub in subs:
@@ -247,16 +263,23 @@ class Folder:
                 f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path
             )
 
+    def inode(self, name: str) -> int:
+        """What tells a file from another that took its name, as long as it is open."""
+        return os.lstat(self.path / name).st_ino
+
     def lock_key(self) -> tuple[int, int]:
         """What names this folder's lock within the process, whatever path led to it."""
         status = os.stat(self.path)
         return status.st_dev, status.st_ino
 
-    def lock(self) -> FileLock:
-        """Take the writer's lock. Raises BufferLockedError at once when another process holds it."""
-        if self.exists(".lock") and not stat.S_ISREG(os.lstat(self.path / ".lock").st_mode):
-            raise CorruptBufferError(self._text(".lock", "is a link or no plain file"), path=self.path / ".lock")
-        lock = FileLock(self.path / ".lock", timeout=0, mode=0o600, thread_local=False)
+    def lock(self, name: str = ".lock") -> FileLock:
+        """Take the writer's lock, or another. Raises BufferLockedError at once when another process holds it."""
+        if self.exists(name) and not stat.S_ISREG(os.lstat(self.path / name).st_mode):
+            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name)
+        sub, _, _ = name.rpartition("/")
+        with self._directory(sub, create=True):
+            pass  # no link leads out of the folder
+        lock = FileLock(self.path / name, timeout=0, mode=0o600, thread_local=False)
         try:
             lock.acquire()
         except Timeout:

@@ -1,0 +1,277 @@
+"""Draws by priority: anchors with their probabilities and importance weights, and what is learned of them.
+
+The sampler draws in the process that owns the priorities; workers only gather. So the priorities that a batch was
+drawn by are at most as old as the batches that wait for it (`prefetch_factor` times `num_workers`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.reading.index import Index
+from memmap_buffer.reading.masses import Found, Heap, Steps
+from memmap_buffer.reading.order import Quota
+from memmap_buffer.reading.reader import Reader
+from memmap_buffer.reading.sources import Anchors
+from memmap_buffer.reading.weighting import Prioritized
+from memmap_buffer.store.priority import Priorities
+from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.tree import FloatArray, spread
+from memmap_buffer.transforms import compute_importance_weights
+from memmap_buffer.values import Array
+
+
+class PrioritizedDraws:
+    """Batches drawn by priority, with replacement.
+
+    Args:
+        reader: what is drawn from. how: see there. priorities: one per source, none where a meta field is drawn by.
+        weights: one per source: each batch has exactly these shares.
+
+    Attributes: num_drawn: batches drawn so far, by which β rises.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        how: Prioritized,
+        priorities: Sequence[Priorities],
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.reader, self.how, self.num_drawn = reader, how, 0
+        self._priorities = priorities
+        self._weights = weights
+        self._quota = None if weights is None else Quota(weights)
+        self._shared = 0
+        self._masses: list[Steps | Heap | None] = [None] * len(reader.sources.storages)
+        self._parts: tuple[Index, list[Index]] | None = None
+        self._lock = threading.Lock()
+
+    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
+        """The anchors of one batch; `alone`: it owes nothing to those before, and β stays.
+
+        Raises: NotEnoughDataError: there is nothing to draw.
+        """
+        with self._lock:
+            masses = self._follow()
+            totals = np.array([mass.total for mass in masses])
+            if not totals.sum() > 0:
+                raise NotEnoughDataError(f"{self._path}: nothing to draw: every item has priority 0", episodes=0)
+            sources, found, shares = self._draw(masses, totals, batch_size, rng, alone)
+            probability = found.mass * shares[0 if sources is None else sources]
+            weight = self._weigh(probability, masses, shares)
+            self.num_drawn += not alone
+        anchors = Anchors(sources, found.slot, found.serial, found.t, weight.astype(np.float32), probability)
+        return self.reader.crop(anchors, lambda: rng)
+
+    def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
+        """One batch; see `next`."""
+        return self.reader.read(self.next(batch_size, rng, alone))
+
+    def __len__(self) -> int:
+        """The items that can be drawn."""
+        return len(self.reader.index(refresh=True))
+
+    @property
+    def _path(self) -> object:
+        return self.reader.sources.storages[0].path
+
+    def _follow(self) -> list[Steps | Heap]:
+        index = self.reader.index(refresh=True)
+        self.reader.require(index)
+        return [self._mass(number, part) for number, part in enumerate(self._by_source(index))]
+
+    def _by_source(self, index: Index) -> list[Index]:
+        """The index of each source by itself."""
+        if index.source is None:
+            return [index]
+        if self._parts is None or self._parts[0] is not index:
+            cuts = np.searchsorted(index.source, np.arange(len(self._masses) + 1))
+            self._parts = index, [_part(index, int(a), int(b)) for a, b in pairwise(cuts)]
+        return self._parts[1]
+
+    def _mass(self, number: int, index: Index) -> Steps | Heap:
+        """What the anchors of one source weigh, as of now."""
+        table = self.reader.sources.tables[number]
+        plain = self._plain and len(index) == table.steps
+        mass = self._masses[number]
+        if mass is None or isinstance(mass, Steps) != plain:
+            priorities = self._priorities[number] if self._priorities else None
+            if plain:
+                mass = Steps(self._priorities[number])
+            else:
+                mass = Heap(self.reader.sources.storages[number], priorities, self.how, self.reader.selection.view)
+            self._masses[number] = mass
+        mass.follow(index)
+        return mass
+
+    @property
+    def _plain(self) -> bool:
+        """Whether an anchor weighs what its step's leaf says, and there is none before step 0."""
+        view, how = self.reader.selection.view, self.how
+        by_step = not view.per_episode and not getattr(view, "pad_before", 0) and how.over in (None, "first")
+        return by_step and how.variant == "proportional" and how.meta is None
+
+    def _draw(
+        self, masses: list[Steps | Heap], totals: FloatArray, batch_size: int, rng: np.random.Generator, alone: bool
+    ) -> tuple[IntArray | None, Found, FloatArray]:
+        """(the source of each or None, what was drawn, what a mass of 1 of each source is in probability)."""
+        stratified = self.how.stratified
+        if self.reader.sources.single:
+            values = spread(batch_size, float(totals[0]), rng, stratified=stratified)
+            return None, masses[0].find(values), 1 / totals
+        if self._weights is None:
+            values = spread(batch_size, float(totals.sum()), rng, stratified=stratified)
+            ends = np.cumsum(totals)
+            sources = np.minimum(np.searchsorted(ends, values, side="right"), np.flatnonzero(totals)[-1])
+            parts = [values[sources == s] - (ends[s] - totals[s]) for s in range(len(totals))]
+            shares = np.full(len(totals), 1 / totals.sum())
+        else:
+            self._require_all(totals)
+            begin = 0 if alone else self._shared
+            self._shared += 0 if alone else batch_size
+            counts = (self._quota or Quota(self._weights)).counts(begin, begin + batch_size)
+            sources = np.repeat(np.arange(len(totals)), counts)
+            drawn = zip(counts, totals, strict=True)
+            parts = [spread(int(n), float(total), rng, stratified=stratified) for n, total in drawn]
+            shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
+        found = [masses[s].find(np.clip(part, 0, totals[s])) for s, part in enumerate(parts) if len(part)]
+        order = np.argsort(sources, kind="stable")
+        joined = Found(*(_placed(columns, order) for columns in zip(*found, strict=True)))
+        return sources, joined, shares
+
+    def _require_all(self, totals: FloatArray) -> None:
+        for number in np.flatnonzero(totals == 0).tolist():
+            path = self.reader.sources.storages[number].path
+            raise NotEnoughDataError(f"{path}: source {number} has nothing to give its share of a batch", source=number)
+
+    def _weigh(self, probability: FloatArray, masses: list[Steps | Heap], shares: FloatArray) -> FloatArray:
+        """Importance weights (B,), normalised as `how` says. Source: Schaul et al. 2016, section 3.4."""
+        beta, count = self.how.beta_at(self.num_drawn), sum(mass.count for mass in masses)
+        if self.how.normalize is None:
+            return np.asarray(compute_importance_weights(probability, count, beta))
+        # The number of items cancels out of a quotient of two weights.
+        if self.how.normalize == "batch":
+            lowest = float(probability.min())
+        else:
+            each = [mass.minimum() * share for mass, share in zip(masses, shares, strict=True) if mass.total > 0]
+            lowest = min(each)
+        return np.asarray((probability / lowest) ** -beta)
+
+
+class PrioritizedSampler:
+    """A PyTorch batch sampler that draws by priority; an epoch has as many batches as one that goes round.
+
+    Args: draws: what is drawn. batch_size: items a batch, every batch is full. drop_last: one batch less where the
+        items do not divide. seed: with the epoch's number, and that of the rank, fixes what chance does.
+    """
+
+    plans = False
+
+    def __init__(self, draws: PrioritizedDraws, *, batch_size: int, drop_last: bool, seed: int, rank: int = 0) -> None:
+        self.draws, self.batch_size, self.drop_last, self.seed, self.rank = draws, batch_size, drop_last, seed, rank
+        self.epoch = 0
+
+    def begin(self) -> PrioritizedSampler:
+        """Nothing is fixed before a batch is drawn, as priorities change; see `EpochSampler.begin`."""
+        return self
+
+    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches as they are: an epoch is not counted, as there is nothing of it that would not come again."""
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which epoch comes next."""
+        return {"seed": self.seed, "epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
+        """Go on with the epoch that `state_dict` told of, from its beginning."""
+        self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
+
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next epoch; without it epochs count up by themselves."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.draws), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Anchors]:
+        rng = np.random.default_rng((self.seed, self.epoch, self.rank))
+        self.epoch += 1
+        for _ in range(len(self)):
+            yield self.draws.next(self.batch_size, rng)
+
+
+def update_priorities(priorities: Sequence[Priorities], indices: Array, td_errors: Array) -> int:
+    """Give the steps of items the priorities of their errors.
+
+    Args:
+        priorities: one per source.
+        indices: `_indices` (B, 2) or `_index` (B,) of a batch; with several sources one column more.
+        td_errors: (B,), or (B, L) for the L steps from each item's first on; what lies beyond the episode is ignored.
+            (B,) of whole episodes is given to every step.
+
+    Returns: how many items were dropped because their episode is gone.
+    Raises: SchemaError: shapes that do not fit, or an error that is no finite number.
+    """
+    columns = indices[:, None] if indices.ndim == 1 else indices
+    by_source = len(priorities) > 1
+    names = columns.shape[-1] - by_source if columns.ndim == 2 else 0
+    if names not in (1, 2) or columns.dtype.kind not in "iu" or td_errors.shape[:1] != columns.shape[:1]:
+        raise SchemaError(
+            f"update_priorities: got indices {indices.dtype} {indices.shape} and errors {td_errors.shape}; give a "
+            "batch's `_indices` or `_index` as they are, and an error for each"
+        )
+    if td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
+        raise SchemaError(f"update_priorities: got errors {td_errors.dtype} {td_errors.shape}, expected (B,) or (B, L)")
+    columns, errors = columns.astype(np.int64), td_errors.astype(np.float64)
+    if not by_source:
+        return _update(priorities[0], columns, errors)
+    dropped = 0
+    for number in np.unique(columns[:, 0]).tolist():
+        if not 0 <= number < len(priorities):
+            raise SchemaError(f"update_priorities: got source {number}, there are {len(priorities)}")
+        mine = columns[:, 0] == number
+        dropped += _update(priorities[number], columns[mine, 1:], errors[mine])
+    return dropped
+
+
+def _update(priorities: Priorities, columns: IntArray, errors: FloatArray) -> int:
+    serials, whole = columns[:, 0], columns.shape[1] == 1
+    start = np.zeros_like(serials) if whole else columns[:, 1]
+    if errors.ndim == 1 and not whole:
+        return priorities.update(serials, np.maximum(start, 0), errors)  # a window may begin before its episode
+    lengths, here = priorities.lengths_of(serials)
+    if errors.ndim == 1:
+        serials = np.repeat(serials, lengths)
+        t = np.arange(len(serials)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        priorities.update(serials, t, np.repeat(errors, lengths))
+    else:
+        t = start[:, None] + np.arange(errors.shape[1])
+        inside = (t >= 0) & (t < lengths[:, None])
+        priorities.update(np.broadcast_to(serials[:, None], t.shape)[inside], t[inside], errors[inside])
+    return int((~here).sum())
+
+
+def _part(index: Index, start: int, stop: int) -> Index:
+    """Some runs of an index, as of one source."""
+    last = None if index.last is None else index.last[start:stop]
+    starts = index.starts[start : stop + 1] - index.starts[start]
+    return Index(
+        index.slot[start:stop], index.serial[start:stop], index.first[start:stop], starts, index.stride, None, last
+    )
+
+
+def _placed(columns: Sequence[Any], order: IntArray) -> Any:
+    """What was drawn source by source, in the order of the batch."""
+    joined = np.concatenate(columns)
+    out = np.empty_like(joined)
+    out[order] = joined
+    return out

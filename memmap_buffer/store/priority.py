@@ -1,0 +1,270 @@
+"""Priorities that live on the disk with the data, under a name: one process owns them, the learner.
+
+They follow the episodes by themselves: the steps of one that appears get the maximum priority so far, those of one
+that goes leave. What is on the disk is told in `treefile`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.store.files import process_id
+from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
+from memmap_buffer.store.tree import MAX_PRIORITY, FloatArray, SumTree
+from memmap_buffer.store.treefile import TreeFile
+
+REMEMBERED = 4096  # changes that one who keeps a heap of its own may be behind
+
+# Within a process all objects share one tree of a name: a second lock on its file would wait for the first for ever.
+_open: weakref.WeakValueDictionary[tuple[tuple[int, int], str, int], Priorities] = weakref.WeakValueDictionary()
+
+
+class Priorities:
+    """The priorities of every step of one folder, under one name; made by `open`.
+
+    Attributes:
+        changes: (slots, t, or None for all their steps) of the last changes, of which there were `num_changes` in all.
+    """
+
+    def __init__(self, file: TreeFile) -> None:
+        self._file = file
+        self.storage = file.storage
+        self.lock = threading.RLock()
+        self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=REMEMBERED)
+        self.num_changes = 0
+        self._users = 0
+        self._inode = file.storage.folder.inode("state.npy")
+        self._table: EpisodeTable | None = None
+        self._known: IntArray = np.zeros(0, np.int64)  # the visible serials, oldest first
+
+    @classmethod
+    def open(cls, storage: Storage, name: str, *, alpha: float, epsilon: float) -> Priorities:
+        """The priorities of that name; to be closed as often as they were opened.
+
+        Args: alpha, epsilon: the priority of a step is (|δ| + ε)^α.
+        Raises:
+            BufferLockedError: another process owns them. SchemaError: a name that is none, or they are in use with
+                another α or ε. CorruptBufferError: something in `priority/` is not ours. OSError: the disk is full.
+        """
+        if not (name.isidentifier() and name.isascii() and len(name) <= 64) or name.startswith("_"):
+            raise SchemaError(f"priorities: {name!r} cannot name a file; give an identifier of at most 64 characters")
+        key = storage.folder.lock_key(), name, process_id()
+        found, inode = _open.get(key), storage.folder.inode("state.npy")
+        if found is not None and found._inode != inode:  # the buffer was overwritten
+            found._file.close()
+            found = None
+        if found is None or not found._users:
+            found = cls(TreeFile(storage, name, alpha=alpha, epsilon=epsilon))
+            found._begin()
+            _open[key] = found
+        found.require(alpha=alpha, epsilon=epsilon)
+        found._users += 1
+        return found
+
+    def require(self, *, alpha: float, epsilon: float) -> None:
+        """Raise SchemaError where α or ε are not these."""
+        file = self._file
+        if (file.alpha, file.epsilon) != (alpha, epsilon):
+            raise SchemaError(
+                f"priorities {file.name!r} are in use with alpha={file.alpha} and epsilon={file.epsilon}, not {alpha} "
+                f"and {epsilon}; give the others another name"
+            )
+
+    def _begin(self) -> None:
+        self._file.own()
+        try:
+            self.follow()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Bring everything to the disk and let go, when the last of those who opened it does."""
+        self._users = max(0, self._users - 1)
+        if not self._users:
+            self._file.close()
+
+    @property
+    def tree(self) -> SumTree:
+        """The sums over `leaves`; to be read after `follow`."""
+        return self._file.tree
+
+    @property
+    def serials(self) -> IntArray:
+        """(slots,) of each slot's episode, -1 for none."""
+        return self.serials_of(np.arange(len(self._file.pairs)))
+
+    def serials_of(self, slots: IntArray) -> IntArray:
+        """(B,) of the episodes in slots (B,), -1 for none."""
+        serials: IntArray = self._file.pairs.reshape(-1).take(2 * slots).view(np.int64)
+        serials -= 1
+        return serials
+
+    @property
+    def lengths(self) -> IntArray:
+        """(slots,) steps that have a leaf."""
+        return self._file.pairs[:, 1].view(np.int64)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that can be drawn."""
+        return 0 if self._table is None else self._table.steps
+
+    def leaves(self, slots: IntArray, t: IntArray) -> IntArray:
+        """The leaves of steps (B,)."""
+        return self.storage.first_row(slots, False) + t
+
+    def find(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
+        """(slots, serials, t, priorities) of the steps (B,) at values of the cumulative sum; made anew if damaged."""
+        with self.lock:
+            found = self._found(values)
+            if found is None:
+                self._load("its sums are damaged")
+                self.follow()
+                found = self._found(values * 0 if not self.tree.total else np.minimum(values, self.tree.total))
+            assert found is not None
+            return found
+
+    def _found(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
+        leaves = np.minimum(self.tree.find(values), self._file.leaves - 1)
+        slots, t = self._steps(leaves)
+        pairs, priorities = self._file.pairs.reshape(-1).view(np.int64), self.tree.get(leaves)
+        place = 2 * slots
+        if not ((t < pairs.take(place + 1)) & (priorities > 0)).all():
+            return None
+        return slots, pairs.take(place) - 1, t, priorities
+
+    def _steps(self, leaves: IntArray) -> tuple[IntArray, IntArray]:
+        if self.storage.layout.rows is None:
+            slots = leaves // self.storage.layout.max_timesteps
+        else:
+            visible = self.storage.table.visible
+            first = self.storage.first_row(visible, False)
+            order = np.argsort(first, kind="stable")
+            slots = visible[order][np.maximum(np.searchsorted(first[order], leaves, side="right") - 1, 0)]
+        return slots, leaves - self.storage.first_row(slots, False)
+
+    # Changing
+
+    def follow(self) -> None:
+        """Take in what was published and retired since; one look at the change counter where nothing was.
+
+        Raises: WriterLostError: in a forked child. OSError: the disk is full.
+        """
+        if self.storage.refresh() is not self._table or not self._file.whole:
+            with self.lock:
+                if not self._file.whole:
+                    self._load()
+                self._enter(self.storage.refresh())
+
+    def update(self, serials: IntArray, t: IntArray, td_errors: FloatArray) -> int:
+        """Give steps the priorities of their errors.
+
+        Args: serials, t: (B,) int64. td_errors: (B,) δ; of a step that stands twice the last counts.
+        Returns: how many were dropped because their episode is gone.
+        Raises: SchemaError: an error is NaN, infinite or too large, or a step is none of its episode's.
+        """
+        raw = self._raw(td_errors)
+        with self.lock:
+            self.follow()
+            slots, here = self._slots(serials)
+            if not here.all():
+                slots, t, raw = slots[here], t[here], raw[here]
+            lengths = self.lengths[slots]  # not `take`, which copies all of an array with gaps first
+            outside = t.astype(np.uint64) >= lengths.astype(np.uint64)  # as unsigned, one below 0 is beyond any length
+            if outside.any():
+                i = np.flatnonzero(outside)[0]
+                raise SchemaError(
+                    f"update_priorities: episode {self.serials_of(slots)[i]} has steps 0 … {lengths[i] - 1}, got {t[i]}"
+                )
+            if len(slots):
+                self._set(slots, t, raw)
+            return len(here) - len(slots)
+
+    def lengths_of(self, serials: IntArray) -> tuple[IntArray, Any]:
+        """(steps of each episode (B,), 0 where it is gone; whether it is there)."""
+        with self.lock:
+            self.follow()
+            slots, here = self._slots(serials)
+            return np.where(here, self.lengths[slots * here], 0), here
+
+    def keep_minima(self) -> None:
+        """From now on `tree.minimum` is kept; the first time this looks at every step."""
+        with self.lock:
+            self.follow()
+            if not self.tree.minima:
+                self._file.keep_minima()
+
+    def checkpoint(self) -> None:
+        """Wait until the priorities are on the disk. Raises OSError."""
+        with self.lock:
+            self.follow()
+            self._file.checkpoint()
+
+    def _slots(self, serials: IntArray) -> tuple[IntArray, Any]:
+        """(slots, whether each episode is still there)."""
+        assert self._table is not None
+        visible, known = self._table.visible, self._known
+        if not len(visible):
+            return serials, np.zeros(len(serials), np.bool_)
+        place = np.minimum(np.searchsorted(known, serials), len(known) - 1)
+        return visible[place], known[place] == serials
+
+    def _raw(self, td_errors: FloatArray) -> FloatArray:
+        """|δ| + ε."""
+        raw: FloatArray = np.abs(td_errors) + self._file.epsilon
+        limit = MAX_PRIORITY ** (1 / max(1.0, self._file.alpha))
+        if len(raw) and not raw.max() <= limit:  # true for NaN, too
+            i = np.flatnonzero(~(raw <= limit))[0]
+            raise SchemaError(f"td_errors[{i}]: got {td_errors[i]}, expected a finite number below {limit:.3g}")
+        return raw
+
+    def _set(self, slots: IntArray, t: IntArray, raw: FloatArray) -> None:
+        file, leaves = self._file, self.leaves(slots, t)
+        file.prepare(leaves)
+        with file.storing():
+            self.tree.put(leaves, raw**file.alpha)
+            file.raise_maximum(float(raw.max()))
+        self._changed(slots, t)
+
+    def _enter(self, table: EpisodeTable) -> None:
+        """Make the leaves those of a table's visible episodes."""
+        serial, length = np.full(len(table.serial), -1), np.zeros(len(table.serial), np.int64)
+        serial[table.visible], length[table.visible] = table.serial[table.visible], table.length[table.visible]
+        other = self.serials != serial
+        changed = np.flatnonzero(other | (self.lengths != length))
+        if len(changed):
+            had = self.lengths[changed]
+            start = np.where(other[changed], 0, had)
+            gone = changed, np.where(other[changed], 0, length[changed]), had
+            come = changed, start, length[changed]
+            self._replace(gone, come, np.stack([serial[changed] + 1, length[changed]], axis=1))
+            self._changed(changed, None)
+        self._table, self._known = table, table.serial[table.visible]
+
+    def _replace(self, gone: Any, come: Any, pairs: IntArray) -> None:
+        file, slots = self._file, gone[0]
+        for steps in (gone, come):  # a full disk is met before anything has changed
+            for leaves in file.blocks(*steps):
+                file.prepare(leaves)
+        with file.storing():
+            for steps, priority in ((gone, 0.0), (come, file.default)):
+                for leaves in file.blocks(*steps):
+                    self.tree.put(leaves, np.full(len(leaves), priority))
+            file.pairs[slots] = pairs
+            file.put_pairs(slots)
+
+    def _load(self, distrust: str = "") -> None:
+        self._file.load(distrust)
+        self._table = None
+        self._changed(np.arange(len(self.lengths)), None)
+
+    def _changed(self, slots: IntArray, t: IntArray | None) -> None:
+        self.changes.append((slots, t))
+        self.num_changes += 1

@@ -1,0 +1,185 @@
+"""The sum tree: priorities as the leaves of a binary heap over one array, mapped or in memory. It opens no file.
+
+Node 1 would be the root, nodes 2n and 2n + 1 are the children of n, leaf i is node `capacity` + i. Inner nodes are
+recomputed from their children, never incremented, so nothing drifts. The at most 1024 nodes of the top level are
+taken as one cumulative sum, and what would lie above them is not kept: at 10⁶ leaves that halves a draw and an update.
+Behind the heap lies a second one for the minimum over positive leaves, which is written only where it is asked for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.errors import SchemaError
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+TOP = 10  # 2**TOP nodes are summed up at once
+MANY = 4096  # from here on it pays to visit a parent of two changed nodes once
+MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
+_INFINITY = np.uint64(0x7FF0000000000000)
+
+
+def capacity_of(leaves: int) -> int:
+    """The smallest power of two that holds so many leaves."""
+    return 1 << max(1, (leaves - 1).bit_length())
+
+
+def num_nodes(leaves: int) -> int:
+    """How many float64 a tree of so many leaves needs."""
+    return 3 * capacity_of(leaves)
+
+
+class SumTree:
+    """Priorities with their sums; zero means that a leaf is never drawn.
+
+    Args:
+        nodes: (num_nodes(leaves),) float64, zeros for a new tree, or what one left.
+        leaves: how many.
+        minima: keep the minimum over positive leaves up to date; `refresh` the leaves of an array that has none yet.
+    """
+
+    def __init__(self, nodes: FloatArray, leaves: int, *, minima: bool = False) -> None:
+        self.leaves = leaves
+        self.minima = minima
+        self.capacity = capacity_of(leaves)
+        assert nodes.shape == (3 * self.capacity,)
+        self._heap = nodes[: 2 * self.capacity]
+        self._pairs = self._heap.view(np.complex128)  # children of n: one load instead of two
+        self._keys = nodes[2 * self.capacity :].view(np.uint64)
+        depth = self.capacity.bit_length() - 1
+        self._top = 1 << min(TOP, depth)
+        self._levels = depth - min(TOP, depth)
+        self._sums: FloatArray | None = None
+
+    @property
+    def total(self) -> float:
+        """The sum of all priorities."""
+        return float(self._cumulative()[-1])
+
+    @property
+    def minimum(self) -> float:
+        """The smallest positive priority, 0 where there is none; only with `minima`."""
+        assert self.minima
+        if not self._levels:
+            leaves = self._heap[self.capacity :]
+            return float(leaves.min(initial=np.inf, where=leaves > 0)) if leaves.any() else 0.0
+        best = self._keys[self._top : 2 * self._top].max()
+        return float((_INFINITY - best).view(np.float64)) if best else 0.0
+
+    def get(self, leaves: IntArray) -> FloatArray:
+        """The priorities of leaves (B,)."""
+        return self._heap.take(leaves + self.capacity)
+
+    def set(self, leaves: IntArray, priorities: FloatArray) -> None:
+        """Give leaves (B,) their priorities (B,); of a leaf that stands twice the last counts.
+
+        Raises: SchemaError: a priority is negative, NaN or infinite, or there is no such leaf; nothing was set.
+        """
+        self._check(leaves, priorities)
+        self.put(leaves, priorities)
+
+    def put(self, leaves: IntArray, priorities: FloatArray) -> None:
+        """`set` of what is known to be right."""
+        self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
+        self.refresh(leaves)
+
+    def add(self, leaves: IntArray, amounts: FloatArray) -> None:
+        """Add amounts (B,) to leaves (B,); of a leaf that stands twice both count. Raises SchemaError, as `set`."""
+        unique, place = np.unique(leaves, return_inverse=True)
+        self._check(unique, np.zeros(len(unique)))
+        self.set(unique, self.get(unique) + np.bincount(place, amounts, len(unique)))
+
+    def refresh(self, leaves: IntArray) -> None:
+        """Recompute what lies above leaves."""
+        nodes = leaves + self.capacity
+        if len(nodes) >= MANY:
+            nodes.sort(kind="stable")  # nearly nothing where they are sorted; numpy's `unique` takes 20 times as long
+        lowest = True
+        for _ in range(self._levels):
+            nodes >>= 1
+            if len(nodes) >= MANY:
+                nodes = nodes[np.concatenate([[True], nodes[1:] != nodes[:-1]])]
+            pairs = self._pairs.take(nodes)
+            self._heap[nodes] = pairs.real + pairs.imag
+            if self.minima:
+                self._keys[nodes] = self._keys_below(nodes, pairs, lowest)
+                lowest = False
+        self._sums = None
+
+    def find(self, values: FloatArray) -> IntArray:
+        """The leaves (B,) at values (B,) in [0, total] of the cumulative sum; never one of priority 0.
+
+        The tree must not be empty.
+        """
+        sums = self._cumulative()
+        # A value that rounding brought to the end belongs to the last node that adds something.
+        last = np.searchsorted(sums[1:], sums[-1])
+        nodes: IntArray = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
+        left_over = values - sums.take(nodes)
+        nodes += self._top
+        found = self._descend(nodes, left_over, careful=False)
+        if not self._heap.take(found).all():
+            found = self._descend(nodes, left_over, careful=True)
+        return found - self.capacity
+
+    def draw(self, count: int, rng: np.random.Generator, *, stratified: bool = True) -> IntArray:
+        """Leaves (count,) drawn with replacement, each in proportion to its priority; see `spread`."""
+        return self.find(spread(count, self.total, rng, stratified=stratified))
+
+    def _descend(self, nodes: IntArray, left_over: FloatArray, *, careful: bool) -> IntArray:
+        """The leaf nodes below; `careful` also where rounding left a value at the very end of a node."""
+        nodes, left_over = nodes.copy(), left_over.copy()
+        for _ in range(self._levels):
+            pairs = self._pairs.take(nodes)
+            right = left_over >= pairs.real
+            if careful:
+                right &= pairs.imag > 0
+            left_over -= pairs.real * right
+            nodes <<= 1
+            nodes += right
+        return nodes
+
+    def _cumulative(self) -> FloatArray:
+        """0, then the sums of the top level's nodes up to each."""
+        if self._sums is None:
+            self._sums = np.zeros(self._top + 1)
+            np.cumsum(self._heap[self._top : 2 * self._top], out=self._sums[1:])
+        return self._sums
+
+    def _keys_below(self, nodes: IntArray, pairs: npt.NDArray[np.complex128], lowest: bool) -> npt.NDArray[np.uint64]:
+        """The key of the smallest positive leaf below: larger for a smaller one, 0 for none, so that holes are empty.
+
+        The bits of positive floats are ordered as they are.
+        """
+        if not lowest:
+            return np.maximum(self._keys.take(2 * nodes), self._keys.take(2 * nodes + 1))
+        bits = np.ascontiguousarray(pairs).view(np.uint64).reshape(-1, 2)
+        return np.asarray(np.where(bits > 0, _INFINITY - bits, np.uint64(0)).max(axis=1))
+
+    def _check(self, leaves: IntArray, priorities: FloatArray) -> None:
+        if not len(leaves):
+            return
+        if leaves.min() < 0 or leaves.max() >= self.leaves:
+            wrong = leaves[(leaves < 0) | (leaves >= self.leaves)][0]
+            raise SchemaError(f"leaf {wrong}: the tree has {self.leaves}, counted from 0")
+        if not 0 <= priorities.min() <= priorities.max() <= MAX_PRIORITY:  # false for NaN, too
+            wrong = np.flatnonzero(~((priorities >= 0) & (priorities <= MAX_PRIORITY)))[0]
+            raise SchemaError(
+                f"priority of leaf {leaves[wrong]}: got {priorities[wrong]}, expected a number from 0 to {MAX_PRIORITY}"
+            )
+
+
+def spread(count: int, total: float, rng: np.random.Generator, *, stratified: bool) -> FloatArray:
+    """Values (count,) in [0, total): uniform, or one in each of `count` segments of equal length.
+
+    Source: Schaul et al. 2016, appendix B.2.1.
+    """
+    values = rng.random(count)
+    if stratified:
+        values += np.arange(count)
+        values *= total / max(count, 1)
+    else:
+        values *= total
+    return values
