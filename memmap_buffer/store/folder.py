@@ -191,10 +191,12 @@ class Folder:
                 os.close(fd)
 
     def rename(self, old: str, new: str) -> None:
-        """Replace `new` by `old` in the same folder, on the disk when this returns."""
-        sub, _, base = old.rpartition("/")
-        with self._directory(sub) as directory:
-            files.system.rename(base, new.rpartition("/")[2], directory)
+        """Replace `new` by `old`; on the disk when this returns, where both are in the same folder."""
+        sub = old.rpartition("/")[0]
+        together = sub == new.rpartition("/")[0]
+        skip = len(sub) + 1 if together and sub else 0
+        with self._directory(sub if together else "") as directory:
+            files.system.rename(old[skip:], new[skip:], directory)
             files.system.sync_folder(directory)
 
     def sync_folders(self, *subs: str) -> None:
