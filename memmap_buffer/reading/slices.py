@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.reading.memory import SMALL, Pool
+from memmap_buffer.reading.memory import Pool
 from memmap_buffer.store.storage import IntArray, Storage
 from memmap_buffer.values import Array
 
+LARGE = 1 << 20  # bytes from which memory that is used again outweighs a call for each item
 Item: TypeAlias = tuple[int, int, int, int]  # number, row, lead, stop
 
 
@@ -39,10 +40,8 @@ class Slices:
         rows = storage.maps.rows[name]
         fill = storage.layout.schema.fields[name].fill if self.padding == "default" else rows.dtype.type()
         shape = len(self.row), self.steps, *rows.shape[1:]
-        if math.prod(shape) * rows.itemsize >= SMALL:
+        if math.prod(shape) * rows.itemsize >= LARGE or 2 * len(self._cut) > len(self.row):
             out, items = pool.empty(shape, rows.dtype), self._each
-        elif 2 * len(self._cut) > len(self.row):
-            out, items = np.empty(shape, rows.dtype), self._each
         else:  # one index for all; those of which some row does not exist are copied anew
             out, items = storage.slices_of(name, self.steps)[self._at].reshape(shape), self._cut
         for b, row, lead, stop in items:
