@@ -10,7 +10,7 @@ from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.store import redo
 from memmap_buffer.store.host import anyone_may_rename, network_filesystem, this_process
 from memmap_buffer.store.publication import Files
-from memmap_buffer.store.records import CUT, FINAL, MAX_SERIAL, OPEN, RECORD, STATE_WORD
+from memmap_buffer.store.records import CUT, FINAL, MAX_SERIAL, OPEN, RECORD, STATE_WORD, columns_of
 from memmap_buffer.store.ring import Ring
 
 log = logging.getLogger("memmap_buffer")
@@ -56,10 +56,13 @@ def _require_counters(files: Files) -> None:
 
 
 def _following(files: Files) -> int:
-    """The next serial."""
-    table = files.storage.refresh()
-    highest = int(table.serial[table.valid].max(initial=-1))
-    return max(files.storage.state("next"), highest + 1)
+    """The next serial: beyond every record that can be read, also of an episode that fails its checksums.
+
+    One that were given again would stand in two slots, which voids both.
+    """
+    storage, layout = files.storage, files.layout
+    table = columns_of(storage.maps.words, layout.max_timesteps, layout.rows)
+    return max(storage.state("next"), int(table.serial[table.valid].max(initial=-1)) + 1)
 
 
 def _doubts(files: Files, boot: bytes) -> dict[str, int]:

@@ -28,11 +28,11 @@ class Ring:
         self.steps = table.steps
         # Oldest first. An OrderedDict: a dict that loses its first entries looks at all of them to find the next.
         self._live = OrderedDict((int(table.serial[s]), (int(s), int(table.length[s]))) for s in table.visible)
-        self._shown = {slot for slot, _ in self._live.values()}
         empty = np.setdiff1d(np.arange(layout.slots), table.visible)
-        # Those never written first, then in the order of their serials: a fresh buffer fills from slot 0.
+        # Those without an episode first, from slot 0, then the longest retired: while it is being overwritten, no older
+        # one stands anywhere that would be within `max_steps` again for the want of it.
         order = np.lexsort((empty, np.where(table.valid[empty], table.serial[empty], -1)))
-        self._order: deque[int] = deque([*empty[order].tolist(), *table.visible.tolist()])
+        self._free: deque[int] = deque(empty[order].tolist())
 
     def __len__(self) -> int:
         return len(self._live)
@@ -44,12 +44,7 @@ class Ring:
 
     def take(self, busy: set[int]) -> int | None:
         """A slot to write to, neither visible nor `busy`, or None. It is not kept: an interruption leaks none."""
-        for _ in range(len(self._order)):
-            slot = self._order[0]
-            self._order.rotate(-1)
-            if slot not in self._shown and slot not in busy:
-                return slot
-        return None
+        return next((slot for slot in self._free if slot not in busy), None)
 
     def require_room(self, path: object, episodes: int, steps: int) -> None:
         """Raise BufferFullError unless so many more fit; a circular buffer always has room."""
@@ -75,8 +70,9 @@ class Ring:
         if serial < self.next and serial not in self._live:
             return
         before = self._live.get(serial, (slot, 0))[1]
+        if serial not in self._live:
+            self._free.remove(slot)
         self._live[serial] = (slot, length)
-        self._shown.add(slot)
         self.steps += length - before
         self.next = max(self.next, serial + 1)
         while len(self._live) > self._max_episodes or self.steps > self._max_steps:
@@ -85,8 +81,9 @@ class Ring:
     def hide(self, serial: int) -> None:
         """An episode is not visible any more; its slot may be written again."""
         slot, length = self._live.pop(serial, (-1, 0))
-        self._shown.discard(slot)
-        self.steps -= length
+        if length:
+            self._free.append(slot)
+            self.steps -= length
 
     def clear(self) -> None:
         """No episode is visible any more."""

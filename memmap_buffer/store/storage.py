@@ -37,7 +37,7 @@ from memmap_buffer.store.records import (
     STATE_WORD,
     WORDS,
     Words,
-    valid,
+    columns_of,
 )
 from memmap_buffer.values import Array
 
@@ -198,16 +198,13 @@ class Storage:
         return bool((same & (new.serial[gone] == old.serial[gone])).any())
 
     def _read_table(self, changes: int) -> EpisodeTable:
-        words = self.maps.words.copy()
-        record = words.view(RECORD)[:, 0]
-        good = valid(words, self.layout.max_timesteps, self.layout.rows)
-        serial = record["serial"].astype(np.int64)
+        good, generation, serial, length, flags, _, check = columns_of(
+            self.maps.words, self.layout.max_timesteps, self.layout.rows
+        )
         for slot, number in self._void.items():
             good[slot] &= serial[slot] != number
-        length, flags = record["length"].astype(np.int64), record["flags"].copy()
         shown = good & (serial >= self.state("base"))
         visible = self._visible(np.flatnonzero(shown), serial, length, flags)
-        generation, check = words[:, GENERATION].copy(), words[:, CHECK].copy()
         return EpisodeTable(changes, generation, serial, length, flags, check, good, visible)
 
     def _visible(self, slots: IntArray, serial: IntArray, length: IntArray, flags: npt.NDArray[np.uint32]) -> IntArray:
