@@ -290,6 +290,19 @@ def test_verify_decides_whether_damage_on_the_disk_is_served(tmp_path, verificat
     assert len(buffer) == 2 + served
 
 
+def test_damage_between_two_batches_is_seen_by_the_second(tmp_path):
+    """verify="read": also where batches are planned many at a time."""
+    filled(tmp_path / "buffer").close()
+    buffer = ReplayBuffer.from_folder(tmp_path / "buffer", read_only=True, verify="read")
+    batches = iter(buffer.dataloader(1, timestep_level=True))
+    for _ in range(5):
+        buffer.sample(200, timestep_level=True)
+        next(batches)
+    spoil(tmp_path / "buffer", slot=1)
+    assert 1 not in buffer.sample(200, timestep_level=True)["serial"].tolist()
+    assert 1 not in [batch["serial"].item() for batch in batches]
+
+
 def test_after_another_boot_lost_episodes_are_dropped_and_named_and_the_rest_is_exact(tmp_path, caplog, checks):
     """Fault 12: durability="process", random sectors gone; each slot is checked once, when it is first read."""
     folder = tmp_path / "buffer"

@@ -73,18 +73,21 @@ class Epoch:
 class Ahead:
     """Batches that are planned together: one, then twice as many each time, as long as that takes little memory.
 
+    With `verify="read"` it stays at one, as checksums are compared when a batch is planned.
+
     Attributes: count: how many next.
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self._most = 1 if any(storage.verify == "read" for storage in reader.sources.storages) else AHEAD
         self.count = 1
 
     def parts(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
         """Anchors planned together, `size` of them at a time."""
         plan = self._reader.plan(anchors)
         each = max(1, plan.nbytes * size // max(1, anchors.size))
-        self.count = max(1, min(2 * self.count, AHEAD, AHEAD_BYTES // each))
+        self.count = max(1, min(2 * self.count, self._most, AHEAD_BYTES // each))
         parts = (slice(at, at + size) for at in range(0, anchors.size, size))
         return (anchors.where(part)._replace(plan=(plan, part)) for part in parts)
 
