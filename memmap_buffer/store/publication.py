@@ -294,19 +294,20 @@ def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> Non
     Raises: OSError: what is not `published` now did not become visible; a failed barrier poisons the lock.
     """
     records = [publication.seal(serial, flags) for publication, serial, flags in entries]
-    files.barriers(*files.layout.schema.all, "/checksums")
-    first = [serial for publication, serial, _ in entries if not publication.published]
+    first: list[int] = []
+    if files.power:
+        files.barriers(*files.layout.schema.all, "/checksums")
+        first = [serial for publication, serial, _ in entries if not publication.published]
     try:
-        sector = -1
-        for (publication, _, _), record in zip(entries, records, strict=True):
-            before, sector = sector, files.sector_of(publication.slot)
-            if before not in (-1, sector):  # sectors reach the disk in any order, and there must be no gap
+        for i, (publication, _, _) in enumerate(entries):
+            # Sectors reach the disk in any order, and there must be no gap.
+            if i and files.sector_of(publication.slot) != files.sector_of(entries[i - 1][0].slot):
                 files.barriers("/episodes")
-            publication.show(record)
+            publication.show(records[i])
         files.barriers("/episodes")
     finally:
         for publication, _, _ in entries:
             publication.settle()
-    if first and files.power:
+    if first:
         files.trust(first[0], first[-1] + 1)
     files.announce(entries[-1][1] + 1)
