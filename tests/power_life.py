@@ -241,6 +241,7 @@ class Life:
     def reopen(self) -> None:
         self.do(self.buffer.close, *self.shown(), safe=True)
         self.buffer = ReplayBuffer.from_folder(self.folder, **self.protocol.options)
+        self.do(lambda: None)  # to a new object, too, damaged episodes fill the ring until they are read
 
     def overwrite(self) -> None:
         if self.rng.random() < 0.3:
