@@ -1,0 +1,83 @@
+"""Taking over from a writer that died: which serials are given, and what the counters say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage import rewrite_state
+from faults import KILLED, in_child, system
+from kill_writer import content, following, make, staged, steps
+from power import recording
+
+from memmap_buffer import ReplayBuffer
+from memmap_buffer.store.storage import Storage
+
+
+def died(folder: Path, **options: Any) -> None:
+    """A writer that published two episodes, and a third step by step, which it left open."""
+
+    def write(_: Any) -> None:
+        buffer = make(folder, publish="step", **options)
+        for serial in range(2):
+            staged(buffer, serial).publish()
+        episode = buffer.begin_episode(task=content(2)["task"])
+        episode.store(**next(steps(2)))
+
+    assert in_child(write).status == 0
+
+
+def test_the_serial_of_an_episode_that_fails_its_checksums_is_not_given_again(tmp_path):
+    """Two slots of one serial would void both; `next` was not on the disk when the power went."""
+    folder = tmp_path / "buffer"
+    died(folder)
+    layout, slot = Storage(folder).layout, int(Storage(folder).table.visible[-1])
+    with (folder / layout.arrays["image"].name).open("r+b") as file:
+        file.seek(layout.row_offset("image", slot * layout.max_timesteps))
+        file.write(b"another row, of before the cut")
+    rewrite_state(folder, next=2, boot=(1, 2))
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.store_episode(**content(3))
+        assert following(buffer) - 1 == 3
+    assert ReplayBuffer.from_folder(folder, verify="always").serials.tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_next_serial_is_on_record_before_anything_is_cleared(tmp_path, lost):
+    """`base` is never beyond `next`, should the records be gone that alone told how far the serials went."""
+    folder = tmp_path / "buffer"
+    died(folder)
+    rewrite_state(folder, next=lost)
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer._writer.begin()
+        assert Storage(folder).state("next") == 3
+        buffer.clear()
+        assert Storage(folder).state("base") == 3
+
+
+def test_an_update_that_is_finished_for_a_dead_writer_reaches_the_disk_before_its_record(tmp_path):
+    """That one may have been of durability "power", whatever this one is: its episode was on the disk."""
+    folder = tmp_path / "buffer"
+    make(folder, durability="power").close()
+
+    def write(_: Any) -> None:
+        with ReplayBuffer.from_folder(folder, durability="power") as buffer:
+            buffer.store_episode(**content(0))
+            with system(kill=True, at=3, only=("pwrite",)):  # .redo, the odd generation, then the rows
+                buffer.update(0, note=content(0, 1)["note"], version=1)
+
+    assert in_child(write).status == KILLED
+    with recording(folder) as recorder:
+        before = len(recorder.log)
+        ReplayBuffer.from_folder(folder, durability="process")._writer.begin()
+        log = recorder.log[before:]
+    record = max(i for i, done in enumerate(log) if done.kind == "write" and len(done.data) == 64)
+    rows = {done.target: i for i, done in enumerate(log[:record]) if done.kind == "write" and done.target > 0}
+    safe = {done.target: i for i, done in enumerate(log[:record]) if done.kind == "barrier"}
+    changed = {target for target, i in rows.items() if target != log[record].target}
+    assert len(changed) >= 3  # two fields and the checksums
+    assert all(safe.get(target, -1) > rows[target] for target in changed)
+    assert any(done.kind == "barrier" and done.target == log[record].target for done in log[record:])
+    with ReplayBuffer.from_folder(folder, read_only=True) as buffer:
+        assert buffer.episode(0)["version"] == 1
