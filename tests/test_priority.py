@@ -15,7 +15,7 @@ from faults import KILLED, in_child, operations_of, system, without_barriers
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mounts import on_ext4, on_tmpfs
+from mounts import fill, on_ext4, on_tmpfs
 
 from memmap_buffer import (
     BufferLockedError,
@@ -525,7 +525,7 @@ def test_on_a_full_disk_an_exception_is_raised_and_never_a_signal(tmp_path, disk
         publish(buffer, 100)
         priorities.follow()
         plain = np.load(folder / "priority" / "td.npy", mmap_mode="r")
-        _fill(tmp_path / "disk" / "ballast")
+        fill(tmp_path / "disk" / "ballast")
         rng = np.random.default_rng(0)
         for _ in range(50):
             t = rng.integers(0, 100, 64)
@@ -534,7 +534,7 @@ def test_on_a_full_disk_an_exception_is_raised_and_never_a_signal(tmp_path, disk
         (tmp_path / "disk" / "ballast").unlink()
         for _ in range(2):
             publish(buffer, steps)
-        _fill(tmp_path / "disk" / "ballast")
+        fill(tmp_path / "disk" / "ballast")
         try:
             priorities.follow()
             tell("all of it was there")
@@ -544,19 +544,6 @@ def test_on_a_full_disk_an_exception_is_raised_and_never_a_signal(tmp_path, disk
         tell(len(content(priorities)))
 
     assert disk(tmp_path / "disk", work) == [True, "ENOSPC", 100 + 2 * steps]
-
-
-def _fill(path):
-    with path.open("wb", buffering=0) as ballast:
-        try:
-            while True:
-                ballast.write(bytes(4096))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
-        try:
-            os.fsync(ballast)
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
 
 
 def test_the_kind_of_file_system_decides_and_is_told_once(tmp_path, kind, caplog):
