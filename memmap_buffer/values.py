@@ -74,7 +74,8 @@ def is_dtype_name(name: str) -> bool:
 
 def storage_dtype(name: str) -> np.dtype[Any]:
     """The little-endian numpy dtype in which the canonical `name` is stored; bfloat16 as its bits, uint16."""
-    return np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<")
+    # By its text: where the machine is little-endian, that is numpy's own object, which `is` finds at once.
+    return np.dtype(np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<").str)
 
 
 def to_numpy(value: Any) -> Array:
