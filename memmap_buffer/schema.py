@@ -133,6 +133,12 @@ class Schema:
         return {**self.fields, **self.meta_fields}
 
     @cached_property
+    def defaults(self) -> dict[str, Array]:
+        """What a step that leaves a field out gets, where there is a default. Read-only: all steps share it."""
+        defaults = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is not None}
+        return {name: np.broadcast_to(value, value.shape) for name, value in defaults.items()}
+
+    @cached_property
     def final_names(self) -> frozenset[str]:
         return frozenset(name for name, field in self.fields.items() if field.final)
 

@@ -187,8 +187,8 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is a NaN
         out = array.astype(target)
     if array.dtype.kind == "f":
-        if not (np.isfinite(out) | ~np.isfinite(array)).all():
-            raise _lossy(array[np.isinf(out) & np.isfinite(array)], name, "it would become infinite")
+        if not np.isfinite(out).all() and (lost := np.isinf(out) & np.isfinite(array)).any():
+            raise _lossy(array[lost], name, "it would become infinite")
     elif array.dtype.kind in "iu" and not _integers_equal(array, out):
         raise _lossy(array, name, _ROUNDED)
     return out

@@ -15,7 +15,7 @@ from numpy import ndarray
 from memmap_buffer.errors import EpisodeStateError, SchemaError
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.staging import Column, Scalars, Staging, column
-from memmap_buffer.values import Array, decode
+from memmap_buffer.values import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -307,14 +307,17 @@ class Episode:
 
     def _completed(self, step: Mapping[str, Any], t: int) -> tuple[Any, ...]:
         """The values of a step that is nested, or leaves fields to their defaults, in the order of the schema."""
-        fields, flat = self._schema.fields, self._schema.flatten(step)
-        for name in flat:
-            if name not in fields:
-                raise self._schema.unknown(name, f"timestep {t}", fields)
-        return tuple(
-            flat[name] if name in flat else decode(require_default(field, name, f"timestep {t}"), field.dtype)
-            for name, field in fields.items()
-        )
+        fields, defaults = self._schema.fields, self._schema.defaults
+        full = {**defaults, **step}
+        if full.keys() != fields.keys():
+            full = {**defaults, **self._schema.flatten(step)}
+            for name in full:
+                if name not in fields:
+                    raise self._schema.unknown(name, f"timestep {t}", fields)
+            for name, field in fields.items():
+                if name not in full:
+                    require_default(field, name, f"timestep {t}")
+        return self._pick(full)
 
 
 def require_default(field: Field, name: str, where: str) -> Array:
