@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 FIRST_CAPACITY = 64
 CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place, and at first by any other
-ENDS = ("terminated", "truncated")
 
 
 class Sink(Protocol):
@@ -82,7 +81,6 @@ class Episode:
         self._plan: list[Column] = []
         self._capacity = 0
         self._stop = 0
-        self._ends = tuple(name for name in ENDS if _is_flag(self._schema.fields.get(name)))
         self._flags: list[tuple[str, Array]] = []
         self._step_type, self._pick = _step_type(tuple(self._schema.fields))
         self.update(meta)
@@ -140,16 +138,16 @@ class Episode:
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps."""
         self._require_within(length)
-        for name in self._ends:
-            early = np.flatnonzero(columns[name][: length - 1])
-            if early.size:
+        for name in self._schema.ends:
+            early = columns[name][: length - 1]
+            if np.count_nonzero(early):
                 raise EpisodeStateError(
-                    f"timestep {early[0]} of {length} is {name}, yet steps follow it; "
+                    f"timestep {np.flatnonzero(early)[0]} of {length} is {name}, yet steps follow it; "
                     "split the data into episodes there"
                 )
         self.columns, self.length, self.base = dict(columns), length, 0
         self._plan, self._capacity, self._stop = [], 0, 0
-        self.ended = next((name for name in self._ends if self.columns[name].item(length - 1)), "")
+        self.ended = next((name for name in self._schema.ends if self.columns[name].item(length - 1)), "")
 
     def drop_last(self) -> None:
         """Take the last stored timestep back."""
@@ -268,7 +266,7 @@ class Episode:
         for name, rows in before.items():
             self.columns[name][: self.length] = rows[: self.length]
         self._plan = [column(name, field, self.columns[name]) for name, field in fields.items()]
-        self._flags = [(name, self.columns[name]) for name in self._ends]
+        self._flags = [(name, self.columns[name]) for name in self._schema.ends]
         self._capacity = self._stop = len(self._plan[0][0])
 
     def _first_capacity(self) -> int:
@@ -329,11 +327,6 @@ def require_default(field: Field, name: str, where: str) -> Array:
             field=name,
         )
     return field.fill
-
-
-def _is_flag(field: Field | None) -> bool:
-    """Whether a field can say that the episode ended: one number or bool, true where it is not 0."""
-    return field is not None and field.shape in ((), (1,)) and field.storage.kind in "biuf"
 
 
 @lru_cache(maxsize=64)

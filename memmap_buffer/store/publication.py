@@ -22,6 +22,7 @@ from memmap_buffer.values import Array
 
 Piece: TypeAlias = tuple[str, int, bytes]  # (file key, offset, bytes)
 MEMORY = ("tmpfs", "ramfs")
+PIECE = 1 << 18  # bytes that are written, then read for their CRC-32 while the processor has them: 2/3 of the time
 
 
 class Files:
@@ -44,8 +45,10 @@ class Files:
             self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
         longest, column_of = self.layout.max_timesteps, self.layout.column_of
         self._row = {
-            name: (self.fd[name], len(arrays[name].header), field.itemsize, longest + field.final, column_of[name])
+            name: (self.fd[name], len(arrays[name].header), size, longest + field.final, column_of[name], piece)
             for name, field in self.layout.schema.fields.items()
+            for size in [field.itemsize]
+            for piece in [max(1, PIECE // size) if checksum else longest + field.final]
         }
         self._large = dict(self._rows_given_back())
 
@@ -91,19 +94,21 @@ class Files:
         record = self.storage.maps.words[slot].view(RECORD)[0]
         self.write_record(slot, seal(**({key: int(record[key]) for key in RECORD.names or ()} | values)), first=1)
 
-    def write_rows(self, columns: Mapping[str, Array], rows: slice, slot: int, t: int, crcs: list[int]) -> list[int]:
+    def write_rows(self, columns: Mapping[str, Array], rows: range, slot: int, t: int, crcs: list[int]) -> list[int]:
         """Write some rows of fields' columns from timestep `t` of a slot on.
 
         Args: crcs: a CRC-32 for each column of checksums.npy, of the rows before these.
         Returns: the same, these rows included.
         """
-        crcs = crcs.copy()
+        crcs, stop = crcs.copy(), rows.stop
         for name, array in columns.items():
-            fd, header, itemsize, stride, column = self._row[name]
-            data = array[rows]
-            write_all(fd, data, header + (slot * stride + t) * itemsize)
-            if self.checksum:
-                crcs[column] = crc32(data, crcs[column])
+            fd, header, itemsize, stride, column, piece = self._row[name]
+            offset = header + (slot * stride + t - rows.start) * itemsize
+            for row in range(rows.start, stop, piece):
+                data = array[row : min(row + piece, stop)]
+                write_all(fd, data, offset + row * itemsize)
+                if self.checksum:
+                    crcs[column] = crc32(data, crcs[column])
         return crcs
 
     def _rows_given_back(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -118,7 +123,7 @@ class Files:
 
     def give_back(self, slot: int, start: int, stop: int) -> None:
         """Give the space of timesteps `start` to `stop` of a slot back; what lies there is of no episode any more."""
-        for fd, header, itemsize, stride, _ in self._large.values():
+        for fd, header, itemsize, stride, *_ in self._large.values():
             final = stride - self.layout.max_timesteps  # one row more, which may be the new episode's
             first = slot * stride + final
             punch(fd, header + (first + start) * itemsize, header + (first + stop) * itemsize)
@@ -193,7 +198,7 @@ class Publication:
         self._begin()
         start = self.length
         if start < stop:
-            rows = slice(start - base, stop - base)
+            rows = range(start - base, stop - base)
             self._crcs = self._final_crcs = self.files.write_rows(columns, rows, self.slot, start, self._crcs)
             self.length = stop
 
@@ -201,7 +206,7 @@ class Publication:
         """Write the observation after the last action behind the last step, for every field with `final`."""
         if final:
             rows = {name: value[None] for name, value in final.items()}
-            self._final_crcs = self.files.write_rows(rows, slice(1), self.slot, self.length, self._crcs)
+            self._final_crcs = self.files.write_rows(rows, range(1), self.slot, self.length, self._crcs)
 
     def write_meta(self, meta: Mapping[str, Array]) -> None:
         """Write the meta fields, each of its declared shape."""
