@@ -104,11 +104,13 @@ class Files:
         for name, array in columns.items():
             fd, header, itemsize, stride, column, piece = self._row[name]
             offset = header + (slot * stride + t - rows.start) * itemsize
-            for row in range(rows.start, stop, piece):
-                data = array[row : min(row + piece, stop)]
+            row = rows.start
+            while row < stop:
+                data = array[row : stop if stop - row <= piece else row + piece]
                 write_all(fd, data, offset + row * itemsize)
                 if self.checksum:
                     crcs[column] = crc32(data, crcs[column])
+                row += piece
         return crcs
 
     def _rows_given_back(self) -> Iterator[tuple[str, tuple[int, ...]]]:
