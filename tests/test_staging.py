@@ -27,6 +27,10 @@ def store(episode, *rewards):
         episode.store(obs=np.full(3, reward, np.float32), reward=np.float32(reward))
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt("now")
+
+
 def rewards(buffer):
     return [episode["reward"].tolist() for episode in buffer]
 
@@ -89,6 +93,22 @@ def test_steps_survive_the_growth_of_what_is_staged(buffer, monkeypatch):
         with buffer.one_episode() as episode:
             store(episode, *range(71))
     assert rewards(buffer) == [list(range(71))] * 2
+
+
+@pytest.mark.parametrize("where", ["column", "np.empty"])
+def test_an_interruption_while_what_is_staged_grows_loses_no_step(buffer, monkeypatch, where):
+    monkeypatch.setattr("memmap_buffer.store.episode.FIRST_CAPACITY", 2)
+    monkeypatch.setattr("memmap_buffer.store.episode.CHUNK_BYTES", 1)
+    for after in ([], [4.0, 5.0, 6.0]):
+        episode = buffer.begin_episode()
+        store(episode, 1.0, 2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"memmap_buffer.store.episode.{where}", interrupt)
+            with pytest.raises(KeyboardInterrupt, match="now"):
+                store(episode, 3.0)
+        store(episode, *after)
+        episode.publish()
+    assert rewards(buffer) == [[1, 2], [1, 2, 4, 5, 6]]
 
 
 def test_no_more_memory_is_kept_than_said(monkeypatch):

@@ -259,14 +259,15 @@ class Episode:
             self.base, self._stop = self.length, self.length + self._capacity
             return
         before, fields = self.columns, self._schema.fields
-        self.columns = {} if before else self._staging.take()
-        if not self.columns:
+        columns = {} if before else self._staging.take()
+        if not columns:
             capacity = min(self._sink.max_timesteps, max(self.length + 1, self._first_capacity(), 2 * self._capacity))
-            self.columns = {name: np.empty((capacity, *field.shape), field.storage) for name, field in fields.items()}
+            columns = {name: np.empty((capacity, *field.shape), field.storage) for name, field in fields.items()}
         for name, rows in before.items():
-            self.columns[name][: self.length] = rows[: self.length]
-        self._plan = [column(name, field, self.columns[name]) for name, field in fields.items()]
-        self._flags = [(name, self.columns[name]) for name in self._schema.ends]
+            columns[name][: self.length] = rows[: self.length]
+        self._plan = [column(name, field, columns[name]) for name, field in fields.items()]
+        self._flags = [(name, columns[name]) for name in self._schema.ends]
+        self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
         self._capacity = self._stop = len(self._plan[0][0])
 
     def _first_capacity(self) -> int:
