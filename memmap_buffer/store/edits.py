@@ -44,7 +44,7 @@ def whole_episode(
             columns[name] = np.broadcast_to(require_default(field, name, "store_episode"), (length, *field.shape))
     meta = {name: flat[name] for name in schema.meta_fields if name in flat}
     return (
-        {n: np.ascontiguousarray(c[:length]) for n, c in columns.items()},
+        {name: _first(column, length) for name, column in columns.items()},
         meta,
         {name: columns[name][length] for name in longer},
         length,
@@ -56,6 +56,11 @@ def _column(schema: Schema, name: str, values: Any) -> Array:
         return schema.fields[name].encode(values, lead=1)
     except SchemaError as error:
         raise SchemaError(f"field {name!r}: {error}; the first axis is time", field=name) from None
+
+
+def _first(column: Array, length: int) -> Array:
+    """The first rows, one behind the other in memory."""
+    return column if len(column) == length and column.flags.c_contiguous else np.ascontiguousarray(column[:length])
 
 
 def positions_of(indices: Any, count: int) -> tuple[IntArray, bool]:

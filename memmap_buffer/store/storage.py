@@ -165,7 +165,7 @@ class Storage:
 
     def state(self, name: str) -> int:
         """A word of state.npy."""
-        return int(self.maps.state[STATE_WORD[name]])
+        return self.maps.state.item(STATE_WORD[name])
 
     @property
     def table(self) -> EpisodeTable:
@@ -342,10 +342,10 @@ class Storage:
 
 def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
     """A slot's row of checksums.npy: each name's CRC-32 in its column, zeros in the spare ones."""
-    row = [0] * layout.columns
+    row, column_of = [0] * layout.columns, layout.column_of
     for name, crc in crcs.items():
-        row[layout.column_of[name]] = crc
-    return struct.pack(f"<{layout.columns}I", *row)
+        row[column_of[name]] = crc
+    return struct.pack(layout.checksum_format, *row)
 
 
 def digest_of(row: bytes, columns: int) -> int:
