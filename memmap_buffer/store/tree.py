@@ -4,6 +4,8 @@ Node 1 would be the root, nodes 2n and 2n + 1 are the children of n, leaf i is n
 recomputed from their children, never incremented, so nothing drifts. The at most 1024 nodes of the top level are
 taken as one cumulative sum, and what would lie above them is not kept: at 10⁶ leaves that halves a draw and an update.
 Behind the heap lies a second one for the minimum over positive leaves, which is written only where it is asked for.
+
+A tree that is drawn from again and again goes over to the loops of `kernels`, if numba is installed.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.store.kernels import Kernels, compiled
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 TOP = 10  # 2**TOP nodes are summed up at once
 MANY = 4096  # from here on it pays to visit a parent of two changed nodes once
+PATIENCE = 100  # draws before the kernels are loaded, which takes as long as some thousand of them
 MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
 
@@ -52,6 +56,8 @@ class SumTree:
         self._top = 1 << min(TOP, depth)
         self._levels = depth - min(TOP, depth)
         self._sums: FloatArray | None = None
+        self._num_found = 0
+        self._kernels: Kernels | None = None
 
     @property
     def total(self) -> float:
@@ -82,6 +88,10 @@ class SumTree:
 
     def put(self, leaves: IntArray, priorities: FloatArray) -> None:
         """`set` of what is known to be right."""
+        if self._kernels is not None and not self.minima:
+            self._kernels.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
+            self._sums = None
+            return
         self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
         self.refresh(leaves)
 
@@ -113,10 +123,17 @@ class SumTree:
 
         The tree must not be empty.
         """
+        self._num_found += 1
+        if self._num_found == PATIENCE:
+            self._kernels = compiled()
         sums = self._cumulative()
+        if self._kernels is not None:
+            nodes, rest = np.empty(len(values), np.int64), np.empty(len(values))
+            if self._kernels.find(self._heap, sums, np.ascontiguousarray(values), nodes, rest):
+                return nodes - self.capacity
         # A value that rounding brought to the end belongs to the last node that adds something.
         last = np.searchsorted(sums[1:], sums[-1])
-        nodes: IntArray = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
+        nodes = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
         left_over = values - sums.take(nodes)
         nodes += self._top
         found = self._descend(nodes, left_over, careful=False)
@@ -144,8 +161,10 @@ class SumTree:
     def _cumulative(self) -> FloatArray:
         """0, then the sums of the top level's nodes up to each."""
         if self._sums is None:
-            self._sums = np.zeros(self._top + 1)
-            np.cumsum(self._heap[self._top : 2 * self._top], out=self._sums[1:])
+            sums = np.empty(self._top + 1)
+            sums[0] = 0
+            np.add.accumulate(self._heap[self._top : 2 * self._top], out=sums[1:])
+            self._sums = sums
         return self._sums
 
     def _keys_below(self, nodes: IntArray, pairs: npt.NDArray[np.complex128], lowest: bool) -> npt.NDArray[np.uint64]:
