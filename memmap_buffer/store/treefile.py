@@ -58,6 +58,7 @@ class TreeFile:
         self._nodes_file = nodes_file(f"priority/{name}.npy", self.leaves)
         self._head_file = ArrayFile(f"priority/{name}.head.npy", np.dtype("<u8"), (WORDS + 2 * layout.slots,))
         self._head = np.zeros(WORDS + 2 * layout.slots, np.uint64)
+        self._words: Array = self._head  # later, where stores reach the file at once, those in the file
         self._nodes: Nodes | None = None
         self._fd: dict[str, int] = {}
         self._locks: list[Any] = []
@@ -176,9 +177,11 @@ class TreeFile:
             self._finalizer()
 
     def _put(self, word: int, value: int) -> None:
+        # A store, as two calls of `pwrite` take a tenth of a batch. What was stored before a kill is in the file, in
+        # that order; and `load` wrote to the block, so that it is there also where the disk is full.
         self._head[word] = value
         if self._at_once:
-            write_word(self._fd["head"], value, self._head_file.offset(word))
+            self._words[word] = value
 
     def _save_head(self) -> None:
         """Write what follows the generation, then the generation."""
@@ -249,8 +252,10 @@ class TreeFile:
         self._nodes = Nodes(self.storage.folder, self._nodes_file, self.leaves, minima=minima)
         self.tree = SumTree(self._nodes.array, self.leaves, minima=minima)
         close_all(self._fd)
-        self._fd["head"] = self.storage.folder.open_to_write(head.name, head.header, head.size)
-        if not self._nodes.shared:
+        shared = self._nodes.shared
+        self._fd["head"], mapped = self.storage.folder.map_to_change(head.name, head.header, head.size, shared=shared)
+        self._words = np.frombuffer(mapped, np.uint64, WORDS, len(head.header))
+        if not shared:
             text = "%s: this file system does not overwrite in place, so changes of the priorities %r stay in memory "
             log.info(text + "until checkpoint()", self.storage.path, self.name)
 
