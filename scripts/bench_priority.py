@@ -35,6 +35,7 @@ FIELDS = {
     "reward": "float",
     "terminated": "bool",
 }
+NEXT = ("observation",)  # what the peers keep of the next step
 Turn = Callable[[], tuple[float, float]]  # seconds to draw and gather a batch, and to update its priorities
 
 
@@ -84,7 +85,7 @@ def ours(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
 
         def turn() -> tuple[float, float]:
             begin = time.perf_counter()
-            data = buffer.sample(batch, n_steps=1, prioritized=HOW)
+            data = buffer.sample(batch, n_steps=1, next_fields=NEXT, prioritized=HOW)
             middle = time.perf_counter()
             buffer.update_priorities(data["_indices"], errors)
             return middle - begin, time.perf_counter() - middle

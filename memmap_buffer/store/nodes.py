@@ -49,9 +49,13 @@ class Nodes:
         blocks = (file.shape[0] >> self._bits) + 1
         self._marked = np.zeros(blocks, np.bool_)  # leaves: shared, they may be stored to; private, they were
         self._written = np.zeros(blocks, np.bool_)
+        self._last = (self._first + leaves - 1) >> self._bits
+        self._ready = False  # whether all blocks of leaves may be stored to
 
     def prepare(self, leaves: IntArray) -> None:
         """To be called before leaves, and what lies above them, are stored to. Raises OSError: the disk is full."""
+        if self._ready:
+            return
         blocks = (leaves + self._first) >> self._bits
         if not self.shared:
             self._marked[blocks] = True
@@ -59,12 +63,13 @@ class Nodes:
             new = np.unique(blocks)
             self._fill(self._with_above(new))
             self._marked[new] = True
+            self._ready = bool(self._marked[self._first >> self._bits : self._last + 1].all())
 
     def watch_minima(self) -> None:
         """From now on the heap of minima is stored to."""
         self.minima = True
         if self.shared:
-            self._marked[:] = False
+            self._marked[:] = self._ready = False
 
     def checkpoint(self) -> None:
         """Bring what was stored to the disk. Raises OSError; then the same is tried again the next time."""
