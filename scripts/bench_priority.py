@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer import Field, Prioritized, ReplayBuffer
+from memmap_buffer import Field, Prioritized, ReplayBuffer, compute_importance_weights
 
 STEPS = 1000
 HOW = Prioritized(alpha=0.6, beta=0.4)
@@ -146,10 +146,9 @@ def cpprb(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
         data = episode(rng)
         moved = {"obs": data["observation"][:-1], "next_obs": data["observation"][1:]}
         buffer.add(**moved, act=data["action"], rew=data["reward"], done=data["terminated"])
-    errors = rng.random(batch)
-    for at in range(0, leaves, 10**5):
-        several = np.arange(at, min(at + 10**5, leaves))
-        buffer.update_priorities(several, rng.random(len(several)))
+    errors, every = rng.random(batch), rng.random(leaves)
+    buffer.update_priorities(np.arange(leaves), every)
+    require_same_weights(buffer.sample(batch, HOW.beta), every)
 
     def turn() -> tuple[float, float]:
         begin = time.perf_counter()
@@ -159,6 +158,14 @@ def cpprb(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
         return middle - begin, time.perf_counter() - middle
 
     yield turn
+
+
+def require_same_weights(drawn: dict[str, Any], errors: np.ndarray) -> None:
+    """A peer's weights are ours: the paper's, over the highest of the buffer; its tree is of single precision."""
+    mass = (errors + HOW.epsilon) ** HOW.alpha
+    weights = compute_importance_weights(mass / mass.sum(), len(mass), HOW.beta)
+    wanted = weights[drawn["indexes"]] / weights.max()
+    np.testing.assert_allclose(drawn["weights"], wanted, rtol=1e-3)
 
 
 @contextmanager

@@ -191,12 +191,13 @@ class PrioritizedSampler:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Which epoch comes next."""
-        return {"seed": self.seed, "epoch": self.epoch}
+        """Which epoch comes next, and how many batches were drawn, by which β rises. Priorities are in the folder."""
+        return {"seed": self.seed, "epoch": self.epoch, "num_drawn": self.draws.num_drawn}
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
-        """Go on with the epoch that `state_dict` told of, from its beginning."""
+        """Go on with the epoch that `state_dict` told of, from its beginning, and with its β."""
         self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
+        self.draws.num_drawn = int(state["num_drawn"])
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next epoch; without it epochs count up by themselves."""

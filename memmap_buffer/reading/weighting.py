@@ -28,6 +28,8 @@ class Prioritized:
     Args:
         alpha: α, 0 draws uniformly. epsilon: ε, so that a step without error is still drawn.
         beta: β of the weights w = (N · P)^-β over N items; it rises linearly to 1 over `beta_steps` batches, or stays.
+            It is the one thing that is not on the disk: a loader's `state_dict` has it, and `sample` counts from the
+            opening of the buffer; to go on after n batches there, give `beta_at(n)` and what is left of `beta_steps`.
         normalize: divide by the highest weight of the "batch", by the highest that any item of the "buffer" has, or,
             with None, not at all.
         stratified: one draw in each of B segments of equal mass.
