@@ -358,6 +358,7 @@ def set_head(folder, word, value):
         (lambda folder: set_head(folder, 0, 5), "an update did not end"),
         (lambda folder: (set_head(folder, 4, 0), set_head(folder, 5, 99)), "the machine went down while it was in use"),
         (lambda folder: set_head(folder, 7, 1), "it is a copy"),
+        (lambda folder: set_head(folder, 8, 0), "its sums were arranged otherwise"),
     ],
 )
 def test_a_tree_that_may_be_torn_is_made_anew_of_its_leaves(tmp_path, caplog, spoil, why):

@@ -22,7 +22,7 @@ class Prioritized:
     (`_index` for whole episodes). An item whose episode was overwritten before it was read is replaced, and weighs 0.
 
     Where every step can be drawn, nothing but the tree on the disk is needed. Where some cannot (an n-step item without
-    a successor, a filter, a stride), or the unit is not a step, a second tree of 16 bytes an item is kept in memory,
+    a successor, a filter, a stride), or the unit is not a step, a second tree is kept in memory, some 9 bytes an item,
     built at the first draw and updated with the first.
 
     Args:

@@ -1,8 +1,6 @@
 """The loops of the sum tree as machine code, where numba is installed; without it numpy goes the same steps.
 
-Both give the same bits. A search goes three levels at once, by the eight nodes below: one cache line and one page
-instead of three, which is what a step costs in a large tree; the sums between are made again as they are stored. Each
-step is taken for all of a batch, so that their cache misses overlap.
+Both give the same bits. Each step is taken for all of a batch, so that their cache misses overlap.
 
 numba is loaded and the loops are compiled (about a second) only by who asks for them, which the tree does after some
 draws, so that a program that draws a batch or two does not wait for it.
@@ -57,14 +55,8 @@ def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
     nodes[:] = np.minimum(nodes, last)
     rest[:] = values - sums[nodes]
     nodes += top
-    while 2 * top << levels < len(heap):
-        levels += 1
-    for _ in range(levels % 3):
-        for i in range(count):
-            left = heap[2 * nodes[i]]
-            right = int(rest[i] >= left)
-            rest[i] -= left * right
-            nodes[i] = 2 * nodes[i] + right
+    while top << levels < len(heap) >> 1:
+        levels += 3
     for _ in range(levels // 3):
         for i in range(count):
             node, value = 8 * nodes[i], rest[i]
@@ -89,7 +81,9 @@ def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
     for i in range(count):
         heap[capacity + leaves[i]] = priorities[i]
     while top << levels < capacity:
-        levels += 1
+        levels += 3
         for i in range(count):
             node = (capacity + leaves[i]) >> levels
-            heap[node] = heap[2 * node] + heap[2 * node + 1]
+            low, high = 8 * node, 8 * node + 4
+            left = (heap[low] + heap[low + 1]) + (heap[low + 2] + heap[low + 3])
+            heap[node] = left + ((heap[high] + heap[high + 1]) + (heap[high + 2] + heap[high + 3]))

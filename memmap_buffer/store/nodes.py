@@ -16,7 +16,7 @@ from memmap_buffer.store.files import barrier, close_all, has_hole, read_at, wri
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import file_system
 from memmap_buffer.store.layout import ArrayFile
-from memmap_buffer.store.tree import FloatArray, IntArray, capacity_of, num_nodes
+from memmap_buffer.store.tree import STEP, FloatArray, IntArray, capacity_of, num_nodes
 
 IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
 CHUNK_BITS, PAGE_BITS = 18, 9  # nodes in 2 MiB, and in 4 KiB
@@ -87,10 +87,10 @@ class Nodes:
         self._finalizer()
 
     def _with_above(self, blocks: IntArray) -> IntArray:
-        """Blocks of leaves and of all nodes above them: a node's parent has half its number, and so has its block."""
+        """Blocks of leaves and of the nodes kept above them, each of an eighth of the number, as its block is."""
         found, level = [np.zeros(1, np.int64), blocks], blocks
         while len(level) and level[-1] > 0:
-            level = np.unique(level >> 1)
+            level = np.unique(level >> STEP)
             found.append(level)
             if self.minima:
                 last = len(self.array) - 1
