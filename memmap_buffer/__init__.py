@@ -4,7 +4,7 @@ The layers; a module imports only from levels above its own line, never sideways
 
     level 0   errors
     level 1   values
-    level 2   schema, transforms, reading.memory
+    level 2   schema, transforms, reading.memory, store.kernels
     level 3   store.files, store.records, store.staging, store.tree
     level 4   store.layout, store.host, store.folder
     level 5   store.storage, store.creation

@@ -137,9 +137,7 @@ def _without_tensors(value: Any, torch: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     try:
-        plain = value.detach().cpu()
-        plain = plain.float() if plain.dtype is torch.bfloat16 else plain.resolve_conj().resolve_neg()
-        return plain.numpy()
+        return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)
     except (TypeError, NotImplementedError, RuntimeError) as error:
         raise SchemaError(f"got a tensor of {value.dtype} ({value.layout}) that numpy cannot hold: {error}") from None
 
