@@ -1,0 +1,142 @@
+"""What records: open episodes, whole ones, groups. `ReplayBuffer`'s words for the writer; no logic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from memmap_buffer.errors import BufferFullError, EpisodeStateError
+from memmap_buffer.store import edits
+from memmap_buffer.store.episode import Episode
+from memmap_buffer.store.group import EpisodeGroup
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.writer import Writer
+
+
+class Recording:
+    """The writing half of `ReplayBuffer`."""
+
+    _storage: Storage
+    _writer: Writer
+
+    def _record_to(self, storage: Storage, writer: Writer) -> None:
+        self._storage = storage
+        self._writer = writer
+        self._scope: Episode | EpisodeGroup | None = None
+        self._begun: list[Episode] = []
+
+    @contextmanager
+    def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Iterator[Episode]:
+        """Record one episode: `store` in the block, published at its end, dropped on any exception.
+
+        Args:
+            keep_partial: on an exception publish what was stored so far, flagged as cut short.
+            meta: meta fields known at the start; later ones by `episode[name] = value`.
+
+        Raises: EpisodeStateError: nested. BufferFullError, BufferLockedError, ReadOnlyError, WriterLostError.
+        """
+        self._require_no_scope()
+        with self._entered(self._writer.open(meta, keep_partial=keep_partial)) as episode:
+            yield episode
+
+    def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
+        """An open episode to `store` to, `publish` or `abort`; several may be open at once."""
+        episode = self._writer.open(meta, keep_partial=keep_partial)
+        self._begun = [*(other for other in self._begun if other.state == "open"), episode]
+        return episode
+
+    @contextmanager
+    def batched_episode(self, batch_size: int, **meta_batch: Any) -> Iterator[EpisodeGroup]:
+        """Record `batch_size` synchronised environments: `store_batch` in the block.
+
+        Args: meta_batch: meta field -> (batch_size, *field).
+        """
+        self._require_no_scope()
+        with self._entered(EpisodeGroup(self._storage.layout.schema, [])) as group:
+            for _ in range(batch_size):
+                group.add(self._writer.open({}))
+            group.update(meta_batch)
+            yield group
+
+    def store(self, **step: Any) -> Any:
+        """Append one timestep to the open episode; see `Episode.store`.
+
+        Raises: EpisodeStateError: no episode is open, or several are. SchemaError.
+        """
+        scope = self._scope
+        return (scope if type(scope) is Episode else self._current()).store(**step)
+
+    def store_batch(self, **batch: Any) -> None:
+        """Append one timestep to every episode of the open batch: field -> (B, *field)."""
+        self._group("store_batch").store(**batch)
+
+    def store_meta_batch(self, **meta_batch: Any) -> None:
+        """Set meta fields of the open batch: name -> (B, *field)."""
+        self._group("store_meta_batch").update(meta_batch)
+
+    def store_episode(self, **arrays: Any) -> None:
+        """Publish a whole episode.
+
+        Args: arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta fields.
+        Raises: SchemaError. EpisodeStateError: longer than max_timesteps, or steps follow `terminated`.
+        """
+        columns, meta, finals, length = edits.whole_episode(self._storage.layout.schema, arrays)
+        episode = self._writer.open(meta)
+        try:
+            episode.fill(columns, length)
+            episode.finals = finals
+            episode.publish()
+        except BaseException:
+            episode.abort()
+            raise
+
+    def advance_episode(self) -> None:
+        """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.
+
+        An episode without steps stays open.
+        """
+        episode = self._current()
+        if episode.length:
+            episode.publish()
+            with suppress(BufferFullError):  # the next `store` says that no episode is open
+                self.begin_episode()
+
+    # Within
+
+    @contextmanager
+    def _entered(self, scope: Any) -> Iterator[Any]:
+        self._scope = scope
+        try:
+            with scope:
+                yield scope
+        finally:
+            self._scope = None
+
+    def _require_no_scope(self) -> None:
+        if self._scope is not None:
+            raise EpisodeStateError(
+                "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
+                "episode.store() for several side by side"
+            )
+
+    def _current(self) -> Episode:
+        if isinstance(self._scope, EpisodeGroup):
+            raise EpisodeStateError("store: a batch of episodes is open; use store_batch")
+        if self._scope is not None:
+            return self._scope
+        self._writer.require_writable()
+        self._begun = [episode for episode in self._begun if episode.state == "open"]
+        if len(self._begun) != 1:
+            some = (
+                f"{len(self._begun)} episodes are open; use episode.store()"
+                if self._begun
+                else ("no episode is open; store within `with buffer.one_episode():`, or after begin_episode()")
+            )
+            raise EpisodeStateError(f"{self._storage.path}: {some}")
+        return self._begun[0]
+
+    def _group(self, what: str) -> EpisodeGroup:
+        if not isinstance(self._scope, EpisodeGroup):
+            raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
+        return self._scope
