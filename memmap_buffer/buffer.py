@@ -165,6 +165,17 @@ class ReplayBuffer(Recording, Editing, Readable):
     def circular(self) -> bool:
         return self._storage.layout.circular
 
+    # Online
+
+    def add_and_sample(self, step: Mapping[str, Any], batch_size: int, **options: Any) -> Any:
+        """`add` a timestep of each environment, then `sample` a batch of what is published.
+
+        Args: step: as for `add`. batch_size, options: as for `sample`; the same seed gives the same batch.
+        Raises: as both do; NotEnoughDataError: no episode is published yet, and the step is kept all the same.
+        """
+        self.add(**step)
+        return self.sample(batch_size, **options)
+
     # Ending
 
     def snapshot(self, path: str | PathLike[str]) -> None:
@@ -180,8 +191,10 @@ class ReplayBuffer(Recording, Editing, Readable):
         self.checkpoint()
 
     def close(self) -> None:
-        """Flush and let go of the lock; open episodes are dropped. Nothing is lost without it; twice is fine."""
+        """Flush and let go of the lock; twice is fine. Open episodes are dropped, but for those of `add`."""
         try:
+            if self._writer.holds:
+                self.end_stream()
             self._close_priorities()
         finally:
             self._writer.close()

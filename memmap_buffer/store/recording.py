@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
-from memmap_buffer.errors import BufferFullError, EpisodeStateError
+from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
 from memmap_buffer.store import edits
 from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.stream import EpisodeStream, Steps
 from memmap_buffer.store.writer import Writer
 
 
@@ -25,6 +27,7 @@ class Recording:
         self._writer = writer
         self._scope: Episode | EpisodeGroup | None = None
         self._begun: list[Episode] = []
+        self._stream: EpisodeStream | None = None
 
     @contextmanager
     def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Iterator[Episode]:
@@ -101,6 +104,56 @@ class Recording:
             episode.publish()
             with suppress(BufferFullError):  # the next `store` says that no episode is open
                 self.begin_episode()
+
+    # Transitions of environments that run on
+
+    def add(self, **step: Any) -> None:
+        """Append one timestep of each of B environments that run side by side.
+
+        `terminated` or `truncated` ends the episode of an environment: it is published, and the next call begins
+        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one.
+
+        Args:
+            step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
+                counts. `next_<field>` of fields with `final`: what was seen after the step, kept where an episode ends.
+
+        Raises:
+            SchemaError: as `Episode.store`, or another B; BufferFullError, BufferLockedError, ReadOnlyError,
+                WriterLostError, EpisodeStateError. No environment got the step.
+            OSError: an episode that ended could not be published; it is kept, and published by the next call.
+        """
+        self._extend(step, time=False)
+
+    def extend(self, **steps: Any) -> None:
+        """Append T timesteps of each of B environments, as so many calls of `add`.
+
+        Args: steps: field -> (T, B, *field), or (T, *field) where there is one environment.
+        Raises: as `add`; after BufferFullError the timesteps stay that lie before the episode that did not fit.
+        """
+        self._extend(steps, time=True)
+
+    def end_stream(self) -> None:
+        """Publish the episodes that `add` has open, flagged as cut short; `close` does so, too."""
+        stream, self._stream = self._stream, None
+        try:
+            if stream is not None:
+                stream.publish()
+        except BaseException:
+            self._stream = stream
+            raise
+
+    def _extend(self, given: Mapping[str, Any], *, time: bool) -> None:
+        self._writer.require_writable()
+        layout = self._storage.layout
+        steps = Steps(layout.schema, given, time=time)
+        if self._stream is None:
+            begin = partial(self._writer.open, {}, keep_partial=True)
+            self._stream = EpisodeStream(layout.schema, steps.num_envs, layout.max_timesteps, begin)
+        if len(self._stream) != steps.num_envs:
+            raise SchemaError(
+                f"got {steps.num_envs} environments, {len(self._stream)} are running; call end_stream() before others"
+            )
+        self._stream.extend(steps)
 
     # Within
 

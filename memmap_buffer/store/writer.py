@@ -124,6 +124,11 @@ class Writer:
         self._files = files
         return files
 
+    @property
+    def holds(self) -> bool:
+        """Whether this object is the folder's writer now."""
+        return self._files is not None and self._lock.mine
+
     def require_writable(self) -> None:
         """Raise EpisodeStateError or ReadOnlyError where nothing can be written whoever holds the lock."""
         if self._closed:
@@ -325,7 +330,7 @@ class Writer:
         """Flush, mark the folder clean, and let go of the lock. Open episodes are dropped. Twice is fine."""
         files = self._files
         try:
-            if files is not None and self._lock.mine:
+            if files is not None and self.holds:
                 self._finish(files)
         finally:
             self._closed, self._files = True, None
