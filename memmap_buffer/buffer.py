@@ -13,6 +13,7 @@ from memmap_buffer.errors import (
     BufferLockedError,
     MemmapBufferError,
     ReadOnlyError,
+    SchemaError,
     SchemaMismatchError,
 )
 from memmap_buffer.reading.readable import Readable
@@ -126,6 +127,36 @@ class ReplayBuffer(Recording, Editing, Readable):
         lock = WriterLock(opened.folder)
         buffer._setup(opened, lock, Durability(durability, sync_every, checksum, publish, stage))
         return buffer
+
+    @classmethod
+    def for_env(
+        cls,
+        env: Any,
+        folder: str | PathLike[str],
+        *,
+        max_episodes: int,
+        max_timesteps: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A buffer with the fields of a Gymnasium environment's timesteps; of a vector's, those of one of them.
+
+        `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`; see `interop.gymnasium.schema_of`.
+
+        Args:
+            env: a Gymnasium environment or vector environment.
+            max_timesteps: default: the time limit that the environment was registered with.
+            fields: more of them, such as log_prob, or others in the place of these.
+            folder, max_episodes, options: as for the constructor.
+
+        Raises: ImportError: Gymnasium is not installed. SchemaError: a space has no fixed size, or there is no limit.
+        """
+        from memmap_buffer.interop.gymnasium import max_steps_of, schema_of, spaces_of
+
+        limit = max_timesteps or max_steps_of(env)
+        if limit is None:
+            raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
+        return cls(folder, max_episodes, limit, {**schema_of(*spaces_of(env)), **(fields or {})}, **options)
 
     def _setup(self, opened: Storage, lock: WriterLock, how: Durability) -> None:
         super().__init__(Sources([opened]))
