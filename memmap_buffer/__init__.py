@@ -2,7 +2,7 @@
 
 The layers; a module imports only from levels above its own line, never sideways:
 
-    level 0   errors, interop.extras
+    level 0   errors, interop.extras, progress
     level 1   values
     level 2   schema, transforms, reading.memory
     level 3   store.files, store.records, store.tree, interop.gymnasium
@@ -10,7 +10,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes
     level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile
-    level 8   store.stream, store.redo, store.pack, store.priority
+    level 8   store.stream, store.columns, store.redo, store.pack, store.priority
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair, store.recording, store.editing

@@ -168,6 +168,12 @@ class ReplayBuffer(Recording, Editing, Readable):
                 self._writer.begin()
                 opened.check_always()
 
+    def _reopen(self) -> None:
+        verify, how = self._storage.verify, self._writer.how
+        self._close_priorities()
+        lock = self._writer.detach()
+        self._setup(Storage.open(self.folder, verify=verify), lock, how)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
             type(self),
