@@ -23,7 +23,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 18  reading.reader, reading.readahead
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
     level 20  reading.datasets
-    level 21  reading.readable
+    level 21  reading.readable, collector
     level 22  buffer
     level 23  concat, cli
 
@@ -32,6 +32,7 @@ loader or batch is first asked for.
 """
 
 from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.collector import Collector
 from memmap_buffer.concat import ConcatBuffer, ConcatReplayBuffer
 from memmap_buffer.errors import (
     BufferFullError,
@@ -62,6 +63,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BufferFullError",
     "BufferLockedError",
+    "Collector",
     "ConcatBuffer",
     "ConcatReplayBuffer",
     "CorruptBufferError",

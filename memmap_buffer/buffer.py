@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from memmap_buffer.collector import Collector
 from memmap_buffer.errors import (
     BufferLockedError,
     MemmapBufferError,
@@ -212,6 +213,16 @@ class ReplayBuffer(Recording, Editing, Readable):
         """
         self.add(**step)
         return self.sample(batch_size, **options)
+
+    def create_collector(
+        self,
+        num_groups: int,
+        fieldnames: Sequence[str] | None = None,
+        meta_fieldnames: Sequence[str] | None = None,
+        strict: bool = True,
+    ) -> Collector:
+        """Rollouts of several groups, kept in memory to learn from and then to `store` here; see `Collector`."""
+        return Collector(self._new_stream, self.schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
 
     # Ending
 

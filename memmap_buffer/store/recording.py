@@ -144,16 +144,18 @@ class Recording:
 
     def _extend(self, given: Mapping[str, Any], *, time: bool) -> None:
         self._writer.require_writable()
-        layout = self._storage.layout
-        steps = Steps(layout.schema, given, time=time)
+        steps = Steps(self._storage.layout.schema, given, time=time)
         if self._stream is None:
-            begin = partial(self._writer.open, {}, keep_partial=True)
-            self._stream = EpisodeStream(layout.schema, steps.num_envs, layout.max_timesteps, begin)
+            self._stream = self._new_stream(steps.num_envs)
         if len(self._stream) != steps.num_envs:
             raise SchemaError(
                 f"got {steps.num_envs} environments, {len(self._stream)} are running; call end_stream() before others"
             )
         self._stream.extend(steps)
+
+    def _new_stream(self, size: int) -> EpisodeStream:
+        layout = self._storage.layout
+        return EpisodeStream(layout.schema, size, layout.max_timesteps, partial(self._writer.open, {}))
 
     # Within
 

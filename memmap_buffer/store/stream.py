@@ -40,23 +40,28 @@ class EpisodeStream(EpisodeGroup):
         Raises: BufferFullError: of the timesteps, those are stored that lie before an episode for which there is no
             room. OSError: it could not be published; it is kept, and published by the next call.
         """
-        done, count = 0, len(steps.ends)
-        while done < count:
+        count = len(steps.ends)
+        while steps.done < count:
             self._publish_what_ended()
             self._begin_where_needed()
-            stop = min(count, done + self._limit - max(episode.length for episode in self.episodes))
-            ended = np.flatnonzero(steps.ends[done:stop].any(axis=1))
-            stop = done + int(ended[0]) + 1 if ended.size else stop
-            self._append(steps, done, stop)
-            done = stop
+            stop = min(count, steps.done + self._limit - max(episode.length for episode in self.episodes))
+            ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
+            stop = steps.done + int(ended[0]) + 1 if ended.size else stop
+            self._append(steps, steps.done, stop)
+            steps.done = stop
         self._publish_what_ended()
 
-    def publish(self) -> None:
-        """Publish what is open, as cut short where it did not end."""
+    def publish(self, last: Steps | None = None, *, cut: bool = True) -> None:
+        """Publish what is open, as `cut` short where it did not end.
+
+        Args: last: the timesteps stored last; what was seen after them is the final observation.
+        """
         self._publish_what_ended()
-        for episode in self.episodes:
-            if episode.state == "open":
-                episode.publish(cut=True)
+        for i, episode in enumerate(self.episodes):
+            if episode.state == "open" and episode.length:
+                if last is not None and last.following and not episode.finals:
+                    episode.final(**{name: rows[-1, i] for name, rows in last.following.items()})
+                episode.publish(cut=cut)
 
     def _publish_what_ended(self) -> None:
         for episode in self.episodes:
@@ -101,13 +106,15 @@ class Steps:
         time: whether there is an axis of time.
 
     Attributes:
-        fields, meta, following: name -> (T, B, *field). ends: (T, B) bool, where an episode ends.
+        fields, meta, following: name -> (T, B, *field). ends: (T, B) bool, where an episode ends. done: how many of
+            the timesteps a stream has stored.
 
     Raises:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
     """
 
     def __init__(self, schema: Schema, given: Mapping[str, Any], *, time: bool) -> None:
+        self.done = 0
         groups = {name.split(".")[0] for name in schema.all}
         later = {name for name in given if name.startswith(NEXT) and name.split(".")[0] not in groups}
         flat = schema.flatten({name: value for name, value in given.items() if name not in later})
@@ -133,6 +140,11 @@ class Steps:
         for name in ENDS:
             if name in self.fields and self.fields[name].size == self.ends.size:
                 self.ends |= self.fields[name].reshape(self._axes) != 0
+
+    @property
+    def can_end(self) -> bool:
+        """Whether there is a field that says where an episode ends."""
+        return any(name in self.fields for name in ENDS)
 
     @property
     def num_envs(self) -> int:
