@@ -23,7 +23,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 18  reading.reader, reading.readahead
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
     level 20  reading.datasets
-    level 21  reading.readable, collector
+    level 21  reading.readable, collector, statistics
     level 22  buffer
     level 23  concat, cli
 
@@ -53,6 +53,7 @@ from memmap_buffer.reading.options import Options
 from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Field, Schema
+from memmap_buffer.statistics import Normalize, Statistics
 from memmap_buffer.store.checkup import Finding, verify
 from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
@@ -74,6 +75,7 @@ __all__ = [
     "Finding",
     "MemmapBufferError",
     "NStep",
+    "Normalize",
     "NotABufferError",
     "NotEnoughDataError",
     "Offsets",
@@ -85,6 +87,7 @@ __all__ = [
     "SchemaError",
     "SchemaMismatchError",
     "StaleEpisodeError",
+    "Statistics",
     "Timestep",
     "Trajectory",
     "View",

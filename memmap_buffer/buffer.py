@@ -20,6 +20,7 @@ from memmap_buffer.errors import (
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.schema import Schema
+from memmap_buffer.statistics import QUANTILES, Statistics, keep, kept, statistics
 from memmap_buffer.store import creation, storage
 from memmap_buffer.store.editing import Editing
 from memmap_buffer.store.folder import Folder
@@ -213,6 +214,25 @@ class ReplayBuffer(Recording, Editing, Readable):
         """
         self.add(**step)
         return self.sample(batch_size, **options)
+
+    def statistics(
+        self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
+    ) -> Statistics:
+        """Count, mean, standard deviation, extremes and quantiles of fields, over all visible episodes.
+
+        They are kept in the folder by its writer, and computed again when something visible has changed.
+
+        Args: names: which; default: all of numbers. quantiles: which; `rank_error` of each field says how exact they
+            are. seed: of the samples that they are taken from.
+        Raises: NotEnoughDataError: there are no episodes. SchemaError: an unknown field, or a bad quantile.
+        """
+        found = kept(self._storage, names, quantiles)
+        if found is None:
+            changes = self._storage.state("changes")
+            found = statistics([self._storage], names, quantiles, seed=seed)
+            if self._writer.holds:
+                keep(self._storage.folder, found, changes)
+        return found
 
     def create_collector(
         self,

@@ -16,6 +16,7 @@ from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.writer import Writer
 from memmap_buffer.values import Array
 
+VALID = "valid"  # every view leaves out what it excludes
 Compute: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
@@ -47,6 +48,30 @@ class Editing:
         slots = table.visible[positions]
         rows, meta = edits.changes(self._storage, slots, single, data)
         self._writer.update(slots, rows, meta)
+
+    def set_valid(self, indices: Any, flag: Any = False) -> int:
+        """Exclude timesteps from being drawn, or include them again: written to the field `valid`.
+
+        Where there is none it is added, a bool that is True for every timestep; each episode changes at once.
+
+        Args:
+            indices: (n, 2) of (serial, timestep), as `_indices` of a batch, or (n,) serials, as `_index`.
+            flag: a bool, or (n,) of them; the last one given for a timestep counts.
+
+        Returns: how many of them were dropped because their episode was overwritten or cleared meanwhile.
+        Raises: SchemaError: there is no such timestep, or `valid` is a field of another kind.
+        """
+        schema = self._storage.layout.schema
+        if VALID not in schema.all:
+            self.add_field(VALID, ("bool", (), True))
+        elif schema.fields.get(VALID) is None or schema.fields[VALID].dtype != "bool" or schema.fields[VALID].shape:
+            raise SchemaError(
+                "set_valid: `valid` is no bool field of one value a timestep here; rename it", field=VALID
+            )
+        self._writer.begin()
+        slots, rows, gone = edits.marked(self._storage, VALID, indices, flag)
+        self._writer.update(slots, {VALID: rows}, {})
+        return gone
 
     def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one timestep of one field of a published episode."""

@@ -128,6 +128,39 @@ def one_step(storage: Storage, position: int, t: int, name: str, value: Any) -> 
     return slots, {name: [rows]}
 
 
+def marked(storage: Storage, name: str, indices: Any, flag: Any) -> tuple[IntArray, list[Array], int]:
+    """What marking timesteps in a bool field changes.
+
+    Args: indices: (n, 2) of (serial, timestep), or (n,) serials for whole episodes. flag: a bool, or (n,) of them.
+    Returns: (slots, the first rows of each, how many of the indices are of episodes that are gone).
+    """
+    pairs, table = to_numpy(indices), storage.refresh()
+    whole = pairs.ndim == 1
+    if pairs.dtype.kind not in "iu" or (not whole and (pairs.ndim != 2 or pairs.shape[1] != 2)):
+        raise SchemaError(
+            f"set_valid: got indices of {pairs.dtype} and shape {pairs.shape}, expected (n, 2) of (serial, timestep), "
+            "as `_indices` of a batch, or (n,) serials"
+        )
+    serials = pairs if whole else pairs[:, 0]
+    flags = np.broadcast_to(encode(flag, "bool", serials.shape if to_numpy(flag).ndim else ()), serials.shape)
+    slot_of = dict(zip(table.serial[table.visible].tolist(), table.visible.tolist(), strict=True))
+    rows: dict[int, Array] = {}
+    for k, serial in enumerate(serials.tolist()):
+        slot = slot_of.get(serial)
+        if slot is None:
+            continue
+        if slot not in rows:
+            rows[slot] = episode_of(storage, slot, [name])[name]
+        t = slice(None) if whole else int(pairs[k, 1])
+        if not isinstance(t, slice) and not 0 <= t < len(rows[slot]):
+            raise SchemaError(
+                f"set_valid: timestep {t} of episode {serial}, which has {len(rows[slot])}", serial=serial
+            )
+        rows[slot][t] = flags[k]
+    gone = sum(serial not in slot_of for serial in serials.tolist())
+    return np.array(list(rows), np.int64), list(rows.values()), gone
+
+
 def episode_of(storage: Storage, slot: int, names: Iterable[str]) -> dict[str, Any]:
     """Some fields and meta fields of an episode, nested: fields (T, *field), with `final` (T + 1, *field) if it has it.
 

@@ -180,13 +180,14 @@ class Folder:
 
     def write_new(self, name: str, data: bytes, sync: bool) -> None:
         """A new small file, whole and, with `sync`, on the disk."""
-        with self._directory("") as root:
-            fd = files.system.create(name, root)
+        sub, _, base = name.rpartition("/")
+        with self._directory(sub, create=True) as directory:
+            fd = files.system.create(base, directory)
             try:
                 write_all(fd, data, 0)
                 if sync:
                     barrier(fd)
-                    files.system.sync_folder(root)
+                    files.system.sync_folder(directory)
             finally:
                 os.close(fd)
 
