@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
 from memmap_buffer.store import edits
@@ -14,6 +17,27 @@ from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.stream import EpisodeStream, Steps
 from memmap_buffer.store.writer import Writer
+
+
+class ToStore(NamedTuple):
+    """What `store` takes of a field: its shape and dtype, whether it must be given, whether there is one more entry an
+    episode (`final`), and whether it is a meta field, one value an episode.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    required: bool
+    final: bool
+    meta: bool
+
+
+class Stored(NamedTuple):
+    """An array of the folder: its file, which `numpy.load` opens, its shape and dtype there, and the file's bytes."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    size: int
 
 
 class Recording:
@@ -104,6 +128,23 @@ class Recording:
             episode.publish()
             with suppress(BufferFullError):  # the next `store` says that no episode is open
                 self.begin_episode()
+
+    # What there is to store, and where it lies
+
+    def elements_to_store(self) -> dict[str, ToStore]:
+        """What to pass to `store`, `store_episode` and `add`: dotted name -> `ToStore`."""
+        schema = self._storage.layout.schema
+        return {
+            name: ToStore(field.shape, field.dtype, not meta and field.default is None, field.final, meta)
+            for name, field in schema.all.items()
+            for meta in (name in schema.meta_fields,)
+        }
+
+    def elements_stored(self) -> dict[str, Stored]:
+        """Where each field is stored: dotted name -> `Stored`; the first axis of each array is the slots."""
+        layout = self._storage.layout
+        arrays = {name: layout.arrays[name] for name in layout.schema.all}
+        return {name: Stored(self._storage.path / a.name, a.shape, a.dtype, a.size) for name, a in arrays.items()}
 
     # Transitions of environments that run on
 
