@@ -127,13 +127,20 @@ class Episode:
         self._advance(t, row)
         return tuple.__new__(self._step_type, values)
 
-    def store_rows(self, rows: Mapping[str, Array]) -> None:
-        """Append one timestep of values that are encoded already, one for every field."""
-        self.require_room()
+    def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
+        """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
+
+        What is written in place is written step by step.
+        """
+        if count > 1 and not self.staged:
+            for t in range(count):
+                self.store_rows({name: column[t : t + 1] for name, column in rows.items()})
+            return
+        self.require_room(count)
         row = self.length - self.base
         for name, staged in self.columns.items():
-            staged[row] = rows[name]
-        self._advance(self.length, row)
+            staged[row : row + count] = rows[name]
+        self._advance(self.length + count - 1, row + count - 1)
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps."""
@@ -149,9 +156,14 @@ class Episode:
         self._plan, self._capacity, self._stop = [], 0, 0
         self.ended = next((name for name in self._schema.ends if self.columns[name].item(length - 1)), "")
 
-    def drop_last(self) -> None:
-        """Take the last stored timestep back."""
-        self.length, self.ended = self.length - 1, ""
+    @property
+    def staged(self) -> bool:
+        """Whether nothing of it is written anywhere before it is published."""
+        return self._on_step is None and self._spill is None
+
+    def drop_last(self, count: int = 1) -> None:
+        """Take the last stored timesteps back."""
+        self.length, self.ended = self.length - count, ""
 
     def final(self, **observation: Any) -> None:
         """Store the observation after the last action: every field that was declared with `final`, once.
@@ -232,12 +244,12 @@ class Episode:
         if self.state != "open":
             raise EpisodeStateError(f"this episode was {self.state}; begin a new one with one_episode()")
 
-    def require_room(self) -> None:
-        """Raise EpisodeStateError unless one more step can be stored."""
+    def require_room(self, count: int = 1) -> None:
+        """Raise EpisodeStateError unless so many more steps can be stored."""
         if self.state != "open" or self.ended or self.finals:
             self._refuse()
-        if self.length >= self._stop:
-            self._grow()
+        if self.length + (count if self._spill is None else 1) > self._stop:
+            self._grow(self.length + count)
 
     def _refuse(self) -> None:
         self._require_open()
@@ -252,16 +264,16 @@ class Episode:
                 "a larger max_timesteps, or end the episode here and go on in a new one"
             )
 
-    def _grow(self) -> None:
-        self._require_within(self.length + 1)
+    def _grow(self, needed: int) -> None:
+        self._require_within(needed)
         if self._spill is not None and self._capacity:
             self._spill(self)
             self.base, self._stop = self.length, self.length + self._capacity
             return
         before, fields = self.columns, self._schema.fields
-        columns = {} if before else self._staging.take()
+        columns = {} if before else self._staging.take(needed)
         if not columns:
-            capacity = min(self._sink.max_timesteps, max(self.length + 1, self._first_capacity(), 2 * self._capacity))
+            capacity = min(self._sink.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
             columns = {name: np.empty((capacity, *field.shape), field.storage) for name, field in fields.items()}
         for name, rows in before.items():
             columns[name][: self.length] = rows[: self.length]

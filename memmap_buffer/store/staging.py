@@ -18,9 +18,11 @@ class Staging:
     def __init__(self) -> None:
         self._kept: list[tuple[int, dict[str, Array]]] = []
 
-    def take(self) -> dict[str, Array]:
-        """Columns of an episode that ended, or nothing."""
-        return self._kept.pop()[1] if self._kept else {}
+    def take(self, needed: int) -> dict[str, Array]:
+        """Columns of an episode that ended, with room for so many steps; or nothing."""
+        if self._kept and all(len(column) >= needed for column in self._kept[-1][1].values()):
+            return self._kept.pop()[1]
+        return {}
 
     def keep(self, columns: dict[str, Array]) -> None:
         """Take columns that nothing refers to any more, unless more than KEPT_BYTES would be kept."""
