@@ -30,10 +30,18 @@ class Slices:
 
     def __getitem__(self, chosen: Any) -> Slices:
         """The slices at an index array, a mask or a slice."""
-        part = Slices(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding)
+        row = self.row[chosen]
+        if len(row) == len(self.row) and isinstance(chosen, slice):
+            return self
+        part = Slices(row, self.lead[chosen], self.stop[chosen], self.steps, self.padding)
         if self._is_whole:
             part._is_whole = True
         return part
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, K)."""
+        return len(self.row), self.steps
 
     def copy(self, storage: Storage, name: str, pool: Pool) -> Array:
         """Copy them out of a field's rows: (B, K, *field)."""
@@ -44,14 +52,25 @@ class Slices:
             out, items = pool.empty(shape, rows.dtype), self._each
         else:  # one index for all; those of which some row does not exist are copied anew
             out, items = storage.slices_of(name, self.steps)[self._at].reshape(shape), self._cut
-        for b, row, lead, stop in items:
-            item, count = out[b], stop - lead
-            item[lead:stop] = rows[row : row + count]
-            if lead:
-                item[:lead] = rows[row] if self.padding == "edge" else fill
-            if stop < self.steps:
-                item[stop:] = rows[row + max(count - 1, 0)] if self.padding == "edge" else fill
+        width = rows.itemsize * math.prod(rows.shape[1:])
+        source, target = rows.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
+        for b, row, lead, stop in items:  # as bytes, which numpy copies with the least to think about
+            at = b * self.steps
+            target[(at + lead) * width : (at + stop) * width] = source[row * width : (row + stop - lead) * width]
+        if self.padding == "zero":
+            self._pad(target.reshape(len(out), self.steps * width), width, items, 0)
+        else:
+            self._pad(out, 1, items, fill, rows)
         return out
+
+    def _pad(self, out: Array, width: int, items: list[Item], fill: Any, rows: Array | None = None) -> None:
+        """Fill what does not exist of some items, each step `width` wide in `out`; with "edge" from `rows`."""
+        edge = rows if self.padding == "edge" else None
+        for b, row, lead, stop in items:
+            if lead:
+                out[b, : lead * width] = fill if edge is None else edge[row]
+            if stop < self.steps:
+                out[b, stop * width :] = fill if edge is None else edge[row + max(stop - lead - 1, 0)]
 
     @cached_property
     def _whole(self) -> npt.NDArray[np.bool_]:
