@@ -26,7 +26,7 @@ VIEWS = {
 every_view = pytest.mark.parametrize("options", VIEWS.values(), ids=VIEWS)
 
 
-@pytest.fixture(params=[1 << 20, 2000, 0], ids=["many together", "a few together", "one by one"])
+@pytest.fixture(params=[1 << 20, 2000], ids=["many together", "a few together"])
 def together(request, monkeypatch):
     """How many bytes of batches are copied together."""
     monkeypatch.setattr(gather, "BLOCK_BYTES", request.param)
@@ -46,7 +46,7 @@ def indices(batch):
 def test_each_batch_of_a_loader_is_what_its_items_are_alone(recorded, together, options, both):
     buffer = recorded(LENGTHS)
     if both:
-        buffer = ConcatBuffer([buffer, recorded(LENGTHS[::-1], name="other")])
+        buffer = ConcatBuffer([buffer, recorded(LENGTHS[1:], name="other")])
     dataset, size = buffer.dataset(return_indices=True, **options), 3
     for i, batch in enumerate(buffer.dataloader(size, return_indices=True, **options)):
         positions = list(range(i * size, min((i + 1) * size, len(dataset))))

@@ -1,7 +1,7 @@
 """The one engine under every view: rows = first row + t + offsets, clipped into the episode, taken, padded, masked.
 
-Where the rows lie is worked out for many batches together, as numpy's cost is calls. What is small is copied for several
-of them together, too, and each is handed its slice; what is large is copied batch by batch.
+Where the rows lie is worked out for many batches together, as numpy's cost is calls. What is small is copied for
+several of them together, too, and each is handed its slice; what is large is copied batch by batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -40,6 +40,9 @@ class Take(NamedTuple):
     padding: str = "zero"
 
 
+What: TypeAlias = Array | Take | Slices  # an array as it is; what is to be copied; a mask of the rows that exist
+
+
 class Gather:
     """Items being cut: what a batch of them, or of some of them, holds.
 
@@ -65,7 +68,7 @@ class Gather:
         self._all_there = bool(self._there.all())
         if not self._all_there:
             self._set_aside(~self._there)
-        self.batch: dict[str, Array | Take] = {}
+        self.batch: dict[str, What] = {}
         self._ahead: dict[tuple[int, int], dict[str, Array]] = {}  # parts that were copied, and not yet read
 
     def _set_aside(self, gone: BoolArray) -> None:
@@ -97,7 +100,7 @@ class Gather:
         """What takes little memory of some items, and of as many parts behind them as lie in a cache together."""
         size, number = stop - start, len(self.t)
         nbytes = {key: self._nbytes_of(what, size) for key, what in self.batch.items()}
-        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4]
+        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
         parts = max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
         block = slice(start, min(start + parts * size, number))
         columns = {key: self._copy(self.batch[key], block) for key in small}
@@ -106,10 +109,10 @@ class Gather:
             self._ahead[at, until] = {key: values[at - start : until - start] for key, values in columns.items()}
         return {key: values[:size] for key, values in columns.items()}
 
-    def _nbytes_of(self, what: Array | Take, items: int) -> int:
+    def _nbytes_of(self, what: What, items: int) -> int:
         if isinstance(what, Take):
             return items * math.prod(what.rows.shape[1:]) * self.schema.fields[what.name].itemsize
-        return items * what.nbytes // max(1, len(what))
+        return items * (what.steps if isinstance(what, Slices) else what.nbytes // max(1, len(what)))
 
     def fresh(self, anchors: Anchors, part: slice = EVERY) -> BoolArray:
         """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""
@@ -142,6 +145,7 @@ class Gather:
         prefix: str = "",
         limit: IntArray | None = None,
         padding: str = "zero",
+        needed: IntArray | None = None,
     ) -> None:
         """Gather fields at `t + offsets` into the batch.
 
@@ -150,14 +154,20 @@ class Gather:
             offsets: (K,) int64; a range where they follow one another.
             limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
             padding: what stands where none exists: "zero", "edge" (the nearest existing) or "default".
+            needed: (B,) how many of the offsets, a range, each item needs; a batch gets what its longest item does.
         """
         plans: dict[bool, Take] = {}
         for name in names:
             final = self.schema.fields[name].final
             self._require_size(name, len(offsets))
             if final not in plans:
-                plans[final] = self._take_of(name, offsets, limit, padding)
+                plans[final] = self._take_of(name, offsets, limit, padding, needed)
             self.batch[prefix + name] = plans[final]._replace(name=name)
+
+    def put_mask(self, key: str, offsets: range, needed: IntArray | None = None) -> None:
+        """Put (B, K) whether timestep `t + offsets` exists, final observations not counted. needed: see `put`."""
+        self._require_mask(offsets)
+        self.batch[key] = self._slices(offsets, False, self.length, "zero", needed)
 
     def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
         """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
@@ -172,9 +182,7 @@ class Gather:
 
     def exists(self, offsets: IntArray | range, limit: IntArray | None = None) -> BoolArray:
         """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
-        size = self._size * len(offsets) * INDEX_BYTES
-        if size > MAX_BATCH_BYTES:
-            self._refuse_size("the mask", size)
+        self._require_mask(offsets)
         steps = np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets
         found = steps < ((self.length if limit is None else limit) - self.t)[:, None]
         if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
@@ -202,15 +210,24 @@ class Gather:
         missing = wanted != clipped
         return self._rows(clipped, final), missing if missing.any() else None
 
-    def _take_of(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> Take:
+    def _take_of(
+        self,
+        name: str,
+        offsets: IntArray | range,
+        limit: IntArray | None,
+        padding: str,
+        needed: IntArray | None = None,
+    ) -> Take:
         final = self.schema.fields[name].final
         limit = self.limit(final) if limit is None else limit
         if isinstance(offsets, range):
-            return Take(name, self._slices(offsets, final, limit, padding))
+            return Take(name, self._slices(offsets, final, limit, padding, needed))
         return Take(name, *self._plan(self.t[:, None] + offsets, final, limit[:, None]), padding)
 
-    def _copy(self, what: Array | Take, part: slice) -> Array:
+    def _copy(self, what: What, part: slice) -> Array:
         """Copy some of the items."""
+        if isinstance(what, Slices):
+            return what[part].exist()
         if not isinstance(what, Take):
             return what[part].copy()
         source, name = self.anchors.source, what.name
@@ -222,18 +239,25 @@ class Gather:
                 values[missing] = fill
         return self._marked(name, values)
 
-    def _slices(self, offsets: range, final: bool, limit: IntArray, padding: str) -> Slices:
+    def _slices(
+        self, offsets: range, final: bool, limit: IntArray, padding: str, needed: IntArray | None = None
+    ) -> Slices:
         """Where the steps `t + offsets` lie."""
         begin, steps = self.t + offsets.start, len(offsets)
         lead = np.minimum(np.maximum(-begin, 0), steps)
         stop = np.maximum(np.minimum(limit - begin, steps), 0)
         nearest = np.minimum(np.maximum(begin, 0), limit - 1)
-        return Slices(self._rows(nearest, final), lead, stop, steps, padding)
+        return Slices(self._rows(nearest, final), lead, stop, steps if needed is None else needed, padding)
 
     def _require_size(self, name: str, steps: int) -> None:
         size = self._size * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)
         if size > MAX_BATCH_BYTES:
             self._refuse_size(f"field {name!r}", size)
+
+    def _require_mask(self, offsets: IntArray | range) -> None:
+        size = self._size * len(offsets) * INDEX_BYTES
+        if size > MAX_BATCH_BYTES:
+            self._refuse_size("the mask", size)
 
     def _refuse_size(self, what: str, size: int) -> None:
         raise SchemaError(
@@ -243,6 +267,12 @@ class Gather:
 
     def _marked(self, name: str, values: Array) -> Array:
         return values.view(BFloat16Bits) if self.schema.all[name].dtype == "bfloat16" else values
+
+
+def _is_fitted(what: What) -> bool:
+    """Whether its shape depends on the items that are read together."""
+    rows = what.rows if isinstance(what, Take) else what
+    return isinstance(rows, Slices) and rows.is_fitted
 
 
 def check_padding(padding: str) -> None:

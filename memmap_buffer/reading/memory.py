@@ -87,13 +87,16 @@ class Pool:
         return array.reshape(shape)
 
     def _take(self, nbytes: int) -> Buffer:
-        """Memory of exactly this size, the latest that came back (it is the likeliest to be in a cache), or fresh."""
-        self._lent += nbytes
+        """The latest that came back (it is the likeliest to be in a cache) of this size or little more, or fresh."""
         for i in reversed(range(len(self._free))):
-            if self._free[i].nbytes == nbytes:
-                self._unused -= nbytes
-                return self._free.pop(i)
-        return _aligned(nbytes)
+            if nbytes <= self._free[i].nbytes <= 1.25 * nbytes:
+                buffer = self._free.pop(i)
+                self._unused -= buffer.nbytes
+                break
+        else:
+            buffer = _aligned(nbytes)
+        self._lent += buffer.nbytes
+        return buffer
 
     def _come_back(self, death: weakref.ref[Any]) -> None:
         self._dead.append(self._loans.pop(id(death))[1])

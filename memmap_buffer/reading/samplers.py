@@ -85,14 +85,8 @@ class Ahead:
 
     def parts(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
         """Anchors planned together, `size` of them at a time."""
-        plan = None
-        if self._reader.selection.view.by_batch:  # what depends on the others of a batch is left to it
-            anchors = self._reader.sources.look_up(anchors)
-            nbytes = anchors.words.nbytes  # type: ignore[union-attr]
-        else:
-            plan = self._reader.plan(anchors, size)
-            nbytes = plan.nbytes
-        each = max(1, nbytes * size // max(1, anchors.size))
+        plan = self._reader.plan(anchors, size)
+        each = max(1, plan.nbytes * size // max(1, anchors.size))
         self.count = max(1, min(2 * self.count, self._most, AHEAD_BYTES // each))
         parts = (slice(at, at + size) for at in range(0, anchors.size, size))
         return (anchors.where(part, plan) for part in parts)
