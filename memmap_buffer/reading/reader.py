@@ -65,7 +65,8 @@ class Reader:
         if self._index is None or (refresh and not self._frozen):
             tables = self.sources.refresh()
             if self._index is None or tables != self._tables:
-                self._index, self._tables = self.selection.index(self.sources), tables
+                before = (self._index, self._tables) if self._index is not None and self._tables else None
+                self._index, self._tables = self.selection.index(self.sources, tables, before), tables
         return self._index
 
     @property

@@ -97,7 +97,7 @@ class Trajectory(View):
         return [*_named(schema, self.fields, "fields"), *["_lens"] * self.return_lens, *["_mask"] * self.return_mask]
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), np.ones_like(length))
+        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
 
     def cut(self, gather: Gather) -> None:
         names = _named(gather.schema, self.fields, "fields")
@@ -126,7 +126,7 @@ class Timestep(View):
         return list(_named(schema, self.fields, "fields"))
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), length)
+        return Spans(np.zeros(len(length), np.int64), length)
 
     def cut(self, gather: Gather) -> None:
         gather.put_at(_named(gather.schema, self.fields, "fields"), gather.t)
@@ -181,7 +181,7 @@ class NStep(View):
         ]
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), length - ~(has_final | terminated))
+        return Spans(np.zeros(len(length), np.int64), length - ~(has_final | terminated))
 
     def cut(self, gather: Gather) -> None:
         schema, t, length = gather.schema, gather.t, gather.length
@@ -271,7 +271,7 @@ class Crop(View):
         return [*_named(schema, self.fields, "fields"), "_lens", "_start", "_reaches_episode_end"]
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), np.ones_like(length))
+        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
 
     def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray:
         # One number of the sequence an item, so that a part of an epoch is cropped as in the whole of it.
