@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +81,10 @@ class Gather:
     def read(self, part: slice = EVERY) -> dict[str, Array]:
         """Copy some of the items: key -> (b, …)."""
         slices: dict[int, Slices] = {}
-        return {
+        start = perf_counter()
+        if self.sources.disk.slow:
+            self._ask(part)
+        out = {
             key: self._copy(what, part, slices)
             if isinstance(what, Take)
             else what
@@ -88,6 +92,21 @@ class Gather:
             else what[part].copy()
             for key, what in self.batch.items()
         }
+        self.sources.disk.took(perf_counter() - start)
+        return out
+
+    def _ask(self, part: slice) -> None:
+        """Have the system read the rows of some items, all at a time."""
+        wanted: dict[str, list[tuple[IntArray, ...]]] = {}
+        for take in self.batch.values():
+            if isinstance(take, Take):
+                some = _stretches(take.rows[part])
+                if self.anchors.source is not None:
+                    source = self.anchors.source[part]
+                    some = (*some, np.repeat(source, len(some[0]) // len(source)))
+                wanted.setdefault(take.name, []).append(some)
+        for name, each in wanted.items():
+            self.sources.will_need(name, *map(np.concatenate, zip(*each, strict=True)))
 
     def fresh(self, part: slice = EVERY) -> BoolArray:
         """(b,) whether what was copied is what the anchor meant. To be asked after all copying."""
@@ -222,6 +241,13 @@ class Gather:
 
     def _marked(self, name: str, values: Array) -> Array:
         return values.view(BFloat16Bits) if self.schema.all[name].dtype == "bfloat16" else values
+
+
+def _stretches(rows: IntArray | Slices) -> tuple[IntArray, ...]:
+    """(first, stop) of rows that are copied, as many for each item."""
+    if isinstance(rows, Slices):
+        return rows.row, rows.row + np.maximum(rows.stop - rows.lead, 1)
+    return rows.ravel(), rows.ravel() + 1
 
 
 def check_padding(padding: str) -> None:
