@@ -386,11 +386,11 @@ class Churn:
             self.open.pop().abort()
 
     def delete(self, number):
-        if len(self.buffer) > len(self.open):
-            self.buffer.delete(number % (len(self.buffer) - len(self.open)))
+        if len(self.buffer) and not self.open:
+            self.buffer.delete(number % len(self.buffer))
 
     def update(self, number):
-        if len(self.buffer) > len(self.open):
+        if len(self.buffer) and not self.open:
             self.buffer.update(0, task=number % 3, x=number)
 
     def clear(self, number):

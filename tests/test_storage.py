@@ -411,9 +411,20 @@ def assert_same_table(storage: Storage, folder: str) -> None:
     refreshed, anew = storage.refresh(), Storage.open(folder, verify="never").table
     assert (refreshed.changes, refreshed.base) == (anew.changes, anew.base)
     assert refreshed.visible.tolist() == anew.visible.tolist()
-    assert refreshed.seen.tolist() == anew.seen.tolist()
+    assert refreshed.shown.tolist() == anew.shown.tolist()
     for mine, theirs in zip(refreshed.columns, anew.columns, strict=True):
         assert mine.tolist() == theirs.tolist()
+
+
+def test_what_fails_its_checksum_stays_away_when_others_are_published(folder: Path) -> None:
+    flip(folder, *DAMAGE["a"])
+    storage = Storage.open(folder, verify="always")
+    before = storage.table.valid
+    with make(folder) as buffer:
+        buffer.delete(0)
+        store(buffer, 7)
+    assert storage.refresh().serial[storage.table.visible].tolist() == [2, 3]
+    assert before.tolist() == [True, False, True, False]
 
 
 def test_a_refresh_shares_what_did_not_change_and_leaves_earlier_tables_as_they_were(tmp_path: Path) -> None:

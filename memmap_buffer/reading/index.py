@@ -263,7 +263,7 @@ class Selection:
 
     def _later(self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable) -> Runs:
         """The runs of a folder, where those of an earlier table are known: of what its records tell, nothing else."""
-        changed = table.seen != before.seen
+        changed = (table.check != before.check) | (table.shown != before.shown)
         stay = np.flatnonzero(~changed.take(runs.slot))
         # Mostly it is the oldest that leave, and the newest that grow: what is between them is not copied.
         between = len(stay) > 0 and stay[-1] - stay[0] == len(stay) - 1

@@ -76,7 +76,7 @@ class EpisodeTable:
 
     def shows(self, slots: IntArray, serials: IntArray) -> npt.NDArray[np.bool_]:
         """Whether each slot holds the visible episode of that serial."""
-        return np.asarray((self.serial[slots] == serials) & self._shown[slots])
+        return np.asarray((self.serial[slots] == serials) & self.shown[slots])
 
     def of(self, column: npt.NDArray[Any], slots: IntArray) -> npt.NDArray[Any]:
         """A column at some slots; no copy where these are all the visible ones and lie side by side."""
@@ -90,17 +90,11 @@ class EpisodeTable:
         return bool(len(slots) and slots[-1] - slots[0] == len(slots) - 1 and (slots[1:] > slots[:-1]).all())
 
     @cached_property
-    def _shown(self) -> npt.NDArray[np.bool_]:
+    def shown(self) -> npt.NDArray[np.bool_]:
+        """(slots,) whether a slot holds a visible episode."""
         shown = np.zeros(len(self.serial), np.bool_)
         shown[self.visible] = True
         return shown
-
-    @cached_property
-    def seen(self) -> Words:
-        """(slots,) what a record's check is as long as the slot shows the episode that it shows here."""
-        out = self.check.copy()
-        np.invert(out, out=out, where=~self._shown)
-        return out
 
     @property
     def columns(self) -> Columns:
@@ -242,7 +236,7 @@ class Storage:
         if before is not None and same and base == before.base and self.layout.max_steps is None:
             return before.visible
         slots = self._by_serial(np.flatnonzero(valid & (serial >= base) if base else valid), serial)
-        if (flags & DELETED).any():
+        if np.bitwise_or.reduce(flags) & DELETED:
             slots = slots[flags.take(slots) & DELETED == 0]
         slots = slots[-self.layout.max_episodes :]
         if self.layout.max_steps is not None:
@@ -283,10 +277,12 @@ class Storage:
         Returns: their words (B, 8); (B,) whether each is, unchanged, that of the visible episode of that serial.
         """
         words = self.maps.words.take(slots, axis=0)
-        differs = words[:, CHECK] ^ self.table.seen.take(slots)
+        differs = words[:, CHECK] ^ self.table.check.take(slots)
         differs |= words[:, SERIAL] ^ serials.view(np.uint64)
         differs |= words[:, GENERATION] & np.uint64(1)
-        return words, differs == 0
+        same: npt.NDArray[np.bool_] = differs == 0
+        same &= self.table.shown.take(slots)
+        return words, same
 
     def first_row(self, slots: IntArray, final: bool) -> IntArray:
         """The row of step 0 of each slot, in files with or without `final`."""
