@@ -6,7 +6,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 1   values
     level 2   schema, transforms, reading.memory, store.kernels
     level 3   store.files, store.records, store.staging, store.tree, interop.gymnasium
-    level 4   store.layout, store.host, store.folder
+    level 4   store.layout, store.host, store.folder, store.table
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes
     level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile

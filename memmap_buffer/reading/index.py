@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import View
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.records import FINAL, TERMINATED
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage, crc32
+from memmap_buffer.store.storage import Storage, crc32
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array, decode
 
 BoolArray = npt.NDArray[np.bool_]
@@ -57,6 +59,15 @@ class Index:
         if self.source is None:
             return [0, len(self)]
         return [int(n) for n in self.starts[np.searchsorted(self.source, np.arange(sources + 1))]]
+
+    def parts(self, sources: int) -> list[Runs]:
+        """Its runs, source by source."""
+        count = np.diff(self.starts)
+        runs = Runs(self.slot, self.serial, self.first, count, self.last)
+        if self.source is None:
+            return [runs]
+        cuts = np.searchsorted(self.source, np.arange(sources + 1)).tolist()
+        return [runs.where(slice(*cut)) for cut in pairwise(cuts)]
 
     def living(self, sources: Sources) -> Index:
         """What is left of it in the tables as last read."""
@@ -216,48 +227,69 @@ class Selection:
     def has_callables(self) -> bool:
         return any(callable(c) for c in [*self.filter_meta.values(), *self.filter_fields.values()])
 
-    def index(self, sources: Sources, tables: Sequence[EpisodeTable] | None = None) -> Index:
-        """The anchors that exist in the tables as last read, or in these."""
+    def index(
+        self,
+        sources: Sources,
+        tables: Sequence[EpisodeTable] | None = None,
+        before: tuple[Index, Sequence[EpisodeTable]] | None = None,
+    ) -> Index:
+        """The anchors that exist in the tables as last read, or in these.
+
+        Args: before: an index and the tables that it was made of; only episodes that changed since are looked at.
+        """
         folders = list(zip(sources.storages, sources.tables if tables is None else tables, strict=True))
-        slots = [self._slots(number, *folder) for number, folder in enumerate(folders)]
-        if self.top_k is not None:
-            slots = _top_k(slots, folders, *self.top_k)
-        parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
+        if before is None or self.has_callables or self.top_k is not None:  # whether one passes may depend on others
+            slots = [self._slots(number, *folder, folder[1].visible) for number, folder in enumerate(folders)]
+            slots = slots if self.top_k is None else _top_k(slots, folders, *self.top_k)
+            parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
+        else:
+            olds = zip(before[0].parts(len(folders)), before[1], strict=True)
+            parts = [self._later(i, *folder, *old) for i, (folder, old) in enumerate(zip(folders, olds, strict=True))]
         weights = [_weights(*folder, part, self.weight_by) for folder, part in zip(folders, parts, strict=True)]
         if self.weight_by is not None:
             parts = [part.where(np.flatnonzero(weight)) for part, weight in zip(parts, weights, strict=True)]
-        source = np.repeat(np.arange(len(parts)), [len(part.slot) for part in parts])
+        source = None if sources.single else np.repeat(np.arange(len(parts)), [len(part.slot) for part in parts])
         slot, serial, first, count = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
+            _joined([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
         )
         lasts = [part.last for part in parts if part.last is not None]
         return Index(
             *(slot, serial, first),
             starts=_sums(count),
             stride=self.view.stride,
-            source=None if sources.single else source,
-            last=np.concatenate(lasts) if lasts else None,
-            mass=None if self.weight_by is None else _sums(count * np.concatenate([w[w > 0] for w in weights])),
+            source=source,
+            last=_joined(lasts) if lasts else None,
+            mass=None if self.weight_by is None else _sums(count * _joined([w[w > 0] for w in weights])),
         )
 
-    def _slots(self, number: int, storage: Storage, table: EpisodeTable) -> IntArray:
-        """The slots of the episodes that pass, oldest first."""
-        slots = table.visible
-        keep = table.length[slots] >= self.min_episode_len
+    def _later(self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable) -> Runs:
+        """The runs of a folder, where those of an earlier table are known: of what its records tell, nothing else."""
+        changed = (table.check != before.check) | (table.shown != before.shown)
+        stay = np.flatnonzero(~changed.take(runs.slot))
+        # Mostly it is the oldest that leave, and the newest that grow: what is between them is not copied.
+        between = len(stay) > 0 and stay[-1] - stay[0] == len(stay) - 1
+        kept = runs.where(slice(stay[0], stay[-1] + 1) if between else stay)
+        slots = table.visible[changed.take(table.visible)]
+        return kept.joined(self._runs(storage, table, self._slots(number, storage, table, slots)))
+
+    def _slots(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
+        """Those of some visible slots whose episodes pass."""
+        keep = table.of(table.length, slots) >= self.min_episode_len
         for name, condition in self.filter_meta.items():
             keep &= matches(_episode_column(storage, table, name, slots), condition, name)
         if self.split is not None:
             keep &= self._in_part(table.serial[slots], number)
-        return slots[keep]
+        return slots if keep.all() else slots[keep]
 
     def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         ended = _ended(storage, table, slots, self.view.terminal_field)
-        schema, has_final = storage.layout.schema, table.flags[slots] & FINAL != 0
-        spans = self.view.spans(schema, table.length[slots], has_final, ended)
-        runs = Runs(slots, table.serial[slots], spans.first, spans.count, spans.last)
+        schema, has_final = storage.layout.schema, table.of(table.flags, slots) & FINAL != 0
+        spans = self.view.spans(schema, table.of(table.length, slots), has_final, ended)
+        runs = Runs(slots, table.of(table.serial, slots), spans.first, spans.count, spans.last)
         if self.filter_fields:
             return filtered(runs, storage, self.filter_fields, self.view.stride)
-        return runs.where(np.flatnonzero(spans.count > 0))
+        some = spans.count > 0
+        return runs if some.all() else runs.where(np.flatnonzero(some))
 
     def _in_part(self, serial: IntArray, number: int) -> BoolArray:
         """Where a hash of (seed, source, serial) falls into the part's share of [0, 1)."""
@@ -281,8 +313,16 @@ def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return np.asarray(x ^ (x >> np.uint64(31)))
 
 
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+
+
 def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
+    """(n + 1,) the sum of those before each of n values, and of all."""
+    out = np.empty(len(values) + 1, values.dtype)
+    out[0] = 0
+    np.cumsum(values, out=out[1:])
+    return out
 
 
 def _check_top_k(top_k: object, schema: Schema) -> None:
@@ -337,7 +377,7 @@ def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str | None
 def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, name: str | None) -> BoolArray:
     """Which episodes ended by the field `name`: the record tells for `terminated`, else the last step is read."""
     if name in (None, "terminated") or name not in storage.layout.schema.fields:
-        return np.asarray(table.flags[slots] & TERMINATED != 0)
+        return np.asarray(table.of(table.flags, slots) & TERMINATED != 0)
     final = storage.layout.schema.fields[name].final
     rows = storage.first_row(slots, final) + table.length[slots] - 1
     values = storage.maps.rows[name][rows]

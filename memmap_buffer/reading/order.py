@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from memmap_buffer.reading.index import GOLDEN, Index, Selection, splitmix
 from memmap_buffer.reading.sources import Anchors, Sources
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 
 ROUNDS = 6
 BLOCKS = 64  # in a window: so many places are mixed, each read in one go

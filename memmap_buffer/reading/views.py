@@ -17,7 +17,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.schema import Schema
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.transforms import n_step_return
 
 BOUNDARIES = ("pad", "shift", "drop")
@@ -95,7 +95,7 @@ class Trajectory(View):
         return [*_named(schema, self.fields, "fields"), *["_lens"] * self.return_lens, *["_mask"] * self.return_mask]
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), np.ones_like(length))
+        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
 
     def cut(self, gather: Gather) -> None:
         names = _named(gather.schema, self.fields, "fields")
@@ -124,7 +124,7 @@ class Timestep(View):
         return list(_named(schema, self.fields, "fields"))
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), length)
+        return Spans(np.zeros(len(length), np.int64), length)
 
     def cut(self, gather: Gather) -> None:
         gather.put_at(_named(gather.schema, self.fields, "fields"), gather.t)
@@ -179,7 +179,7 @@ class NStep(View):
         ]
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), length - ~(has_final | terminated))
+        return Spans(np.zeros(len(length), np.int64), length - ~(has_final | terminated))
 
     def cut(self, gather: Gather) -> None:
         schema, t, length = gather.schema, gather.t, gather.length
@@ -269,7 +269,7 @@ class Crop(View):
         return [*_named(schema, self.fields, "fields"), "_lens", "_start", "_reaches_episode_end"]
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), np.ones_like(length))
+        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
 
     def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray:
         # One number of the sequence an item, so that a part of an epoch is cropped as in the whole of it.
