@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.conditions import matches
-from memmap_buffer.reading.runs import Runs, filtered
+from memmap_buffer.reading.runs import START, VALID, Runs, filtered
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import View
 from memmap_buffer.schema import Schema
@@ -155,9 +155,11 @@ class Selection:
 
     Args:
         view: how items are cut.
-        filter_meta: meta field (or "episode_lens") -> condition; filter_fields: field -> condition on step t. A
-            condition is a scalar (equal), a set or list (member), (low, high) (low ≤ x < high, None is open), or a
-            callable from the column to bools. All must hold.
+        filter_meta: meta field (or "episode_lens") -> condition; filter_fields: field -> condition on step t, where an
+            item may begin; "_start" is t itself, so {"_start": 0} serves what begins with its episode. A condition is
+            a scalar (equal), a set or list (member), (low, high) (low ≤ x < high, None is open), or a callable from
+            the column to bools. All must hold. Where a bool field `valid` of no shape was declared,
+            {"valid": True} holds unless another condition on it is given; see `excluding`.
         min_episode_len: timesteps.
         top_k: (meta field, k): only the k episodes where it is highest.
         weight_by: a meta field (or "episode_lens"): an episode's anchors are drawn in proportion to it, and not at all
@@ -183,19 +185,31 @@ class Selection:
         for name in self.filter_meta:
             if name != "episode_lens" and name not in schema.meta_fields:
                 raise schema.unknown(name, "filter_meta", [*schema.meta_fields, "episode_lens"])
-        for name in self.filter_fields:
+        for name in self.filter_fields.keys() - {START}:
             if name not in schema.fields:
-                raise schema.unknown(name, "filter_fields", schema.fields)
+                raise schema.unknown(name, "filter_fields", [*schema.fields, START])
             if schema.fields[name].shape not in ((), (1,)):
                 raise SchemaError(
                     f"filter_fields: {name!r} has shape {schema.fields[name].shape}; filter by a scalar field"
                 )
-        if self.filter_fields and self.view.per_episode:
+        if self.filter_fields.keys() - {VALID} and self.view.per_episode:
             raise SchemaError("filter_fields needs a view of timesteps; filter whole episodes by filter_meta")
         if self.split is not None:
             _check_split(self.split, self.part)
         elif self.part is not None:
             raise SchemaError(f"part: got {self.part!r} without split; give split={{{self.part!r}: 0.9, …}} too")
+
+    def excluding(self, schema: Schema) -> Selection:
+        """The same without what the field `valid` excludes, where there is one.
+
+        It is the anchor that must be valid: the timestep, the first step of a transition or a window (of one that
+        begins before its episode, the episode's), offset 0. What else lies in an item, such as the later steps of a window or the rewards of n steps, is given as it is, with
+        `valid` among its fields. Whole episodes and crops are served if any of their steps is valid.
+        """
+        field = schema.fields.get(VALID)
+        if field is None or field.dtype != "bool" or field.shape or VALID in self.filter_fields:
+            return self
+        return replace(self, filter_fields={VALID: True, **self.filter_fields})
 
     def without_callables(self) -> Selection:
         """What can be pickled; see `Index` for the episodes it leaves open."""
@@ -255,9 +269,13 @@ class Selection:
         schema, has_final = storage.layout.schema, table.flags[slots] & FINAL != 0
         spans = self.view.spans(schema, table.length[slots], has_final, ended)
         runs = Runs(slots, table.serial[slots], spans.first, spans.count, spans.last)
-        if self.filter_fields:
+        if self.filter_fields and not self.view.per_episode:
             return filtered(runs, storage, self.filter_fields, self.view.stride)
-        return runs.where(np.flatnonzero(spans.count > 0))
+        keep = spans.count > 0
+        if self.filter_fields:
+            steps = replace(runs, first=np.zeros_like(slots), count=table.length[slots], last=None)
+            keep &= np.isin(slots, filtered(steps, storage, self.filter_fields, 1).slot)
+        return runs.where(np.flatnonzero(keep))
 
     def _in_part(self, serial: IntArray, number: int) -> BoolArray:
         """Where a hash of (seed, source, serial) falls into the part's share of [0, 1)."""

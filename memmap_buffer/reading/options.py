@@ -181,7 +181,7 @@ class Options:
             split=self.split,
             part=self.part,
             split_seed=self.split_seed,
-        )
+        ).excluding(schema)
         selection.check(schema)
         return selection
 

@@ -10,9 +10,11 @@ import numpy as np
 
 from memmap_buffer.reading.conditions import matches
 from memmap_buffer.store.storage import IntArray, Storage
-from memmap_buffer.values import decode
+from memmap_buffer.values import Array, decode
 
 CHUNK_STEPS = 1 << 20  # steps whose filter columns are looked at together
+START = "_start"  # in filters: the anchor's timestep itself, as `Window` calls it in a batch
+VALID = "valid"  # the field that `set_valid` writes
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,21 @@ def _scan(
     t = part.first[run] + (np.arange(len(run)) - np.repeat(np.cumsum(part.count) - part.count, part.count)) * stride
     if part.last is not None:
         t = np.minimum(t, part.last[run])
-    keep = t >= 0
+    keep = np.ones(len(t), np.bool_)
     for name, condition in filters.items():
-        field = storage.layout.schema.fields[name]
-        rows = storage.first_row(part.slot, field.final)[run] + np.maximum(t, 0)
-        keep &= matches(decode(storage.maps.rows[name].take(rows, axis=0), field.dtype), condition, name)
+        keep &= matches(_column(storage, name, part.slot[run], t), condition, name)
+        if name not in (START, VALID):
+            keep &= t >= 0  # there is no step
     joined = keep[1:] & keep[:-1] & (run[1:] == run[:-1])
     begins = np.flatnonzero(keep & ~np.concatenate([[False], joined]))
     ends = np.flatnonzero(keep & ~np.concatenate([joined, [False]]))
     return chunk[run[begins]], t[begins], ends - begins + 1
+
+
+def _column(storage: Storage, name: str, slot: IntArray, t: IntArray) -> Array:
+    """A field, or the timesteps themselves as "_start", at (slot, t); before an episode its first step stands."""
+    if name == START:
+        return t
+    field = storage.layout.schema.fields[name]
+    rows = storage.first_row(slot, field.final) + np.maximum(t, 0)
+    return decode(storage.maps.rows[name].take(rows, axis=0), field.dtype)
