@@ -14,11 +14,11 @@ The layers; a module imports only from levels above its own line, never sideways
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair
-    level 12  reading.slices, reading.conditions, reading.split, reading.weighting
+    level 12  reading.slices, reading.conditions, reading.split, reading.weighting, reading.hindsight
     level 13  reading.sources, reading.runs
     level 14  reading.gather
-    level 15  reading.views
-    level 16  reading.index
+    level 15  reading.views, reading.relabelling
+    level 16  reading.index, reading.transitions
     level 17  reading.options, reading.order, reading.extent, reading.transport, reading.masses
     level 18  reading.reader, reading.readahead
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
@@ -48,8 +48,10 @@ from memmap_buffer.errors import (
     StaleEpisodeError,
     WriterLostError,
 )
+from memmap_buffer.reading.hindsight import Hindsight
 from memmap_buffer.reading.options import Options
-from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
+from memmap_buffer.reading.transitions import NStep
+from memmap_buffer.reading.views import Crop, Offsets, Timestep, Trajectory, View, Window
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.checkup import Finding, verify
@@ -70,6 +72,7 @@ __all__ = [
     "EpisodeStateError",
     "Field",
     "Finding",
+    "Hindsight",
     "MemmapBufferError",
     "NStep",
     "NotABufferError",

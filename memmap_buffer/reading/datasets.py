@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,9 @@ def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
     return nest({key: to_tensor(array) for key, array in batch.items()})
 
 
-def gathered(reader: Reader, batch: Mapping[str, Array]) -> dict[str, Any]:
-    """A batch that was read as (nested) tensors, transformed."""
-    return reader.output.transformed(to_tensors(batch))
+def gathered(reader: Reader, batch: Mapping[str, Array], rng: Callable[[], np.random.Generator]) -> dict[str, Any]:
+    """A batch that was read as (nested) tensors, transformed; `rng` is chance for the transforms that want it."""
+    return reader.output.transformed(to_tensors(batch), rng)
 
 
 class Batch(Sequence[dict[str, Any]]):
@@ -102,7 +103,8 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Sequence[int] | Anchors) -> Batch:
         """Many items at once, gathered once: by position, or at anchors."""
         anchors = indices if isinstance(indices, Anchors) else self._locate(indices)
-        return Batch(gathered(self.reader, self.reader.read(anchors)), anchors.size)
+        batch = self.reader.read(anchors)
+        return Batch(gathered(self.reader, batch, partial(_rng_of, anchors)), anchors.size)
 
     def _locate(self, indices: Sequence[int]) -> Anchors:
         index = self.reader.index()
@@ -113,6 +115,12 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
                 f"item {positions[outside][0]}: the dataset has {len(index)}; call refresh() to see newer ones"
             )
         return self.reader.crop(index.locate(positions % len(index)), seeded_rng)
+
+
+def _rng_of(anchors: Anchors) -> np.random.Generator:
+    """The generator of a batch."""
+    assert anchors.chance is not None
+    return np.random.default_rng(anchors.chance[:1])
 
 
 class Collate:
@@ -245,7 +253,7 @@ def make_loader(
     reader.require(reader.index(refresh=True))
     ranks = ranks_of(rank, world_size)
     if seed is None:
-        if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.view.random):
+        if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
             raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
     sampler: EpochSampler | PrioritizedSampler
@@ -283,5 +291,6 @@ def sample(
 ) -> Any:
     """One batch drawn with replacement, as a loader of the same options would give it."""
     _check_count("batch_size", batch_size, 1)
-    data = Collate(draws.reader.output).named(gathered(draws.reader, draws.read(batch_size, rng, alone)))
+    batch = draws.read(batch_size, rng, alone)
+    data = Collate(draws.reader.output).named(gathered(draws.reader, batch, lambda: rng))
     return data if device is None else to_device(data, device)

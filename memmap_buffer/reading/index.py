@@ -17,7 +17,7 @@ import numpy.typing as npt
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.conditions import matches
 from memmap_buffer.reading.runs import START, VALID, Runs, filtered
-from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.reading.sources import GOLDEN, Anchors, Sources, splitmix
 from memmap_buffer.reading.views import View
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.records import FINAL, TERMINATED
@@ -27,7 +27,6 @@ from memmap_buffer.values import Array, decode
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 MANY = 2048  # 16,384 anchors among 2000 runs: 0.14 ms by buckets, 1.0 by binary search; but 256 take 13 µs and 7
-GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +165,7 @@ class Selection:
             where it is 0.
         split: name -> fraction of the episodes, and `part`, the name of the one that is wanted; by `split_seed`. An
             episode's part follows from its serial alone, so it never changes.
+        random: whether chance has a say in each item. by_batch: whether an item depends on the others of its batch.
     """
 
     view: View
@@ -177,6 +177,8 @@ class Selection:
     part: str | None = None
     split_seed: int = 0
     weight_by: str | None = None
+    random: bool = False
+    by_batch: bool = False
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
@@ -202,9 +204,10 @@ class Selection:
     def excluding(self, schema: Schema) -> Selection:
         """The same without what the field `valid` excludes, where there is one.
 
-        It is the anchor that must be valid: the timestep, the first step of a transition or a window (of one that
-        begins before its episode, the episode's), offset 0. What else lies in an item, such as the later steps of a window or the rewards of n steps, is given as it is, with
-        `valid` among its fields. Whole episodes and crops are served if any of their steps is valid.
+        It is the anchor that must be valid: the timestep, the first step of a transition or a window (the episode's,
+        where the window begins before it), offset 0. What else lies in an item, such as the later steps of a window or
+        the rewards of n steps, is given as it is, with `valid` among its fields. Whole episodes and crops are served if
+        any of their steps is valid.
         """
         field = schema.fields.get(VALID)
         if field is None or field.dtype != "bool" or field.shape or VALID in self.filter_fields:
@@ -287,16 +290,6 @@ class Selection:
         key = np.uint64((self.split_seed * GOLDEN + number * 0xD1B54A32D192ED03) % 2**64)
         u = splitmix(serial.astype(np.uint64) + key).astype(np.float64) / 2.0**64
         return np.asarray((u >= start) & (u < stop))
-
-
-def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Whole numbers (n,) scattered over all 64 bits.
-
-    Source: the finaliser of Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
-    """
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return np.asarray(x ^ (x >> np.uint64(31)))
 
 
 def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -13,6 +13,7 @@ from memmap_buffer.reading.gather import Gather
 from memmap_buffer.reading.index import Index, Selection
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
+from memmap_buffer.reading.relabelling import Relabelling
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.files import process_id
@@ -37,6 +38,7 @@ class Reader:
         self.selection: Selection = options.select(sources.schema, sources.max_timesteps)
         self.output = Output.of(options, self.selection.view, sources.schema)
         self.on_stale = options.on_stale
+        self.hindsight = options.hindsight
         self.prioritized = Prioritized.parse(options.prioritized, sources.schema)
         self._has_text = any(field.storage.kind == "U" for field in sources.schema.all.values())
         self._index: Index | None = None
@@ -52,6 +54,7 @@ class Reader:
         frozen = self._frozen or selection.has_callables
         state |= {
             "on_stale": self.on_stale,
+            "hindsight": self.hindsight,
             "prioritized": self.prioritized,
             "_has_text": self._has_text,
             "_index": self.index(),
@@ -87,7 +90,7 @@ class Reader:
 
     def crop(self, anchors: Anchors, rng: Callable[[], np.random.Generator]) -> Anchors:
         """Let chance move the anchors, where the view gives it a say; the generator is made only there."""
-        return crop(self.selection, self.sources, anchors, rng()) if self.selection.view.random else anchors
+        return crop(self.selection, self.sources, anchors, rng()) if self.selection.random else anchors
 
     def read(self, anchors: Anchors) -> dict[str, Array]:
         """The batch at some anchors.
@@ -111,8 +114,12 @@ class Reader:
 
     def plan(self, anchors: Anchors) -> Gather:
         """What a batch of these anchors, or of a part of them, holds; nothing that takes much memory is copied yet."""
-        gather = Gather(self.sources, anchors)
-        self.selection.view.cut(gather)
+        view = self.selection.view
+        if self.hindsight is None:
+            gather = Gather(self.sources, anchors)
+        else:
+            gather = Relabelling(self.sources, anchors, self.hindsight, view.reach)
+        view.cut(gather)
         gather.put_meta(self.output.meta)
         return gather
 
@@ -175,5 +182,7 @@ class Reader:
             batch[self.output.indices] = columns[0].copy() if len(columns) == 1 else np.stack(columns, axis=1)
         if anchors.weight is not None and anchors.probability is not None:
             batch |= {"_weights": anchors.weight, "_probabilities": anchors.probability}
+        for key in self.output.widened:
+            batch[key] = batch[key][..., None]
         rename = self.output.rename
         return {rename.get(key, key): value for key, value in batch.items()} if rename else batch

@@ -263,8 +263,8 @@ class EpochSampler:
         if self.weights is not None:
             bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
-        ahead, view = self._ahead(epoch), self.reader.selection.view
-        together = Ahead(self.reader) if self.plans and not (view.by_batch or view.random) else None
+        ahead, selection = self._ahead(epoch), self.reader.selection
+        together = Ahead(self.reader) if self.plans and not (selection.by_batch or selection.random) else None
         for numbers in self._split(epoch).chunks(CHUNK):
             if ahead is not None:
                 ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
@@ -346,7 +346,7 @@ class Draws:
     def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
         """One batch; see `next`."""
         reader = self.reader
-        if alone or self._quota is not None or reader.selection.view.by_batch:
+        if alone or self._quota is not None or reader.selection.by_batch:
             return reader.read(self.next(batch_size, rng, alone))
         index = reader.index(refresh=True)
         if self._of != (index, batch_size):
