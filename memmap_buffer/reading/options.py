@@ -61,6 +61,7 @@ class ReadOptions(TypedDict, total=False):
     fieldname_map: Mapping[str, str]
     to_named_tuple: Iterable[str]
     keepdim: bool
+    ragged: bool
     transform: Transform | Sequence[Transform]
     hindsight: Hindsight
     on_stale: str
@@ -87,6 +88,8 @@ class Options:
         keepdim: what is one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1): fields, meta
             fields, returns, discounts, lengths of transitions, weights and probabilities; not text, nor indices and
             masks.
+        ragged: give whole episodes, windows, `seq_` and the `next_` of a timeline without their padding, as jagged
+            nested tensors, (B, j, *field) of each item's own j, whose `unbind()` is a list; text as lists.
         transform: called with each gathered batch, a dict of tensors under its final keys, where it was gathered (a
             worker process, a prefetching thread); returns a dict, which may be the same. Of several each gets what the
             one before it gave. One that has a parameter `rng` gets a numpy Generator of this batch, fixed by the seed,
@@ -127,6 +130,7 @@ class Options:
     fieldname_map: Mapping[str, str] | None = None
     to_named_tuple: Iterable[str] | None = None
     keepdim: bool = False
+    ragged: bool = False
     transform: Transform | Sequence[Transform] | None = None
     hindsight: Hindsight | None = None
     on_stale: str = "redraw"
@@ -235,6 +239,7 @@ class Output:
         rename: key -> the key wanted. tuple_names: keys of the named tuple, or ().
         transforms: functions of the user's, and whether each wants `rng`.
         widened: keys, before they are renamed, that get one more axis.
+        ragged: key -> the key of the lengths to which it is cut.
     """
 
     meta: tuple[str, ...]
@@ -243,6 +248,7 @@ class Output:
     tuple_names: tuple[str, ...] = ()
     transforms: tuple[tuple[Transform, bool], ...] = ()
     widened: frozenset[str] = frozenset()
+    ragged: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
@@ -265,7 +271,13 @@ class Output:
             )
         widened = frozenset(key for key in keys if options.keepdim and _is_number(key, schema))
         transforms = tuple((transform, takes_rng(transform)) for transform in options.transforms)
-        output = cls(meta, indices, rename, names(options.to_named_tuple) or (), transforms, widened)
+        ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options.ragged}
+        if options.ragged and not ragged:
+            raise SchemaError(
+                f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
+                "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
+            )
+        output = cls(meta, indices, rename, names(options.to_named_tuple) or (), transforms, widened, ragged)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
             if name not in wanted and name not in groups and not output.transforms:

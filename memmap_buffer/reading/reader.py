@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
-from memmap_buffer.reading.gather import Gather
+from memmap_buffer.reading.gather import BFloat16Bits, Gather
 from memmap_buffer.reading.index import Index, Selection
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
@@ -21,6 +21,22 @@ from memmap_buffer.store.storage import EpisodeTable, IntArray
 from memmap_buffer.values import Array
 
 TRIES = 8
+
+
+class Element(NamedTuple):
+    """A key of a batch: its shape, None where a batch tells, and its dtype, "str" for text."""
+
+    shape: tuple[int | None, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, ragged: bool, batch_size: int | None, array: Array) -> Element:
+        """From a batch of no items, in which the length of the longest is 0."""
+        steps = [None if ragged or not n else n for n in array.shape[1:2]]
+        dtype = (
+            "bfloat16" if isinstance(array, BFloat16Bits) else "str" if array.dtype.kind == "U" else array.dtype.name
+        )
+        return cls((batch_size, *steps, *array.shape[2:]), dtype)
 
 
 class Reader:
@@ -122,6 +138,17 @@ class Reader:
         view.cut(gather)
         gather.put_meta(self.output.meta)
         return gather
+
+    def elements(self, batch_size: int | None) -> dict[str, Element]:
+        """What a batch holds, found by cutting one of no items."""
+        none = np.empty(0, np.int64)
+        source = None if self.sources.single else none
+        chance = none.astype(np.uint64) if self.selection.random else None
+        anchors = Anchors(source, none, none, none, chance=chance)
+        if self.prioritized is not None:
+            anchors = anchors._replace(weight=none.astype(np.float32), probability=none.astype(np.float64))
+        batch = self.read(anchors)
+        return {key: Element.of(key in self.output.ragged, batch_size, array) for key, array in batch.items()}
 
     def _read_part(self, anchors: Anchors) -> dict[str, Array]:
         plan, part = anchors.plan

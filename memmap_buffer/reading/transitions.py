@@ -64,6 +64,12 @@ class NStep(View):
     def terminal_field(self) -> str:  # type: ignore[override]
         return self.terminated
 
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        following = named(schema, self.next_fields, "next_fields") if self.timeline else ()
+        keys = [f"next_{name}" for name in following]
+        keys += [f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")]
+        return dict.fromkeys(keys, "n_step_lens")
+
     @property
     def reach(self) -> int:
         return self.n

@@ -60,6 +60,10 @@ class View(ABC):
         """Where chance, u (B,) in [0, 1), moves the anchors of episodes of these lengths; only if `random`."""
         raise NotImplementedError
 
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        """The keys of a batch that are padded behind the end, and the key that says how long each item is."""
+        return {}
+
     @property
     def reach(self) -> int:
         """How many timesteps from the anchor on an item may have rewards of."""
@@ -99,6 +103,10 @@ class Trajectory(View):
 
     def keys(self, schema: Schema) -> list[str]:
         return [*named(schema, self.fields, "fields"), *["_lens"] * self.return_lens, *["_mask"] * self.return_mask]
+
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        names = named(schema, self.fields, "fields") if self.return_lens else ()
+        return {name: "_lens" for name in names if not (self.final_observation and schema.fields[name].final)}
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros_like(length), np.ones_like(length))
@@ -175,6 +183,10 @@ class Window(View):
     def keys(self, schema: Schema) -> list[str]:
         return [*named(schema, self.fields, "fields"), "_lens", "_mask", "_start", "_reaches_episode_end"]
 
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        names = () if self.pad_before else named(schema, self.fields, "fields")
+        return dict.fromkeys(names, "_lens")
+
     @property
     def reach(self) -> int:
         return self.length
@@ -212,6 +224,9 @@ class Crop(View):
 
     def keys(self, schema: Schema) -> list[str]:
         return [*named(schema, self.fields, "fields"), "_lens", "_start", "_reaches_episode_end"]
+
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        return dict.fromkeys(named(schema, self.fields, "fields"), "_lens")
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros_like(length), np.ones_like(length))
