@@ -2,7 +2,7 @@
 
 The layers; a module imports only from levels above its own line, never sideways:
 
-    level 0   errors
+    level 0   errors, interop.extras
     level 1   values
     level 2   schema, transforms, reading.memory
     level 3   store.files, store.records, store.tree
@@ -22,7 +22,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 17  reading.options, reading.order, reading.extent, reading.transport, reading.masses
     level 18  reading.reader, reading.readahead
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
-    level 20  reading.datasets
+    level 20  reading.datasets, interop.pandas
     level 21  reading.readable
     level 22  buffer
     level 23  concat, cli
@@ -57,7 +57,7 @@ from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.checkup import Finding, verify
 from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
-from memmap_buffer.transforms import compute_importance_weights
+from memmap_buffer.transforms import Returns, Scale, compute_importance_weights, discounted_returns
 
 __version__ = "0.1.0"
 
@@ -82,6 +82,8 @@ __all__ = [
     "Prioritized",
     "ReadOnlyError",
     "ReplayBuffer",
+    "Returns",
+    "Scale",
     "Schema",
     "SchemaError",
     "SchemaMismatchError",
@@ -92,6 +94,7 @@ __all__ = [
     "Window",
     "WriterLostError",
     "compute_importance_weights",
+    "discounted_returns",
     "pack",
     "repair",
     "unpack",

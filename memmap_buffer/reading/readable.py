@@ -289,6 +289,12 @@ class Readable:
 
         return batch_of(self._draws_of(options).reader, indices, device)
 
+    def to_dataframe(self, indices: Any = None, **options: Unpack[ReadOptions]) -> Any:
+        """Items as a pandas table, one row each; see `interop.pandas.to_dataframe`."""
+        from memmap_buffer.interop.pandas import to_dataframe
+
+        return to_dataframe(self, indices, **options)
+
     def elements(self, batch_size: int | None = None, **options: Unpack[ReadOptions]) -> dict[str, Element]:
         """What a batch holds, before it is transformed: dotted key -> `Element` (shape, dtype). Nothing is read.
 
