@@ -81,7 +81,7 @@ def rollouts(tmp_path):
 
 
 @pytest.mark.parametrize("action", ["int", ("float", 2)], ids=["discrete", "vector"])
-def test_a_pre_timeline_table_has_the_columns_of_reagent(rollouts, action):
+def test_S3_21_a_pre_timeline_table_has_the_columns_of_reagent(rollouts, action):
     """S3-21: as replay_buffer_to_pre_timeline_df gives them"""
     discrete = action == "int"
     table = to_pre_timeline(rollouts(action), discrete=discrete)
