@@ -6,6 +6,7 @@ The goal that each item was given is named by `_goal`; from it the slow definiti
 from __future__ import annotations
 
 import functools
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -24,6 +25,7 @@ from memmap_buffer import (
     StaleEpisodeError,
     Timestep,
     Window,
+    pack,
 )
 from memmap_buffer.reading.hindsight import STRATEGIES
 
@@ -355,3 +357,37 @@ class TestErrors:
         assert Hindsight(minus_distance, info=["a"]) == Hindsight(minus_distance, info=("a",))
         assert hash(Hindsight(minus_distance)) != hash(Hindsight(minus_distance, prob=0.5))
         assert NStep(2, stack={"a": 2}) == NStep(2, stack=(("a", 2),))
+
+
+class TestElsewhere:
+    def test_a_packed_folder_gives_the_same_as_a_grid(self, buffer, tmp_path):
+        pack(buffer.folder, tmp_path / "packed")
+        packed = ReplayBuffer.from_folder(tmp_path / "packed", read_only=True)
+        for strategy in STRATEGIES:
+            how = {"n_steps": 2, "gamma": 0.5, "seed": 3, "hindsight": Hindsight(minus_distance, strategy=strategy)}
+            assert_same(packed.sample(32, **how), buffer.sample(32, **how))
+
+    def test_random_goals_are_of_the_same_batch_also_where_several_are_drawn_ahead(self, buffer):
+        how = {"timestep_level": True, "hindsight": Hindsight(minus_distance, strategy="random", prob=1.0)}
+        for _ in range(20):
+            batch = buffer.sample(4, return_indices=True, **how)
+            last = {serial: len(rows(buffer, ACHIEVED)[serial]) - 1 for serial in range(3)}
+            after = {(serial, min(t + 1, last[serial])) for serial, t in batch["_indices"].tolist()}
+            goals = {tuple(goal) for goal in batch["_goal"].tolist()} - {(-1, -1)}
+            assert goals <= after
+
+    def test_a_dataset_with_goals_pickles_for_workers_that_are_spawned(self, buffer):
+        dataset = buffer.dataset(n_steps=1, hindsight=Hindsight(minus_distance))
+        there = pickle.loads(pickle.dumps(dataset))
+        items = []
+        for one in (dataset, there):
+            torch.manual_seed(0)
+            items.append(one.__getitems__(range(8)).data)
+        assert_same(*items)
+
+    def test_windows_that_repeat_and_starts_that_are_chosen_are_relabelled_like_others(self, buffer):
+        how = {"view": Window(3, boundary="repeat"), "filter_fields": {"_start": (0, 2)}}
+        batch = every(buffer, hindsight=Hindsight(minus_distance, prob=1.0), **how)
+        for b, goal in enumerate(goals_of(buffer, batch)):
+            if goal is not None:
+                assert (flat(batch, GOAL)[b] == goal).all()

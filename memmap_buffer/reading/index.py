@@ -165,7 +165,8 @@ class Selection:
             where it is 0.
         split: name -> fraction of the episodes, and `part`, the name of the one that is wanted; by `split_seed`. An
             episode's part follows from its serial alone, so it never changes.
-        random: whether chance has a say in each item. by_batch: whether an item depends on the others of its batch.
+        random: whether chance has a say in each item. mixes: whether an item holds rows of others of its batch, so that
+            no batches may be worked out together.
     """
 
     view: View
@@ -178,7 +179,7 @@ class Selection:
     split_seed: int = 0
     weight_by: str | None = None
     random: bool = False
-    by_batch: bool = False
+    mixes: bool = False
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""

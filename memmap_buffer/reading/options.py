@@ -224,7 +224,7 @@ class Options:
             part=self.part,
             split_seed=self.split_seed,
             random=view.random or how is not None or any(map(takes_rng, self.transforms)),
-            by_batch=view.by_batch or (how is not None and how.strategy == "random"),
+            mixes=how is not None and how.strategy == "random",
         ).excluding(schema)
         selection.check(schema)
         return selection

@@ -264,7 +264,8 @@ class EpochSampler:
             bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
         ahead, selection = self._ahead(epoch), self.reader.selection
-        together = Ahead(self.reader) if self.plans and not (selection.by_batch or selection.random) else None
+        alone = selection.view.by_batch or selection.random or selection.mixes
+        together = Ahead(self.reader) if self.plans and not alone else None
         for numbers in self._split(epoch).chunks(CHUNK):
             if ahead is not None:
                 ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
@@ -346,7 +347,7 @@ class Draws:
     def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
         """One batch; see `next`."""
         reader = self.reader
-        if alone or self._quota is not None or reader.selection.by_batch:
+        if alone or self._quota is not None or reader.selection.view.by_batch or reader.selection.mixes:
             return reader.read(self.next(batch_size, rng, alone))
         index = reader.index(refresh=True)
         if self._of != (index, batch_size):
