@@ -58,13 +58,23 @@ class TestStarts:
         assert starts(buffer, view, filter_fields={"_start": lambda t: t < 1}) == first
 
     @few
-    @given(recordings(), st.integers(-1, 5), st.integers(0, 6), st.integers(0, 2))
-    def test_starts_in_a_range_are_those_of_the_slow_definition(self, recording, low, high, before):
+    @given(
+        recordings(),
+        st.one_of(
+            st.integers(-2, 6),
+            st.tuples(st.one_of(st.none(), st.integers(-3, 5)), st.one_of(st.none(), st.integers(-3, 9))),
+            st.sets(st.integers(-2, 6)),
+            st.integers(0, 6).map(lambda n: lambda t: t % 3 < n % 3),
+        ),
+        st.sampled_from([{}, {"pad_before": 2}, {"boundary": "shift"}, {"boundary": "drop"}]),
+        st.integers(1, 3),
+        st.sampled_from([{}, {"truncated": False}]),
+    )
+    def test_conditions_on_the_start_are_those_of_the_slow_definition(self, recording, starts, how, stride, more):
         with recorded(recording) as (buffer, reference):
-            choice = {"filter_fields": {"_start": (low, high)}}
-            cut = {"length": 3, "pad_before": before}
-            items = reference.items(lambda episode: reference.windows(episode, fields=("reward",), **cut), **choice)
-            assert_view(buffer, items, view=Window(3, pad_before=before, fields=("reward",)), **choice)
+            choice, how = {"filter_fields": {"_start": starts, **more}}, {"stride": stride, **how}
+            items = reference.items(lambda episode: reference.windows(episode, 3, ("reward",), **how), **choice)
+            assert_view(buffer, items, view=Window(3, fields=("reward",), **how), **choice)
 
     def test_a_condition_on_the_start_counts_beside_those_on_fields(self, buffer):
         chosen = starts(buffer, Timestep(), filter_fields={"_start": (1, 3), "x": (11, None)})

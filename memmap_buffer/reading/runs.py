@@ -34,12 +34,35 @@ class Runs:
 
 def filtered(runs: Runs, storage: Storage, filters: Mapping[str, Any], stride: int) -> Runs:
     """Split runs into those whose every anchor passes the filters: one scan of the columns, in chunks."""
+    bounds = _bounds(filters.get(START)) if runs.last is None else None
+    if bounds is not None:  # of any number of timesteps at no cost
+        runs = _between(runs, *bounds, stride)
+        filters = {name: condition for name, condition in filters.items() if name != START}
+        if not filters:
+            return runs
     runs = _split(runs, stride)
     pieces = [_scan(runs, chunk, storage, filters, stride) for chunk in _chunks(runs.count)]
     if not pieces:
         return runs
     run, first, count = (np.concatenate(column) for column in zip(*pieces, strict=True))
     return replace(runs.where(run), first=first, count=count)
+
+
+def _bounds(condition: Any) -> tuple[int | None, int | None] | None:
+    """The whole numbers low ≤ x < high that a condition on the timestep keeps, if it is so plain."""
+    if type(condition) is int:
+        return condition, condition + 1
+    if isinstance(condition, tuple) and len(condition) == 2 and {type(end) for end in condition} <= {int, type(None)}:
+        return condition
+    return None
+
+
+def _between(runs: Runs, low: int | None, high: int | None, stride: int) -> Runs:
+    """The anchors with low ≤ t < high."""
+    begin = 0 if low is None else np.clip(-(-(low - runs.first) // stride), 0, runs.count)
+    end = runs.count if high is None else np.clip(-(-(high - runs.first) // stride), begin, runs.count)
+    kept = replace(runs, first=runs.first + begin * stride, count=np.asarray(end - begin))
+    return kept.where(np.flatnonzero(kept.count > 0))
 
 
 def _split(runs: Runs, stride: int) -> Runs:
