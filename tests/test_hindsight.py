@@ -171,6 +171,27 @@ class TestAgainstTheSlowDefinition:
                         want = expected(buffer, name, serial, -1 if beyond else t + k, goals[b], with_cost)
                         np.testing.assert_array_equal(row, np.ravel(want), err_msg=f"{name} {serial} {t} {k}")
 
+    @pytest.mark.parametrize("padding", ["zero", "edge"])
+    def test_stacks_and_timelines_have_the_goal_at_every_step(self, buffer, padding):
+        how = {"n_steps": 2, "hindsight": Hindsight(minus_distance), "next_fields": ["observation", "reward"]}
+        stacked = every(buffer, stack={"observation": 3, "reward": 3}, padding=padding, **how)
+        following = every(buffer, timeline=True, **how)
+        assert_same(following["_goal"], stacked["_goal"])
+        for b, (goal, (serial, t)) in enumerate(
+            zip(goals_of(buffer, stacked), stacked["_indices"].tolist(), strict=True)
+        ):
+            k = int(stacked["n_step_lens"][b])
+            for name in (GOAL, "reward"):
+                column = rows(buffer, name)[serial]
+                for prefix, last in (("", t), ("next_", t + k)):
+                    near = [
+                        min(max(s, 0), len(column) - 1) if padding == "edge" else s for s in range(last - 2, last + 1)
+                    ]
+                    want = [expected(buffer, name, serial, s, goal) for s in near]
+                    np.testing.assert_array_equal(flat(stacked, prefix + name)[b], want)
+                want = [expected(buffer, name, serial, s, goal) for s in range(t + 1, t + 3)]
+                np.testing.assert_array_equal(flat(following, f"next_{name}")[b], want)
+
     def test_without_the_final_goal_no_item_is_relabelled_whose_last_reward_would_need_it(self, tmp_path):
         with recorded(tmp_path, final=False) as buffer:
             batch = every(buffer, n_steps=2, hindsight=Hindsight(minus_distance, prob=1.0))
