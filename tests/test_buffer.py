@@ -407,3 +407,26 @@ def test_a_final_observation_may_be_given_in_any_memory_layout(tmp_path):
         buffer.store_episode(x=np.broadcast_to(x[0], x.shape), a=np.arange(3))
         np.testing.assert_array_equal(buffer.episode(0)["x"], x)
         np.testing.assert_array_equal(buffer.episode(1)["x"][3], x[0])
+
+
+# What there is
+
+
+def test_what_is_to_be_stored_and_where_it_lies_is_told(buffer):
+    wanted, stored = buffer.elements_to_store(), buffer.elements_stored()
+    assert wanted == {
+        "obs": ((2,), "float32", True, True, False),
+        "reward": ((), "float32", True, False, False),
+        "terminated": ((), "bool", False, False, False),
+        "task": ((), "int64", False, False, True),
+        "label": ((), "U8", False, False, True),
+    }
+    step = {name: np.ones(one.shape) for name, one in wanted.items() if one.required}
+    with buffer.one_episode() as episode:
+        episode.store(**step)
+        for name in step:
+            with pytest.raises(SchemaError, match=f"{name!r}.*missing"):
+                episode.store(**{key: value for key, value in step.items() if key != name})
+    for name, one in stored.items():
+        array = np.load(one.path, mmap_mode="r")
+        assert (array.shape, array.dtype, one.path.stat().st_size) == (one.shape, one.dtype, one.size), name

@@ -23,12 +23,12 @@ class Relabelling(Gather):
     """Items being cut, with goals that were achieved.
 
     Args:
-        sources: the folders. anchors: (B,) where to cut, each with its chance. how: which goals.
+        sources: the folders. anchors: (B,) where to cut, each with its chance. size: see `Gather`. how: which goals.
         reach: how many timesteps from its anchor on an item may have rewards of.
     """
 
-    def __init__(self, sources: Sources, anchors: Anchors, how: Hindsight, reach: int) -> None:
-        super().__init__(sources, anchors)
+    def __init__(self, sources: Sources, anchors: Anchors, size: int | None, how: Hindsight, reach: int) -> None:
+        super().__init__(sources, anchors, size)
         self._how = how
         self._entries = self.limit(self.schema.fields[how.achieved].final)
         whole = (self._entries > self.length) | (self.t + reach < self.length)
@@ -74,9 +74,10 @@ class Relabelling(Gather):
         prefix: str = "",
         limit: IntArray | None = None,
         padding: str = "zero",
+        needed: IntArray | None = None,
     ) -> None:
         names = tuple(names)
-        super().put(names, offsets, prefix=prefix, limit=limit, padding=padding)
+        super().put(names, offsets, prefix=prefix, limit=limit, padding=padding, needed=needed)
         for name in self._changing(names):
             self.batch[prefix + name] = self._around(name, offsets, limit, padding)
 
