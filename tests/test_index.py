@@ -24,11 +24,11 @@ from memmap_buffer import (
     Trajectory,
     Window,
 )
-from memmap_buffer.reading import index as index_module
 from memmap_buffer.reading import runs as runs_module
-from memmap_buffer.reading.index import Selection
+from memmap_buffer.reading import selection as selection_module
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.reader import Reader
+from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.store.storage import Storage
 
@@ -371,8 +371,8 @@ class TestCost:
         if not starts[-1]:
             return
         runs = np.arange(len(counts))
-        index = index_module.Index(runs, runs + 100, runs * 10, starts)
-        i = np.random.default_rng(seed).integers(0, starts[-1], index_module.MANY)
+        index = selection_module.Index(runs, runs + 100, runs * 10, starts)
+        i = np.random.default_rng(seed).integers(0, starts[-1], selection_module.MANY)
         i[: 2 * len(counts)] = np.clip(np.concatenate([starts[:-1], starts[1:] - 1]), 0, starts[-1] - 1)
         many = index.locate(i)
         few = [index.locate(part) for part in np.split(i, 8)]
@@ -384,7 +384,7 @@ class TestCost:
     def test_locate_finds_the_run_of_every_anchor(self, counts):
         starts = np.concatenate([[0], np.cumsum(counts)])
         runs = np.arange(len(counts))
-        found = index_module.Index(runs, runs + 100, runs * 10, starts).locate(np.arange(starts[-1]))
+        found = selection_module.Index(runs, runs + 100, runs * 10, starts).locate(np.arange(starts[-1]))
         want = [(run, 100 + run, 10 * run + t) for run, count in enumerate(counts) for t in range(count)]
         assert list(zip(found.slot, found.serial, found.t, strict=True)) == want
 
@@ -409,9 +409,9 @@ class TestCost:
         reader = Reader(Sources([buffer._storage]), {"timestep_level": True, "filter_fields": {"x": (3, 20)}})
         reader.index()
         seen = []
-        filtered = index_module.filtered
+        filtered = selection_module.filtered
         monkeypatch.setattr(
-            index_module, "filtered", lambda runs, *rest: seen.extend(runs.serial.tolist()) or filtered(runs, *rest)
+            selection_module, "filtered", lambda runs, *rest: seen.extend(runs.serial.tolist()) or filtered(runs, *rest)
         )
         buffer.update(3, y=np.zeros((5, 1)))
         buffer.delete(0)
@@ -515,7 +515,7 @@ class TestWeights:
         counts, weights = np.array(runs).T
         starts, mass = (np.concatenate([[0], np.cumsum(part)]) for part in (counts, counts * weights))
         z = np.zeros(len(runs), np.int64)
-        found = index_module.Index(z, z, z, starts, mass=mass.astype(np.float64)).pick(np.array(numbers))
+        found = selection_module.Index(z, z, z, starts, mass=mass.astype(np.float64)).pick(np.array(numbers))
         edges = np.cumsum([weight for count, weight in runs for _ in range(count)]) / mass[-1]
         for number, got in zip(numbers, found, strict=True):
             want = sum(number >= edge for edge in edges)

@@ -172,7 +172,7 @@ class Gather:
 
         Args:
             names: per-timestep fields, put under `prefix` + name.
-            offsets: (K,) int64; a range where they follow one another.
+            offsets: (K,) int64, or (B, K) of each item's own; a range where they follow one another.
             limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
             padding: what stands where none exists: "zero", "edge" (the nearest existing) or "default".
             needed: (B,) how many of the offsets, a range, each item needs; a batch gets what its longest item does.
@@ -180,7 +180,7 @@ class Gather:
         plans: dict[bool, Take] = {}
         for name in names:
             final = self.schema.fields[name].final
-            self._require_size(name, len(offsets))
+            self._require_size(name, len(offsets) if isinstance(offsets, range) else offsets.shape[-1])
             if final not in plans:
                 plans[final] = self._take_of(name, offsets, limit, padding, needed)
             self.batch[prefix + name] = plans[final]._replace(name=name)

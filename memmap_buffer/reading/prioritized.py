@@ -74,6 +74,10 @@ class PrioritizedDraws:
         """One batch; see `next`."""
         return self.reader.read(self.next(batch_size, rng, alone))
 
+    def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+        """Raises SchemaError: draws by priority are with replacement."""
+        raise SchemaError("replacement=False: draws by priority are with replacement; leave one out")
+
     def __len__(self) -> int:
         """The items that can be drawn."""
         return len(self.reader.index(refresh=True))

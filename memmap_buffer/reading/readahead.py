@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from memmap_buffer.reading.index import Index, Selection
+from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.order import BlockShuffle
+from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.slices import joined
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.store.folder import will_need

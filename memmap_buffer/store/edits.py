@@ -48,7 +48,7 @@ def whole_episode(
     return (
         {name: _first(column, length) for name, column in columns.items()},
         meta,
-        {name: columns[name][length] for name in longer},
+        {name: np.array(columns[name][length], order="C") for name in longer},
         length,
     )
 
