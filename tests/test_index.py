@@ -26,6 +26,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.reading import runs as runs_module
 from memmap_buffer.reading import selection as selection_module
+from memmap_buffer.reading.index import MANY, Index
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.selection import Selection
@@ -371,8 +372,8 @@ class TestCost:
         if not starts[-1]:
             return
         runs = np.arange(len(counts))
-        index = selection_module.Index(runs, runs + 100, runs * 10, starts)
-        i = np.random.default_rng(seed).integers(0, starts[-1], selection_module.MANY)
+        index = Index(runs, runs + 100, runs * 10, starts)
+        i = np.random.default_rng(seed).integers(0, starts[-1], MANY)
         i[: 2 * len(counts)] = np.clip(np.concatenate([starts[:-1], starts[1:] - 1]), 0, starts[-1] - 1)
         many = index.locate(i)
         few = [index.locate(part) for part in np.split(i, 8)]
@@ -384,7 +385,7 @@ class TestCost:
     def test_locate_finds_the_run_of_every_anchor(self, counts):
         starts = np.concatenate([[0], np.cumsum(counts)])
         runs = np.arange(len(counts))
-        found = selection_module.Index(runs, runs + 100, runs * 10, starts).locate(np.arange(starts[-1]))
+        found = Index(runs, runs + 100, runs * 10, starts).locate(np.arange(starts[-1]))
         want = [(run, 100 + run, 10 * run + t) for run, count in enumerate(counts) for t in range(count)]
         assert list(zip(found.slot, found.serial, found.t, strict=True)) == want
 
@@ -515,7 +516,7 @@ class TestWeights:
         counts, weights = np.array(runs).T
         starts, mass = (np.concatenate([[0], np.cumsum(part)]) for part in (counts, counts * weights))
         z = np.zeros(len(runs), np.int64)
-        found = selection_module.Index(z, z, z, starts, mass=mass.astype(np.float64)).pick(np.array(numbers))
+        found = Index(z, z, z, starts, mass=mass.astype(np.float64)).pick(np.array(numbers))
         edges = np.cumsum([weight for count, weight in runs for _ in range(count)]) / mass[-1]
         for number, got in zip(numbers, found, strict=True):
             want = sum(number >= edge for edge in edges)
