@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import SchemaError, SchemaMismatchError
+from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -97,7 +97,12 @@ class Storage:
         """
         check_verify(verify)
         storage = cls(path, read_only=read_only, verify=verify)
-        storage.refresh()
+        try:
+            storage.refresh()
+        except (CorruptBufferError, FileNotFoundError):
+            if not storage.schema_replaced:
+                raise
+            return cls.open(path, read_only=read_only, verify=verify)  # a field went after the schema was read
         storage.check_always()
         return storage
 
