@@ -155,6 +155,7 @@ class Readable:
     def _read_whole(self, view: View, positions: Sequence[int] | None) -> tuple[Anchors, dict[str, Array]]:
         """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
         reader = Reader(self._sources, {"view": view, "on_stale": "raise"})
+        reader.selection = replace(reader.selection, filter_fields={})  # by position, whatever `valid` excludes
         for _ in range(TRIES - 1):
             anchors = self._whole(reader, positions)
             with suppress(StaleEpisodeError):
