@@ -6,7 +6,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 1   values
     level 2   schema, transforms, reading.memory, store.kernels
     level 3   store.files, store.records, store.staging, store.tree, interop.gymnasium
-    level 4   store.layout, store.host, store.folder
+    level 4   store.layout, store.host, store.folder, store.table
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes
     level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile
@@ -16,9 +16,9 @@ The layers; a module imports only from levels above its own line, never sideways
     level 11  store.repair, store.recording, store.editing
     level 12  reading.slices, reading.conditions, reading.split, reading.weighting, reading.hindsight
     level 13  reading.sources, reading.runs
-    level 14  reading.gather
+    level 14  reading.gather, reading.index
     level 15  reading.views, reading.relabelling
-    level 16  reading.index, reading.transitions
+    level 16  reading.selection, reading.transitions
     level 17  reading.options, reading.order, reading.extent, reading.transport, reading.masses
     level 18  reading.reader, reading.readahead
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized

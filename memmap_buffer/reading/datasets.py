@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.random  # numpy loads it when it is first used, which would be in the middle of the first batch
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.hindsight import Hindsight
-from memmap_buffer.reading.index import Selection
+from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.transitions import NStep
 from memmap_buffer.reading.views import Crop, Timestep, Trajectory, View
 from memmap_buffer.reading.weighting import Prioritized

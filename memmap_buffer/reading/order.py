@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.reading.index import Index, Selection
+from memmap_buffer.reading.index import Index
+from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.sources import GOLDEN, Anchors, Sources, splitmix
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 
 ROUNDS = 6
 BLOCKS = 64  # in a window: so many places are mixed, each read in one go

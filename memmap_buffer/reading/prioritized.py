@@ -21,7 +21,7 @@ from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.priority import Priorities
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.tree import FloatArray, spread
 from memmap_buffer.transforms import compute_importance_weights
 from memmap_buffer.values import Array

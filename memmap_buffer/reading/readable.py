@@ -18,7 +18,7 @@ from memmap_buffer.reading.views import Trajectory, View
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.records import FINAL
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode, to_numpy
 
 if TYPE_CHECKING:

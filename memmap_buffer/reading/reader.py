@@ -10,14 +10,15 @@ import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.reading.gather import BFloat16Bits, Gather
-from memmap_buffer.reading.index import Index, Selection
+from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
 from memmap_buffer.reading.relabelling import Relabelling
+from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.files import process_id
-from memmap_buffer.store.storage import EpisodeTable, IntArray
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array
 
 TRIES = 8
@@ -84,7 +85,8 @@ class Reader:
         if self._index is None or (refresh and not self._frozen):
             tables = self.sources.refresh()
             if self._index is None or tables != self._tables:
-                self._index, self._tables = self.selection.index(self.sources), tables
+                before = (self._index, self._tables) if self._index is not None and self._tables else None
+                self._index, self._tables = self.selection.index(self.sources, tables, before), tables
         return self._index
 
     @property

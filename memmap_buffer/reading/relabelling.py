@@ -15,7 +15,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.gather import Gather
 from memmap_buffer.reading.hindsight import Hindsight
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode
 
 

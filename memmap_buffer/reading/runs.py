@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.reading.conditions import matches
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode
 
 CHUNK_STEPS = 1 << 20  # steps whose filter columns are looked at together
@@ -27,9 +28,21 @@ class Runs:
     count: IntArray
     last: IntArray | None
 
-    def where(self, chosen: IntArray) -> Runs:
+    def where(self, chosen: IntArray | slice) -> Runs:
         last = None if self.last is None else self.last[chosen]
         return Runs(self.slot[chosen], self.serial[chosen], self.first[chosen], self.count[chosen], last)
+
+    def joined(self, others: Runs) -> Runs:
+        """These and others, of other episodes, in the order of their serials."""
+        last = None if self.last is None or others.last is None else _both(self.last, others.last)
+        slot, serial = _both(self.slot, others.slot), _both(self.serial, others.serial)
+        runs = Runs(slot, serial, _both(self.first, others.first), _both(self.count, others.count), last)
+        ascending = not (len(self.slot) and len(others.slot)) or self.serial[-1] < others.serial[0]
+        return runs if ascending else runs.where(np.argsort(serial, kind="stable"))
+
+
+def _both(a: IntArray, b: IntArray) -> IntArray:
+    return np.concatenate([a, b]) if len(b) else a
 
 
 def filtered(runs: Runs, storage: Storage, filters: Mapping[str, Any], stride: int) -> Runs:

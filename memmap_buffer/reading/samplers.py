@@ -20,7 +20,7 @@ from memmap_buffer.reading.readahead import Readahead
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks, Split, check_tail
-from memmap_buffer.store.storage import EpisodeTable
+from memmap_buffer.store.table import EpisodeTable
 from memmap_buffer.values import Array
 
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +11,16 @@ import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaMismatchError
 from memmap_buffer.reading.memory import Pool
-from memmap_buffer.reading.slices import Slices
+from memmap_buffer.reading.slices import Slices, joined
+from memmap_buffer.store.folder import disk_reads, will_need
 from memmap_buffer.store.records import FLAGS, LENGTH, Words
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array
 
 BoolArray = npt.NDArray[np.bool_]
+ANSWER_SECONDS = 2e-4  # a batch that waited for several rows took longer, as no disk answers much sooner
+GAP_BYTES = 16 << 10  # rows so near to each other are one request: it costs a disk as much as these bytes
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -75,6 +80,26 @@ class Anchors(NamedTuple):
         return np.asarray(self.words.view(np.uint32)[:, FLAGS] & np.uint32(flag) != 0)  # type: ignore[union-attr]
 
 
+class Disk(threading.local):
+    """Whether this thread's batches come from the disk, or from memory as most do.
+
+    Memory that the system has to fill first stops a copy at every row. Whoever asks for all of them before has the disk
+    read many at a time; but that is a system call each, so nobody asks as long as all is there.
+
+    Attributes: slow: whether something had to be read for the last batch.
+    """
+
+    def __init__(self) -> None:
+        self.slow = False
+        self._reads = disk_reads()
+
+    def took(self, seconds: float) -> None:
+        """To be told how long each batch took to copy, what was asked for it included."""
+        if self.slow or seconds > ANSWER_SECONDS:
+            before, self._reads = self._reads, disk_reads()
+            self.slow = self._reads != before
+
+
 class Sources:
     """The folders that are read as one; they must hold the same fields.
 
@@ -84,6 +109,7 @@ class Sources:
     def __init__(self, storages: Sequence[Storage]) -> None:
         self.storages = tuple(storages)
         self.pool = Pool()
+        self.disk = Disk()
         layout = self.storages[0].layout
         self.schema = layout.schema
         self.max_timesteps = max(storage.layout.max_timesteps for storage in self.storages)
@@ -157,6 +183,13 @@ class Sources:
             return self._take(self.storages[0], name, rows)
         count = len(rows.row if isinstance(rows, Slices) else rows)
         return self._each(source, count, lambda storage, i: (self._take(storage, name, rows[i]),))[0]
+
+    def will_need(self, name: str, low: IntArray, high: IntArray, source: IntArray | None = None) -> None:
+        """Ask for rows low … high - 1 (B,) of a per-timestep field, without waiting for them."""
+        gap = GAP_BYTES // max(1, self.schema.fields[name].itemsize)
+        for number in [0] if source is None else np.unique(source).tolist():
+            mine = slice(None) if source is None else source == number
+            will_need(self.storages[number].maps.rows[name], joined(low[mine], high[mine], gap))
 
     def _take(self, storage: Storage, name: str, rows: IntArray | Slices) -> Array:
         if isinstance(rows, Slices):

@@ -12,7 +12,7 @@ from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.reading.views import Names, Spans, View, check_count, named
 from memmap_buffer.schema import Schema
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.transforms import n_step_return
 
 
@@ -89,7 +89,7 @@ class NStep(View):
         ]
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), length - ~(has_final | terminated))
+        return Spans(np.zeros(len(length), np.int64), length - ~(has_final | terminated))
 
     def cut(self, gather: Gather) -> None:
         schema, t, length = gather.schema, gather.t, gather.length

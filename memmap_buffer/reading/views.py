@@ -18,7 +18,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.schema import Schema
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 
 BOUNDARIES = ("pad", "shift", "drop")
 REPEAT = "repeat"
@@ -107,7 +107,7 @@ class Trajectory(View):
         return {name: "_lens" for name in names if not (self.final_observation and schema.fields[name].final)}
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), np.ones_like(length))
+        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
 
     def cut(self, gather: Gather) -> None:
         names = named(gather.schema, self.fields, "fields")
@@ -136,7 +136,7 @@ class Timestep(View):
         return list(named(schema, self.fields, "fields"))
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), length)
+        return Spans(np.zeros(len(length), np.int64), length)
 
     def cut(self, gather: Gather) -> None:
         gather.put_at(named(gather.schema, self.fields, "fields"), gather.t)
@@ -227,7 +227,7 @@ class Crop(View):
         return dict.fromkeys(named(schema, self.fields, "fields"), "_lens")
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), np.ones_like(length))
+        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
 
     def crop(self, length: IntArray, u: FloatArray) -> IntArray:
         places = np.maximum(length - self.length, 0) + 1
