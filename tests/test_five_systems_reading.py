@@ -214,16 +214,11 @@ def test_S2_07_the_same_state_and_seed_give_the_same_batch(buffer):
 # S3: ReAgent
 
 
-def set_valid(buffer, steps, flag):
-    for i, t in steps:
-        buffer.store_datapoint(i, t, "valid", flag)
-
-
 def test_S3_09_an_item_is_excluded_and_included_again(buffer):
-    """By the bool field `valid`, which every view and sampler honours; test_starts.py has them all."""
-    set_valid(buffer, [(0, 1), (2, 0)], False)
+    """By `set_valid`, whose field every view and sampler honours; test_starts.py has them all."""
+    buffer.set_valid([(0, 1), (2, 0)], False)
     assert starts_of(buffer.batch(n_steps=1, return_indices=True)) == [p for p in ALL if p not in [(0, 1), (2, 0)]]
-    set_valid(buffer, [(0, 1), (2, 0)], True)
+    buffer.set_valid([(0, 1), (2, 0)], True)
     assert starts_of(buffer.batch(n_steps=1, return_indices=True)) == ALL
 
 
@@ -250,13 +245,13 @@ def test_S3_11_a_batch_of_indices_alone(buffer):
 
 
 def test_S3_11_without_a_valid_index_it_is_a_runtime_error(buffer):
-    set_valid(buffer, ALL, False)
+    buffer.set_valid(ALL, False)
     with pytest.raises(RuntimeError, match="none of 3 episodes has an item"):
         buffer.sample(1, timestep_level=True)
 
 
 def test_S3_12_the_whole_valid_content_is_one_batch(buffer):
-    set_valid(buffer, [(1, 3)], False)
+    buffer.set_valid([(1, 3)], False)
     batch = buffer.batch(n_steps=2, return_indices=True)
     assert starts_of(batch) == [pair for pair in ALL if pair != (1, 3)]
 
@@ -338,7 +333,7 @@ def test_S3_19_what_a_batch_holds_is_told_without_reading_one(buffer):
 
 def test_S3_23_stratified_draws_by_priority_tell_their_probabilities_and_skip_what_is_not_valid(buffer):
     """Invalid items have no mass, so nothing is drawn again; a step without weight is one that is not `valid`."""
-    set_valid(buffer, [(0, 0), (1, 6)], False)
+    buffer.set_valid([(0, 0), (1, 6)], False)
     how = {"timestep_level": True, "prioritized": Prioritized(alpha=1.0, epsilon=1e-9)}
     batch = buffer.sample(400, seed=0, **how)
     buffer.update_priorities(batch["_indices"], batch["_indices"][:, 1] + 1.0)

@@ -153,3 +153,19 @@ class TestValidity:
         with ReplayBuffer(tmp_path, 2, 4, {"valid": spec, "x": "int"}) as buffer:
             buffer.store_episode(valid=np.zeros((3, *buffer.schema.fields["valid"].shape)), x=np.arange(3))
             assert starts(buffer, Timestep()) == [(0, 0), (0, 1), (0, 2)]
+
+    def test_steps_excluded_by_set_valid_are_excluded_at_the_next_sample_and_by_other_readers(self, tmp_path):
+        """The first time it adds the field, so what was opened before must see that too."""
+        with ReplayBuffer(tmp_path, 3, 6, {"x": "int"}) as buffer:
+            buffer.store_episode(x=np.arange(5))
+            view = {"timestep_level": True, "return_indices": True}
+            assert len(set(buffer.sample(200, **view)["x"].tolist())) == 5
+            buffer.set_valid([(0, 1), (0, 3)], False)
+            assert set(buffer.sample(200, **view)["x"].tolist()) == {0, 2, 4}
+            buffer.set_valid([(0, 3)], True)
+            assert set(buffer.sample(200, **view)["x"].tolist()) == {0, 2, 3, 4}
+            other = ReplayBuffer.from_folder(tmp_path, read_only=True)
+            assert set(other.sample(200, **view)["x"].tolist()) == {0, 2, 3, 4}
+            buffer.set_valid([0], False)
+            with pytest.raises(NotEnoughDataError, match="'valid': True"):
+                buffer.sample(1, **view)

@@ -99,14 +99,12 @@ def test_a_discount_beyond_one_is_refused():
 
 
 def test_returns_to_go_are_added_to_whole_episodes_or_stored_once_for_windows(tmp_path):
-    fields = {"reward": "float", "to_go": ("float", (), 0.0)}
-    with ReplayBuffer(tmp_path, 3, 9, fields) as buffer:
+    with ReplayBuffer(tmp_path, 3, 9, {"reward": "float"}) as buffer:
         for length in (3, 5):
             buffer.store_episode(reward=np.ones(length))
         (batch,) = buffer.dataloader(2, transform=Returns())
         assert batch["returns_to_go"].tolist() == [[3, 2, 1, 0, 0], [5, 4, 3, 2, 1]]
-        for i in range(2):
-            buffer.update(i, to_go=discounted_returns(buffer.episode(i)["reward"]))
+        buffer.add_field("to_go", "float", lambda episode: discounted_returns(episode["reward"]))
         assert buffer.sample(1, view=Window(2), filter_fields={"to_go": 4}, seed=0)["to_go"].tolist() == [[4, 3]]
 
 
