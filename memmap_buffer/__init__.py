@@ -25,8 +25,8 @@ The layers; a module imports only from levels above its own line, never sideways
     level 20  reading.datasets
     level 21  reading.readable
     level 22  buffer
-    level 23  concat, cli, interop.lanes
-    level 24  interop.record
+    level 23  concat, cli, interop.lanes, interop.beside, interop.survey
+    level 24  interop.record, interop.minari
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.

@@ -10,6 +10,7 @@ from memmap_buffer.interop.extras import extra
 NEEDS = {
     "gymnasium": ("gymnasium", "gymnasium"),
     "record": ("gymnasium", "gymnasium"),
+    "minari": ("minari", "minari"),
 }
 
 
