@@ -11,6 +11,8 @@ NEEDS = {
     "gymnasium": ("gymnasium", "gymnasium"),
     "record": ("gymnasium", "gymnasium"),
     "minari": ("minari", "minari"),
+    "d4rl": ("h5py", "hdf5"),
+    "robomimic": ("h5py", "hdf5"),
 }
 
 

@@ -19,7 +19,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.interop.beside import read_beside, write_beside
 from memmap_buffer.interop.extras import extra
 from memmap_buffer.interop.gymnasium import encode_space, spaces_of
-from memmap_buffer.interop.survey import Survey
+from memmap_buffer.interop.survey import Survey, flat
 from memmap_buffer.schema import Field
 
 with extra("minari"):
@@ -78,7 +78,7 @@ def import_minari(
     meta_fields = {**metadata.fields, **flags, "seed": Field("int64", default=-1)}
     buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta_fields, **(sizes | options))
     for episode, given in _episodes(source, infos):
-        present = {flag: True for flag in flags if flag.removeprefix(f"{GIVEN}.") in _flat(given)}
+        present = {flag: True for flag in flags if flag.removeprefix(f"{GIVEN}.") in flat(given)}
         buffer.store_episode(**episode, **given, **present)
     raw = MinariStorage.read_raw_metadata(source.storage.data_path)
     write_beside(buffer, "minari", {key: value for key, value in raw.items() if key not in OF_THE_COPY})
@@ -171,7 +171,7 @@ def _columns(tree: Any) -> Any:
 def _with_reset(episode: Mapping[str, Any]) -> dict[str, bool]:
     """Dotted name of each column that is no action -> whether it has one entry more than there are steps."""
     length = len(episode["reward"])
-    counts = {name: len(array) - length for name, array in _flat(episode).items()}
+    counts = {name: len(array) - length for name, array in flat(episode).items()}
     for name, more in counts.items():
         if more not in (0, 1):
             raise SchemaError(
@@ -182,18 +182,11 @@ def _with_reset(episode: Mapping[str, Any]) -> dict[str, bool]:
     return {name: more == 1 for name, more in counts.items()}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in tree.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return out
-
-
 def _episode_buffer(
     buffer: ReplayBuffer, episode: dict[str, Any], i: int, spaces: Any, *, table: bool
 ) -> EpisodeBuffer:
     length = int(buffer.episode_lens[i])
-    if any(len(column) == length for column in _flat({"observation": episode["observation"]}).values()):
+    if any(len(column) == length for column in flat({"observation": episode["observation"]}).values()):
         raise SchemaError(f"episode {i}: it has no final observation, and Minari needs one; leave it out")
     own = {"observation", "action", *RENAMED.values(), *buffer.schema.meta_fields, "info"}
     others = {name: value for name, value in episode.items() if name not in own and name in _groups(buffer)}
@@ -232,12 +225,12 @@ def _values(tree: Any) -> Any:
 
 def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], *, plain: bool) -> dict[str, Any]:
     """The metadata that the episode was given; nested as dicts where it becomes `plain` JSON, else under a/b."""
-    flat = _flat(episode)
+    values = flat(episode)
     out: dict[str, Any] = {}
     for name in buffer.schema.meta_fields:
-        if name == "seed" or name.startswith(f"{GIVEN}.") or not flat.get(f"{GIVEN}.{name}", True):
+        if name == "seed" or name.startswith(f"{GIVEN}.") or not values.get(f"{GIVEN}.{name}", True):
             continue
-        value = np.asarray(flat[name])
+        value = np.asarray(values[name])
         *groups, leaf = name.split(".") if plain else [name.replace(".", "/")]
         place = out
         for group in groups:

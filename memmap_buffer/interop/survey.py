@@ -1,4 +1,4 @@
-"""What several episodes have in common, where a data set does not say it: `Survey`. Reads nothing by itself."""
+"""What several episodes have in common, where a data set does not say it: `Survey`; `flat` trees. Reads no file."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ class Survey:
                 raise SchemaError(
                     f"{self.what} {name!r}: only {count} of {self.episodes} episodes have it; leave it out", field=name
                 )
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one of dotted names."""
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return out
 
 
 def _wider(one: str, other: str) -> Any:
