@@ -27,7 +27,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 22  buffer
     level 23  concat, cli, interop.lanes, interop.beside, interop.survey
     level 24  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
-    level 25  interop.upstream, interop.torchrl, interop.trainers
+    level 25  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.
