@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import struct
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from textwrap import dedent
 
 import numpy as np
-from faults import in_child, system
+from faults import in_child, shown, system
 
-from memmap_buffer import Field, ReplayBuffer
+from memmap_buffer import Field, ReplayBuffer, verify
 
 FIELDS = {
     "number": "int",
@@ -127,6 +132,23 @@ def rewrite_state(folder: Path, **changes: int) -> None:
     state.flush()
 
 
+def serials_of_exact(folder: Path) -> list[int]:
+    """The serials that a folder shows, in which every value is what `record` and updates of whole millions make it."""
+    assert verify(folder) == []
+    serials = []
+    for serial, episode in shown(folder):
+        number = np.array(episode["number"])
+        change = number - 100 * serial - np.arange(len(number))
+        assert (change == change[0]).all()
+        assert change[0] % 10**6 == 0
+        assert episode["observation"][: len(number)] == [[serial, t, 1] for t in range(len(number))]
+        assert episode["text"] == [f"{serial}:{t}" for t in range(len(number))]
+        assert episode["task"] == serial
+        serials.append(serial)
+    assert serials == list(range(serials[0], serials[-1] + 1))
+    return serials
+
+
 def count_of(work: Callable[[], object]) -> int:
     """How many operations that change files `work` tries; done in a child."""
 
@@ -138,6 +160,41 @@ def count_of(work: Callable[[], object]) -> int:
     child = in_child(counted)
     assert child.status == 0, child.told
     return int(child.told[-1])
+
+
+# A writer in another process
+
+WRITER = """
+    import sys, itertools
+    sys.path[:0] = {path!r}
+    import damage
+    import numpy as np
+    from memmap_buffer import ReplayBuffer
+    buffer = ReplayBuffer.from_folder({folder!r}, publish={publish!r})
+    print("ready", flush=True)
+    for number in itertools.count(6):
+        damage.record(buffer, number, 1 + number % 5)
+        if {updates} and number % 3 == 0:
+            i = number % 4
+            serial, length = int(buffer.serials[i]), int(buffer.episode_lens[i])
+            buffer.update(i, number=10**6 * (number % 7) + 100 * serial + np.arange(length))
+"""
+
+
+@contextmanager
+def writer(folder: Path, publish: str, *, updates: bool) -> Iterator[None]:
+    """A process that wraps the ring as fast as it can, killed at the end."""
+    here = [str(Path(__file__).parent)]
+    code = dedent(WRITER).format(path=here, folder=str(folder), publish=publish, updates=updates)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
 
 
 # The damages

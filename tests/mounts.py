@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import subprocess
@@ -77,3 +78,18 @@ def on_ext4(folder: Path, work: Callable[..., Any]) -> list[Any]:
             subprocess.run(command, check=True, capture_output=True)
 
     return in_namespace(prepare, work)
+
+
+def fill(path: Path, leave: int = 0) -> None:
+    """Take the whole disk but `leave` bytes."""
+    with path.open("wb", buffering=0) as ballast:
+        try:
+            while True:
+                ballast.write(bytes(4096))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+        ballast.truncate(max(0, ballast.tell() - leave))
+        try:
+            os.fsync(ballast)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC

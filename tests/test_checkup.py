@@ -6,12 +6,8 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from textwrap import dedent
 
 import damage
 import numpy as np
@@ -410,33 +406,13 @@ def test_a_redo_file_or_lock_that_is_no_plain_file_is_found(folder: Path, name: 
 
 # Beside a writer
 
-WRITER = """
-    import sys, itertools
-    sys.path[:0] = {path!r}
-    import damage
-    from memmap_buffer import ReplayBuffer
-    buffer = ReplayBuffer.from_folder({folder!r}, publish={publish!r})
-    print("ready", flush=True)
-    for number in itertools.count(6):
-        damage.record(buffer, number, 1 + number % 5)
-        if number % 3 == 0:
-            buffer.update(-1, number=[number])
-"""
-
 
 @pytest.mark.parametrize("publish", ["episode", "step"])
 def test_a_folder_that_is_being_written_is_never_reported_damaged(folder: Path, publish: str) -> None:
-    code = dedent(WRITER).format(path=[str(Path(__file__).parent)], folder=str(folder), publish=publish)
-    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
+    with damage.writer(folder, publish, updates=True):
         stop = time.monotonic() + 2
         while time.monotonic() < stop:
             assert lost(verify(folder)) == []
-    finally:
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
     assert lost(verify(folder)) == []
     assert shown(folder)
 

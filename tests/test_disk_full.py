@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from faults import in_child, system
 from kill_writer import RING, content, exact, following, make, staged, steps
-from mounts import on_ext4, on_tmpfs
+from mounts import fill, on_ext4, on_tmpfs
 
 from memmap_buffer import ReplayBuffer, verify
 
@@ -29,18 +29,6 @@ MODES: dict[str, dict[str, Any]] = {
     "disk": {"stage": "disk"},
     "step": {"publish": "step"},
 }
-
-
-def fill(path: Path, leave: int = 0) -> None:
-    """Take the whole disk but `leave` bytes."""
-    with path.open("wb", buffering=0) as ballast:
-        try:
-            while True:
-                ballast.write(bytes(4096))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
-        ballast.truncate(max(0, ballast.tell() - leave))
-        os.fsync(ballast)
 
 
 def free(folder: Path) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import random
 import shutil
 import tempfile
 import time
@@ -19,17 +17,14 @@ import damage
 import numpy as np
 import pytest
 from damage import flip, header_size, rewrite_record, rewrite_state, rows_of
-from faults import KILLED, flags_of, in_child, listing, shown, system
+from faults import flags_of, listing, shown
 from hypothesis import given, settings
-from power import Disk, recording
 from strategies import MEMORY, assert_view, choices, flat, recorded, recordings
 from test_concat import items_of, joined
-from test_snapshot import writer
 
 from memmap_buffer import (
     ConcatBuffer,
     Field,
-    NotABufferError,
     NotEnoughDataError,
     NStep,
     Offsets,
@@ -333,103 +328,6 @@ def same_batches(grid: ReplayBuffer, packed: ReplayBuffer) -> None:
                 np.testing.assert_array_equal(values, other, err_msg=name)
 
 
-# Killed, power cuts, and disks that fail
-
-
-@pytest.fixture
-def full(folder: Path) -> Path:
-    (folder / "extra").mkdir()
-    (folder / "extra" / "splits.json").write_bytes(b"{}")
-    return folder
-
-
-def assert_absent_or_complete(target: Path, whole: list[Any]) -> bool:
-    """Whether there is a copy; if so, it is all there."""
-    if not (target / "schema.json").exists():
-        with pytest.raises(NotABufferError, match=r"copy"):
-            ReplayBuffer.from_folder(target)
-        return False
-    assert shown(target) == whole
-    assert verify(target) == []
-    assert (target / "extra" / "splits.json").read_bytes() == b"{}"
-    return True
-
-
-@pytest.mark.parametrize("way", [pack, unpack])
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_at_any_operation_there_is_no_copy_or_all_of_it(
-    tmp_path: Path, full: Path, stride: int, way: Any
-) -> None:
-    """Fault 4; and the next one into the same folder succeeds."""
-    whole, before = shown(full), listing(full)
-    total = damage.count_of(partial(way, full, tmp_path / "count"))
-    found = set()
-    for at in [*range(1, total + 1, stride), total]:
-        target = tmp_path / f"copy{at}"
-
-        def cut_off(tell: Callable[[Any], None], at: int = at, target: Path = target) -> None:
-            with system(at, kill=True, half=True):
-                way(full, target)
-
-        assert in_child(cut_off).status == KILLED
-        complete = assert_absent_or_complete(target, whole)
-        found.add(complete)
-        if not complete:
-            way(full, target)
-            assert assert_absent_or_complete(target, whole)
-        shutil.rmtree(target)
-    assert found == {True, False}
-    assert listing(full) == before
-
-
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_an_error_of_the_disk_is_raised_and_leaves_nothing_half(
-    tmp_path: Path, full: Path, error: int, stride: int
-) -> None:
-    """Faults 17, 21, 22 and 26; with space again it succeeds."""
-    whole = shown(full)
-    total = damage.count_of(partial(pack, full, tmp_path / "count"))
-    for at in range(1, total + 1, stride):
-        target = tmp_path / f"copy{at}"
-        with system(at, error=error, half=True), pytest.raises(OSError, match=os.strerror(error)):
-            pack(full, target)
-        if not assert_absent_or_complete(target, whole):
-            assert [path.name for path in target.rglob("*") if path.is_file()] == [".lock"]
-            pack(full, target)
-            assert assert_absent_or_complete(target, whole)
-        shutil.rmtree(target)
-
-
-def test_short_writes_are_completed(tmp_path: Path, full: Path) -> None:
-    """Fault 18."""
-    with system(short=13):
-        pack(full, tmp_path / "copy")
-    assert assert_absent_or_complete(tmp_path / "copy", shown(full))
-
-
-def test_a_power_cut_leaves_no_copy_or_all_of_it(tmp_path: Path, full: Path) -> None:
-    """Fault 10: at every operation; and all of it once the call has returned."""
-    whole, rng, found, disk = shown(full), random.Random(0), set(), Disk()
-    place = Path(tempfile.mkdtemp(dir=MEMORY))
-    (place / "copy").mkdir()
-    with recording(place / "copy") as recorder:
-        pack(full, place / "copy")
-        number = recorder.folder(place / "copy")
-    for at, operation in enumerate(recorder.log):
-        disk.play(operation)
-        for _ in range(20 if at == len(recorder.log) - 1 else 2):
-            disk.cut(number, place / "copy of it", rng)
-            found.add(assert_absent_or_complete(place / "copy of it", whole))
-            shutil.rmtree(place / "copy of it")
-    for _ in range(20):
-        disk.cut(number, place / "copy of it", rng)
-        assert assert_absent_or_complete(place / "copy of it", whole)
-        shutil.rmtree(place / "copy of it")
-    shutil.rmtree(place)
-    assert found == {True, False}
-
-
 # Beside a writer
 
 
@@ -449,18 +347,7 @@ def after_each_episode(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], An
 
 def assert_exact(target: Path, newest: int) -> list[int]:
     """The serials of a copy: exact, without a gap, up to the newest that was there when the call began."""
-    assert verify(target) == []
-    serials = []
-    for serial, episode in shown(target):
-        number = np.array(episode["number"])
-        change = number - 100 * serial - np.arange(len(number))
-        assert (change == change[0]).all()
-        assert change[0] % 10**6 == 0
-        assert episode["observation"][: len(number)] == [[serial, t, 1] for t in range(len(number))]
-        assert episode["text"] == [f"{serial}:{t}" for t in range(len(number))]
-        assert episode["task"] == serial
-        serials.append(serial)
-    assert serials == list(range(serials[0], serials[-1] + 1))
+    serials = damage.serials_of_exact(target)
     assert serials[-1] == newest
     return serials
 
@@ -591,7 +478,7 @@ def test_a_copy_beside_a_fast_writer_is_exact(tmp_path: Path, publish: str, upda
         for number in range(6):
             damage.record(buffer, number, 3)
     reader, copies = ReplayBuffer.from_folder(tmp_path / "ring", read_only=True), 0
-    with writer(tmp_path / "ring", publish, updates):
+    with damage.writer(tmp_path / "ring", publish, updates=updates):
         stop = time.monotonic() + seconds
         while time.monotonic() < stop or not copies:
             newest = int(reader.serials[-1])

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import damage
 import numpy as np
 import pytest
 from damage import flip, header_size, rewrite_state, rows_of
-from faults import KILLED, in_child, listing, shown, system
+from faults import KILLED, listing, shown
 from test_checkup import killed, packed
 
-from memmap_buffer import NotABufferError, ReplayBuffer, SchemaMismatchError, StaleEpisodeError, verify
+from memmap_buffer import ReplayBuffer, SchemaMismatchError, StaleEpisodeError, verify
 from memmap_buffer.store import snapshot as module
 
 
@@ -157,86 +151,6 @@ def test_a_folder_with_files_of_others_is_refused_and_left_alone(tmp_path: Path,
     assert (tmp_path / "third" / "extra" / "mine.json").read_text() == "mine"
 
 
-# Killed, and disks that fail
-
-
-def assert_absent_or_complete(target: Path, whole: list[Any]) -> bool:
-    """Whether there is a copy; if so, it is all there."""
-    if not (target / "schema.json").exists():
-        with pytest.raises(NotABufferError, match=r"copy"):
-            ReplayBuffer.from_folder(target)
-        return False
-    assert shown(target) == whole
-    assert verify(target) == []
-    assert (target / "extra" / "splits.json").read_bytes() == b"{}"
-    return True
-
-
-@pytest.fixture
-def full(folder: Path) -> Path:
-    (folder / "extra").mkdir()
-    (folder / "extra" / "splits.json").write_bytes(b"{}")
-    return folder
-
-
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_at_any_operation_there_is_no_copy_or_all_of_it(tmp_path: Path, full: Path, stride: int) -> None:
-    """Fault 4, for snapshots; and the next one into the same folder succeeds."""
-    whole, before = shown(full), listing(full)
-    total = damage.count_of(partial(copy, full, tmp_path / "count"))
-    found = set()
-    for at in [*range(1, total + 1, stride), total]:
-        target = tmp_path / f"copy{at}"
-
-        def cut_off(tell: Callable[[Any], None], at: int = at, target: Path = target) -> None:
-            with system(at, kill=True, half=True):
-                copy(full, target)
-
-        assert in_child(cut_off).status == KILLED
-        complete = assert_absent_or_complete(target, whole)
-        found.add(complete)
-        if not complete:
-            copy(full, target)
-            assert assert_absent_or_complete(target, whole)
-        shutil.rmtree(target)
-    assert found == {True, False}
-    assert listing(full) == before
-
-
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_an_error_of_the_disk_is_raised_and_leaves_nothing_half(
-    tmp_path: Path, full: Path, error: int, stride: int
-) -> None:
-    """Faults 17, 21, 22 and 26, for snapshots; with space again it succeeds."""
-    whole = shown(full)
-    total = damage.count_of(partial(copy, full, tmp_path / "count"))
-    for at in range(1, total + 1, stride):
-        target = tmp_path / f"copy{at}"
-        with system(at, error=error, half=True), pytest.raises(OSError, match=os.strerror(error)):
-            copy(full, target)
-        if not assert_absent_or_complete(target, whole):
-            assert [path.name for path in target.rglob("*") if path.is_file()] == [".lock"]
-            copy(full, target)
-            assert assert_absent_or_complete(target, whole)
-        shutil.rmtree(target)
-
-
-@pytest.mark.parametrize("short", [1, 13])
-def test_short_writes_are_completed(tmp_path: Path, full: Path, short: int) -> None:
-    """Fault 18, for snapshots."""
-    with system(short=short):
-        copy(full, tmp_path / "copy")
-    assert assert_absent_or_complete(tmp_path / "copy", shown(full))
-
-
-@pytest.mark.parametrize("error", [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
-def test_where_the_system_cannot_copy_ranges_bytes_are_read_and_written(tmp_path: Path, full: Path, error: int) -> None:
-    with system(1, error=error, only=("copy_range",), lasting=True):
-        copy(full, tmp_path / "copy")
-    assert assert_absent_or_complete(tmp_path / "copy", shown(full))
-
-
 # Beside a writer, interleaved on purpose
 
 
@@ -255,18 +169,7 @@ def after_each_slot(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], None]
 
 def assert_one_moment(target: Path, newest: int, oldest: int) -> list[int]:
     """The serials of a copy: exact, without a gap, and none missing that was visible before the call and still is."""
-    assert verify(target) == []
-    serials = []
-    for serial, episode in shown(target):
-        number = np.array(episode["number"])
-        change = number - 100 * serial - np.arange(len(number))
-        assert (change == change[0]).all()
-        assert change[0] % 10**6 == 0
-        assert episode["observation"][: len(number)] == [[serial, t, 1] for t in range(len(number))]
-        assert episode["text"] == [f"{serial}:{t}" for t in range(len(number))]
-        assert episode["task"] == serial
-        serials.append(serial)
-    assert serials == list(range(serials[0], serials[-1] + 1))
+    serials = damage.serials_of_exact(target)
     assert serials[-1] >= newest
     assert serials[0] <= oldest or serials[-1] < oldest
     return serials
@@ -347,38 +250,6 @@ def test_an_update_that_a_dead_writer_left_is_not_waited_for_for_ever(tmp_path: 
 
 # Beside a writer in another process
 
-WRITER = """
-    import sys, itertools
-    sys.path[:0] = {path!r}
-    import damage
-    import numpy as np
-    from memmap_buffer import ReplayBuffer
-    buffer = ReplayBuffer.from_folder({folder!r}, publish={publish!r})
-    print("ready", flush=True)
-    for number in itertools.count(6):
-        damage.record(buffer, number, 1 + number % 5)
-        if {updates} and number % 3 == 0:
-            i = number % 4
-            serial, length = int(buffer.serials[i]), int(buffer.episode_lens[i])
-            buffer.update(i, number=10**6 * (number % 7) + 100 * serial + np.arange(length))
-"""
-
-
-@contextmanager
-def writer(folder: Path, publish: str, updates: bool) -> Iterator[None]:
-    """A process that wraps the ring as fast as it can."""
-    here = [str(Path(__file__).parent)]
-    code = dedent(WRITER).format(path=here, folder=str(folder), publish=publish, updates=updates)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield
-        assert process.poll() is None
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-
 
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("publish", "updates"), [("episode", False), ("episode", True), ("step", True)])
@@ -387,7 +258,7 @@ def test_a_copy_beside_a_fast_writer_is_exact_and_of_one_moment(
 ) -> None:
     reader = ReplayBuffer.from_folder(folder, read_only=True)
     copies, sizes = 0, []
-    with writer(folder, publish, updates):
+    with damage.writer(folder, publish, updates=updates):
         stop = time.monotonic() + seconds
         while time.monotonic() < stop or copies < 3:
             target = tmp_path / f"copy{copies}"

@@ -85,11 +85,11 @@ class Ahead:
 
     def parts(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
         """Anchors planned together, `size` of them at a time."""
-        plan = self._reader.plan(anchors)
+        plan = self._reader.plan(anchors, size)
         each = max(1, plan.nbytes * size // max(1, anchors.size))
         self.count = max(1, min(2 * self.count, self._most, AHEAD_BYTES // each))
         parts = (slice(at, at + size) for at in range(0, anchors.size, size))
-        return (anchors.where(part)._replace(plan=(plan, part)) for part in parts)
+        return (anchors.where(part, plan) for part in parts)
 
     def all(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
         """The same of many anchors, group by group."""
@@ -264,7 +264,7 @@ class EpochSampler:
             bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
         ahead, view = self._ahead(epoch), self.reader.selection.view
-        together = Ahead(self.reader) if self.plans and not (view.by_batch or view.random) else None
+        together = Ahead(self.reader) if self.plans and not view.random else None
         for numbers in self._split(epoch).chunks(CHUNK):
             if ahead is not None:
                 ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
@@ -346,7 +346,7 @@ class Draws:
     def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
         """One batch; see `next`."""
         reader = self.reader
-        if alone or self._quota is not None or reader.selection.view.by_batch:
+        if alone or self._quota is not None:
             return reader.read(self.next(batch_size, rng, alone))
         index = reader.index(refresh=True)
         if self._of != (index, batch_size):

@@ -40,9 +40,10 @@ class Anchors(NamedTuple):
         """How many; a named tuple's own `len` counts its fields."""
         return len(self.slot)
 
-    def where(self, chosen: Any) -> Anchors:
-        """The anchors at an index array, a mask or a slice."""
-        return Anchors(*(None if column is None else column[chosen] for column in self[:7]))  # type: ignore[arg-type]
+    def where(self, chosen: Any, plan: Any = None) -> Anchors:
+        """The anchors at an index array, a mask or a slice; this of `plan`, if that is given."""
+        columns = [None if column is None else column[chosen] for column in self[:7]]
+        return Anchors._make([*columns, None if plan is None else (plan, chosen)])
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
         """The same anchors, but `others` at the positions `chosen`; there, what was not drawn by priority weighs 0.
@@ -127,6 +128,8 @@ class Sources:
 
     def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """(B,) whether each episode is still as it was seen before its rows were copied."""
+        if anchors.source is None:
+            return self.storages[0].unmoved(anchors.slot, anchors.serial, generation)
 
         def look(storage: Storage, i: Any) -> tuple[Array]:
             return (storage.unmoved(anchors.slot[i], anchors.serial[i], generation[i]),)

@@ -39,7 +39,6 @@ class View(ABC):
     stride: int = 1
     per_episode: ClassVar[bool] = False
     random: ClassVar[bool] = False
-    by_batch: ClassVar[bool] = False  # whether an item's shape depends on the others of its batch
     terminal_field: str | None = None
 
     @abstractmethod
@@ -87,7 +86,6 @@ class Trajectory(View):
     to_length: int | None = None
     final_observation: bool = False
     per_episode: ClassVar[bool] = True
-    by_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.to_length is not None:
@@ -106,14 +104,14 @@ class Trajectory(View):
             raise SchemaError(
                 f"to_length: got {self.to_length}, an episode has {longest} timesteps and is never cut off"
             )
-        steps = range(self.to_length or longest)
+        steps, needed = range(self.to_length or longest), None if self.to_length else gather.length
         finals = [name for name in names if self.final_observation and gather.schema.fields[name].final]
-        gather.put([name for name in names if name not in finals], steps, limit=gather.length)
-        gather.put(finals, range(len(steps) + 1))
+        gather.put([name for name in names if name not in finals], steps, limit=gather.length, needed=needed)
+        gather.put(finals, range(len(steps) + 1), needed=None if needed is None else needed + 1)
         if self.return_lens:
             gather.batch["_lens"] = gather.length
         if self.return_mask:
-            gather.batch["_mask"] = gather.exists(steps)
+            gather.put_mask("_mask", steps, needed)
 
 
 @dataclass(frozen=True)

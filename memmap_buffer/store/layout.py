@@ -118,6 +118,11 @@ class Layout:
         """The columns of checksums.npy that fields have."""
         return 1 + max(self.column_of.values())
 
+    @cached_property
+    def checksum_format(self) -> str:
+        """How `struct` packs a slot's row of checksums.npy."""
+        return f"<{self.columns}I"
+
     @property
     def slots(self) -> int:
         return self.max_episodes + self.spare_slots
@@ -217,6 +222,13 @@ class Layout:
             return _layout(document)
         except SchemaError as error:
             raise type(error)(f"{where}: {error}", path=where) from None
+
+    def keeps(self, other: Layout) -> bool:
+        """Whether each field of another layout is in this one as it was: what is open by it may be read on."""
+        mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
+        groups = ("fields", "meta_fields")
+        same = all(mine[key] == theirs[key] for key in _KEYS if key not in groups)
+        return same and all(mine[group].get(name) == spec for group in groups for name, spec in theirs[group].items())
 
     def with_fields(self, schema: Schema, column_of: Mapping[str, int]) -> Layout:
         """The same layout with other fields."""

@@ -36,7 +36,7 @@ FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED = 1, 2, 4, 8, 16, 32
 ALL_FLAGS = FINAL | CUT | DELETED | OPEN | TERMINATED | CHECKED
 MAX_SERIAL = 2**62
 
-_PACKED, _FOLDED = struct.Struct("<QQIIQQQII"), struct.Struct("<7Q")
+_PACKED = struct.Struct("<QQIIQQQIIQ")
 
 _SEED = 0x6D656D6D61706275
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -78,12 +78,11 @@ def seal(
     check: int = 0,
 ) -> bytes:
     """A record as bytes, its check filled in."""
-    raw = _PACKED.pack(generation, serial, length, flags, first_row, time, epoch, digest, columns)
     fold = _SEED
-    for word in _FOLDED.unpack(raw):
+    for word in (generation, serial, length | flags << 32, first_row, time, epoch, digest | columns << 32):
         fold = ((fold ^ word) * _MULTIPLIER) & _MASK
         fold ^= fold >> 29
-    return raw + fold.to_bytes(8, "little")
+    return _PACKED.pack(generation, serial, length, flags, first_row, time, epoch, digest, columns, fold)
 
 
 class Columns(NamedTuple):
