@@ -47,7 +47,7 @@ def whole_episode(
     return (
         {name: _first(column, length) for name, column in columns.items()},
         meta,
-        {name: columns[name][length, ...] for name in longer},  # an array also where an entry is one text
+        {name: np.array(columns[name][length], order="C") for name in longer},
         length,
     )
 
