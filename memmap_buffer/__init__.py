@@ -3,7 +3,7 @@
 The layers; a module imports only from levels above its own line, never sideways:
 
     level 0   errors, interop.extras, progress
-    level 1   values
+    level 1   values, interop.plain
     level 2   schema, transforms, reading.memory, store.kernels
     level 3   store.files, store.records, store.staging, store.tree, interop.gymnasium
     level 4   store.layout, store.host, store.folder, store.table
@@ -25,7 +25,9 @@ The layers; a module imports only from levels above its own line, never sideways
     level 20  reading.datasets, interop.pandas
     level 21  reading.readable, collector, statistics
     level 22  buffer
-    level 23  concat, cli
+    level 23  concat, cli, interop.lanes, interop.beside, interop.survey
+    level 24  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
+    level 25  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.
