@@ -14,7 +14,7 @@ from memmap_buffer.reading.prioritized import PrioritizedDraws, update_prioritie
 from memmap_buffer.reading.reader import TRIES, Reader
 from memmap_buffer.reading.samplers import Draws
 from memmap_buffer.reading.sources import Anchors, Sources
-from memmap_buffer.reading.views import Trajectory, View
+from memmap_buffer.reading.views import Trajectory
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.records import FINAL
@@ -101,7 +101,7 @@ class Readable:
 
         Args: i: its position, 0 the oldest, -1 the newest. Raises: IndexError.
         """
-        anchors, data = self._read_whole(Trajectory(final_observation=True), [i])
+        anchors, data = self._read_whole([i], view=Trajectory(final_observation=True))
         has_final = bool(self._sources.look_up(anchors).has(FINAL)[0])
         batch = {key: values[0] for key, values in data.items()}
         out: dict[str, Any] = {}
@@ -110,11 +110,23 @@ class Readable:
             out[name] = decode(batch[name][:stop] if name in self.schema.fields else batch[name], field.dtype)
         return nest(out)
 
+    def episodes(self, indices: Sequence[int] | None = None, **options: Unpack[ReadOptions]) -> dict[str, Array]:
+        """Several episodes, or some of their fields, as numpy arrays under dotted names, without torch.
+
+        Args: indices: positions among the episodes that the options choose; None for all of them.
+            options: those of `Options` for whole episodes, such as fields, filter_meta, split, part, return_indices.
+        Returns: fields (E, Tmax, *field) padded with zeros, `_lens` (E,), meta fields (E, *field).
+        Raises: SchemaError: an option is not for whole episodes. IndexError.
+        """
+        data = self._read_whole(indices, **options)[1]
+        known = self.schema.all
+        return {key: decode(data[key], known[key].dtype) if key in known else data[key] for key in data}
+
     def __getitem__(self, i: int) -> dict[str, Any]:
         """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
         from memmap_buffer.reading.datasets import Batch, to_tensors
 
-        item: dict[str, Any] = Batch(to_tensors(self._read_whole(Trajectory(), [i])[1]), 1)[0]
+        item: dict[str, Any] = Batch(to_tensors(self._read_whole([i])[1]), 1)[0]
         return item
 
     def get_all_data(
@@ -136,7 +148,7 @@ class Readable:
         wanted = None if every else self.schema.require(fields or (), "fields", self.schema.fields)
         if not self.num_episodes:
             return {}
-        _, batch = self._read_whole(Trajectory(wanted), None)
+        _, batch = self._read_whole(view=Trajectory(wanted))
         batch["episode_lens"] = batch.pop("_lens")
         meta = (
             self.meta_fieldnames if every else self.schema.require(meta_fields or (), "meta_fields", self._meta_names())
@@ -148,9 +160,15 @@ class Readable:
     def _meta_names(self) -> tuple[str, ...]:
         return (*self.meta_fieldnames, "episode_lens")
 
-    def _read_whole(self, view: View, positions: Sequence[int] | None) -> tuple[Anchors, dict[str, Array]]:
+    def _read_whole(
+        self, positions: Sequence[int] | None = None, **options: Unpack[ReadOptions]
+    ) -> tuple[Anchors, dict[str, Array]]:
         """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
-        reader = Reader(self._sources, {"view": view, "on_stale": "raise"})
+        reader = Reader(self._sources, {**options, "on_stale": "raise"})
+        if not reader.selection.view.per_episode:
+            raise SchemaError(
+                "episodes: these options cut episodes into parts; use dataset(), dataloader() or sample()"
+            )
         for _ in range(TRIES - 1):
             anchors = self._whole(reader, positions)
             with suppress(StaleEpisodeError):
@@ -161,9 +179,11 @@ class Readable:
     def _whole(self, reader: Reader, positions: Sequence[int] | None) -> Anchors:
         index = reader.index(refresh=True)
         wanted = np.arange(len(index)) if positions is None else np.asarray(positions, np.int64)
-        if ((wanted < -len(index)) | (wanted >= len(index))).any():
-            raise EpisodeIndexError(f"episode {wanted[0]}: the buffer has {len(index)}", position=int(wanted[0]))
-        return index.locate(wanted % len(index))
+        outside = (wanted < -len(index)) | (wanted >= len(index))
+        if outside.any():
+            position = int(wanted[outside][0])
+            raise EpisodeIndexError(f"episode {position}: the buffer has {len(index)}", position=position)
+        return index.locate(wanted % max(len(index), 1))
 
     # Batches
 
