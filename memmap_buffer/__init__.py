@@ -2,10 +2,10 @@
 
 The layers; a module imports only from levels above its own line, never sideways:
 
-    level 0   errors
+    level 0   errors, interop.extras
     level 1   values
     level 2   schema, transforms, reading.memory
-    level 3   store.files, store.records, store.tree
+    level 3   store.files, store.records, store.tree, interop.gymnasium
     level 4   store.layout, store.host, store.folder
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes

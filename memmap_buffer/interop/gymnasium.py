@@ -1,0 +1,95 @@
+"""Gymnasium's spaces as fields, and their values as `store` takes them. Knows no buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.interop.extras import extra
+from memmap_buffer.schema import Field
+
+with extra("gymnasium"):
+    from gymnasium import Space, spaces
+
+
+def schema_of(observation_space: Space[Any], action_space: Space[Any]) -> dict[str, Any]:
+    """The fields of one environment's timesteps, as `ReplayBuffer` and `Schema` take them.
+
+    Box, Discrete, MultiDiscrete and MultiBinary keep their shape and dtype, Text(n) becomes "U<n>"; Dict and Tuple are
+    nested, the members of a Tuple named `item0`, `item1`, …
+
+    Args: observation_space, action_space: of one environment, of a vector environment its `single_…_space`.
+    Returns: `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`.
+    Raises: SchemaError: a space without a fixed size (Graph, Sequence, OneOf), or a key that is no identifier.
+    """
+    return {
+        "observation": _fields("observation", observation_space, final=True),
+        "action": _fields("action", action_space, final=False),
+        "reward": "float",
+        "terminated": "bool",
+        "truncated": "bool",
+    }
+
+
+def encode_space(space: Space[Any], value: Any) -> Any:
+    """A value of a space as `store` takes it: Dict and Tuple as nested dicts, anything else as it is.
+
+    Args: space: of the value, also the batched one of a vector environment. value: an element of it.
+    """
+    if isinstance(space, spaces.Dict):
+        return {key: encode_space(member, value[key]) for key, member in space.spaces.items()}
+    if isinstance(space, spaces.Tuple) and not _is_text(space):
+        return {f"item{i}": encode_space(member, value[i]) for i, member in enumerate(space.spaces)}
+    return value
+
+
+def spaces_of(env: Any) -> tuple[Space[Any], Space[Any]]:
+    """The observation and action space of one environment, or of one among those of a vector environment."""
+    first, second = (
+        getattr(env, f"single_{name}", None) or getattr(env, name, None)
+        for name in ("observation_space", "action_space")
+    )
+    if not isinstance(first, Space) or not isinstance(second, Space):
+        raise SchemaError(f"env: got {env!r}, expected a Gymnasium environment with observation_space and action_space")
+    return first, second
+
+
+def max_steps_of(env: Any) -> int | None:
+    """The time limit that an environment was registered with, or None."""
+    limit: int | None = getattr(getattr(env, "spec", None), "max_episode_steps", None)
+    return limit
+
+
+def _is_text(space: spaces.Tuple[Any]) -> bool:
+    """Whether it is what batching made of a Text space: one string an environment is a column, not a group."""
+    return len(space.spaces) > 0 and all(isinstance(member, spaces.Text) for member in space.spaces)
+
+
+def _fields(name: str, space: Space[Any], *, final: bool) -> Any:
+    members: dict[Any, Space[Any]] | None = None
+    if isinstance(space, spaces.Dict):
+        members = dict(space.spaces)
+    elif isinstance(space, spaces.Tuple):
+        members = {f"item{i}": member for i, member in enumerate(space.spaces)}
+    if members is not None:
+        return {_key(name, key): _fields(f"{name}.{key}", member, final=final) for key, member in members.items()}
+    if isinstance(space, spaces.Text):
+        return Field(f"U{space.max_length}", (), final=final)
+    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        return Field(np.dtype(space.dtype), tuple(space.shape or ()), final=final)
+    raise SchemaError(
+        f"{name}: got {space}, expected Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple; "
+        "give it a fixed size by an observation or action wrapper",
+        field=name,
+    )
+
+
+def _key(name: str, key: Any) -> str:
+    if not isinstance(key, str) or "." in key or not key.isidentifier():
+        raise SchemaError(
+            f"{name}: got the key {key!r} of a Dict space, expected an identifier; rename it by an observation wrapper",
+            field=name,
+        )
+    return key

@@ -1,0 +1,118 @@
+"""Gymnasium's spaces as fields: what a space samples comes back as an element of it, alone and from vectors."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, iterate
+
+from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.interop.gymnasium import encode_space, schema_of
+
+DISCRETE = spaces.Discrete(3, start=-1)
+SPACES = {
+    "box": spaces.Box(-2, 2, (2, 3), np.float64),
+    "scalar box": spaces.Box(0, 1, ()),
+    "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+    "discrete": DISCRETE,
+    "multi discrete": spaces.MultiDiscrete([[2, 3], [4, 5]]),
+    "multi binary": spaces.MultiBinary([2, 3]),
+    "text": spaces.Text(7),
+    "dict": spaces.Dict({"a": spaces.Box(0, 1, (2,)), "b": spaces.Dict({"c": DISCRETE, "d": spaces.Text(3)})}),
+    "tuple": spaces.Tuple((DISCRETE, spaces.Tuple((spaces.Box(0, 1, (2,)), spaces.Text(4))))),
+    "texts": spaces.Tuple((spaces.Text(2), spaces.Text(3))),
+    "dict of tuples": spaces.Dict({"x": spaces.Tuple((DISCRETE, spaces.Dict({"y": spaces.MultiBinary(2)})))}),
+}
+
+
+def buffer_of(folder, space, action=DISCRETE):
+    return ReplayBuffer(folder, 4, 8, schema_of(space, action))
+
+
+def element(space, value):
+    """What was read, as the space spells it."""
+    if isinstance(space, spaces.Dict):
+        return {key: element(member, value[key]) for key, member in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(element(member, value[f"item{i}"]) for i, member in enumerate(space.spaces))
+    if isinstance(space, spaces.Box):
+        return np.asarray(value)  # `contains` warns of numpy's scalars
+    return str(value) if isinstance(space, spaces.Text) else value
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return all(same(x, y) for x, y in zip(a, b, strict=True))
+    return np.array_equal(a, b) and (isinstance(a, str) or np.asarray(a).dtype == np.asarray(b).dtype)
+
+
+def row(data, t):
+    return {key: row(value, t) for key, value in data.items()} if isinstance(data, dict) else data[t]
+
+
+@pytest.mark.parametrize("encode", [True, False], ids=["encoded", "as it is"])
+@pytest.mark.parametrize("name", SPACES)
+def test_what_a_space_samples_comes_back_as_an_element_of_it(tmp_path, name, encode):
+    space = SPACES[name]
+    space.seed(0)
+    values = [space.sample() for _ in range(4)]
+    given = [encode_space(space, value) if encode else value for value in values]
+    with buffer_of(tmp_path, space, space) as buffer:
+        with buffer.one_episode() as episode:
+            for value in given[:3]:
+                episode.store(observation=value, action=value, reward=0.5, terminated=False, truncated=False)
+            episode.final(observation=given[3])
+        data = buffer.episode(0)
+    for key, number in (("observation", 4), ("action", 3)):
+        for t in range(number):
+            got = element(space, row(data[key], t))
+            assert space.contains(got) and same(got, values[t])
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_what_a_vector_samples_is_one_episode_each(tmp_path, name):
+    space, count = SPACES[name], 3
+    batched = batch_space(space, count)
+    batched.seed(0)
+    value = batched.sample()
+    flags = {"reward": [0] * count, "terminated": [False] * count, "truncated": [False] * count}
+    with buffer_of(tmp_path, space) as buffer:
+        with buffer.batched_episode(count):
+            buffer.store_batch(observation=encode_space(batched, value), action=[0] * count, **flags)
+        for i, expected in enumerate(iterate(batched, value)):
+            got = element(space, row(buffer.episode(i)["observation"], 0))
+            assert same(got, expected if not isinstance(expected, np.ndarray) or expected.shape else expected[()])
+
+
+def test_the_fields_are_those_of_a_timestep_and_the_observation_has_a_final_one():
+    fields = Schema(schema_of(SPACES["tuple"], SPACES["image"])).fields
+    assert list(fields) == [
+        *("observation.item0", "observation.item1.item0", "observation.item1.item1"),
+        *("action", "reward", "terminated", "truncated"),
+    ]
+    assert fields["action"] == Field("uint8", (4, 4, 3)) and fields["observation.item0"] == Field("int64", final=True)
+    assert [name for name, field in fields.items() if field.final] == list(fields)[:3]
+
+
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [
+        (spaces.Sequence(DISCRETE), "observation: got Sequence.*expected Box.*fixed size"),
+        (spaces.Dict({"a": spaces.OneOf((DISCRETE, DISCRETE))}), "observation.a: got OneOf"),
+        (spaces.Dict({"left-camera": DISCRETE}), "observation: got the key 'left-camera'.*identifier"),
+        (spaces.Dict({"a.b": DISCRETE}), "observation: got the key 'a.b'"),
+    ],
+)
+def test_a_space_that_cannot_be_stored_is_refused_by_name(space, text):
+    with pytest.raises(SchemaError, match=text):
+        schema_of(space, DISCRETE)
+
+
+def test_without_gymnasium_the_error_names_the_extra():
+    code = "import sys; sys.modules['gymnasium'] = None\nimport memmap_buffer.interop.gymnasium"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "install it by: pip install 'memmap-buffer[gymnasium]'" in ran.stderr
