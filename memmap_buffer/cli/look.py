@@ -1,0 +1,210 @@
+"""Looking into a folder: `info`, `episodes`, `head`, `show`. Reads only."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.cli.episodes import column_of, matching, opened, read_episode, serials_of, table_of
+from memmap_buffer.cli.terminal import FolderArgument, Json, Reward, bytes_of, disk_use, say, say_json, show_table
+from memmap_buffer.values import Array
+
+BARS = "▁▂▃▄▅▆▇█"
+BINS = 24
+MANY = 4  # entries of an array that are shown
+
+Where = Annotated[
+    list[str] | None, typer.Option("--where", help="Only these, as in length>=20 or task_id=1; may be repeated.")
+]
+Episode = Annotated[str, typer.Argument(help="The episode's number, or first or last.", show_default=False)]
+Fields = Annotated[list[str] | None, typer.Option("--field", help="Only this field; may be repeated.")]
+
+
+def info(folder: FolderArgument, as_json: Json = False, reward: Reward = "reward") -> None:
+    """Say what is in a folder: its fields, its sizes, how many episodes and steps, lengths and returns."""
+    with opened(folder) as buffer:
+        table = table_of(buffer, reward)
+        facts = _facts(buffer, table)
+    if as_json:
+        say_json(facts)
+        return
+    _say_facts(facts)
+    show_table("\nfields", _field_columns(facts["fields"], "one step"))
+    if facts["meta_fields"]:
+        show_table("\nmeta fields", _field_columns(facts["meta_fields"], "one episode"))
+    for name in ("length", "return"):
+        if len(table.get(name, ())):
+            say(f"\n{_histogram(name, table[name])}")
+
+
+def episodes(
+    folder: FolderArgument,
+    sort: Annotated[str, typer.Option("--sort", help="The column to sort by.")] = "serial",
+    reverse: Annotated[bool, typer.Option("--reverse", help="The highest first.")] = False,
+    where: Where = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="So many rows at most; 0 for all.")] = 50,
+    as_json: Json = False,
+    reward: Reward = "reward",
+) -> None:
+    """List the episodes: number, length, return, how each ended, and its meta fields."""
+    with opened(folder) as buffer:
+        table = matching(table_of(buffer, reward), where or ())
+    order = np.argsort(column_of(table, sort, "--sort"), kind="stable")
+    order = order[::-1] if reverse else order
+    shown = {name: values[order][: limit or None] for name, values in table.items()}
+    if as_json:
+        say_json([dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)])
+        return
+    show_table("", {name: values.tolist() for name, values in shown.items()})
+    if len(shown["serial"]) < len(order):
+        say(f"{len(order) - len(shown['serial'])} more; --limit 0 shows all")
+
+
+def show(folder: FolderArgument, episode: Episode, field: Fields = None, as_json: Json = False) -> None:
+    """Show one episode: the range of each field, and its meta fields; with --json every value."""
+    with opened(folder) as buffer:
+        (serial,) = serials_of(buffer, [episode])[:1]
+        wanted = buffer.schema.require(field or buffer.schema.all, "--field")
+        data = {name: value for name, value in read_episode(buffer, serial).items() if name in wanted}
+        meta = {name: data.pop(name) for name in buffer.meta_fieldnames if name in data}
+    if as_json:
+        say_json({"serial": serial, "fields": data, "meta_fields": meta})
+        return
+    say(f"episode {serial}")
+    for name, value in meta.items():
+        say(f"  {name}: {_short(value)}")
+    show_table("", _ranges(data))
+
+
+def head(
+    folder: FolderArgument,
+    episode: Annotated[str, typer.Argument(help="The episode's number, or first or last.")] = "first",
+    steps: Annotated[int, typer.Option("--steps", "-n", min=1, help="How many timesteps.")] = 10,
+    field: Fields = None,
+) -> None:
+    """Show the first timesteps of an episode, a row each."""
+    with opened(folder) as buffer:
+        (serial,) = serials_of(buffer, [episode])[:1]
+        wanted = buffer.schema.require(field or buffer.fieldnames, "--field", buffer.fieldnames)
+        data = read_episode(buffer, serial)
+    count = min(steps, min(len(data[name]) for name in wanted))
+    columns = {name: [_short(value) for value in data[name][:count]] for name in wanted}
+    show_table(f"episode {serial}", {"t": list(range(count)), **columns})
+
+
+def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
+    """What `info --json` prints."""
+    on_disk, apparent = disk_use(buffer.folder)
+    stored = json.loads((buffer.folder / "schema.json").read_text())
+    steps = int(table["length"].sum())
+    return {
+        "folder": str(buffer.folder),
+        **{key: stored[key] for key in ("version", "layout", "max_episodes", "max_timesteps", "max_steps", "circular")},
+        "episodes": len(table["serial"]),
+        "steps": steps,
+        "first_serial": int(table["serial"][0]) if len(table["serial"]) else None,
+        "last_serial": int(table["serial"][-1]) if len(table["serial"]) else None,
+        "bytes_on_disk": on_disk,
+        "bytes_apparent": apparent,
+        "bytes_per_step": sum(field.itemsize for field in buffer.schema.fields.values()),
+        **{name: _summary(table[name]) for name in ("length", "return") if name in table},
+        **{
+            kind: {
+                name: {
+                    "dtype": f.dtype,
+                    "shape": list(f.shape),
+                    "default": f.default,
+                    "final": f.final,
+                    "bytes": f.itemsize,
+                }
+                for name, f in fields.items()
+            }
+            for kind, fields in (("fields", buffer.schema.fields), ("meta_fields", buffer.schema.meta_fields))
+        },
+    }
+
+
+def _say_facts(facts: dict[str, Any]) -> None:
+    kind = "packed, read-only" if facts["layout"] == "packed" else "a ring" if facts["circular"] else "until full"
+    limit = f", at most {facts['max_steps']} steps" if facts["max_steps"] is not None else ""
+    say(f"{facts['folder']}: {kind}, format version {facts['version']}")
+    say(f"episodes  {facts['episodes']} of {facts['max_episodes']}{limit}, numbers {_from_to(facts)}")
+    say(f"steps     {facts['steps']}, at most {facts['max_timesteps']} an episode")
+    say(f"on disk   {bytes_of(facts['bytes_on_disk'])} (with holes {bytes_of(facts['bytes_apparent'])})")
+
+
+def _from_to(facts: dict[str, Any]) -> str:
+    return "none" if facts["first_serial"] is None else f"{facts['first_serial']} to {facts['last_serial']}"
+
+
+def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:
+    defaults = ["-" if f["default"] is None else _short(np.asarray(f["default"])) for f in fields.values()]
+    columns = {
+        "name": list(fields),
+        "dtype": [f["dtype"] for f in fields.values()],
+        "shape": [str(tuple(f["shape"])) for f in fields.values()],
+        unit: [bytes_of(f["bytes"]) for f in fields.values()],
+        "default": defaults,
+        "final": ["yes" if f["final"] else "" for f in fields.values()],
+    }
+    return {name: column for name, column in columns.items() if name != "final" or any(column)}
+
+
+def _summary(values: Array) -> dict[str, Any] | None:
+    if not len(values):
+        return None
+    counts, edges = np.histogram(_finite(values), bins=min(BINS, 10))
+    return {
+        "min": values.min(),
+        "mean": float(np.mean(values, dtype=np.float64)),
+        "max": values.max(),
+        "histogram": {"counts": counts, "edges": edges},
+    }
+
+
+def _finite(values: Array) -> Array:
+    numbers = values.astype(np.float64)
+    return numbers[np.isfinite(numbers)]
+
+
+def _histogram(name: str, values: Array) -> str:
+    """One line of bars, from the lowest to the highest value."""
+    finite = _finite(values)
+    counts, edges = (
+        np.histogram(finite, bins=BINS if np.ptp(finite) > 0 else 1) if len(finite) else (np.zeros(1), (0, 0))
+    )
+    heights = np.ceil(counts / max(1, counts.max()) * len(BARS)).astype(int)
+    bars = "".join(" " if height == 0 else BARS[height - 1] for height in heights)
+    mean = f"mean {np.mean(values):.6g}"
+    return f"{name:<7} {edges[0]:.6g} {bars} {edges[-1]:.6g}  {mean}"
+
+
+def _ranges(data: dict[str, Any]) -> dict[str, list[Any]]:
+    """What `show` says of each field."""
+    arrays = {name: np.asarray(values) for name, values in data.items()}
+    numeric = {name: a for name, a in arrays.items() if a.dtype.kind in "biuf" and a.size}
+    return {
+        "field": list(arrays),
+        "dtype": ["text" if a.dtype.kind == "U" else str(a.dtype) for a in arrays.values()],
+        "shape": [str(a.shape) for a in arrays.values()],
+        "min": [numeric[name].min() if name in numeric else None for name in arrays],
+        "mean": [float(numeric[name].mean(dtype=np.float64)) if name in numeric else None for name in arrays],
+        "max": [numeric[name].max() if name in numeric else None for name in arrays],
+        "first": [_short(a[0]) for a in arrays.values()],
+        "last": [_short(a[-1]) for a in arrays.values()],
+    }
+
+
+def _short(value: Any) -> str:
+    """A value in one line: an array's first entries."""
+    array = np.asarray(value)
+    if array.ndim == 0:
+        item = array.item()
+        return f"{item:.6g}" if isinstance(item, float) else str(item)
+    entries = [_short(entry) for entry in array.reshape(-1)[:MANY]]
+    shape = f" {array.shape}" if array.ndim > 1 else ""
+    return f"[{', '.join(entries)}{', …' if array.size > MANY else ''}]{shape}"
