@@ -34,6 +34,7 @@ def merge(
 
     Episodes are numbered anew, source by source. Damaged ones are left out and named, and the command ends with 1.
     """
+    require_new(target)
     with ExitStack() as open_ones:
         buffers = [open_ones.enter_context(opened(source, verify="read")) for source in sources]
         together = ConcatBuffer(buffers)  # refuses fields that differ, and says which
@@ -68,6 +69,7 @@ def split(
 
     An episode's part follows from its number and the seed, as with the option split= of a data loader.
     """
+    require_new(target)
     shares = _shares(part or ["train=0.9", "val=0.1"])
     with opened(source) as buffer:
         chosen = {
@@ -119,8 +121,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
     Raises: Problem: there is something at `target`.
     """
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise Problem(f"{target}: there is something already; give a new folder")
+    require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -129,6 +130,12 @@ def appearing(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
+
+
+def require_new(target: Path) -> None:
+    """Raise Problem where there is something that a copy would replace."""
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise Problem(f"{target}: there is something already; give a new folder")
 
 
 def _shares(parts: Sequence[str]) -> dict[str, float]:
