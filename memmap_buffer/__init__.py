@@ -29,9 +29,10 @@ The layers; a module imports only from levels above its own line, never sideways
     level 24  cli.terminal
     level 25  cli.episodes
     level 26  cli.look, cli.mend
-    level 27  cli.change
-    level 28  cli.app
-    level 29  cli.command
+    level 27  cli.change, cli.draw
+    level 28  cli.view
+    level 29  cli.app
+    level 30  cli.command
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.
