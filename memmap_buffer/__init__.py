@@ -28,7 +28,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 23  concat, cli.plain
     level 24  cli.terminal
     level 25  cli.episodes
-    level 26  cli.look, cli.mend
+    level 26  cli.look, cli.mend, cli.measure
     level 27  cli.change, cli.draw
     level 28  cli.view
     level 29  cli.app

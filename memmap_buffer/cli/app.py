@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from memmap_buffer.cli import change, draw, look, mend, plain, view
+from memmap_buffer.cli import change, draw, look, measure, mend, plain, view
 from memmap_buffer.cli.terminal import clean
 from memmap_buffer.errors import MemmapBufferError
 
@@ -24,6 +24,8 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "merge": (change.merge, "merge all_data shards/0 shards/1"),
     "split": (change.split, "split replay_data parts --part train=0.8 --part val=0.2"),
     "delete": (change.delete, "delete replay_data --where 'length<10'"),
+    "doctor": (measure.doctor, "doctor replay_data"),
+    "bench": (measure.bench, "bench replay_data --seconds 4"),
     "plot": (draw.plot, "plot replay_data --out episodes.png"),
     "video": (draw.video, "video replay_data 3 --out episode.mp4"),
     "view": (view.view, "view replay_data 1-3 --save episodes.rrd"),
