@@ -25,14 +25,15 @@ The layers; a module imports only from levels above its own line, never sideways
     level 20  reading.datasets
     level 21  reading.readable
     level 22  buffer
-    level 23  concat, cli.plain
-    level 24  cli.terminal
-    level 25  cli.episodes
-    level 26  cli.look, cli.mend, cli.measure
-    level 27  cli.change, cli.draw
-    level 28  cli.view
-    level 29  cli.app
-    level 30  cli.command
+    level 23  concat, cli.plain, interop.lanes, interop.beside, interop.survey
+    level 24  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
+    level 25  cli.terminal
+    level 26  cli.episodes
+    level 27  cli.look, cli.mend, cli.measure
+    level 28  cli.change, cli.draw
+    level 29  cli.view, cli.exchange
+    level 30  cli.app
+    level 31  cli.command
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.

@@ -137,6 +137,18 @@ def test_only_the_modules_nearest_to_the_system_touch_it(name: str) -> None:
     assert name in NEAR_THE_SYSTEM or not top_level_imports(SOURCES[name]) & SYSTEM
 
 
+def private_names(source: str) -> list[str]:
+    """What a source takes from the package, but from other neighbours, that the package does not offer to everybody."""
+    taken = [(module, name) for module, name in imports(ast.parse(source)) if module.split(".")[0] == NAME]
+    theirs = [(module, name) for module, name in taken if not module.startswith(f"{NAME}.interop")]
+    return [f"{module}.{name}" for module, name in theirs if name not in memmap_buffer.__all__]
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("interop.")])
+def test_neighbours_stand_on_the_public_names_alone(name: str) -> None:
+    assert private_names(SOURCES[name]) == []
+
+
 @each_module
 def test_nothing_is_unpickled_printed_or_left_to_a_finaliser(name: str) -> None:
     source = SOURCES[name]
@@ -253,4 +265,5 @@ def test_the_checks_of_single_modules_find_what_they_must() -> None:
     assert unsafe_loads("read(f, allow_pickle=True)") == ["allow_pickle"]
     assert unsafe_loads("json.load(f)") == []
     assert calls_of("def f():\n    print(1)", "print") == ["print"]
+    assert private_names("from memmap_buffer.schema import Field, nest") == ["memmap_buffer.schema.nest"]
     assert methods_named("class A:\n    def __del__(self): ...", "__del__") == [2]

@@ -65,6 +65,12 @@ def test_store_episode_fills_defaults_and_takes_one_more_entry_of_final_fields(b
     assert found["terminated"] == [False, False] and found["label"] == "none"
 
 
+def test_the_final_observation_of_a_whole_episode_may_be_a_text(tmp_path):
+    with make(tmp_path / "b", fields={"word": Field("U3", final=True), "x": "int"}, meta_fields=None) as texts:
+        texts.store_episode(word=["a", "bc", "def"], x=[1, 2])
+        assert texts.episode(0)["word"].tolist() == ["a", "bc", "def"]
+
+
 def test_store_episode_within_an_open_one_is_an_episode_of_its_own(buffer):
     with buffer.one_episode(task=1):
         buffer.store(obs=[1, 1], reward=1)

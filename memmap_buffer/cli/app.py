@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from memmap_buffer.cli import change, draw, look, measure, mend, plain, view
+from memmap_buffer.cli import change, draw, exchange, look, measure, mend, plain, view
 from memmap_buffer.cli.terminal import clean
 from memmap_buffer.errors import MemmapBufferError
 
@@ -19,11 +19,13 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "show": (look.show, "show replay_data last"),
     "verify": (mend.verify, "verify replay_data"),
     "repair": (mend.repair, "repair replay_data"),
-    "pack": (mend.pack, "pack replay_data packed_data"),
+    "pack": (mend.pack, "pack replay_data published_data"),
     "unpack": (mend.unpack, "unpack packed_data writable_data --max-episodes 2000"),
     "merge": (change.merge, "merge all_data shards/0 shards/1"),
     "split": (change.split, "split replay_data parts --part train=0.8 --part val=0.2"),
     "delete": (change.delete, "delete replay_data --where 'length<10'"),
+    "import": (exchange.import_, "import robomimic demos.hdf5 imported_data"),
+    "export": (exchange.export, "export robomimic replay_data exported.hdf5"),
     "doctor": (measure.doctor, "doctor replay_data"),
     "bench": (measure.bench, "bench replay_data --seconds 4"),
     "plot": (draw.plot, "plot replay_data --out episodes.png"),

@@ -84,9 +84,8 @@ def _log_episode(recording: Any, buffer: ReplayBuffer, data: dict[str, Any], ser
         if is_image(buffer.schema.fields[name]):
             _log_images(recording, entity, frames_of(array, name), begin)
         elif array.dtype.kind == "U":
-            _log_columns(
-                recording, entity, begin, len(array), rerun.TextLog.columns(text=array.reshape(len(array), -1)[:, 0])
-            )
+            texts = [" ".join(row) for row in array.reshape(len(array), -1)]
+            _log_columns(recording, entity, begin, len(array), rerun.TextLog.columns(text=texts))
         elif array.dtype.kind in "biuf" and np.prod(array.shape[1:]) <= SIGNALS:
             lines = array.reshape(len(array), -1).astype(np.float64)
             _log_columns(recording, entity, begin, len(array), rerun.Scalars.columns(scalars=lines))

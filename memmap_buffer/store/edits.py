@@ -46,7 +46,7 @@ def whole_episode(
     return (
         {n: np.ascontiguousarray(c[:length]) for n, c in columns.items()},
         meta,
-        {name: columns[name][length] for name in longer},
+        {name: columns[name][length, ...] for name in longer},  # an array also where an entry is one text
         length,
     )
 

@@ -1,0 +1,34 @@
+"""What a neighbour keeps beside the episodes: JSON in the folder's `extra/`, which `pack` and `snapshot` copy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.errors import CorruptBufferError
+
+
+def write_beside(buffer: ReplayBuffer, name: str, value: Any) -> None:
+    """Keep `value`, which JSON can hold, under `name`; what was there is replaced at once or not at all."""
+    path = _path(buffer, name)
+    path.parent.mkdir(exist_ok=True)
+    new = path.with_suffix(".json.new")
+    new.write_text(json.dumps(value), encoding="utf-8")
+    new.replace(path)
+
+
+def read_beside(buffer: ReplayBuffer, name: str) -> Any:
+    """What was kept under `name`, or None. Raises CorruptBufferError: the file holds no JSON."""
+    path = _path(buffer, name)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CorruptBufferError(f"{path}: {error}; remove it to go on without", path=path) from error
+
+
+def _path(buffer: ReplayBuffer, name: str) -> Path:
+    return buffer.folder / "extra" / f"{name}.json"

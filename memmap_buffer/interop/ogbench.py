@@ -1,0 +1,102 @@
+"""OGBench's npz files, in and out: flat arrays of steps, in which rows with `terminals` hold episodes' last states.
+
+Such a row becomes the final observation. Its action was never carried out, and OGBench's own loader leaves it out, too:
+it is not imported, and exported as zeros.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.schema import Field
+
+NAMES = {"observations": "observation", "actions": "action", "rewards": "reward"}
+OF_ACTIONS = frozenset({"action", "reward"})
+
+
+def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
+    """Copy an OGBench file into a folder, cut into its episodes; all of the file is held in memory meanwhile.
+
+    Every array of one row a step is imported: `observations` and `actions` as `observation` and `action`, others, such
+    as `qpos`, by their names. The last step of an episode is `truncated`: its data sets have no other end.
+
+    Args: path: the file. folder: where; see `ReplayBuffer`.
+        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+    Returns: the buffer, open to be written.
+    Raises: SchemaError: it is no such file, or an episode has no step.
+    """
+    arrays = _read(Path(path))
+    ends = np.flatnonzero(arrays.pop("terminals"))
+    columns = {NAMES.get(name, name): array for name, array in arrays.items()}
+    count = len(columns["observation"])
+    for name, array in columns.items():
+        if array.ndim < 1 or len(array) != count:
+            raise SchemaError(f"{path}: {name} has shape {array.shape}, expected {count} rows", field=name)
+    starts = np.concatenate([[0], ends + 1])
+    if not ends.size or ends[-1] != count - 1 or (np.diff(starts) < 2).any():
+        raise SchemaError(f"{path}: expected terminals at the last of {count} rows, and two rows or more an episode")
+    fields = {name: Field(a.dtype, a.shape[1:], final=name not in OF_ACTIONS) for name, a in columns.items()}
+    sizes = {"max_episodes": len(ends), "max_timesteps": int(np.diff(starts).max()) - 1}
+    buffer = ReplayBuffer(folder, fields={**fields, "truncated": "bool"}, **(sizes | options))
+    for start, end in zip(starts[:-1].tolist(), ends.tolist(), strict=True):
+        rows = {name: array[start : end + (name not in OF_ACTIONS)] for name, array in columns.items()}
+        buffer.store_episode(**rows, truncated=np.arange(start, end) == end - 1)
+    return buffer
+
+
+def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
+    """Copy a buffer into a new file in OGBench's layout; all of it is held in memory meanwhile.
+
+    Args: buffer: with the fields `observation` (with `final`) and `action`; others with `final` go along.
+    Raises: SchemaError: a field is missing, or an episode has no final observation.
+    """
+    schema = buffer.schema
+    wanted = [name for name in schema.fields if name in schema.final_names or name in OF_ACTIONS]
+    if not {"observation", "action"} <= set(wanted) or "observation" not in schema.final_names:
+        raise SchemaError(
+            f"{buffer.folder}: it has the fields {', '.join(schema.fields)}, expected `observation` with final=True, "
+            "and `action`"
+        )
+    rows, lengths = int(buffer.num_steps + len(buffer)), buffer.episode_lens.tolist()
+    out = {name: np.zeros((rows, *schema.fields[name].shape), schema.fields[name].storage) for name in wanted}
+    terminals = np.zeros(rows, np.float32)
+    start = 0
+    for i, length in enumerate(lengths):
+        episode = buffer.episode(i)
+        if len(episode["observation"]) == length:
+            raise SchemaError(f"episode {i}: it has no final observation, and OGBench needs one; leave it out")
+        for name, column in out.items():
+            column[start : start + len(episode[name])] = episode[name]
+        start += length + 1
+        terminals[start - 1] = 1
+    theirs = {ours: name for name, ours in NAMES.items()}
+    named: dict[str, Any] = {theirs.get(name, name): column for name, column in out.items()}
+    np.savez_compressed(path, **named, terminals=terminals)
+
+
+def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
+    try:
+        with ZipFile(path) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            missing = {"observations", "actions", "terminals"} - set(names)
+            if missing:
+                raise SchemaError(f"{path}: it has no {', '.join(sorted(missing))}; it has {', '.join(names)}")
+            return {name: _read_array(archive, name) for name in names}
+    except (BadZipFile, ValueError) as error:
+        if isinstance(error, SchemaError):
+            raise
+        raise SchemaError(f"{path}: it is no npz file of plain arrays ({error})") from error
+
+
+def _read_array(archive: ZipFile, name: str) -> npt.NDArray[Any]:
+    with archive.open(f"{name}.npy") as file:
+        array: npt.NDArray[Any] = np.lib.format.read_array(file)  # which refuses objects
+    return array

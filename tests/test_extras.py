@@ -1,0 +1,31 @@
+"""A neighbour that is not installed is named, with the command that installs it, in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from memmap_buffer.interop.extras import extra
+
+NEEDS = {
+    "gymnasium": ("gymnasium", "gymnasium"),
+    "record": ("gymnasium", "gymnasium"),
+    "minari": ("minari", "minari"),
+    "d4rl": ("h5py", "hdf5"),
+    "robomimic": ("h5py", "hdf5"),
+}
+
+
+@pytest.mark.parametrize("module", NEEDS)
+def test_importing_a_neighbour_that_is_missing_says_what_to_install(module):
+    package, name = NEEDS[module]
+    code = f"import sys; sys.modules[{package!r}] = None; import memmap_buffer.interop.{module}"
+    error = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()[-1]
+    assert error == f"ImportError: {package} cannot be imported; install it by: pip install 'memmap-buffer[{name}]'"
+
+
+def test_the_error_keeps_its_cause_and_the_name_of_what_is_missing():
+    with pytest.raises(ImportError, match=r"pip install 'memmap-buffer\[some\]'") as caught, extra("some"):
+        import no_such_package_anywhere  # noqa: F401
+    assert caught.value.name == "no_such_package_anywhere"
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)

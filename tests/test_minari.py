@@ -1,0 +1,229 @@
+"""Minari data sets in and out: what Minari gives of the original and of the copy of the copy is equal to the bit."""
+
+import warnings
+
+import gymnasium
+import minari
+import numpy as np
+import pytest
+from gymnasium import spaces
+from minari.data_collector import EpisodeBuffer
+
+from memmap_buffer import ReplayBuffer, SchemaError
+from memmap_buffer.interop.minari import export_minari, import_minari
+from memmap_buffer.interop.record import RecordEpisodes
+
+OBSERVATION = spaces.Dict(
+    {
+        "camera": spaces.Box(0, 255, (32, 32, 3), np.uint8),
+        "pose": spaces.Tuple(
+            (spaces.Box(-9, 9, (2,), np.float64), spaces.Dict({"gear": spaces.Discrete(9, start=-3)}))
+        ),
+        "order": spaces.Text(6),
+        "flags": spaces.MultiBinary(3),
+    }
+)
+ACTION = spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.MultiDiscrete([3, 4])))
+LENGTHS = (3, 1, 5)
+FORMATS = ("hdf5", "arrow", "parquet")
+every_format = pytest.mark.parametrize("data_format", FORMATS)
+
+
+@pytest.fixture(autouse=True)
+def local_data_sets(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+
+
+def stack(values):
+    """Elements of a space as Minari's storages take them: columns."""
+    if isinstance(values[0], dict):
+        return {key: stack([value[key] for value in values]) for key in values[0]}
+    if isinstance(values[0], tuple):
+        return tuple(stack([value[i] for value in values]) for i in range(len(values[0])))
+    return list(values) if isinstance(values[0], str) else np.stack(values)
+
+
+def episode(number, length, rng, data_format):
+    contacts, distance = rng.integers(9, size=(length + 1, 2)), rng.normal(size=length + 1)
+    # Minari's other formats keep an episode as a table: they cannot give nested infos back, nor any of another length
+    infos = {"contacts": contacts, "distance": list(distance)}
+    if data_format == "hdf5":
+        infos = {
+            "contacts": contacts[1:],
+            "goal": {"distance": distance, "word": ["ab", "cde", "f", "g", "h", "i"][: length + 1]},
+        }
+    return EpisodeBuffer(
+        id=None,
+        seed=100 + number if number else None,
+        observations=stack([OBSERVATION.sample() for _ in range(length + 1)]),
+        actions=stack([ACTION.sample() for _ in range(length)]),
+        rewards=rng.normal(size=length),
+        terminations=np.arange(length) == length - 1 if number % 2 else np.zeros(length, bool),
+        truncations=np.zeros(length, bool) if number % 2 else np.arange(length) == length - 1,
+        infos=infos,
+    )
+
+
+def make(data_format="hdf5", dataset_id="maze/test-v0", with_infos=True):
+    """A local data set of nested observations."""
+    rng = np.random.default_rng(1)
+    OBSERVATION.seed(2)
+    ACTION.seed(3)
+    episodes = [episode(number, length, rng, data_format) for number, length in enumerate(LENGTHS)]
+    if not with_infos:
+        episodes = [EpisodeBuffer(**{**vars(each), "infos": None}) for each in episodes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dataset = minari.create_dataset_from_buffers(
+            dataset_id,
+            episodes,
+            observation_space=OBSERVATION,
+            action_space=ACTION,
+            algorithm_name="random",
+            author={"a", "b"},
+            description="for a test",
+            data_format=data_format,
+            jpeg_encoding=False,
+        )
+    extra = {"level": 3, "note": "left", "score": 0.1}
+    dataset.storage.update_episode_metadata(
+        [extra, {"level": 4, "note": "right turn", "score": 0.7, "late": 1}], [0, 1]
+    )
+    return minari.load_dataset(dataset_id)
+
+
+def assert_equal_trees(got, expected):
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_equal_trees(got[key], value)
+    elif isinstance(expected, tuple):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_equal_trees(one, other)
+    elif isinstance(expected, np.ndarray):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        assert got.tolist() == expected.tolist() if got.dtype == object else got.tobytes() == expected.tobytes()
+    else:
+        assert got == expected
+
+
+def assert_equal_sets(got, expected):
+    assert got.total_episodes == expected.total_episodes
+    assert got.total_steps == expected.total_steps
+    assert (got.observation_space, got.action_space) == (expected.observation_space, expected.action_space)
+    assert got.env_spec == expected.env_spec
+    for one, other in zip(got.iterate_episodes(), expected.iterate_episodes(), strict=True):
+        for name in ("observations", "actions", "rewards", "terminations", "truncations"):
+            assert_equal_trees(getattr(one, name), getattr(other, name))
+        assert_equal_trees(one.infos or {}, other.infos or {})
+    metadata = [each.storage.get_episode_metadata(range(each.total_episodes)) for each in (got, expected)]
+    for one, other in zip(*metadata, strict=True):
+        assert one == other
+    of_the_copy = {"dataset_id", "dataset_size"}
+    one, other = ({k: v for k, v in each.storage.metadata.items() if k not in of_the_copy} for each in (got, expected))
+    assert one == other
+
+
+@every_format
+def test_a_data_set_comes_back_equal_to_the_bit(tmp_path, data_format):
+    original = make(data_format)
+    with import_minari("maze/test-v0", tmp_path / "b") as buffer:
+        copy = export_minari(buffer, "maze/copy-v0", data_format=data_format)
+    assert_equal_sets(copy, original)
+    assert_equal_sets(minari.load_dataset("maze/copy-v0"), original)
+
+
+@every_format
+def test_what_is_imported_is_what_the_data_set_gives(tmp_path, data_format):
+    original = make(data_format)
+    buffer = import_minari(original.storage.data_path, tmp_path / "b")
+    assert buffer.episode_lens.tolist() == list(LENGTHS)
+    assert buffer.max_timesteps == max(LENGTHS)
+    for i, expected in enumerate(original.iterate_episodes()):
+        got = buffer.episode(i)
+        assert_equal_trees(got["observation"]["camera"], expected.observations["camera"])
+        assert_equal_trees(got["observation"]["pose"]["item1"]["gear"], expected.observations["pose"][1]["gear"])
+        assert got["observation"]["order"].tolist() == expected.observations["order"]
+        assert_equal_trees(got["action"]["item0"], expected.actions[0])
+        assert_equal_trees(got["reward"], expected.rewards)
+        np.testing.assert_array_equal(got["info"]["contacts"], expected.infos["contacts"])
+        assert got["seed"] == (100 + i if i else -1)
+        assert (bool(got["given"]["level"]), bool(got["given"]["late"])) == (i < 2, i == 1)
+    assert buffer.sample(4, n_steps=1)["next_observation"]["camera"].shape == (4, 32, 32, 3)
+    buffer.close()
+
+
+def test_a_filtered_data_set_and_chosen_infos_are_imported_alone(tmp_path):
+    longer = make().filter_episodes(lambda each: len(each) > 1)
+    buffer = import_minari(longer, tmp_path / "b", infos=["contacts"], max_episodes=9)
+    assert buffer.episode_lens.tolist() == [3, 5]
+    assert [name for name in buffer.fieldnames if name.startswith("info")] == ["info.contacts"]
+    assert (buffer.max_episodes, buffer.episode(1)["seed"]) == (9, 102)
+    assert not [name for name in import_minari(longer, tmp_path / "c", infos=False).fieldnames if "info" in name]
+
+
+def test_what_was_recorded_becomes_a_data_set_of_its_environment(tmp_path):
+    with RecordEpisodes(gymnasium.make("CartPole-v1"), tmp_path / "b", max_episodes=9) as env:
+        for seed in range(3):
+            env.reset(seed=seed)
+            while not any(env.step(seed % 2)[2:4]):
+                pass
+    buffer = ReplayBuffer.from_folder(tmp_path / "b")
+    with pytest.raises(SchemaError, match=r"does not say of which environment it is; pass env="):
+        export_minari(buffer, "cart-v0")
+    dataset = export_minari(buffer, "cart-v0", env="CartPole-v1", author={"me"})
+    assert dataset.recover_environment().spec.id == "CartPole-v1"
+    assert dataset.storage.metadata["author"] == {"me"}
+    for i, each in enumerate(dataset.iterate_episodes()):
+        assert_equal_trees(each.observations, buffer.episode(i)["observation"])
+    assert [each["seed"] for each in dataset.storage.get_episode_metadata(range(3))] == [0, 1, 2]
+    back = import_minari("cart-v0", tmp_path / "c")
+    for i in range(3):
+        assert_equal_trees(
+            {k: np.asarray(v) for k, v in back.episode(i).items()},
+            {k: np.asarray(v) for k, v in buffer.episode(i).items()},
+        )
+
+
+def test_the_environment_of_a_data_set_outlives_the_way_through_a_folder(tmp_path):
+    with RecordEpisodes(gymnasium.make("CartPole-v1"), tmp_path / "b", max_episodes=9) as env:
+        env.reset(seed=1)
+        while not any(env.step(1)[2:4]):
+            pass
+        first = export_minari(env.buffer, "cart-v0", env=env)
+    with import_minari(first, tmp_path / "c") as buffer:
+        assert_equal_sets(export_minari(buffer, "cart-v1"), first)
+
+
+def test_an_episode_without_its_final_observation_is_refused(tmp_path):
+    fields = {
+        "observation": ("float", 4),
+        "action": "int",
+        "reward": "float",
+        "terminated": "bool",
+        "truncated": "bool",
+    }
+    buffer = ReplayBuffer(tmp_path / "b", 2, 3, fields)
+    buffer.store_episode(
+        observation=np.zeros((2, 4)), action=[0, 1], reward=[0, 1], terminated=[0, 0], truncated=[0, 1]
+    )
+    with pytest.raises(SchemaError, match="episode 0: it has no final observation"):
+        export_minari(buffer, "cart-v0", env="CartPole-v1")
+    buffer.close()
+
+
+def test_infos_that_fit_no_field_are_named(tmp_path):
+    dataset = make(with_infos=False)
+    one = dict(next(iter(dataset.storage.get_episodes([0]))))
+    names = ("observations", "actions", "rewards", "terminations", "truncations")
+    for infos in ({"laps": np.arange(2)}, {"x": np.arange(3)}):
+        dataset.update_dataset_from_buffer([EpisodeBuffer(**{name: one[name] for name in names}, infos=infos)])
+    with pytest.raises(
+        SchemaError, match=r"info\.laps: got 2 entries in an episode of 3 steps, expected 3 or one more"
+    ):
+        import_minari(dataset, tmp_path / "b")
+    with pytest.raises(SchemaError, match=r"info\.x.*: only 1 of 5 episodes have it; leave it out"):
+        import_minari(dataset, tmp_path / "b", infos=["x"])
+    assert not (tmp_path / "b").exists()
+    import_minari(dataset, tmp_path / "b", infos=False).close()

@@ -1,0 +1,136 @@
+"""robomimic's files in and out: written here by h5py alone after the published layout, and read back by it."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+
+from memmap_buffer import ReplayBuffer, SchemaError
+from memmap_buffer.interop.robomimic import export_robomimic, import_robomimic
+
+LENGTHS = {"demo_0": 4, "demo_2": 3, "demo_10": 5}  # numbers, not letters, order them
+MASKS = {"train": ["demo_0", "demo_10"], "valid": ["demo_2"], "20_percent": ["demo_10"]}
+MODEL = "<mujoco>" + "x" * 6000 + "</mujoco>"  # longer than any text field
+
+
+def write(path, *, following=True):
+    """Name -> arrays by their path."""
+    rng, out = np.random.default_rng(1), {}
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs["total"] = sum(LENGTHS.values())
+        data.attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 1, "env_kwargs": {"robots": ["Panda"]}})
+        for demo, length in LENGTHS.items():
+            images = rng.integers(256, size=(length + 1, 4, 4, 3), dtype=np.uint8)
+            positions = rng.normal(size=(length + 1, 3))
+            arrays = {
+                "obs/agentview_image": images[:-1],
+                "obs/robot0_eef_pos": positions[:-1],
+                "actions": rng.uniform(-1, 1, (length, 7)),
+                "rewards": rng.integers(2, size=length).astype(np.float64),
+                "dones": np.ones(length, np.int64),  # done at each step, not only at the last
+                "states": rng.normal(size=(length, 32)),
+                "action_dict/rel-pos": rng.normal(size=(length, 3)),
+            }
+            if following:
+                arrays |= {"next_obs/agentview_image": images[1:], "next_obs/robot0_eef_pos": positions[1:]}
+            group = data.create_group(demo)
+            group.attrs["num_samples"] = length
+            group.attrs["model_file"] = MODEL + demo
+            for name, array in arrays.items():
+                group[name] = array
+            out[demo] = arrays
+        for name, demos in MASKS.items():
+            file[f"mask/{name}"] = np.array(demos, dtype="S")
+    return out
+
+
+@pytest.mark.parametrize("following", [True, False])
+def test_each_demonstration_is_an_episode_and_each_mask_a_part(tmp_path, following):
+    written = write(tmp_path / "r.hdf5", following=following)
+    buffer = import_robomimic(tmp_path / "r.hdf5", tmp_path / "b")
+    assert buffer.episode_lens.tolist() == list(LENGTHS.values())
+    for i, (demo, arrays) in enumerate(written.items()):
+        episode = buffer.episode(i)
+        images = arrays["obs/agentview_image"]
+        if following:
+            images = np.concatenate([images, arrays["next_obs/agentview_image"][-1:]])
+        np.testing.assert_array_equal(episode["observation"]["agentview_image"], images)
+        for name, theirs in {"action": "actions", "reward": "rewards", "done": "dones", "state": "states"}.items():
+            np.testing.assert_array_equal(episode[name], arrays[theirs])
+            assert episode[name].dtype == arrays[theirs].dtype
+        np.testing.assert_array_equal(episode["action_dict"]["rel_pos"], arrays["action_dict/rel-pos"])
+        assert str(episode["demo"]) == demo
+    names = {"train": "mask.train", "valid": "mask.valid", "20_percent": "mask.n20_percent"}
+    for name, demos in MASKS.items():
+        batch = next(iter(buffer.dataloader(9, filter_meta={names[name]: True})))
+        assert batch["demo"] == demos
+    buffer.close()
+
+
+def everything(path):
+    """Path -> bytes of each array, and the attributes of each group."""
+    found = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, item: found.update(
+                {name: (str(item.dtype), item.shape, item[()].tobytes())}
+                if isinstance(item, h5py.Dataset)
+                else {f"{name}/": dict(item.attrs)}
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("following", [True, False])
+def test_a_file_comes_back_equal_to_the_bit(tmp_path, following):
+    write(tmp_path / "r.hdf5", following=following)
+    with import_robomimic(tmp_path / "r.hdf5", tmp_path / "b") as buffer:
+        export_robomimic(buffer, tmp_path / "s.hdf5")
+    assert everything(tmp_path / "s.hdf5") == everything(tmp_path / "r.hdf5")
+
+
+def test_any_buffer_with_actions_can_be_exported(tmp_path):
+    fields = {"observation": {"pose": ("float", 2)}, "action": ("float", 1), "terminated": "bool", "truncated": "bool"}
+    with ReplayBuffer(tmp_path / "b", 3, 5, fields, {"mask": {"train": "bool"}}) as buffer:
+        for train in (True, False):
+            pose, ends = (
+                np.random.default_rng(3).normal(size=(2, 2)),
+                {"terminated": [0, train], "truncated": [0, 1 - train]},
+            )
+            buffer.store_episode(observation={"pose": pose}, action=np.zeros((2, 1)), mask={"train": train}, **ends)
+        export_robomimic(buffer, tmp_path / "s.hdf5")
+    with h5py.File(tmp_path / "s.hdf5") as file:
+        assert (file["data"].attrs["total"], file["data/demo_1"].attrs["num_samples"]) == (4, 2)
+        assert file["mask/train"][()].tolist() == [b"demo_0"]
+        for demo in ("demo_0", "demo_1"):
+            assert file[f"data/{demo}/dones"][()].tolist() == [0, 1]
+            np.testing.assert_array_equal(file[f"data/{demo}/obs/pose"], pose.astype(np.float32))
+
+
+def test_what_is_no_such_file_is_refused(tmp_path):
+    with h5py.File(tmp_path / "r.hdf5", "w") as file:
+        file["observations"] = np.zeros(3)
+    with pytest.raises(SchemaError, match="it has no demonstrations in 'data'"):
+        import_robomimic(tmp_path / "r.hdf5", tmp_path / "b")
+    write(tmp_path / "r.hdf5")
+    with h5py.File(tmp_path / "r.hdf5", "a") as file:
+        file["data/demo_2/next_obs/robot0_eef_pos"][0] += 1
+    with pytest.raises(SchemaError, match=r"demo_2/next_obs: observation\.robot0_eef_pos is not what follows"):
+        import_robomimic(tmp_path / "r.hdf5", tmp_path / "b")
+    write(tmp_path / "r.hdf5", following=False)
+    with h5py.File(tmp_path / "r.hdf5", "a") as file:
+        del file["data/demo_2/states"]
+    with pytest.raises(SchemaError, match="array 'state': only 2 of 3 episodes have it; leave it out"):
+        import_robomimic(tmp_path / "r.hdf5", tmp_path / "b")
+    with h5py.File(tmp_path / "r.hdf5", "a") as file:
+        del file["data/demo_0/actions"]
+    with pytest.raises(SchemaError, match="/data/demo_0: it has no 'actions'"):
+        import_robomimic(tmp_path / "r.hdf5", tmp_path / "b")
+
+
+def test_a_buffer_without_actions_is_refused(tmp_path):
+    buffer = ReplayBuffer(tmp_path / "b", 3, 5, {"x": "float"})
+    with buffer, pytest.raises(SchemaError, match="it has no field 'action', which robomimic needs"):
+        export_robomimic(buffer, tmp_path / "s.hdf5")
