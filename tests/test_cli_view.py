@@ -109,7 +109,8 @@ def test_an_empty_folder_and_contradictions_end_with_2(
     assert not (tmp_path / "a.rrd").exists()
 
 
-def test_the_viewer_for_browsers_listens_on_this_machine_alone_until_ctrl_c(case: Case) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM], ids=lambda end: end.name)
+def test_the_viewer_for_browsers_listens_on_this_machine_alone_until_it_is_ended(case: Case, end: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1] - 1
@@ -129,12 +130,16 @@ def test_the_viewer_for_browsers_listens_on_this_machine_alone_until_ctrl_c(case
         assert addresses(port, port + 1) == {(port, "127.0.0.1"), (port + 1, "127.0.0.1")}
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=20) as page:
             assert b"Rerun" in page.read()
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, end)
         assert process.wait(timeout=20) == 0
-        assert addresses(port, port + 1) == set()
+        while addresses(port, port + 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def addresses(*ports: int) -> set[tuple[int, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -112,17 +113,18 @@ def _log_columns(recording: Any, entity: str, begin: int, length: int, columns: 
 
 def _open_viewer(place: Path, web: bool, port: int) -> None:
     """Start Rerun's own program, which stays until it is closed or interrupted."""
-    command = [sys.executable, "-m", "rerun", str(place), "--bind", LOOPBACK]
+    command = [sys.executable, "-m", "rerun_cli", str(place), "--bind", LOOPBACK]
     if web:
         command += ["--serve-web", "--web-viewer-port", str(port), "--port", str(port + 1)]
         data = f"rerun%2Bhttp%3A%2F%2F{LOOPBACK}%3A{port + 1}%2Fproxy"
         say(f"open http://{LOOPBACK}:{port}/?url={data} in a browser; end with Ctrl+C")
         sys.stdout.flush()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the viewer is not to outlive this command
     viewer = subprocess.Popen(command)
     try:
         code = viewer.wait()
     except KeyboardInterrupt:
-        viewer.terminate()
+        viewer.send_signal(signal.SIGINT)  # rerun_cli waits for a program of its own, and hands on this signal alone
         viewer.wait()
         return
     if code:
