@@ -1,0 +1,87 @@
+"""The plain values of a pickle, read without unpickling: it can name no function, so it can call none."""
+
+from __future__ import annotations
+
+import pickletools
+from typing import Any
+
+from memmap_buffer.errors import SchemaError
+
+_MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+_VALUES = frozenset(
+    ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
+)
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PUTS = frozenset(("MEMOIZE", "BINPUT", "LONG_BINPUT"))
+_GETS = frozenset(("BINGET", "LONG_BINGET"))
+_IGNORED = frozenset(("PROTO", "FRAME"))
+
+
+def plain_values(data: bytes) -> Any:
+    """The value of a pickle, of protocol 2 or later, of None, bools, numbers, texts, dicts, lists and tuples alone.
+
+    Raises: SchemaError: it holds anything else, or is no pickle; nothing of it was carried out.
+    """
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            _step(opcode.name, argument, stack, memo)
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, MemoryError) as error:
+        if isinstance(error, SchemaError):
+            raise
+        raise SchemaError(f"got no whole pickle ({type(error).__name__}: {error})") from error
+    if len(stack) != 1 or stack[0] is _MARK:
+        raise SchemaError("got no whole pickle: it ends with no single value")
+    return stack[0]
+
+
+def _step(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+    if name in _VALUES:
+        stack.append(argument)
+    elif name in _CONSTANTS:
+        stack.append(_CONSTANTS[name])
+    elif name in _EMPTY:
+        stack.append(_EMPTY[name]())
+    elif name in _PUTS:
+        memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+    elif name in _GETS:
+        stack.append(memo[argument])
+    elif name not in _IGNORED and name != "STOP":
+        _gather(name, stack)
+
+
+def _gather(name: str, stack: list[Any]) -> None:
+    """The steps that take values from the stack."""
+    if name == "MARK":
+        stack.append(_MARK)
+    elif name in _TUPLES:
+        stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+    elif name == "TUPLE":
+        stack.append(tuple(_from_mark(stack)))
+    elif name in ("APPEND", "SETITEM"):
+        count = 1 if name == "APPEND" else 2
+        items = stack[-count:]
+        del stack[-count:]
+        _extend(stack[-1], items)
+    elif name in ("APPENDS", "SETITEMS"):
+        items = _from_mark(stack)
+        _extend(stack[-1], items)
+    else:
+        raise SchemaError(f"got a pickle that does more than hold plain values ({name}), and carried nothing of it out")
+
+
+def _from_mark(stack: list[Any]) -> list[Any]:
+    at = max(i for i, value in enumerate(stack) if value is _MARK)
+    items = stack[at + 1 :]
+    del stack[at:]
+    return items
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if isinstance(target, list):
+        target.extend(items)
+    else:
+        target.update(zip(items[::2], items[1::2], strict=True))
