@@ -17,7 +17,7 @@ import numpy as np
 
 from cartpole import expert_policy, make_environment
 from memmap_buffer import Field, ReplayBuffer
-from progress import progress
+from memmap_buffer.progress import progress
 
 
 def create_buffer(folder: Path, num_episodes: int) -> ReplayBuffer:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cartpole import Policy, evaluate_policy
-from progress import progress
+from memmap_buffer.progress import progress
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The layers; a module imports only from levels above its own line, never sideways:
 
-    level 0   errors, interop.extras
+    level 0   errors, interop.extras, progress
     level 1   values, interop.plain
     level 2   schema, transforms, reading.memory
     level 3   store.files, store.records, store.tree, interop.gymnasium
@@ -10,10 +10,10 @@ The layers; a module imports only from levels above its own line, never sideways
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes
     level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile
-    level 8   store.redo, store.pack, store.priority
+    level 8   store.stream, store.columns, store.redo, store.pack, store.priority
     level 9   store.recovery, store.checkup
     level 10  store.writer
-    level 11  store.repair
+    level 11  store.repair, store.recording, store.editing
     level 12  reading.slices, reading.conditions, reading.split, reading.weighting
     level 13  reading.sources, reading.runs
     level 14  reading.gather
@@ -23,7 +23,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 18  reading.reader, reading.readahead
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
     level 20  reading.datasets
-    level 21  reading.readable
+    level 21  reading.readable, collector, statistics
     level 22  buffer
     level 23  concat, cli.plain, interop.lanes, interop.beside, interop.survey
     level 24  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
@@ -40,6 +40,7 @@ loader or batch is first asked for.
 """
 
 from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.collector import Collector
 from memmap_buffer.concat import ConcatBuffer, ConcatReplayBuffer
 from memmap_buffer.errors import (
     BufferFullError,
@@ -60,6 +61,7 @@ from memmap_buffer.reading.options import Options
 from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Field, Schema
+from memmap_buffer.statistics import Normalize, Statistics
 from memmap_buffer.store.checkup import Finding, verify
 from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
@@ -70,6 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BufferFullError",
     "BufferLockedError",
+    "Collector",
     "ConcatBuffer",
     "ConcatReplayBuffer",
     "CorruptBufferError",
@@ -80,6 +83,7 @@ __all__ = [
     "Finding",
     "MemmapBufferError",
     "NStep",
+    "Normalize",
     "NotABufferError",
     "NotEnoughDataError",
     "Offsets",
@@ -91,6 +95,7 @@ __all__ = [
     "SchemaError",
     "SchemaMismatchError",
     "StaleEpisodeError",
+    "Statistics",
     "Timestep",
     "Trajectory",
     "View",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from memmap_buffer.collector import Collector
 from memmap_buffer.errors import (
-    BufferFullError,
     BufferLockedError,
-    EpisodeStateError,
     MemmapBufferError,
     ReadOnlyError,
     SchemaError,
@@ -21,12 +20,13 @@ from memmap_buffer.errors import (
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.schema import Schema
-from memmap_buffer.store import creation, edits, storage
-from memmap_buffer.store.episode import Episode
+from memmap_buffer.statistics import QUANTILES, Statistics, keep, kept, statistics
+from memmap_buffer.store import creation, storage
+from memmap_buffer.store.editing import Editing
 from memmap_buffer.store.folder import Folder
-from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
+from memmap_buffer.store.recording import Recording
 from memmap_buffer.store.snapshot import snapshot
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.writer import Durability, Writer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class ReplayBuffer(Readable):
+class ReplayBuffer(Recording, Editing, Readable):
     """A folder of episodes, one memory-mapped array per field.
 
     Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
@@ -130,18 +130,51 @@ class ReplayBuffer(Readable):
         buffer._setup(opened, lock, Durability(durability, sync_every, checksum, publish, stage))
         return buffer
 
+    @classmethod
+    def for_env(
+        cls,
+        env: Any,
+        folder: str | PathLike[str],
+        *,
+        max_episodes: int,
+        max_timesteps: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A buffer with the fields of a Gymnasium environment's timesteps; of a vector's, those of one of them.
+
+        `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`; see `interop.gymnasium.schema_of`.
+
+        Args:
+            env: a Gymnasium environment or vector environment.
+            max_timesteps: default: the time limit that the environment was registered with.
+            fields: more of them, such as log_prob, or others in the place of these.
+            folder, max_episodes, options: as for the constructor.
+
+        Raises: ImportError: Gymnasium is not installed. SchemaError: a space has no fixed size, or there is no limit.
+        """
+        from memmap_buffer.interop.gymnasium import max_steps_of, schema_of, spaces_of
+
+        limit = max_timesteps or max_steps_of(env)
+        if limit is None:
+            raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
+        return cls(folder, max_episodes, limit, {**schema_of(*spaces_of(env)), **(fields or {})}, **options)
+
     def _setup(self, opened: Storage, lock: WriterLock, how: Durability) -> None:
         super().__init__(Sources([opened]))
-        self._storage = opened
-        self._writer = Writer(opened, lock, how)
-        self._scope: Episode | EpisodeGroup | None = None
-        self._begun: list[Episode] = []
+        self._record_to(opened, Writer(opened, lock, how))
         if lock.held:
             self._writer.begin()  # who creates is the writer from the start
         if not self.read_only and opened.folder.exists(".redo"):
             with suppress(BufferLockedError):  # its writer lives, and is at it
                 self._writer.begin()
                 opened.check_always()
+
+    def _reopen(self) -> None:
+        verify, how = self._storage.verify, self._writer.how
+        self._close_priorities()
+        lock = self._writer.detach()
+        self._setup(Storage.open(self.folder, verify=verify), lock, how)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
@@ -171,128 +204,47 @@ class ReplayBuffer(Readable):
     def circular(self) -> bool:
         return self._storage.layout.circular
 
-    # Writing
+    # Online
 
-    @contextmanager
-    def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Iterator[Episode]:
-        """Record one episode: `store` in the block, published at its end, dropped on any exception.
+    def add_and_sample(self, step: Mapping[str, Any], batch_size: int, **options: Any) -> Any:
+        """`add` a timestep of each environment, then `sample` a batch of what is published.
 
-        Args:
-            keep_partial: on an exception publish what was stored so far, flagged as cut short.
-            meta: meta fields known at the start; later ones by `episode[name] = value`.
-
-        Raises: EpisodeStateError: nested. BufferFullError, BufferLockedError, ReadOnlyError, WriterLostError.
+        Args: step: as for `add`. batch_size, options: as for `sample`; the same seed gives the same batch.
+        Raises: as both do; NotEnoughDataError: no episode is published yet, and the step is kept all the same.
         """
-        self._require_no_scope()
-        with self._entered(self._writer.open(meta, keep_partial=keep_partial)) as episode:
-            yield episode
+        self.add(**step)
+        return self.sample(batch_size, **options)
 
-    def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
-        """An open episode to `store` to, `publish` or `abort`; several may be open at once."""
-        episode = self._writer.open(meta, keep_partial=keep_partial)
-        self._begun = [*(other for other in self._begun if other.state == "open"), episode]
-        return episode
+    def statistics(
+        self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
+    ) -> Statistics:
+        """Count, mean, standard deviation, extremes and quantiles of fields, over all visible episodes.
 
-    @contextmanager
-    def batched_episode(self, batch_size: int, **meta_batch: Any) -> Iterator[EpisodeGroup]:
-        """Record `batch_size` synchronised environments: `store_batch` in the block.
+        They are kept in the folder by its writer, and computed again when something visible has changed.
 
-        Args: meta_batch: meta field -> (batch_size, *field).
+        Args: names: which; default: all of numbers. quantiles: which; `rank_error` of each field says how exact they
+            are. seed: of the samples that they are taken from.
+        Raises: NotEnoughDataError: there are no episodes. SchemaError: an unknown field, or a bad quantile.
         """
-        self._require_no_scope()
-        with self._entered(EpisodeGroup(self.schema, [])) as group:
-            for _ in range(batch_size):
-                group.add(self._writer.open({}))
-            group.update(meta_batch)
-            yield group
+        found = kept(self._storage, names, quantiles)
+        if found is None:
+            changes = self._storage.state("changes")
+            found = statistics([self._storage], names, quantiles, seed=seed)
+            if self._writer.holds:
+                keep(self._storage.folder, found, changes)
+        return found
 
-    def store(self, **step: Any) -> Any:
-        """Append one timestep to the open episode; see `Episode.store`.
+    def create_collector(
+        self,
+        num_groups: int,
+        fieldnames: Sequence[str] | None = None,
+        meta_fieldnames: Sequence[str] | None = None,
+        strict: bool = True,
+    ) -> Collector:
+        """Rollouts of several groups, kept in memory to learn from and then to `store` here; see `Collector`."""
+        return Collector(self._new_stream, self.schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
 
-        Raises: EpisodeStateError: no episode is open, or several are. SchemaError.
-        """
-        scope = self._scope
-        return (scope if type(scope) is Episode else self._current()).store(**step)
-
-    def store_batch(self, **batch: Any) -> None:
-        """Append one timestep to every episode of the open batch: field -> (B, *field)."""
-        self._group("store_batch").store(**batch)
-
-    def store_meta_batch(self, **meta_batch: Any) -> None:
-        """Set meta fields of the open batch: name -> (B, *field)."""
-        self._group("store_meta_batch").update(meta_batch)
-
-    def store_episode(self, **arrays: Any) -> None:
-        """Publish a whole episode.
-
-        Args: arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta fields.
-        Raises: SchemaError. EpisodeStateError: longer than max_timesteps, or steps follow `terminated`.
-        """
-        columns, meta, finals, length = edits.whole_episode(self.schema, arrays)
-        episode = self._writer.open(meta)
-        try:
-            episode.fill(columns, length)
-            episode.finals = finals
-            episode.publish()
-        except BaseException:
-            episode.abort()
-            raise
-
-    def advance_episode(self) -> None:
-        """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.
-
-        An episode without steps stays open.
-        """
-        episode = self._current()
-        if episode.length:
-            episode.publish()
-            with suppress(BufferFullError):  # the next `store` says that no episode is open
-                self.begin_episode()
-
-    # Changing what is published
-
-    def update(self, indices: Any = None, **data: Any) -> None:
-        """Overwrite data of published episodes in place; each episode changes at once or not at all.
-
-        Args:
-            indices: positions: an int, list, array, slice, or None for all.
-            data: field -> (E, t, *field), the first t timesteps; meta field -> (E, *field); without the first axis
-                for a single int; values broadcast.
-
-        Raises: SchemaError, IndexError, EpisodeStateError.
-        """
-        if not data:
-            raise SchemaError("update: no data was given; pass field=values")
-        self._writer.begin()
-        table = self._storage.refresh()
-        positions, single = edits.positions_of(indices, len(table))
-        slots = table.visible[positions]
-        rows, meta = edits.changes(self._storage, slots, single, data)
-        self._writer.update(slots, rows, meta)
-
-    def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
-        """Overwrite one timestep of one field of a published episode."""
-        self._writer.begin()
-        rows = edits.one_step(self._storage, episode_index, timestep_index, name, datapoint)
-        self._writer.update(*rows, {})
-
-    def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
-        """Overwrite one meta field of a published episode."""
-        self.schema.require([name], "store_meta_datapoint", self.schema.meta_fields)
-        self.update(int(episode_index), **{name: datapoint})
-
-    def clear(self) -> None:
-        """Remove every episode; the files keep their size."""
-        self._writer.clear()
-
-    reset_ = clear
-
-    def delete(self, indices: Any) -> None:
-        """Remove episodes: positions: an int, list, array or slice. Their serials are never used again."""
-        self._writer.begin()
-        table = self._storage.refresh()
-        positions, _ = edits.positions_of(indices, len(table))
-        self._writer.delete(table.visible[positions].tolist())
+    # Ending
 
     def snapshot(self, path: str | PathLike[str]) -> None:
         """Copy what is published now into a new buffer at `path`, from any process, beside a writer that goes on.
@@ -301,16 +253,16 @@ class ReplayBuffer(Readable):
         """
         snapshot(self._storage, Path(path))
 
-    # Ending
-
     def flush(self) -> None:
         """Wait until everything published is on the disk, and the priorities."""
         self._writer.flush()
         self.checkpoint()
 
     def close(self) -> None:
-        """Flush and let go of the lock; open episodes are dropped. Nothing is lost without it; twice is fine."""
+        """Flush and let go of the lock; twice is fine. Open episodes are dropped, but for those of `add`."""
         try:
+            if self._writer.holds:
+                self.end_stream()
             self._close_priorities()
         finally:
             self._writer.close()
@@ -322,45 +274,6 @@ class ReplayBuffer(Readable):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # Within
-
-    @contextmanager
-    def _entered(self, scope: Any) -> Iterator[Any]:
-        self._scope = scope
-        try:
-            with scope:
-                yield scope
-        finally:
-            self._scope = None
-
-    def _require_no_scope(self) -> None:
-        if self._scope is not None:
-            raise EpisodeStateError(
-                "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
-                "episode.store() for several side by side"
-            )
-
-    def _current(self) -> Episode:
-        if isinstance(self._scope, EpisodeGroup):
-            raise EpisodeStateError("store: a batch of episodes is open; use store_batch")
-        if self._scope is not None:
-            return self._scope
-        self._writer.require_writable()
-        self._begun = [episode for episode in self._begun if episode.state == "open"]
-        if len(self._begun) != 1:
-            some = (
-                f"{len(self._begun)} episodes are open; use episode.store()"
-                if self._begun
-                else ("no episode is open; store within `with buffer.one_episode():`, or after begin_episode()")
-            )
-            raise EpisodeStateError(f"{self.folder}: {some}")
-        return self._begun[0]
-
-    def _group(self, what: str) -> EpisodeGroup:
-        if not isinstance(self._scope, EpisodeGroup):
-            raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
-        return self._scope
 
 
 def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, reserve: bool) -> None:

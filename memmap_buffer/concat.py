@@ -11,6 +11,7 @@ from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
+from memmap_buffer.statistics import QUANTILES, Statistics, statistics
 from memmap_buffer.store.storage import Storage
 
 
@@ -52,6 +53,12 @@ class ConcatBuffer(Readable):
     def read_only(self) -> bool:
         return True
 
+    def statistics(
+        self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
+    ) -> Statistics:
+        """As of one buffer, over the episodes of all sources; see `ReplayBuffer.statistics`. They are not kept."""
+        return statistics(self._sources.storages, names, quantiles, seed=seed)
+
     def flush(self) -> None:
         """Nothing to do: there is nothing of its own to write."""
 
@@ -60,6 +67,8 @@ class ConcatBuffer(Readable):
 
     one_episode = begin_episode = batched_episode = store = store_batch = store_meta_batch = _refuse
     store_episode = store_datapoint = store_meta_datapoint = advance_episode = update = clear = reset_ = _refuse
+    add = extend = end_stream = add_and_sample = create_collector = delete = _refuse
+    set_valid = add_field = drop_field = rename_field = recompute = _refuse
 
 
 ConcatReplayBuffer = ConcatBuffer

@@ -403,3 +403,26 @@ def test_an_episode_staged_on_disk_is_invisible_until_published_and_its_slot_is_
             assert all(reward == list(range(20)) for reward in rewards(tmp_path))
         assert [episode["task"] for _, episode in shown(writer)] == [1, 3]
         assert writer.serials.tolist() == [1, 2]
+
+
+# What there is
+
+
+def test_what_is_to_be_stored_and_where_it_lies_is_told(buffer):
+    wanted, stored = buffer.elements_to_store(), buffer.elements_stored()
+    assert wanted == {
+        "obs": ((2,), "float32", True, True, False),
+        "reward": ((), "float32", True, False, False),
+        "terminated": ((), "bool", False, False, False),
+        "task": ((), "int64", False, False, True),
+        "label": ((), "U8", False, False, True),
+    }
+    step = {name: np.ones(one.shape) for name, one in wanted.items() if one.required}
+    with buffer.one_episode() as episode:
+        episode.store(**step)
+        for name in step:
+            with pytest.raises(SchemaError, match=f"{name!r}.*missing"):
+                episode.store(**{key: value for key, value in step.items() if key != name})
+    for name, one in stored.items():
+        array = np.load(one.path, mmap_mode="r")
+        assert (array.shape, array.dtype, one.path.stat().st_size) == (one.shape, one.dtype, one.size), name

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 
 from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
@@ -110,6 +112,48 @@ def test_the_fields_are_those_of_a_timestep_and_the_observation_has_a_final_one(
 def test_a_space_that_cannot_be_stored_is_refused_by_name(space, text):
     with pytest.raises(SchemaError, match=text):
         schema_of(space, DISCRETE)
+
+
+def test_a_buffer_for_a_vector_records_what_its_environments_did(tmp_path):
+    count = 3
+    options = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP}}
+    envs = gymnasium.make_vec("CartPole-v1", count, **options)
+    episodes = [[] for _ in range(count)]
+    ended = []
+    with ReplayBuffer.for_env(envs, tmp_path, max_episodes=50, fields={"log_prob": "float"}) as buffer:
+        assert buffer.max_timesteps == 500
+        observation, _ = envs.reset(seed=0)
+        envs.action_space.seed(0)
+        for t in range(60):
+            action = envs.action_space.sample()
+            following, reward, terminated, truncated, info = envs.step(action)
+            last = following.copy()
+            for i in np.flatnonzero(terminated | truncated):
+                last[i] = info["final_obs"][i]
+            step = {"observation": observation, "action": action, "reward": reward, "log_prob": np.full(count, t)}
+            buffer.add(**step, terminated=terminated, truncated=truncated, next_observation=last)
+            for i in range(count):
+                episodes[i].append(observation[i].copy())
+                if terminated[i] or truncated[i]:
+                    ended.append([*episodes[i], last[i]])
+                    episodes[i] = []
+            observation = following
+        assert len(ended) > 5
+        for i, expected in enumerate(ended):
+            got = buffer.episode(i)
+            np.testing.assert_array_equal(got["observation"], np.array(expected))
+            assert got["terminated"].tolist() == [False] * (len(expected) - 2) + [True]
+    envs.close()
+
+
+def test_a_buffer_for_an_environment_needs_a_time_limit_and_spaces(tmp_path):
+    env = gymnasium.make("CartPole-v1").unwrapped
+    with pytest.raises(SchemaError, match=r"max_timesteps: got None.*no time limit"):
+        ReplayBuffer.for_env(env, tmp_path, max_episodes=2)
+    with ReplayBuffer.for_env(env, tmp_path, max_episodes=2, max_timesteps=9, circular=True) as buffer:
+        assert buffer.max_timesteps == 9 and buffer.circular
+    with pytest.raises(SchemaError, match="env: got 3, expected a Gymnasium environment"):
+        ReplayBuffer.for_env(3, tmp_path, max_episodes=2, max_timesteps=9)
 
 
 def test_without_gymnasium_the_error_names_the_extra():

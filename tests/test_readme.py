@@ -11,6 +11,8 @@ import pytest
 import memmap_buffer
 from memmap_buffer import ReplayBuffer
 from memmap_buffer.reading.options import ReadOptions
+from memmap_buffer.store.editing import Editing
+from memmap_buffer.store.recording import Recording
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,7 +73,8 @@ def test_a_block_that_cannot_be_compiled_is_reported_with_its_line(tmp_path):
 def test_the_recording_page_names_every_option_and_method_that_writes():
     text = (ROOT / "docs" / "recording.md").read_text()
     options = set(inspect.signature(ReplayBuffer.__init__).parameters) - {"self"}
-    methods = {name for name, value in vars(ReplayBuffer).items() if inspect.isfunction(value)}
+    every = {name: value for kind in (ReplayBuffer, Recording, Editing) for name, value in vars(kind).items()}
+    methods = {name for name, value in every.items() if inspect.isroutine(value)}
     expected = options | {name for name in methods if not name.startswith("_")}
     assert {name for name in expected if not in_text(name, text)} == set()
 

@@ -71,6 +71,10 @@ class Readable:
         """Visible timesteps."""
         return sum(table.steps for table in self._sources.refresh())
 
+    def can_sample(self, *, min_steps: int = 1, min_episodes: int = 1) -> bool:
+        """Whether at least so many timesteps and episodes are visible; `sample` itself says why it has nothing."""
+        return self.num_steps >= min_steps and self.num_episodes >= min_episodes
+
     @property
     def episode_lens(self) -> IntArray:
         """(episodes,) int64 timesteps of each episode, oldest first."""

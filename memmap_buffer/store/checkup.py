@@ -14,6 +14,7 @@ import numpy as np
 
 from memmap_buffer.errors import MemmapBufferError
 from memmap_buffer.store import redo
+from memmap_buffer.store.creation import LEFT_BEHIND
 from memmap_buffer.store.files import npy_header
 from memmap_buffer.store.layout import ArrayFile
 from memmap_buffer.store.records import (
@@ -345,8 +346,8 @@ class Survey(Storage):
     def _leftovers(self) -> Iterator[Finding]:
         if not self.lockable:
             yield Finding(".lock", "is a link or no plain file, so nothing can be written", lost=False)
-        if self.folder.exists("schema.json.new"):
-            yield Finding("schema.json.new", "a change of the schema that was not finished", lost=False)
+        for name in filter(self.folder.exists, LEFT_BEHIND):
+            yield Finding(name, "a change of the schema that was not finished", lost=False)
         if not self.folder.exists(redo.NAME):
             return
         if self.pending is None:

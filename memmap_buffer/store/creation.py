@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError
@@ -12,6 +12,7 @@ from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.store.records import STATE_WORD
 
+LEFT_BEHIND = ("schema.json.new", "schema.json.old")
 log = logging.getLogger("memmap_buffer")
 
 
@@ -29,10 +30,16 @@ def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
 
 
 @contextmanager
-def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[None]:
-    """The files of a new buffer, open to be filled in the block; it is a buffer only when the block has ended."""
+def creating(
+    folder: Folder, layout: Layout, reserve: bool = False, only: Collection[str] | None = None
+) -> Iterator[None]:
+    """The files of a new buffer, there to be filled in the block; it is a buffer only when the block has ended.
+
+    Args: only: the keys of the files that are new, where the folder holds a buffer already.
+    """
     discard_unfinished(folder)
-    arrays = list(layout.arrays.values())
+    made = {key: array for key, array in layout.arrays.items() if only is None or key in only}
+    arrays = list(made.values())
     folder.require_free(array.name for array in arrays)
     total, free = sum(array.size for array in arrays), folder.free_bytes()
     if total > free and not reserve:
@@ -40,7 +47,7 @@ def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[
         log.warning(text, folder.path, total / 1e9, free / 1e9)
     try:
         folder.write_new("schema.json.new", layout.to_json(), sync=True)
-        for key, array in layout.arrays.items():
+        for key, array in made.items():
             whole = CAN_RESERVE and key in ("/episodes", "/state")
             folder.create_array(array.name, array.header, array.size, reserve or whole)
         yield
@@ -53,12 +60,33 @@ def creating(folder: Folder, layout: Layout, reserve: bool = False) -> Iterator[
         raise
 
 
-def discard_unfinished(folder: Folder) -> None:
-    """Remove what only a `schema.json.new` names: a creation or an added field that was never finished."""
+@contextmanager
+def replacing(folder: Folder, old: Layout, new: Layout) -> Iterator[None]:
+    """Another schema in the place of a buffer's, committed at the end of the block; what only the old one names goes.
+
+    In the block, files that only the new one names are made.
+    """
+    discard_unfinished(folder)
+    kept = {array.name for array in old.arrays.values()}
+    folder.require_free(array.name for array in new.arrays.values() if array.name not in kept)
     try:
-        planned = _listed(folder, "schema.json.new")
-    except FileNotFoundError:
-        return
+        folder.write_new("schema.json.old", old.to_json(), sync=True)
+        folder.write_new("schema.json.new", new.to_json(), sync=True)
+        yield
+        folder.rename("schema.json.new", "schema.json")
+    finally:
+        discard_unfinished(folder)
+
+
+def discard_unfinished(folder: Folder) -> None:
+    """Remove what only a `schema.json.new` or `.old` names: what a creation or a change of the schema left behind."""
+    for name in LEFT_BEHIND:
+        with suppress(FileNotFoundError):
+            _discard(folder, name)
+
+
+def _discard(folder: Folder, schema: str) -> None:
+    planned = _listed(folder, schema)
     kept = _listed(folder, "schema.json") if folder.exists("schema.json") else set()
     for name in planned - kept:
         folder.unlink(name, missing_ok=True)
@@ -66,7 +94,7 @@ def discard_unfinished(folder: Folder) -> None:
     for sub in {name.rpartition("/")[0] for name in planned - kept}:
         with suppress(FileNotFoundError, CorruptBufferError):  # it was never made, or is not ours
             folder.sync_folders(sub)
-    folder.unlink("schema.json.new")
+    folder.unlink(schema)
 
 
 def remove(folder: Folder) -> None:
@@ -86,6 +114,6 @@ def _listed(folder: Folder, name: str) -> set[str]:
     try:
         return {array.name for array in Layout.from_json(data, name).arrays.values()}
     except (CorruptBufferError, SchemaError):
-        if name == "schema.json.new" and Layout.may_be_torn(data):
+        if name in LEFT_BEHIND and Layout.may_be_torn(data):
             return set()  # it is complete on the disk before the first file is made
         raise

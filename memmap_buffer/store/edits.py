@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import EpisodeIndexError, SchemaError
-from memmap_buffer.schema import Field, Schema
+from memmap_buffer.errors import EpisodeIndexError, SchemaError, StaleEpisodeError
+from memmap_buffer.schema import Field, Schema, nest
 from memmap_buffer.store.episode import require_default
+from memmap_buffer.store.records import FINAL
 from memmap_buffer.store.storage import IntArray, Storage
-from memmap_buffer.values import Array, encode, to_numpy
+from memmap_buffer.values import Array, decode, encode, to_numpy
 
 
 def whole_episode(
@@ -125,6 +126,81 @@ def one_step(storage: Storage, position: int, t: int, name: str, value: Any) -> 
     rows = storage.maps.rows[name][first : first + t + 1].copy()
     rows[t] = field.encode(value)
     return slots, {name: [rows]}
+
+
+def marked(storage: Storage, name: str, indices: Any, flag: Any) -> tuple[IntArray, list[Array], int]:
+    """What marking timesteps in a bool field changes.
+
+    Args: indices: (n, 2) of (serial, timestep), or (n,) serials for whole episodes. flag: a bool, or (n,) of them.
+    Returns: (slots, the first rows of each, how many of the indices are of episodes that are gone).
+    """
+    pairs, table = to_numpy(indices), storage.refresh()
+    whole = pairs.ndim == 1
+    if pairs.dtype.kind not in "iu" or (not whole and (pairs.ndim != 2 or pairs.shape[1] != 2)):
+        raise SchemaError(
+            f"set_valid: got indices of {pairs.dtype} and shape {pairs.shape}, expected (n, 2) of (serial, timestep), "
+            "as `_indices` of a batch, or (n,) serials"
+        )
+    serials = pairs if whole else pairs[:, 0]
+    flags = np.broadcast_to(encode(flag, "bool", serials.shape if to_numpy(flag).ndim else ()), serials.shape)
+    slot_of = dict(zip(table.serial[table.visible].tolist(), table.visible.tolist(), strict=True))
+    rows: dict[int, Array] = {}
+    for k, serial in enumerate(serials.tolist()):
+        slot = slot_of.get(serial)
+        if slot is None:
+            continue
+        if slot not in rows:
+            rows[slot] = episode_of(storage, slot, [name])[name]
+        t = slice(None) if whole else int(pairs[k, 1])
+        if not isinstance(t, slice) and not 0 <= t < len(rows[slot]):
+            raise SchemaError(
+                f"set_valid: timestep {t} of episode {serial}, which has {len(rows[slot])}", serial=serial
+            )
+        rows[slot][t] = flags[k]
+    gone = sum(serial not in slot_of for serial in serials.tolist())
+    return np.array(list(rows), np.int64), list(rows.values()), gone
+
+
+def episode_of(storage: Storage, slot: int, names: Iterable[str]) -> dict[str, Any]:
+    """Some fields and meta fields of an episode, nested: fields (T, *field), with `final` (T + 1, *field) if it has it.
+
+    Raises: StaleEpisodeError: it fails its checksums.
+    """
+    slots, schema = np.array([slot]), storage.layout.schema
+    if not storage.trust(slots):
+        raise StaleEpisodeError(f"{storage.path}: an episode fails its checksums; see `verify`")
+    out = {}
+    for name in names:
+        field = schema.all[name]
+        if name in schema.meta_fields:
+            stored = storage.maps.meta[name][slot]
+        else:
+            first = int(storage.first_row(slots, field.final)[0])
+            stored = storage.maps.rows[name][first : first + num_rows(storage, slot, field)]
+        out[name] = decode(np.array(stored), field.dtype)
+    return nest(out)
+
+
+def num_rows(storage: Storage, slot: int, field: Field) -> int:
+    """How many entries of a field an episode has."""
+    table = storage.table
+    return int(table.length[slot]) + (field.final and bool(table.flags[slot] & FINAL))
+
+
+def computed(storage: Storage, slot: int, where: str, field: Field, meta: bool, value: Any) -> Array:
+    """What a function gave for an episode, encoded: (entries, *field), or a meta field's value."""
+    serial = int(storage.table.serial[slot])
+    try:
+        rows = field.encode(value, lead=0 if meta else 1)
+    except SchemaError as error:
+        raise SchemaError(f"{where}, episode {serial}: {error}", serial=serial) from None
+    count = num_rows(storage, slot, field)
+    if not meta and len(rows) != count:
+        last = "; the last one is of the final observation" if field.final else ""
+        raise SchemaError(
+            f"{where}, episode {serial}: got {len(rows)} entries, expected {count}{last}; give one each", serial=serial
+        )
+    return np.ascontiguousarray(rows)
 
 
 def _expand(name: str, field: Field, value: Any, single: bool, lead: tuple[int, ...]) -> Array:

@@ -115,12 +115,20 @@ class Episode:
         self._advance(t)
         return self._step_type._make(map(step.__getitem__, plan))
 
-    def store_rows(self, rows: Mapping[str, Array]) -> None:
-        """Append one timestep of values that are encoded already, one for every field."""
-        t = self._room()
+    def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
+        """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
+
+        What is written in place is written step by step.
+        """
+        if count > 1 and not self.staged:
+            for t in range(count):
+                self.store_rows({name: column[t : t + 1] for name, column in rows.items()})
+            return
+        t = self._room(count)
+        row = t - self.base
         for name, column in self._plan.items():
-            column.array[t - self.base] = rows[name]
-        self._advance(t)
+            column.array[row : row + count] = rows[name]
+        self._advance(t + count - 1)
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps."""
@@ -136,9 +144,14 @@ class Episode:
         self._ended_at(length - 1)
         self._plan, self._capacity = {}, 0
 
-    def drop_last(self) -> None:
-        """Take the last stored timestep back."""
-        self.length, self.ended = self.length - 1, ""
+    @property
+    def staged(self) -> bool:
+        """Whether nothing of it is written anywhere before it is published."""
+        return self._on_step is None and self._spill is None
+
+    def drop_last(self, count: int = 1) -> None:
+        """Take the last stored timesteps back."""
+        self.length, self.ended = self.length - count, ""
 
     def final(self, **observation: Any) -> None:
         """Store the observation after the last action: every field that was declared with `final`, once.
@@ -217,9 +230,9 @@ class Episode:
         if self.state != "open":
             raise EpisodeStateError(f"this episode was {self.state}; begin a new one with one_episode()")
 
-    def require_room(self) -> None:
-        """Raise EpisodeStateError unless one more step can be stored."""
-        self._room()
+    def require_room(self, count: int = 1) -> None:
+        """Raise EpisodeStateError unless so many more steps can be stored."""
+        self._room(count if self._spill is None else 1)
 
     def _room(self, count: int = 1) -> int:
         if self.state != "open" or self.ended or self.finals:

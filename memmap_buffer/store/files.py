@@ -97,7 +97,10 @@ takes the lock next carries a valid `.redo` through and removes a torn one.
 Creating, opening, trusting
 ---------------------------
 Creating and adding a field: the new schema as `schema.json.new`, the files (O_EXCL), then fsync, rename, fsync of the
-folders. What only a `.new` names, the next writer MAY remove under the lock. `overwrite` removes the heads of
+folders. What only a `.new` names, the next writer MAY remove under the lock. A field gets a column of checksums.npy
+that no record counts in; its CRC-32s are written before the rename. Dropping and renaming fields: the schema as it is
+as `schema.json.old`, the other one as `.new`, a second link to each file that is renamed, rename of the schema; then
+what only `.old` names is removed, and `.old`, by the next writer if need be. `overwrite` removes the heads of
 priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking
 the lock raises `epoch`, stores pid, time, host and boot, clears `clean`, sets `synced` to 0 unless every publication
 has its barriers, and puts a barrier behind that; if the last writer was of another boot and not `clean`, it first
@@ -171,6 +174,9 @@ class System:
 
     def rename(self, old: str, new: str, directory: int) -> None:
         os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
+
+    def link(self, old: str, new: str, directory: int) -> None:
+        os.link(old, new, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
 
     def unlink(self, name: str, directory: int) -> None:
         os.unlink(name, dir_fd=directory)

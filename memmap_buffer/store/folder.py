@@ -180,13 +180,14 @@ class Folder:
 
     def write_new(self, name: str, data: bytes, sync: bool) -> None:
         """A new small file, whole and, with `sync`, on the disk."""
-        with self._directory("") as root:
-            fd = files.system.create(name, root)
+        sub, _, base = name.rpartition("/")
+        with self._directory(sub, create=True) as directory:
+            fd = files.system.create(base, directory)
             try:
                 write_all(fd, data, 0)
                 if sync:
                     barrier(fd)
-                    files.system.sync_folder(root)
+                    files.system.sync_folder(directory)
             finally:
                 os.close(fd)
 
@@ -197,6 +198,13 @@ class Folder:
         skip = len(sub) + 1 if together and sub else 0
         with self._directory(sub if together else "") as directory:
             files.system.rename(old[skip:], new[skip:], directory)
+            files.system.sync_folder(directory)
+
+    def link(self, old: str, new: str) -> None:
+        """A second name for a file, in the same subfolder; on the disk when this returns."""
+        sub, _, base = old.rpartition("/")
+        with self._directory(sub) as directory:
+            files.system.link(base, new.rpartition("/")[2], directory)
             files.system.sync_folder(directory)
 
     def sync_folders(self, *subs: str) -> None:
@@ -246,6 +254,10 @@ class Folder:
     def exists(self, name: str) -> bool:
         return os.path.lexists(self.path / name)
 
+    def alone(self, name: str) -> bool:
+        """Whether nothing stands under a name, or a file that has no other."""
+        return not self.exists(name) or os.lstat(self.path / name).st_nlink == 1
+
     def require_free(self, names: Iterable[str]) -> None:
         """Raise CorruptBufferError where something stands under one of these names."""
         for name in names:
@@ -264,6 +276,11 @@ class Folder:
             raise NotABufferError(
                 f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path
             )
+
+    def stamp(self, name: str) -> tuple[int, int]:
+        """What changes when a file is replaced by another."""
+        status = os.lstat(self.path / name)
+        return status.st_ino, status.st_mtime_ns
 
     def inode(self, name: str) -> int:
         """What tells a file from another that took its name, as long as it is open."""

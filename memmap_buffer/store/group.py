@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store.episode import Episode, require_default
@@ -42,11 +44,11 @@ class EpisodeGroup:
         columns = self._encode(self._schema.flatten(batch), self._schema.fields, where)
         for name, field in self._schema.fields.items():
             if name not in columns:
-                columns[name] = [require_default(field, name, where)] * len(self)
+                columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.shape))
         for episode in self.episodes:
             episode.require_room()
         for i, episode in enumerate(self.episodes):
-            episode.store_rows({name: rows[i] for name, rows in columns.items()})
+            episode.store_rows({name: rows[i : i + 1] for name, rows in columns.items()})
 
     def final(self, **batch: Any) -> None:
         """Store every episode's observation after the last action: field -> (B, *field)."""
@@ -85,10 +87,8 @@ class EpisodeGroup:
         for episode in self.episodes:
             episode.__exit__(kind, error, trace)
 
-    def _encode(
-        self, batch: Mapping[str, Any], known: Mapping[str, Field], where: str
-    ) -> dict[str, Array | list[Array]]:
-        out: dict[str, Array | list[Array]] = {}
+    def _encode(self, batch: Mapping[str, Any], known: Mapping[str, Field], where: str) -> dict[str, Array]:
+        out: dict[str, Array] = {}
         for name, values in batch.items():
             if name not in known:
                 raise self._schema.unknown(name, where, known)

@@ -218,6 +218,13 @@ class Layout:
         except SchemaError as error:
             raise type(error)(f"{where}: {error}", path=where) from None
 
+    def keeps(self, other: Layout) -> bool:
+        """Whether each field of another layout is in this one as it was: what is open by it may be read on."""
+        mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
+        groups = ("fields", "meta_fields")
+        same = all(mine[key] == theirs[key] for key in _KEYS if key not in groups)
+        return same and all(mine[group].get(name) == spec for group in groups for name, spec in theirs[group].items())
+
     def with_fields(self, schema: Schema, column_of: Mapping[str, int]) -> Layout:
         """The same layout with other fields."""
         return replace(self, schema=schema, column_of=column_of, columns=max(self.columns, 1 + max(column_of.values())))

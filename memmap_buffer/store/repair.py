@@ -19,6 +19,7 @@ from memmap_buffer.errors import CorruptBufferError, MemmapBufferError
 from memmap_buffer.schema import Schema
 from memmap_buffer.store import files, redo
 from memmap_buffer.store.checkup import Finding, Survey
+from memmap_buffer.store.creation import LEFT_BEHIND
 from memmap_buffer.store.files import write_all, write_word
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
@@ -134,13 +135,13 @@ def _keep_schema(place: Folder) -> None:
 
 def _move_leftovers(place: Folder, survey: Survey) -> None:
     """An addition that was never finished goes away; an update that still can be is kept, and carried out later."""
-    if place.exists("schema.json.new"):
+    for name in filter(place.exists, LEFT_BEHIND):
         with suppress(MemmapBufferError, OSError):
-            planned = Layout.from_json(place.read("schema.json.new", MAX_SCHEMA_BYTES), "schema.json.new").arrays
+            planned = Layout.from_json(place.read(name, MAX_SCHEMA_BYTES), name).arrays
             for array in planned.values():
                 if array.name not in {kept.name for kept in survey.layout.arrays.values()}:
-                    _move(place, array.name)
-        _move(place, "schema.json.new")
+                    _move(place, array.name) if place.alone(array.name) else place.unlink(array.name)
+        _move(place, name)
     if survey.pending is not None:
         place.copy_file(redo.NAME, place, _free(place, "redo"))
     else:

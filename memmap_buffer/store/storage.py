@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import SchemaError, SchemaMismatchError
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -124,6 +124,7 @@ class Storage:
         self.verify = verify
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
+        self._stamp: tuple[int, int] | None = None
         self._slices: dict[tuple[str, int], Array] = {}
 
     @classmethod
@@ -148,7 +149,26 @@ class Storage:
     @cached_property
     def layout(self) -> Layout:
         self.folder.require()
+        self._stamp = self.folder.stamp("schema.json")
         return Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
+
+    @property
+    def schema_replaced(self) -> bool:
+        """Whether `schema.json` is another file than the one that was read."""
+        return self._stamp is not None and self.folder.stamp("schema.json") != self._stamp
+
+    def require_schema(self, *, to_write: bool = False) -> None:
+        """Raise SchemaMismatchError where fields were dropped, renamed or, `to_write`, added since this was opened."""
+        layout = self.layout
+        if not self.schema_replaced:
+            return
+        stamp = self.folder.stamp("schema.json")
+        now = Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
+        if not now.keeps(layout) or (to_write and not layout.keeps(now)):
+            differences = layout.differences(now)
+            text = "\n  ".join([f"{self.path}: its schema was changed since it was opened:", *differences])
+            raise SchemaMismatchError(f"{text}\nOpen it again with from_folder.", differences=differences)
+        self._stamp = stamp
 
     @cached_property
     def maps(self) -> Maps:
@@ -177,6 +197,7 @@ class Storage:
         changes = self.state("changes")
         if self._table is not None and self._table.changes == changes:
             return self._table
+        self.require_schema()
         table = self._read_table(changes)
         for _ in range(20):
             # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.

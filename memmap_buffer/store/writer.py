@@ -7,11 +7,13 @@ which order bytes are written is `publication`'s and `redo`'s.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from memmap_buffer.errors import EpisodeStateError, ReadOnlyError, SchemaError, StaleEpisodeError
+from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyError, SchemaError, StaleEpisodeError
 from memmap_buffer.store import redo
+from memmap_buffer.store.creation import discard_unfinished
 from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.publication import Files, Publication, commit
@@ -115,14 +117,50 @@ class Writer:
                 self._unfinished = False
             return self._files
         self.require_writable()
+        self.storage.require_schema(to_write=True)
         if not self._lock.held:
             self._lock.acquire()
+        self._tidy()
         files = Files(
             self.storage, self._lock, power=self.how.durability == "power", checksum=self.how.checksum is not None
         )
         self._ring = take_over(files)
         self._files = files
         return files
+
+    def _tidy(self) -> None:
+        """Under the lock: no other schema than this one stands, and nothing of a change that was not finished."""
+        try:
+            self.storage.require_schema(to_write=True)
+            with suppress(MemmapBufferError):  # it is not ours
+                discard_unfinished(self.storage.folder)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def begin_alone(self, what: str) -> Files:
+        """The open files, where no episode is open and nothing waits; what was retired stays retired.
+
+        Raises: as `begin`. EpisodeStateError: an episode is open.
+        """
+        files = self.begin()
+        if self._lock.open_episodes:
+            raise EpisodeStateError(f"{what}: {len(self._lock.open_episodes)} episodes are open; end them first")
+        self._commit_pending(files)
+        self._retire(files)
+        return files
+
+    def detach(self) -> WriterLock:
+        """Let go of the files, for another writer of the same folder that goes on under the same lock."""
+        if self._files is not None:
+            self._files.close()
+        self._files, self._closed = None, True
+        return self._lock
+
+    @property
+    def holds(self) -> bool:
+        """Whether this object is the folder's writer now."""
+        return self._files is not None and self._lock.mine
 
     def require_writable(self) -> None:
         """Raise EpisodeStateError or ReadOnlyError where nothing can be written whoever holds the lock."""
@@ -289,14 +327,18 @@ class Writer:
     def delete(self, slots: Sequence[int]) -> None:
         """Make visible slots invisible for good. What was retired before stays retired."""
         files = self.begin()
-        files.write_state("base", self._ring.oldest)
-        files.barriers("/state")
+        self._retire(files)
         for slot in slots:
             table = self.storage.refresh()
             files.amend(slot, flags=int(table.flags[slot]) | DELETED)
             files.barriers("/episodes")
             files.changed()
             self._ring.hide(int(table.serial[slot]))
+
+    def _retire(self, files: Files) -> None:
+        """What is not visible any more never comes back, whatever leaves."""
+        files.write_state("base", self._ring.oldest)
+        files.barriers("/state")
 
     def clear(self) -> None:
         """Make every episode invisible, in one write. Episodes that are open and staged are not touched."""
@@ -325,7 +367,7 @@ class Writer:
         """Flush, mark the folder clean, and let go of the lock. Open episodes are dropped. Twice is fine."""
         files = self._files
         try:
-            if files is not None and self._lock.mine:
+            if files is not None and self.holds:
                 self._finish(files)
         finally:
             self._closed, self._files = True, None

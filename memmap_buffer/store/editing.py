@@ -1,0 +1,192 @@
+"""What changes published episodes, and whole columns. `ReplayBuffer`'s words for `edits`, `columns` and the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.progress import progress
+from memmap_buffer.schema import Field, Schema
+from memmap_buffer.store import columns, edits
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.writer import Writer
+from memmap_buffer.values import Array
+
+VALID = "valid"  # every view leaves out what it excludes
+Compute: TypeAlias = Callable[[dict[str, Any]], Any]
+
+
+class Editing:
+    """The half of `ReplayBuffer` that changes what is published."""
+
+    _storage: Storage
+    _writer: Writer
+
+    def _reopen(self) -> None:
+        """Open the folder again: its schema is another one."""
+        raise NotImplementedError
+
+    def update(self, indices: Any = None, **data: Any) -> None:
+        """Overwrite data of published episodes in place; each episode changes at once or not at all.
+
+        Args:
+            indices: positions: an int, list, array, slice, or None for all.
+            data: field -> (E, t, *field), the first t timesteps; meta field -> (E, *field); without the first axis
+                for a single int; values broadcast.
+
+        Raises: SchemaError, IndexError, EpisodeStateError.
+        """
+        if not data:
+            raise SchemaError("update: no data was given; pass field=values")
+        self._writer.begin()
+        table = self._storage.refresh()
+        positions, single = edits.positions_of(indices, len(table))
+        slots = table.visible[positions]
+        rows, meta = edits.changes(self._storage, slots, single, data)
+        self._writer.update(slots, rows, meta)
+
+    def set_valid(self, indices: Any, flag: Any = False) -> int:
+        """Exclude timesteps from being drawn, or include them again: written to the field `valid`.
+
+        Where there is none it is added, a bool that is True for every timestep; each episode changes at once.
+
+        Args:
+            indices: (n, 2) of (serial, timestep), as `_indices` of a batch, or (n,) serials, as `_index`.
+            flag: a bool, or (n,) of them; the last one given for a timestep counts.
+
+        Returns: how many of them were dropped because their episode was overwritten or cleared meanwhile.
+        Raises: SchemaError: there is no such timestep, or `valid` is a field of another kind.
+        """
+        schema = self._storage.layout.schema
+        if VALID not in schema.all:
+            self.add_field(VALID, ("bool", (), True))
+        elif schema.fields.get(VALID) is None or schema.fields[VALID].dtype != "bool" or schema.fields[VALID].shape:
+            raise SchemaError(
+                "set_valid: `valid` is no bool field of one value a timestep here; rename it", field=VALID
+            )
+        self._writer.begin()
+        slots, rows, gone = edits.marked(self._storage, VALID, indices, flag)
+        self._writer.update(slots, {VALID: rows}, {})
+        return gone
+
+    def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
+        """Overwrite one timestep of one field of a published episode."""
+        self._writer.begin()
+        rows = edits.one_step(self._storage, episode_index, timestep_index, name, datapoint)
+        self._writer.update(*rows, {})
+
+    def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
+        """Overwrite one meta field of a published episode."""
+        self._storage.layout.schema.require([name], "store_meta_datapoint", self._storage.layout.schema.meta_fields)
+        self.update(int(episode_index), **{name: datapoint})
+
+    def clear(self) -> None:
+        """Remove every episode; the files keep their size."""
+        self._writer.clear()
+
+    reset_ = clear
+
+    def delete(self, indices: Any) -> None:
+        """Remove episodes: positions: an int, list, array or slice. Their serials are never used again."""
+        self._writer.begin()
+        table = self._storage.refresh()
+        positions, _ = edits.positions_of(indices, len(table))
+        self._writer.delete(table.visible[positions].tolist())
+
+    # Columns
+
+    def add_field(
+        self,
+        name: str,
+        spec: Any,
+        compute: Compute | None = None,
+        *,
+        meta: bool = False,
+        fields: Iterable[str] | None = None,
+    ) -> None:
+        """Add a field to the schema and to every episode: one new file, all others stay as they are.
+
+        It is there for all episodes or, after an error or a kill, for none. Other open objects of the folder read on;
+        to write they are opened again. Datasets and loaders made before do not give the field.
+
+        Args:
+            name: dotted for a group.
+            spec: any spelling of a field.
+            compute: one episode as `episode` gives it, in numpy -> (T, *field), with `final` one entry more where it
+                has its final observation; the value of a meta field. None: the default of `spec`.
+            meta: it is a meta field.
+            fields: what `compute` needs of an episode; default: all.
+
+        Raises:
+            SchemaError: the name is taken, there is no default, or what was computed does not fit.
+            EpisodeStateError: an episode is open. OSError: the disk is full, say.
+        """
+        field = next(iter(Schema({name: spec}).fields.values()))
+        if compute is None and field.default is None:
+            raise SchemaError(
+                f"add_field {name!r}: got no default for the episodes that are there; give one, or compute"
+            )
+        files = self._writer.begin_alone("add_field")
+        rows_of = None if compute is None else self._rows_of(f"add_field {name!r}", field, meta, compute, fields)
+        with self._reopened():
+            columns.add(files, name, field, meta=meta, rows_of=rows_of)
+
+    def drop_field(self, name: str) -> None:
+        """Remove a field or meta field, or a group of them, and its files. Readers of it must be opened again.
+
+        Raises: SchemaError: there is none, or it is the last one. EpisodeStateError: an episode is open.
+        """
+        names = self._storage.layout.schema.require([name], "drop_field")
+        with self._reopened():
+            columns.drop(self._writer.begin_alone("drop_field"), names)
+
+    def rename_field(self, name: str, new: str) -> None:
+        """Give a field or meta field, or a group of them, another name. Readers of it must be opened again.
+
+        Raises: SchemaError: there is none, or the new name is taken. EpisodeStateError: an episode is open.
+        """
+        members = self._storage.layout.schema.require([name], "rename_field")
+        names = {old: f"{new}{old.removeprefix(name)}" for old in members}
+        with self._reopened():
+            columns.rename(self._writer.begin_alone("rename_field"), names)
+
+    def recompute(self, name: str, compute: Compute, *, fields: Iterable[str] | None = None) -> None:
+        """Replace a field or meta field by what is computed from each episode; each changes at once or not at all.
+
+        Args: compute, fields: as for `add_field`.
+        Raises: SchemaError: what was computed does not fit; the episodes before it are changed. EpisodeStateError.
+        """
+        schema = self._storage.layout.schema
+        schema.require([name], "recompute", list(schema.all))
+        self._writer.begin()
+        meta, field = name in schema.meta_fields, schema.all[name]
+        rows_of = self._rows_of(f"recompute {name!r}", field, meta, compute, fields)
+        for slot in progress(self._storage.refresh().visible.tolist(), f"recompute {name}"):
+            value = {name: [rows_of(slot)]}
+            self._writer.update(np.array([slot]), {} if meta else value, value if meta else {})
+
+    @contextmanager
+    def _reopened(self) -> Iterator[None]:
+        """Around a change of the schema: whatever happens, what goes on is the one that stands."""
+        try:
+            yield
+        finally:
+            if self._storage.schema_replaced:
+                self._reopen()
+
+    def _rows_of(
+        self, where: str, field: Field, meta: bool, compute: Compute, fields: Iterable[str] | None
+    ) -> Callable[[int], Array]:
+        storage = self._storage
+        schema = storage.layout.schema
+        names = tuple(schema.all) if fields is None else schema.require(fields, where)
+
+        def rows_of(slot: int) -> Array:
+            episode = edits.episode_of(storage, slot, names)
+            return edits.computed(storage, slot, where, field, meta, compute(episode))
+
+        return rows_of

@@ -1,0 +1,186 @@
+"""Transitions of environments that run on: which of them make an episode, and when it ends.
+
+What an episode's steps are is `episode`'s; how it becomes visible is the writer's. Nothing is kept here but the open
+episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.schema import Schema
+from memmap_buffer.store.episode import ENDS, Episode, require_default
+from memmap_buffer.store.group import EpisodeGroup
+from memmap_buffer.values import Array, to_numpy
+
+NEXT = "next_"
+
+
+class EpisodeStream(EpisodeGroup):
+    """B environments side by side, each with its own episode ends; `episodes` are those they are in.
+
+    Args:
+        schema: the fields. size: B. limit: the longest episode. begin: opens an episode.
+    """
+
+    def __init__(self, schema: Schema, size: int, limit: int, begin: Callable[[], Episode]) -> None:
+        super().__init__(schema, [])
+        self._size, self._limit, self._begin = size, limit, begin
+
+    def __len__(self) -> int:
+        return self._size
+
+    def extend(self, steps: Steps) -> None:
+        """Append timesteps to every environment; an episode that ends, or is as long as it may be, is published.
+
+        Raises: BufferFullError: of the timesteps, those are stored that lie before an episode for which there is no
+            room. OSError: it could not be published; it is kept, and published by the next call.
+        """
+        count = len(steps.ends)
+        while steps.done < count:
+            self._publish_what_ended()
+            self._begin_where_needed()
+            stop = min(count, steps.done + self._limit - max(episode.length for episode in self.episodes))
+            ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
+            stop = steps.done + int(ended[0]) + 1 if ended.size else stop
+            self._append(steps, steps.done, stop)
+            steps.done = stop
+        self._publish_what_ended()
+
+    def publish(self, last: Steps | None = None, *, cut: bool = True) -> None:
+        """Publish what is open, as `cut` short where it did not end.
+
+        Args: last: the timesteps stored last; what was seen after them is the final observation.
+        """
+        self._publish_what_ended()
+        for i, episode in enumerate(self.episodes):
+            if episode.state == "open" and episode.length:
+                if last is not None and last.following and not episode.finals:
+                    episode.final(**{name: rows[-1, i] for name, rows in last.following.items()})
+                episode.publish(cut=cut)
+
+    def _publish_what_ended(self) -> None:
+        for episode in self.episodes:
+            if episode.state == "open" and (episode.ended or episode.length == self._limit):
+                episode.publish(cut=not episode.ended)
+
+    def _begin_where_needed(self) -> None:
+        while len(self.episodes) < self._size:
+            self.episodes.append(self._begin())
+        for i, episode in enumerate(self.episodes):
+            if episode.state != "open":
+                self.episodes[i] = self._begin()
+
+    def _append(self, steps: Steps, start: int, stop: int) -> None:
+        """Store timesteps `start` to `stop`, of which only the last may end an episode: for all of them or for none.
+
+        Where steps are published as they are stored, an error leaves it to the environments before.
+        """
+        before = [episode.length for episode in self.episodes]
+        for episode in self.episodes:
+            episode.require_room(stop - start)
+        try:
+            for i, episode in enumerate(self.episodes):
+                episode.store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
+        except BaseException:
+            for episode, length in zip(self.episodes, before, strict=True):
+                if episode.staged:
+                    episode.drop_last(episode.length - length)
+            raise
+        for i, episode in enumerate(self.episodes):
+            episode.update({name: values[stop - 1, i] for name, values in steps.meta.items()})
+            if steps.following and (episode.ended or episode.length == self._limit):
+                episode.final(**{name: rows[stop - 1, i] for name, rows in steps.following.items()})
+
+
+class Steps:
+    """Timesteps of several environments, checked and encoded.
+
+    Args:
+        schema: the fields. given: field -> (T, B, *field), (B, *field) for one timestep, (T, *field) or (*field) for
+            one environment; meta fields alike; `next_<field>` of fields with `final`: what was seen after the step.
+        time: whether there is an axis of time.
+
+    Attributes:
+        fields, meta, following: name -> (T, B, *field). ends: (T, B) bool, where an episode ends. done: how many of
+            the timesteps a stream has stored.
+
+    Raises:
+        SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
+    """
+
+    def __init__(self, schema: Schema, given: Mapping[str, Any], *, time: bool) -> None:
+        self.done = 0
+        groups = {name.split(".")[0] for name in schema.all}
+        later = {name for name in given if name.startswith(NEXT) and name.split(".")[0] not in groups}
+        flat = schema.flatten({name: value for name, value in given.items() if name not in later})
+        following = schema.flatten({name.removeprefix(NEXT): given[name] for name in later})
+        if not flat:
+            raise SchemaError("no field was given; give field=values for every environment")
+        schema.require(flat, "timesteps")
+        schema.require(following, "`next_` of fields declared with final=True", schema.final_names)
+        if following and following.keys() != schema.final_names:
+            missing = ", ".join(f"{NEXT}{name}" for name in sorted(schema.final_names - following.keys()))
+            raise SchemaError(f"{missing} missing; all fields with final=True belong together")
+        lead = _leading(schema, {**{f"{NEXT}{name}": value for name, value in following.items()}, **flat}, time)
+        self.following = {name: _encode(schema, name, value, lead, time) for name, value in following.items()}
+        columns = {name: _encode(schema, name, value, lead, time) for name, value in flat.items()}
+        self._axes = _require_same_axes({**self.following, **columns})
+        self.fields = {name: columns[name] for name in schema.fields if name in columns}
+        self.meta = {name: columns[name] for name in schema.meta_fields if name in columns}
+        for name, field in schema.fields.items():
+            if name not in columns:
+                row = require_default(field, name, "timesteps")
+                self.fields[name] = np.broadcast_to(row, (*self._axes, *field.shape))
+        self.ends = np.zeros(self._axes, np.bool_)
+        for name in ENDS:
+            if name in self.fields and self.fields[name].size == self.ends.size:
+                self.ends |= self.fields[name].reshape(self._axes) != 0
+
+    @property
+    def can_end(self) -> bool:
+        """Whether there is a field that says where an episode ends."""
+        return any(name in self.fields for name in ENDS)
+
+    @property
+    def num_envs(self) -> int:
+        return self._axes[1]
+
+
+def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
+    """How many axes stand before those of the fields: time, if there is one, and the environments, if several."""
+    found = {}
+    for name, value in flat.items():
+        field = schema.all[name] if name in schema.all else schema.fields[name.removeprefix(NEXT)]
+        ndim = getattr(value, "ndim", None)
+        found[name] = (to_numpy(value).ndim if ndim is None else int(ndim)) - len(field.shape)
+    lead = next(iter(found.values()))
+    if set(found.values()) != {lead} or lead not in (time, time + 1):
+        shown = ", ".join(f"{name}: {axes}" for name, axes in found.items())
+        wanted = "(T, *field) or (T, B, *field)" if time else "(*field) or (B, *field)"
+        raise SchemaError(f"got so many axes before those of a field: {shown}; expected every field as {wanted}")
+    return lead
+
+
+def _encode(schema: Schema, name: str, value: Any, lead: int, time: bool) -> Array:
+    """(T, B, *field) of a field as it was given."""
+    field = schema.all[name]
+    try:
+        rows = field.encode(value, lead=lead)
+    except SchemaError as error:
+        raise SchemaError(f"field {name!r}: {error}", field=name) from None
+    axes = rows.shape[:lead]
+    return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *field.shape))
+
+
+def _require_same_axes(columns: Mapping[str, Array]) -> tuple[int, int]:
+    axes = {name: column.shape[:2] for name, column in columns.items()}
+    first = next(iter(axes.values()))
+    if set(axes.values()) != {first} or 0 in first:
+        shown = ", ".join(f"{name}: {time} × {envs}" for name, (time, envs) in axes.items())
+        raise SchemaError(f"got timesteps × environments {shown}; expected the same number for every field, from 1")
+    return first[0], first[1]

@@ -1,0 +1,194 @@
+"""Statistics against numpy over everything at once; what is kept in the folder; normalisation and its inverse."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from faults import listing
+
+from memmap_buffer import ConcatBuffer, Field, NotEnoughDataError, ReplayBuffer, SchemaError, Statistics
+from memmap_buffer import statistics as module
+
+FIELDS = {
+    "observation": {"x": Field("float", 3, final=True), "image": ("uint8", (4, 2))},
+    "reward": "float64",
+    "half": "bfloat16",
+    "done": "bool",
+    "text": "U3",
+    "z": "complex64",
+}
+META = {"task": "int", "goal": ("float", 2), "name": ("U8", (), "none")}
+LENGTHS = (3, 7, 1, 5, 6)
+
+
+def record(buffer, rng, lengths=LENGTHS):
+    for i, length in enumerate(lengths):
+        buffer.store_episode(
+            observation={
+                "x": 100 + 5 * rng.standard_normal((length + i % 2, 3)),
+                "image": rng.integers(0, 256, (length, 4, 2), np.uint8),
+            },
+            reward=1e9 + rng.random(length),
+            half=rng.integers(-4, 4, length) / 2,
+            done=np.arange(length) == length - 1,
+            text=["abc"] * length,
+            z=np.ones(length),
+            task=i * 10,
+            goal=rng.random(2),
+        )
+
+
+@pytest.fixture
+def buffer(tmp_path):
+    with ReplayBuffer(tmp_path / "buffer", 4, 8, FIELDS, META, circular=True) as made:
+        record(made, np.random.default_rng(0))
+        yield made
+
+
+def column(buffer, name):
+    """Every entry of a field, by the public names."""
+    rows = []
+    for i in range(len(buffer)):
+        value = buffer.episode(i)
+        for part in name.split("."):
+            value = value[part]
+        rows.append(np.asarray(value)[None] if name in buffer.meta_fieldnames else value)
+    return np.concatenate(rows).astype(np.float64)
+
+
+NUMERIC = ["observation.x", "observation.image", "reward", "half", "done", "task", "goal"]
+
+
+def check(found, everything, exact=True):
+    assert found.count == len(everything) and found.rank_error == 0
+    np.testing.assert_allclose(found.mean, everything.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(found.std, everything.std(0), rtol=1e-6, atol=1e-12)
+    assert np.array_equal(found.min, everything.min(0)) and np.array_equal(found.max, everything.max(0))
+    for q, value in found.quantiles.items():
+        np.testing.assert_allclose(value, np.quantile(everything, q, axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 64, module.PART_BYTES])
+def test_statistics_are_those_of_numpy_over_everything_in_parts_of_any_size(buffer, monkeypatch, part_bytes):
+    monkeypatch.setattr(module, "PART_BYTES", part_bytes)
+    found = buffer.statistics()
+    assert list(found.fields) == NUMERIC and found.last_serial == 4 and found.num_episodes == 4
+    for name in NUMERIC:
+        check(found[name], column(buffer, name))
+
+
+def test_several_folders_are_described_as_one(buffer, tmp_path):
+    with ReplayBuffer(tmp_path / "other", 3, 9, FIELDS, META) as other:
+        record(other, np.random.default_rng(1), (9, 2))
+        both = ConcatBuffer([buffer, other])
+        found = both.statistics(["observation", "reward"], [0.5])
+        assert list(found.fields) == ["observation.x", "observation.image", "reward"]
+        for name in found.fields:
+            check(found[name], column(both, name))
+
+
+def test_quantiles_of_more_entries_than_the_sample_are_off_by_no_more_than_they_say(tmp_path):
+    values = np.random.default_rng(3).standard_normal((40, 500, 2)).astype(np.float32)
+    with ReplayBuffer(tmp_path, 40, 500, {"x": ("float", 2)}) as buffer:
+        for episode in values:
+            buffer.store_episode(x=episode)
+        flat = values.reshape(-1, 2).astype(np.float64)
+        whole = buffer.statistics(quantiles=(0.1, 0.5, 0.99))["x"]
+        check(whole, flat)
+    module_sample, module.SAMPLE = module.SAMPLE, 2000
+    try:
+        with ReplayBuffer.from_folder(tmp_path, read_only=True) as reader:
+            storage = reader._storage
+            found = [module.statistics([storage], ["x"], (0.1, 0.5, 0.99), seed=seed)["x"] for seed in range(20)]
+    finally:
+        module.SAMPLE = module_sample
+    assert found[0].rank_error == pytest.approx(np.sqrt(np.log(2000) / 4000)) and found[0].count == 20000
+    assert np.array_equal(found[0].mean, whole.mean)
+    for one in found:
+        for q, value in one.quantiles.items():
+            ranks = (flat <= value).mean(0)
+            assert (abs(ranks - q) <= one.rank_error + 1 / len(flat)).all()
+    assert not np.array_equal(found[0].quantiles[0.5], found[1].quantiles[0.5])
+
+
+def test_they_are_kept_by_the_writer_and_computed_again_when_something_changed(buffer, monkeypatch):
+    first = buffer.statistics()
+    path = buffer.folder / "extra" / "statistics.json"
+    assert json.loads(path.read_text())["last_serial"] == 4
+    calls, describe = [], module._describe
+    monkeypatch.setattr(module, "_describe", lambda *a: calls.append(a[1]) or describe(*a))
+    before = listing(buffer.folder)
+    reader = ReplayBuffer.from_folder(buffer.folder, read_only=True)
+    for source in (buffer, reader):
+        again = source.statistics(["reward"])
+        assert np.array_equal(again["reward"].mean, first["reward"].mean)
+        assert again["reward"].quantiles.keys() == first["reward"].quantiles.keys() and again.last_serial == 4
+    assert calls == [] and listing(buffer.folder) == before
+    buffer.statistics(["reward"], [0.3])
+    assert calls == ["reward"]
+    buffer.update(0, reward=[5.0])
+    assert reader.statistics(["reward"])["reward"].min == 5 and calls == ["reward"] * 2
+    path.write_text("{")
+    assert buffer.statistics(["done"])["done"].max == 1 and calls[-1] == "done"
+    assert not [name for name in listing(buffer.folder) if name.endswith(".new")]
+
+
+def test_what_cannot_be_described_is_refused(buffer, tmp_path):
+    empty = ReplayBuffer(tmp_path / "empty", 2, 2, {"x": "float"})
+    with empty, pytest.raises(NotEnoughDataError, match="there are no episodes to describe"):
+        empty.statistics()
+    for names, text in ((["text"], "statistics: got 'text'"), (["rewrad"], "did you mean 'reward'")):
+        with pytest.raises(SchemaError, match=text):
+            buffer.statistics(names)
+    with pytest.raises(SchemaError, match=r"quantiles: got .*numbers from 0 to 1"):
+        buffer.statistics(quantiles=[2])
+
+
+# Normalisation
+
+
+def test_a_normalised_column_has_mean_0_and_deviation_1_or_reaches_from_minus_1_to_1(buffer):
+    found = buffer.statistics(quantiles=(0.25, 0.75))
+    batch = next(iter(buffer.dataloader(100, timestep_level=True)))
+    out = found.normalize("reward", "observation.image")(batch)
+    assert out["reward"].mean().abs() < 1e-3 and out["reward"].dtype == torch.float64
+    assert (out["observation"]["image"].std(0, unbiased=False) - 1).abs().max() < 1e-3
+    assert out["observation"]["x"] is batch["observation"]["x"] and batch["observation"]["image"].dtype == torch.uint8
+    ranged = found.normalize("observation.image", by="range")(batch)["observation"]["image"]
+    assert ranged.amin(0).eq(-1).all() and ranged.amax(0).eq(1).all()
+    cut = found.normalize("reward", by="quantiles")(batch)["reward"]
+    assert ((cut >= -1) & (cut <= 1)).double().mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_it_normalises_what_was_read_of_a_field_in_every_view_and_back_again(buffer):
+    normalize = pickle.loads(pickle.dumps(buffer.statistics().normalize("observation.x", "reward", "half")))
+    found = buffer.statistics()
+    batch = buffer.sample(8, n_steps=2, sequence_fields=["reward"], seed=1)
+    out = normalize(batch)
+    x = found["observation.x"]
+    for key in ("observation", "next_observation"):
+        expected = (batch[key]["x"].double().numpy() - x.mean) / x.std
+        np.testing.assert_allclose(out[key]["x"].numpy(), expected, rtol=1e-4, atol=1e-4)
+    assert out["seq_reward"].shape == batch["seq_reward"].shape and not torch.equal(
+        out["seq_reward"], batch["seq_reward"]
+    )
+    back = normalize.inverse(out)
+    torch.testing.assert_close(back["observation"]["x"], batch["observation"]["x"])
+    torch.testing.assert_close(back["seq_reward"], batch["seq_reward"])
+    arrays = normalize({"reward": np.array([1, 2])})["reward"]
+    assert isinstance(arrays, np.ndarray) and arrays.dtype == np.float32
+
+
+def test_what_does_not_vary_is_only_shifted_and_an_unknown_name_is_refused(tmp_path):
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[2, 2, 2])
+        found = buffer.statistics()
+        assert isinstance(found, Statistics)
+        for by in ("std", "range", "quantiles"):
+            assert found.normalize(by=by)({"x": torch.tensor([2.0, 3.0])})["x"].tolist() == [0, 1]
+        with pytest.raises(SchemaError, match=r"normalize: got 'y', there are statistics of x"):
+            found.normalize("y")
+        with pytest.raises(SchemaError, match=r"by: got 'max'"):
+            found.normalize(by="max")
