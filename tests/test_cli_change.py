@@ -209,6 +209,58 @@ def test_delete_of_nothing_ends_with_2(
     assert len(numbered(case.folder)) == 8
 
 
+# add-field
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "shape", "value"),
+    [
+        (["--default", "0.5"], "float32", (), 0.5),
+        (["--default", "3", "--dtype", "int", "--shape", "2,4"], "int64", (2, 4), 3),
+        (["--default", "[1, 2]", "--dtype", "uint8", "--shape", "2"], "uint8", (2,), [1, 2]),
+        (["--default", "true", "--dtype", "bool"], "bool", (), True),
+        (["--default", "a b", "--dtype", "U5"], "U5", (), "a b"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("meta", [False, True], ids=["field", "meta field"])
+def test_add_field_gives_its_value_to_every_episode(
+    case: Case, options: list[str], dtype: str, shape: tuple[int, ...], value: Any, meta: bool
+) -> None:
+    before = episodes_of(case.folder)
+    assert main("add-field", case.folder, "group.new", *options, *["--meta"] * meta) == 0
+    after = episodes_of(case.folder)
+    for episode in after:
+        got = np.asarray(episode.pop("group.new"))
+        assert got.shape == (shape if meta else (len(episode["reward"]), *shape))
+        assert (got == value).all()
+    assert_equal(after, before)
+    with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
+        fields = buffer.schema.meta_fields if meta else buffer.schema.fields
+        assert (fields["group.new"].dtype, fields["group.new"].shape) == (dtype, shape)
+    assert verify(case.folder) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["new", "--default", "x"], "expected JSON"),
+        (["new", "--default", "1", "--shape", "2x3"], "expected whole numbers with commas"),
+        (["new", "--default", "1", "--dtype", "number"], "dtype: got 'number'"),
+        (["reward", "--default", "1"], "reward"),
+        (["new"], "--default"),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_be_added_changes_nothing(
+    case: Case, options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = shown(case.folder)
+    assert main("add-field", case.folder, *options) == 2
+    assert complaint in capsys.readouterr().err
+    assert shown(case.folder) == before
+
+
 # Interrupted
 
 SLOW = """

@@ -239,6 +239,45 @@ def test_a_field_that_is_not_there_is_named(case: Case, command: str, capsys: py
     assert "did you mean 'reward'?" in error_of(capsys, command, case.folder, "4", "--field", "rewards")
 
 
+# stats
+
+
+def test_stats_are_those_of_the_library(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    got = json_of(capsys, "stats", case.folder)
+    episodes = [episode_of(number, length) for number, length in case.lengths.items()]
+    rewards = np.concatenate([episode["reward"] for episode in episodes]).astype(float)
+    states = np.concatenate([episode["observation"]["state"] for episode in episodes]).astype(float)
+    assert got["reward"]["count"] == len(rewards)
+    assert got["reward"]["std"] == pytest.approx(rewards.std())
+    assert got["reward"]["quantiles"]["0.5"] == pytest.approx(np.median(rewards))
+    assert got["observation.state"]["mean"] == pytest.approx(states.mean(axis=0))
+    with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
+        assert got.keys() == buffer.statistics().fields.keys()
+
+
+def test_stats_for_people_have_a_row_an_entry_and_one_for_images(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = text_of(capsys, "stats", case.folder, "--field", "observation", "--field", "reward").splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [
+        "field",
+        *(f"observation.state[{i}]" for i in range(3)),
+        "observation.pixels",
+        "reward",
+    ]
+    rewards = np.concatenate([episode_of(number, length)["reward"] for number, length in case.lengths.items()])
+    assert float(lines[-2].split()[2]) == pytest.approx(rewards.astype(float).mean(), rel=1e-4)
+    assert lines[-1] == "the quantiles are exact"
+
+
+def test_stats_of_nothing_end_with_2(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ReplayBuffer(tmp_path / "empty", 3, 4, {"x": "float"}).close()
+    assert "there are no episodes to describe" in error_of(capsys, "stats", tmp_path / "empty")
+    assert "which was not declared here" in error_of(capsys, "stats", case.folder, "--field", "name")
+    ReplayBuffer(tmp_path / "words", 3, 4, {"x": "U3"}).store_episode(x=["a"])
+    assert "no field of numbers" in error_of(capsys, "stats", tmp_path / "words")
+
+
 # Hostile folders
 
 

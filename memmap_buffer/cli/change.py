@@ -1,7 +1,8 @@
-"""`merge`, `split` and `delete`: episodes into new folders, or out of one. No source of a copy is ever written to."""
+"""`merge`, `split`, `delete`, `add-field`: what makes folders out of folders, and what changes one."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from memmap_buffer.cli.look import Where
 from memmap_buffer.cli.mend import Target
 from memmap_buffer.cli.terminal import FolderArgument, Problem, Yes, agreed, end, progress, say
 from memmap_buffer.concat import ConcatBuffer
+from memmap_buffer.schema import Field
 from memmap_buffer.store.pack import pack
 
 Sources = Annotated[list[Path], typer.Argument(help="The folders, in the order of their episodes.", show_default=False)]
@@ -113,6 +115,35 @@ def delete(
             end(plain.FOUND)
         buffer.delete(np.flatnonzero(np.isin(buffer.serials, serials)))
     say(f"deleted {len(serials)} episodes, {steps} steps")
+
+
+def add_field(
+    folder: FolderArgument,
+    name: Annotated[str, typer.Argument(help="Its name; dotted for a group.", show_default=False)],
+    default: Annotated[str, typer.Option("--default", help="Its value in every episode there is, as JSON or text.")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="As for the constructor: float, int, bool, uint8, U12, …")
+    ] = "float",
+    shape: Annotated[
+        str, typer.Option("--shape", help="Of one entry, as in 3,64,64; left out for a single value.")
+    ] = "",
+    meta: Annotated[bool, typer.Option("--meta", help="One value an episode, not one a timestep.")] = False,
+) -> None:
+    """Add a field with one value to every episode of a folder; all other files stay as they are.
+
+    To compute its values from each episode, use buffer.add_field(name, spec, compute) in Python.
+    """
+    try:
+        sizes = tuple(int(size) for size in shape.split(",") if size.strip())
+    except ValueError:
+        raise Problem(f"--shape {shape!r}: expected whole numbers with commas between, as in 3,64,64") from None
+    try:
+        value = default if dtype.startswith("U") else json.loads(default)
+    except ValueError:
+        raise Problem(f"--default {default!r}: expected JSON, such as 0.5, true or [1, 2]") from None
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.add_field(name, Field(dtype, sizes, value), meta=meta)
+    say(f"added {name}: {dtype} {sizes}")
 
 
 @contextmanager

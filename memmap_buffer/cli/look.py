@@ -1,8 +1,9 @@
-"""Looking into a folder: `info`, `episodes`, `head`, `show`. Reads only."""
+"""Looking into a folder: `info`, `episodes`, `head`, `show`, `stats`. Reads only."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -10,12 +11,24 @@ import typer
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.cli.episodes import column_of, matching, opened, read_episode, serials_of, table_of
-from memmap_buffer.cli.terminal import FolderArgument, Json, Reward, bytes_of, disk_use, say, say_json, show_table
+from memmap_buffer.cli.terminal import (
+    FolderArgument,
+    Json,
+    Problem,
+    Reward,
+    bytes_of,
+    disk_use,
+    say,
+    say_json,
+    show_table,
+)
+from memmap_buffer.statistics import FieldStatistics
 from memmap_buffer.values import Array
 
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 24
 MANY = 4  # entries of an array that are shown
+ENTRIES = 16  # entries of a field that have a row of their own in `stats`
 
 Where = Annotated[
     list[str] | None, typer.Option("--where", help="Only these, as in length>=20 or task_id=1; may be repeated.")
@@ -94,6 +107,44 @@ def head(
     count = min(steps, min(len(data[name]) for name in wanted))
     columns = {name: [_short(value) for value in data[name][:count]] for name in wanted}
     show_table(f"episode {serial}", {"t": list(range(count)), **columns})
+
+
+def stats(folder: FolderArgument, field: Fields = None, as_json: Json = False) -> None:
+    """Count, mean, standard deviation, extremes and quantiles of every field; with --json of each entry of an array."""
+    with opened(folder) as buffer:
+        found = buffer.statistics(field)
+    if not found.fields:
+        raise Problem(f"{folder}: it has no field of numbers")
+    if as_json:
+        say_json({name: vars(one) for name, one in found.fields.items()})
+        return
+    rows = [row for name, one in found.fields.items() for row in _statistics_rows(name, one)]
+    show_table("", {key: [row[key] for row in rows] for key in rows[0]})
+    error = max(one.rank_error for one in found.fields.values())
+    say(f"the ranks of the quantiles are within {error:.2g}" if error else "the quantiles are exact")
+
+
+def _statistics_rows(name: str, found: FieldStatistics) -> Iterator[dict[str, Any]]:
+    """A row for each entry of a field; of a large one its extremes and mean over all entries."""
+    size = found.mean.size
+    if size > ENTRIES:
+        over_all = {"mean": found.mean.mean(), "std": None, "min": found.min.min(), "max": found.max.max()}
+        yield {
+            "field": f"{name} {found.mean.shape}",
+            "count": found.count,
+            **over_all,
+            **dict.fromkeys(_names_of(found)),
+        }
+        return
+    for i in np.ndindex(found.mean.shape):
+        values = {key: float(getattr(found, key)[i]) for key in ("mean", "std", "min", "max")}
+        quantiles = [float(value[i]) for value in found.quantiles.values()]
+        spelt = f"{name}[{', '.join(map(str, i))}]" if i else name
+        yield {"field": spelt, "count": found.count, **values, **dict(zip(_names_of(found), quantiles, strict=True))}
+
+
+def _names_of(found: FieldStatistics) -> list[str]:
+    return [f"{100 * q:g}%" for q in found.quantiles]
 
 
 def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
     """A table of columns of equal length; numbers are aligned to the right."""
     table = Table(title=Text(clean(title)) if title else None, title_justify="left", box=None, pad_edge=False)
     for name, values in columns.items():
-        right = all(isinstance(value, (int, float, np.number)) for value in values)
+        right = all(value is None or isinstance(value, (int, float, np.number)) for value in values)
         table.add_column(Text(clean(name)), justify="right" if right else "left", overflow="fold")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*(Text(clean(cell_of(value)).replace("\n", " ")) for value in row))
