@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cli_cases import RUN, make, run
 from faults import listing
+from test_readme import run_blocks
 
 from memmap_buffer import pack
 from memmap_buffer.cli import app, change, exchange, look
@@ -128,6 +129,35 @@ def test_commands_that_only_look_load_no_torch_and_no_extra_but_their_own(place:
         done = run(arguments[0], "replay_data", *arguments[1:], before=before)
         assert done.returncode == 0
         assert {"torch", "matplotlib", "av", "rerun", "h5py", "gymnasium"} & set(done.stderr.split()) == set()
+
+
+# The page about it
+
+PAGE = Path(__file__).parent.parent / "docs" / "command-line.md"
+BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ memmap-buffer (.+)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+
+
+def test_the_session_of_the_page_runs_and_prints_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_blocks(PAGE)
+    session = [found for block in BLOCK.findall(PAGE.read_text()) for found in COMMAND.findall(block)]
+    assert len(session) > 15
+    for command, expected in session:
+        assert app.main(shlex.split(command)) == 0, command
+        out, err = capsys.readouterr()
+        assert err == ""
+        printed = [line.rstrip() for line in out.splitlines()]
+        assert not expected or printed == expected.splitlines(), command
+
+
+def test_the_page_names_every_command() -> None:
+    text = PAGE.read_text()
+    assert {
+        name for name in app.EXAMPLES if not re.search(rf"`(memmap-buffer )?{name}\b|buffer {name}\b", text)
+    } == set()
 
 
 # import and export
