@@ -11,7 +11,7 @@ from cli_cases import Case, episode_of, make, read_json, run
 from faults import listing
 
 from memmap_buffer import ReplayBuffer, pack
-from memmap_buffer.cli import app
+from memmap_buffer.cli import app, look
 
 
 @pytest.fixture
@@ -103,6 +103,38 @@ def test_info_of_returns_that_are_no_numbers_is_json_all_the_same(
             buffer.store_episode(reward=[value])
     assert json_of(capsys, "info", tmp_path / "odd")["return"]["mean"] is None
     assert "return" in text_of(capsys, "info", tmp_path / "odd")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(5, 40),
+        np.array([3]),
+        np.array([5.5, 5.5]),
+        np.array([0.1, 0.2, 0.7]),
+        np.random.default_rng(0).normal(size=1000),
+        np.array([0, 2**62]),
+        np.array([1.0, np.nan, np.inf, 2.0]),
+        np.array([1e308, -1e308]),
+        np.array([np.nan]),
+    ],
+    ids=lambda values: f"{values.dtype}-{len(values)}-{values.flat[0]:.3g}",
+)
+def test_a_histogram_counts_every_finite_value_once_between_its_edges(values: Any) -> None:
+    counts, edges = look._counts(values)
+    finite = values[np.isfinite(values)].astype(float)
+    assert len(counts) == len(edges) - 1 <= look.BINS
+    assert counts.sum() == len(finite)
+    if len(finite) and abs(finite).max() < 1e300:
+        assert edges[0] == finite.min()
+        assert edges[-1] >= finite.max() * (1 - 1e-12)
+        np.testing.assert_allclose(np.diff(edges), edges[1] - edges[0])
+    assert look._histogram("x", values).startswith("x ")
+
+
+def test_whole_numbers_share_the_bars_of_a_histogram_equally() -> None:
+    counts, edges = look._counts(np.arange(5, 40))
+    assert (counts.tolist(), edges[:3].tolist()) == ([2] * 17 + [1], [5, 7, 9])
 
 
 # episodes

@@ -132,19 +132,23 @@ def _is_scalar(buffer: ReplayBuffer, name: str) -> bool:
 
 def _chunks(buffer: ReplayBuffer, wanted: list[str]) -> Iterator[dict[str, Array]]:
     """Columns of some episodes after others; fields as their sums over the steps."""
-    count = buffer.num_episodes
-    row = 8 * buffer.max_timesteps * max(1, len(wanted))
-    step = max(1, min(count, CHUNK // row)) if wanted else max(1, count)
+    step = max(1, CHUNK // (8 * buffer.max_timesteps * len(wanted))) if wanted else buffer.max_episodes
+    at, count = 0, buffer.num_episodes
     with progress("episodes", count) as tell:
-        for at in range(0, max(count, 1), step):
-            stop = min(at + step, buffer.num_episodes)  # a writer may have cleared it meanwhile
+        while True:
+            stop = min(at + step, buffer.num_episodes)
             data = buffer.episodes(range(min(at, stop), stop), fields=wanted, return_indices=True)
             yield {**data, **{name: _sum(data[name]) for name in wanted}}
-            tell(stop)
+            if not len(data["_index"]):
+                break
+            at = int(np.searchsorted(buffer.serials, data["_index"][-1], side="right"))  # its place, if a ring went on
+            if at >= buffer.num_episodes:
+                break
+            tell(at)
 
 
 def _sum(values: Array) -> Array:
-    return np.asarray(values.reshape(len(values), -1).sum(axis=1, dtype=np.float64))
+    return np.asarray(values.sum(axis=tuple(range(1, values.ndim)), dtype=np.float64))
 
 
 def _ends(data: dict[str, Array]) -> Array:

@@ -208,30 +208,36 @@ def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:
 def _summary(values: Array) -> dict[str, Any] | None:
     if not len(values):
         return None
-    counts, edges = np.histogram(_finite(values), bins=min(BINS, 10))
-    return {
-        "min": values.min(),
-        "mean": float(np.mean(values, dtype=np.float64)),
-        "max": values.max(),
-        "histogram": {"counts": counts, "edges": edges},
-    }
+    counts, edges = _counts(values)
+    mean = float(np.mean(values, dtype=np.float64))
+    return {"min": values.min(), "mean": mean, "max": values.max(), "histogram": {"counts": counts, "edges": edges}}
 
 
-def _finite(values: Array) -> Array:
+def _counts(values: Array) -> tuple[Array, Array]:
+    """How many values lie in each of at most `BINS` equal parts of their range; whole numbers share theirs equally."""
     numbers = values.astype(np.float64)
-    return numbers[np.isfinite(numbers)]
+    numbers = numbers[np.isfinite(numbers)]
+    low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 0.0)
+    with np.errstate(over="ignore"):
+        extent = high - low
+    if not np.isfinite(extent):  # as wide as floats go
+        return np.array([len(numbers)]), np.array([low, high])
+    width, count = extent / BINS or 1.0, BINS if extent else 1
+    if (numbers == np.round(numbers)).all():
+        width = np.ceil((extent + 1) / BINS)
+        count = int(np.ceil((extent + 1) / width))
+    edges = low + width * np.arange(count + 1)
+    found = np.searchsorted(edges[1:-1], numbers, side="right")
+    return np.bincount(found, minlength=count), edges
 
 
 def _histogram(name: str, values: Array) -> str:
     """One line of bars, from the lowest to the highest value."""
-    finite = _finite(values)
-    counts, edges = (
-        np.histogram(finite, bins=BINS if np.ptp(finite) > 0 else 1) if len(finite) else (np.zeros(1), (0, 0))
-    )
+    counts, _ = _counts(values)
     heights = np.ceil(counts / max(1, counts.max()) * len(BARS)).astype(int)
     bars = "".join(" " if height == 0 else BARS[height - 1] for height in heights)
-    mean = f"mean {np.mean(values):.6g}"
-    return f"{name:<7} {edges[0]:.6g} {bars} {edges[-1]:.6g}  {mean}"
+    low, mean, high = (f"{float(number):.6g}" for number in (values.min(), np.mean(values), values.max()))
+    return f"{name:<7} {low} {bars} {high}  mean {mean}"
 
 
 def _ranges(data: dict[str, Any]) -> dict[str, list[Any]]:
