@@ -89,6 +89,27 @@ def test_a_folder_that_is_not_there_ends_with_2_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", sorted(set(app.EXAMPLES) - {"verify", "repair", "import"}))
+@pytest.mark.parametrize("damage", ["no schema", "cut short"])
+def test_a_damaged_folder_ends_with_2_in_one_line_and_leaves_nothing(
+    name: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs(name)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("replay_data", "packed_data", "shards/0", "shards/1"):
+        make(Path(folder), range(3))
+        if damage == "no schema":
+            Path(folder, "schema.json").write_text("{" * 1000)
+        else:
+            with open(f"{folder}/data/reward.npy", "r+b") as file:
+                file.truncate(500)
+    before = listing(tmp_path)
+    assert app.main(shlex.split(app.EXAMPLES[name][1])) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert listing(tmp_path) == before
+
+
 @each_command
 def test_an_option_that_does_not_exist_ends_with_2(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main([name, "--no-such-option"]) == 2
