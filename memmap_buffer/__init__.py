@@ -27,7 +27,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 22  buffer
     level 23  concat, cli.plain, interop.lanes, interop.beside, interop.survey
     level 24  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
-    level 25  cli.terminal, interop.upstream
+    level 25  cli.terminal, interop.upstream, interop.torchrl, interop.trainers
     level 26  cli.episodes
     level 27  cli.look, cli.mend, cli.measure
     level 28  cli.change, cli.draw

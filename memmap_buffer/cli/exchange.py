@@ -34,6 +34,7 @@ FORMATS = {
     "d4rl": Format("a D4RL file (HDF5)"),
     "ogbench": Format("an OGBench file (.npz)"),
     "robomimic": Format("a robomimic file (HDF5)"),
+    "torchrl": Format("a folder that a LazyMemmapStorage of torchrl dumped (import only)"),
     "memmap_replay_buffer": Format("a folder of memmap-replay-buffer (import only)", module="upstream"),
 }
 LIST = ", ".join(f"{name}: {form.what}" for name, form in FORMATS.items())

@@ -1,0 +1,204 @@
+"""torchrl: batches and buffers as TensorDicts, and the dump of a LazyMemmapStorage as a folder.
+
+A dump is read by its JSON and as plain arrays: neither torchrl nor its unpickling is needed for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.concat import ConcatBuffer
+from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.interop.extras import extra
+from memmap_buffer.interop.survey import flat
+from memmap_buffer.schema import Field, Schema
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+OF_NEXT = ("reward", "terminated", "truncated", "done")
+LEFT_OUT = frozenset({"index", "done", "terminated", "truncated"})  # at the root: of the step before
+
+
+def to_tensordict(source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer) -> TensorDict:
+    """A batch as a TensorDict over the same memory, or all steps of a buffer as one.
+
+    Keys `next_<name>`, `reward`, `terminated` and `truncated` of an n-step batch go below "next", where torchrl looks
+    for them, with `done`. Text is left out: a TensorDict holds tensors.
+
+    Args:
+        source: a batch of any view, which is not copied; or a buffer, whose steps are gathered once, oldest first.
+
+    Returns: batch size (B,) or (steps,); of a buffer with `_indices`, the serial and timestep of each.
+    Raises: SchemaError: the batch is empty. ImportError: tensordict is not installed.
+    """
+    with extra("torchrl"):
+        from tensordict import TensorDict
+    batch = source if isinstance(source, Mapping) else _all_steps(source)
+    tensors = {name: value for name, value in flat(batch).items() if hasattr(value, "ndim")}
+    if not tensors:
+        raise SchemaError("to_tensordict: got a batch without tensors, expected one of `dataloader` or `sample`")
+    is_transition = any(name.startswith("next_") for name in tensors)
+    # A reward of the step after is none of this transition's, and torchrl has no place for it.
+    later = {f"next_{name}" for name in OF_NEXT}
+    below = {tuple(_key(name, is_transition)): value for name, value in tensors.items() if name not in later}
+    ends = [below[key] for key in (("next", "terminated"), ("next", "truncated")) if key in below]
+    if ends:
+        below["next", "done"] = ends[0] | ends[-1]
+    size = len(next(iter(tensors.values())))
+    return TensorDict.from_dict(_nested(below), batch_size=[size])
+
+
+def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
+    """Copy the dump of a replay buffer over a LazyMemmapStorage of one dimension into a folder.
+
+    An episode ends where ("next", "done") is true, where ("collector", "traj_ids") changes, and at the newest entry.
+    Entries that stand below "next" too, such as observations, have a final one; they must be those that follow. Rewards
+    and ends are taken from "next".
+
+    Args: path: what `dumps` wrote, or its `storage`. folder: where; see `ReplayBuffer`.
+        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+    Returns: the buffer, open to be written.
+    Raises: NotABufferError: it is no such dump. CorruptBufferError: a file is not what it says. SchemaError: what is no
+        tensor, or an episode whose "next" is not what follows.
+    """
+    root = Path(path) / "storage" if (Path(path) / "storage").is_dir() else Path(path)
+    length = int(_json(root / "storage_metadata.json")["len"])
+    arrays = _arrays(root)
+    cursor = _json(root.parent / "writer" / "metadata.json")["cursor"] if (root.parent / "writer").is_dir() else 0
+    rows = np.arange(length)
+    if length == len(next(iter(arrays.values()))):
+        rows = np.roll(rows, -int(cursor))
+    columns = {name: array[rows] for name, array in arrays.items()}
+    fields, after = _fields(columns)
+    bounds = _bounds(columns, length)
+    specs = {name: Field(_dtype(column), column.shape[1:], final=name in after) for name, column in fields.items()}
+    sizes = {"max_episodes": len(bounds), "max_timesteps": max(stop - start for start, stop in bounds)}
+    buffer = ReplayBuffer(folder, fields=specs, **(sizes | options))
+    for start, stop in bounds:
+        episode = {name: _plain(column[start:stop]) for name, column in fields.items()}
+        for name, following in after.items():
+            _require_following(name, fields[name][start:stop], following[start:stop], start)
+            episode[name] = np.concatenate([episode[name], _plain(following[stop - 1 : stop])])
+        buffer.store_episode(**episode)
+    return buffer
+
+
+def _all_steps(buffer: ReplayBuffer | ConcatBuffer) -> Mapping[str, Any]:
+    count = max(1, buffer.num_steps)
+    batch: Mapping[str, Any] = next(
+        iter(buffer.dataloader(count, timestep_level=True, return_indices=True, rank=0, world_size=1))
+    )
+    return batch
+
+
+def _key(name: str, is_transition: bool) -> list[str]:
+    if name.startswith("next_"):
+        return ["next", *name.removeprefix("next_").split(".")]
+    return ["next", name] if is_transition and name in OF_NEXT else name.split(".")
+
+
+def _nested(below: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for (*groups, leaf), value in below.items():
+        place = out
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[leaf] = value
+    return out
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotABufferError(f"{path} is missing, so it is no dump of a LazyMemmapStorage", path=path) from None
+    except ValueError as error:
+        raise CorruptBufferError(f"{path}: {error}", path=path) from error
+
+
+def _arrays(folder: Path) -> dict[str, Any]:
+    """Dotted name -> mapped array, bfloat16 as a structure of its bits."""
+    out: dict[str, Any] = {}
+    for name, about in _json(folder / "meta.json").items():
+        if name == "shape" and len(about) != 1:
+            raise SchemaError(f"{folder}: got a storage of shape {about}, expected one dimension; flatten it")
+        if not isinstance(about, Mapping):
+            continue
+        if not name.isidentifier():
+            raise SchemaError(f"{folder}: got the key {name!r}, expected an identifier; rename it", field=name)
+        if about.get("type") == "TensorDict":
+            out |= {f"{name}.{inner}": array for inner, array in _arrays(folder / name).items()}
+        elif "dtype" in about:
+            out[name] = _map(folder / f"{name}.memmap", about)
+        else:
+            raise SchemaError(f"{folder}: {name!r} is no tensor but {about.get('type')!r}; leave it out of the dump")
+    return out
+
+
+def _map(path: Path, about: Mapping[str, Any]) -> Any:
+    name = str(about["dtype"]).removeprefix("torch.")
+    dtype = np.dtype([("bfloat16", "<u2")]) if name == "bfloat16" else Schema({"x": name}).fields["x"].storage
+    shape = tuple(int(n) for n in about["shape"])
+    expected = dtype.itemsize * int(np.prod(shape))
+    size = path.stat().st_size if path.is_file() else None
+    if size != expected:
+        raise CorruptBufferError(f"{path}: got {size} bytes, expected {expected} for {shape} of {name}", path=path)
+    return np.memmap(path, dtype, "r", shape=shape)
+
+
+def _dtype(column: Any) -> Any:
+    return "bfloat16" if column.dtype.names else column.dtype
+
+
+def _plain(column: Any) -> Any:
+    if not column.dtype.names:
+        return column
+    return (column["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _fields(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The columns that become fields, and what follows each step of those that have it."""
+    groups = ("next.", "collector.")
+    fields = {name: c for name, c in columns.items() if not name.startswith(groups) and name not in LEFT_OUT}
+    after = {name: columns[f"next.{name}"] for name in fields if f"next.{name}" in columns}
+    ends = [name for name in ("terminated", "truncated") if f"next.{name}" in columns]
+    for name in ("reward", *ends) if ends else ("reward", "done"):
+        if f"next.{name}" in columns:
+            after.pop(name, None)
+            fields[name] = columns[f"next.{name}"]
+    return fields, after
+
+
+def _bounds(columns: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
+    if not length:
+        raise SchemaError("storage: got no entry, expected at least one")
+    ends = np.zeros(length, bool)
+    for name in OF_NEXT[1:]:
+        if f"next.{name}" in columns:
+            ends |= np.asarray(columns[f"next.{name}"]).reshape(length, -1).any(axis=1)
+    ids = columns.get("collector.traj_ids")
+    if ids is not None:
+        ends[:-1] |= (ids[1:] != ids[:-1]).reshape(length - 1, -1).any(axis=1)
+    ends[-1] = True
+    stops = (np.flatnonzero(ends) + 1).tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def _require_following(name: str, here: Any, following: Any, start: int) -> None:
+    one, other = here[1:], following[:-1]
+    wrong = [i for i in range(len(one)) if one[i].tobytes() != other[i].tobytes()]
+    if wrong:
+        at = start + wrong[0]
+        raise SchemaError(
+            f"('next', {name!r}) of entry {at} is not {name!r} of entry {at + 1}, yet no episode ends there: mark its "
+            "end by ('next', 'done') or ('collector', 'traj_ids')",
+            field=name,
+        )

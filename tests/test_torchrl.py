@@ -1,0 +1,177 @@
+"""torchrl: batches become TensorDicts over the same memory, and dumps of its own come in whole."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+
+from memmap_buffer import CorruptBufferError, NotABufferError, ReplayBuffer, SchemaError
+from memmap_buffer.interop.torchrl import import_torchrl, to_tensordict
+
+LENGTHS = (4, 1, 5, 3)
+
+
+def transitions(lengths=LENGTHS, marked=True):
+    """Steps of episodes whose values tell where they belong, as torchrl's collectors give them."""
+    parts = []
+    for number, length in enumerate(lengths):
+        t, ends = torch.arange(length + 1), torch.arange(length) == length - 1
+        pixels = (10 * number + t[:, None, None]).expand(-1, 2, 2).to(torch.uint8)
+        state, half = torch.stack([t + number / 8, -t], 1).double(), (t + number / 4).bfloat16()
+        done = (ends & marked)[:, None]
+        terminated = done & bool(number % 2)
+        parts.append(
+            TensorDict(
+                {
+                    "observation": {"pixels": pixels[:-1], "state": state[:-1]},
+                    "half": half[:-1],
+                    "action": 100 * number + t[:-1],
+                    "done": torch.zeros(length, 1, dtype=torch.bool),
+                    "collector": {"traj_ids": torch.full((length,), number)},
+                    "next": {
+                        "observation": {"pixels": pixels[1:], "state": state[1:]},
+                        "half": half[1:],
+                        "reward": (number + t[:-1, None] / 16).float(),
+                        "done": done,
+                        "terminated": terminated,
+                        "truncated": done & ~terminated,
+                    },
+                },
+                [length],
+            )
+        )
+    return parts
+
+
+def dump(folder, parts, size=20):
+    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(size), batch_size=2)
+    for part in parts:
+        buffer.extend(part)
+    buffer.dumps(folder)
+
+
+def assert_episodes(buffer, parts):
+    assert buffer.episode_lens.tolist() == [len(part) for part in parts]
+    for i, part in enumerate(parts):
+        got, following = buffer.episode(i), part["next"]
+        for name in ("pixels", "state"):
+            expected = torch.cat([part["observation", name], following["observation", name][-1:]])
+            np.testing.assert_array_equal(got["observation"][name], expected)
+        np.testing.assert_array_equal(got["half"], torch.cat([part["half"], following["half"][-1:]]).float())
+        np.testing.assert_array_equal(got["action"], part["action"])
+        for name in ("reward", "terminated", "truncated"):
+            np.testing.assert_array_equal(got[name], following[name])
+    buffer.close()
+
+
+@pytest.mark.parametrize("below", ["", "storage"])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_dump_is_cut_into_its_episodes(tmp_path, marked, below):
+    parts = transitions(marked=marked)
+    dump(tmp_path / "dump", parts)
+    buffer = import_torchrl(tmp_path / "dump" / below, tmp_path / "b")
+    assert buffer.schema.fields["half"].dtype == "bfloat16"
+    assert set(buffer.fieldnames) == {
+        *("observation.pixels", "observation.state", "half", "action", "reward", "terminated", "truncated")
+    }
+    assert_episodes(buffer, parts)
+
+
+def test_a_full_storage_comes_in_oldest_first(tmp_path):
+    parts = transitions((4, 1, 5, 3))
+    dump(tmp_path / "dump", parts, size=10)
+    assert_episodes(import_torchrl(tmp_path / "dump", tmp_path / "b"), [parts[0][3:], *parts[1:]])
+
+
+def test_an_end_that_nothing_marks_is_found_by_what_follows(tmp_path):
+    parts = [part.exclude("collector") for part in transitions(marked=False)]
+    dump(tmp_path / "dump", parts)
+    with pytest.raises(SchemaError, match=r"'observation.pixels'\) of entry 3 is not .* of entry 4.*mark its end"):
+        import_torchrl(tmp_path / "dump", tmp_path / "b")
+
+
+def spoil(folder, what):
+    meta = json.loads((folder / "storage/meta.json").read_text())
+    if what == "cut":
+        path = folder / "storage/action.memmap"
+        path.write_bytes(path.read_bytes()[:-1])
+    elif what == "gone":
+        (folder / "storage/storage_metadata.json").unlink()
+    elif what == "climbing":
+        meta["../../secret"] = meta["action"]
+    elif what == "object":
+        meta["note"] = {"type": "NonTensorData"}
+    elif what == "two":
+        meta["shape"] = [2, 10]
+    (folder / "storage/meta.json").write_text("{" if what == "json" else json.dumps(meta))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("cut", CorruptBufferError, r"action\.memmap: got 159 bytes, expected 160"),
+        ("json", CorruptBufferError, r"meta\.json: "),
+        ("gone", NotABufferError, "no dump of a LazyMemmapStorage"),
+        ("climbing", SchemaError, r"got the key '../../secret', expected an identifier"),
+        ("object", SchemaError, r"'note' is no tensor but 'NonTensorData'"),
+        ("two", SchemaError, r"got a storage of shape \[2, 10\], expected one dimension"),
+    ],
+)
+def test_what_is_no_such_dump_is_refused(tmp_path, what, kind, message):
+    dump(tmp_path / "dump", transitions())
+    spoil(tmp_path / "dump", what)
+    with pytest.raises(kind, match=message):
+        import_torchrl(tmp_path / "dump", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_batch_becomes_a_tensordict_over_the_same_memory(recorded):
+    buffer = recorded()
+    batch = buffer.sample(5, view=None, timestep_level=True, seed=1)
+    tensors = to_tensordict(batch)
+    assert tensors.batch_size == (5,)
+    assert tensors["camera", "left"].data_ptr() == batch["camera"]["left"].data_ptr()
+    assert torch.equal(tensors["half"], batch["half"])
+    assert "text" not in list(tensors.keys())
+
+
+def test_a_transition_has_what_follows_below_next(recorded):
+    batch = recorded().sample(5, n_steps=1, seed=1)
+    tensors = to_tensordict(batch)
+    assert tensors["next", "observation"].data_ptr() == batch["next_observation"].data_ptr()
+    assert torch.equal(tensors["next", "reward"], batch["reward"])
+    assert torch.equal(tensors["next", "done"], batch["terminated"])
+    assert "reward" not in list(tensors.keys())
+
+
+def test_a_buffer_becomes_all_its_steps(recorded):
+    buffer = recorded()
+    tensors = to_tensordict(buffer)
+    assert tensors.batch_size == (buffer.num_steps,)
+    expected = np.concatenate([buffer.episode(i)["observation"][:n] for i, n in enumerate(buffer.episode_lens)])
+    np.testing.assert_array_equal(tensors["observation"], expected)
+    serials = np.repeat(buffer.serials, buffer.episode_lens)
+    np.testing.assert_array_equal(tensors["_indices"][:, 0], serials)
+
+
+def test_a_way_through_torchrl_and_back_is_equal(tmp_path):
+    parts = transitions()
+    dump(tmp_path / "dump", parts)
+    with import_torchrl(tmp_path / "dump", tmp_path / "b") as buffer:
+        batch = next(iter(buffer.dataloader(buffer.num_steps, n_steps=1, next_fields=["observation", "half"])))
+        dump(tmp_path / "again", [to_tensordict(batch).exclude("n_step_lens")])
+    again = import_torchrl(tmp_path / "again", tmp_path / "c")
+    assert_episodes(again, parts)
+
+
+def test_what_holds_no_tensor_is_refused(tmp_path):
+    with pytest.raises(SchemaError, match="a batch without tensors"):
+        to_tensordict({"text": ["a"]})
+    with (
+        ReplayBuffer(tmp_path / "b", 2, 3, {"x": "int"}) as buffer,
+        pytest.raises(RuntimeError, match=r"nothing|no |empty"),
+    ):
+        to_tensordict(buffer)
