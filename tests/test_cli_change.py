@@ -79,6 +79,7 @@ def test_merge_names_what_is_damaged_and_ends_with_1(
     flip(path, header_size(path) + slot * 40 * 4)
     assert main("merge", tmp_path / "all", case.folder) == 1
     assert capsys.readouterr().out == (
+        f"{tmp_path / 'all'}: 7 episodes, {sum(case.lengths.values()) - case.lengths[4]} steps\n"
         f"{case.folder}: episode 4 is damaged, or was overwritten meanwhile, and is left out\n"
     )
     expected = episodes_of(case.folder)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_cases import RUN, Case, episode_of, make
+from cli_cases import RUN, Case, episode_of, make, run
 from faults import listing
 
 pytest.importorskip("rerun", reason="rerun-sdk (extra rerun) is not installed; it takes 500 MB", exc_type=ImportError)
@@ -140,6 +140,15 @@ def test_the_viewer_for_browsers_listens_on_this_machine_alone_until_it_is_ended
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def test_a_viewer_that_cannot_start_ends_the_command_with_2(case: Case) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run("view", case.folder, "--web", "--port", taken.getsockname()[1])
+    assert done.returncode == 2
+    assert done.stderr.endswith("memmap-buffer: rerun ended with 1; `--save FILE.rrd` needs no viewer\n")
 
 
 def addresses(*ports: int) -> set[tuple[int, str]]:

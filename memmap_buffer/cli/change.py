@@ -56,6 +56,8 @@ def merge(
                 except Problem:
                     left_out.append(f"{buffer.folder}: episode {serial}")
                 tell(count + 1)
+            made = f"{target}: {merged.num_episodes} episodes, {merged.num_steps} steps"
+    say(made)
     for name in left_out:
         say(f"{name} is damaged, or was overwritten meanwhile, and is left out")
     end(plain.FOUND if left_out else plain.OK)

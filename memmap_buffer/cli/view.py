@@ -113,7 +113,7 @@ def _log_columns(recording: Any, entity: str, begin: int, length: int, columns: 
 
 def _open_viewer(place: Path, web: bool, port: int) -> None:
     """Start Rerun's own program, which stays until it is closed or interrupted."""
-    command = [sys.executable, "-m", "rerun_cli", str(place), "--bind", LOOPBACK]
+    command = [sys.executable, "-m", "rerun", str(place), "--bind", LOOPBACK]
     if web:
         command += ["--serve-web", "--web-viewer-port", str(port), "--port", str(port + 1)]
         data = f"rerun%2Bhttp%3A%2F%2F{LOOPBACK}%3A{port + 1}%2Fproxy"
@@ -124,7 +124,7 @@ def _open_viewer(place: Path, web: bool, port: int) -> None:
     try:
         code = viewer.wait()
     except KeyboardInterrupt:
-        viewer.send_signal(signal.SIGINT)  # rerun_cli waits for a program of its own, and hands on this signal alone
+        viewer.send_signal(signal.SIGINT)  # it waits for a program of its own, which this signal alone ends
         viewer.wait()
         return
     if code:
