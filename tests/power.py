@@ -98,6 +98,11 @@ class Recorder(files.System):
         super().rename(old, new, directory)
         self.log.append(Operation("rename", self._number(os.fstat(directory)), old, new))
 
+    def link(self, old: str, new: str, directory: int) -> None:
+        super().link(old, new, directory)
+        number = self._number(os.stat(new, dir_fd=directory, follow_symlinks=False))
+        self.log.append(Operation("create", self._number(os.fstat(directory)), new, number))
+
     def unlink(self, name: str, directory: int) -> None:
         super().unlink(name, directory)
         self.log.append(Operation("unlink", self._number(os.fstat(directory)), name))

@@ -1,12 +1,14 @@
 """Whole columns: added, dropped, renamed, recomputed; every file operation failing or killed; who else has it open."""
 
 import errno
+import random
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from faults import in_child, listing, shown, system, without_barriers
+from power import boot, cuts, recording
 
 from memmap_buffer import (
     EpisodeStateError,
@@ -195,6 +197,32 @@ def test_a_full_disk_at_any_write_leaves_the_old_or_the_new_columns_and_the_obje
         if seen.count < at:
             break
     assert at > 4
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_columns(tmp_path, name):
+    with make(tmp_path / "start", durability="power") as buffer:
+        before = shown(buffer)
+    rng = random.Random(name)
+    with boot(1), recording(tmp_path / "start") as recorder:
+        with ReplayBuffer.from_folder(tmp_path / "start", durability="power") as buffer:
+            buffer.begin_episode().abort()
+            recorder.mark(False)
+            CHANGES[name](buffer)
+            recorder.mark(True)
+        folder = recorder.folder(tmp_path / "start")
+    seen = set()
+    for i, disk in enumerate(cuts(recorder.log, 40, rng)):
+        done = disk.marked  # then it lasts
+        disk.cut(folder, tmp_path / "cut", rng)
+        with boot(2):
+            found = shown(ReplayBuffer.from_folder(tmp_path / "cut", verify="always"))
+            assert found in ([] if done else [before]) + [expected(name, before)], i
+            if i % 4 == 0:
+                goes_on(tmp_path / "cut")
+        seen.add(found == before)
+        shutil.rmtree(tmp_path / "cut")
+    assert seen == {False, True}
 
 
 @pytest.mark.parametrize("at", range(1, 14))
