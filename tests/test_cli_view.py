@@ -40,7 +40,7 @@ def recorded(path: Path) -> dict[str, dict[str, list[Any]]]:
     rows: dict[str, list[dict[str, Any]]] = {}
     for chunk in RrdReader(str(path)).stream():
         batch = chunk.to_record_batch()
-        kept = batch.select([name for name in batch.schema.names if name in ("step", "timestep") or ":" in name])
+        kept = batch.select([name for name in batch.schema.names if name == "step" or ":" in name])
         rows.setdefault(chunk.entity_path, []).extend(kept.to_pylist())
     found = {}
     for entity, several in rows.items():
@@ -62,7 +62,6 @@ def test_a_recording_has_every_value_on_one_timeline(case: Case, tmp_path: Path)
         )
         steps = np.concatenate([starts[number] + np.arange(case.lengths[number]) for number in episodes])
         assert found[name]["step"] == steps.tolist()
-        assert found[name]["timestep"] == [t for number in episodes for t in range(case.lengths[number])]
     states = np.concatenate([episode["observation"]["state"] for episode in episodes.values()])
     np.testing.assert_allclose(found["observation/state"]["Scalars:scalars"], states)
     pixels = np.concatenate([episode["observation"]["pixels"] for episode in episodes.values()])
@@ -70,7 +69,8 @@ def test_a_recording_has_every_value_on_one_timeline(case: Case, tmp_path: Path)
     assert images == [frame.tobytes() for frame in pixels]
     assert found["observation/pixels"]["step"] == list(range(len(pixels)))
     assert [text for (text,) in found["episode"]["TextDocument:text"]] == [
-        f"- episode: {n}\n- task_id: {n % 3}\n- success: {n % 4 == 0}\n- name: e{n}" for n in episodes
+        f"- episode: {n}\n- from step: {starts[n]}\n- task_id: {n % 3}\n- success: {n % 4 == 0}\n- name: e{n}"
+        for n in episodes
     ]
 
 

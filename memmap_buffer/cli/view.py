@@ -55,7 +55,9 @@ def view(
 
 
 def record(buffer: ReplayBuffer, serials: list[int], fields: tuple[str, ...], place: Path) -> None:
-    """Write episodes to a .rrd file, one after the other on the timeline "step", and together on "timestep".
+    """Write episodes to a .rrd file, one after the other on the timeline "step".
+
+    It is the only one: on a second that begins anew with each episode their rows share places, and Rerun opens that.
 
     Args: serials: which. fields: fields and meta fields. place: the file.
     """
@@ -77,8 +79,7 @@ def _log_episode(recording: Any, buffer: ReplayBuffer, data: dict[str, Any], ser
 
     meta = {name: data.pop(name) for name in buffer.meta_fieldnames if name in data}
     recording.set_time("step", sequence=begin)
-    recording.set_time("timestep", sequence=0)
-    facts = "\n".join(f"- {name}: {value}" for name, value in {"episode": serial, **meta}.items())
+    facts = "\n".join(f"- {name}: {value}" for name, value in {"episode": serial, "from step": begin, **meta}.items())
     recording.log("episode", rerun.TextDocument(facts))
     for name, values in data.items():
         array, entity = np.asarray(values), name.replace(".", "/")
@@ -97,18 +98,14 @@ def _log_images(recording: Any, entity: str, frames: Array, begin: int) -> None:
 
     for t, frame in enumerate(frames):
         recording.set_time("step", sequence=begin + t)
-        recording.set_time("timestep", sequence=t)
         recording.log(entity, rerun.Image(frame))
 
 
 def _log_columns(recording: Any, entity: str, begin: int, length: int, columns: Any) -> None:
     import rerun
 
-    times = [
-        rerun.TimeColumn("step", sequence=np.arange(begin, begin + length)),
-        rerun.TimeColumn("timestep", sequence=np.arange(length)),
-    ]
-    recording.send_columns(entity, indexes=times, columns=columns)
+    times = rerun.TimeColumn("step", sequence=np.arange(begin, begin + length))
+    recording.send_columns(entity, indexes=[times], columns=columns)
 
 
 def _open_viewer(place: Path, web: bool, port: int) -> None:
