@@ -109,12 +109,21 @@ def test_an_empty_folder_and_contradictions_end_with_2(
     assert not (tmp_path / "a.rrd").exists()
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM], ids=lambda end: end.name)
-def test_the_viewer_for_browsers_listens_on_this_machine_alone_until_it_is_ended(case: Case, end: int) -> None:
+IGNORING = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # as a shell does for a job behind `&`
+
+
+@pytest.mark.parametrize(
+    ("end", "before"),
+    [(signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGTERM, IGNORING)],
+    ids=["ctrl-c", "terminated", "terminated in the background"],
+)
+def test_the_viewer_for_browsers_listens_on_this_machine_alone_until_it_is_ended(
+    case: Case, end: int, before: str
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1] - 1
-    command = [sys.executable, "-c", RUN, "view", str(case.folder), "--web", "--port", str(port)]
+    command = [sys.executable, "-c", f"{before}\n{RUN}", "view", str(case.folder), "--web", "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -116,7 +116,8 @@ def _open_viewer(place: Path, web: bool, port: int) -> None:
         data = f"rerun%2Bhttp%3A%2F%2F{LOOPBACK}%3A{port + 1}%2Fproxy"
         say(f"open http://{LOOPBACK}:{port}/?url={data} in a browser; end with Ctrl+C")
         sys.stdout.flush()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the viewer is not to outlive this command
+    for number in (signal.SIGINT, signal.SIGTERM):  # no signal leaves the viewer behind, nor is one ignored, as by `&`
+        signal.signal(number, signal.default_int_handler)
     viewer = subprocess.Popen(command)
     try:
         code = viewer.wait()
