@@ -23,11 +23,18 @@ The layers; a module imports only from levels above its own line, never sideways
     level 18  reading.reader, reading.readahead
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
     level 20  reading.datasets, interop.pandas
-    level 21  reading.readable, collector, statistics
-    level 22  buffer
-    level 23  concat, cli, interop.lanes, interop.beside, interop.survey
-    level 24  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
-    level 25  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot
+    level 21  reading.contents
+    level 22  reading.readable, collector, statistics
+    level 23  buffer
+    level 24  concat, cli.plain, interop.lanes, interop.beside, interop.survey
+    level 25  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
+    level 26  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot, cli.terminal
+    level 27  cli.episodes
+    level 28  cli.look, cli.mend, cli.measure
+    level 29  cli.change, cli.draw
+    level 30  cli.view, cli.exchange
+    level 31  cli.app
+    level 32  cli.command
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.

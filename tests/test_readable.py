@@ -95,6 +95,31 @@ def test_what_episode_returns_can_be_changed_without_changing_the_store(ring):
     assert ring.episode(0)["number"].tolist() == [1] * 4
 
 
+def test_episodes_gives_several_padded_and_only_what_is_asked_for(ring):
+    got = ring.episodes([2, 0], fields=("t", "half"), return_indices=True)
+    assert got.keys() == {"t", "half", "_lens", "task_id", "name", "success", "_index"}
+    for row, position in enumerate((2, 0)):
+        whole, length = ring.episode(position), got["_lens"][row]
+        for name in ("t", "half"):
+            assert got[name][row, :length].tolist() == whole[name].tolist()
+            assert not got[name][row, length:].any()
+        assert (got["name"][row], got["_index"][row]) == (whole["name"], ring.serials[position])
+
+
+def test_episodes_chooses_by_the_options_of_a_dataset_and_loads_no_field_that_is_not_wanted(ring, both):
+    chosen = ring.episodes(fields=(), filter_meta={"task_id": 1}, return_indices=True)
+    assert set(chosen) & set(ring.fieldnames) == set()
+    assert chosen["_index"].tolist() == [n for n in ring.serials if n % 2 == 1]
+    assert both.episodes(fields=(), return_indices=True)["_index"].tolist() == [[0, 0], [0, 1], [1, 0]]
+
+
+def test_episodes_names_the_position_that_does_not_exist_and_refuses_parts_of_episodes(ring):
+    with pytest.raises(IndexError, match="episode 9: the buffer has"):
+        ring.episodes([0, 9])
+    with pytest.raises(SchemaError, match="cut episodes into parts"):
+        ring.episodes(timestep_level=True)
+
+
 def test_indexing_gives_the_item_of_the_dataset(ring):
     assert_same(ring[1], ring.dataset()[1])
     assert ring[-1]["number"].tolist() == [3] * 6

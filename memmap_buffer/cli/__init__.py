@@ -1,0 +1,1 @@
+"""The command `memmap-buffer`: `command` begins, `app` lists what there is, the others are a group each."""

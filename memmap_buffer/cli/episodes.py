@@ -1,0 +1,173 @@
+"""Episodes as the commands name and list them: by serial, as a table of columns that can be filtered and sorted."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.cli.terminal import Problem, progress
+from memmap_buffer.values import Array
+
+CHUNK = 1 << 26  # bytes of padded rows read at a time
+TRIES = 100
+_CONDITION = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>)\s*(.*?)\s*", re.DOTALL)
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@contextmanager
+def opened(folder: Path, *, verify: str = "auto") -> Iterator[ReplayBuffer]:
+    """A folder, open to be read, and closed at the end of the block."""
+    with ReplayBuffer.from_folder(folder, read_only=True, verify=verify) as buffer:
+        yield buffer
+
+
+def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:
+    """One row an episode, oldest first.
+
+    Args: reward: a scalar field whose sum over the steps is the return; there is no such column without that field.
+    Returns: `serial`, `length`, `return`, `end` ("terminated", "truncated" or "", where there are such fields), and
+        every scalar meta field, as "meta.<name>" where one of these has its name: (episodes,) each.
+    """
+    wanted = [name for name in (reward, "terminated", "truncated") if _is_scalar(buffer, name)]
+    chunks = list(_chunks(buffer, wanted))
+    data = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    _, first = np.unique(data["_index"], return_index=True)  # a ring that went on meanwhile shows some of them twice
+    table = {"serial": data["_index"], "length": data["_lens"]}
+    if reward in wanted:
+        table["return"] = data[reward]
+    if wanted[-1:] and wanted[-1] in ("terminated", "truncated"):
+        table["end"] = _ends(data)
+    scalar = [name for name in buffer.meta_fieldnames if buffer.schema.meta_fields[name].shape in ((), (1,))]
+    table |= {f"meta.{name}" if name in table else name: data[name].reshape(-1) for name in scalar}
+    return {name: values[first] for name, values in table.items()}
+
+
+def matching(table: dict[str, Array], conditions: Iterable[str]) -> dict[str, Array]:
+    """The rows for which all conditions hold, such as "length>=20" or "task_id=1".
+
+    Raises: Problem: a condition cannot be read, or names no column.
+    """
+    for text in conditions:
+        found = _CONDITION.fullmatch(text)
+        if found is None:
+            raise Problem(
+                f"--where {text!r}: expected a column, one of = != < <= > >=, and a value, as in 'length>=20'"
+            )
+        column = column_of(table, found[1], "--where")
+        keep = np.asarray(_COMPARE[found[2]](column, _value_like(column, found[3], text)))
+        table = {name: values[keep] for name, values in table.items()}
+    return table
+
+
+def column_of(table: dict[str, Array], name: str, where: str) -> Array:
+    """A column by its name. Raises Problem, with the names that there are."""
+    if name not in table:
+        raise Problem(f"{where}: there is no column {name!r}; there are {', '.join(table)}")
+    return table[name]
+
+
+def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
+    """The serials of episodes as they are spelt: a serial, a range of them such as 3-7, "first" or "last".
+
+    Raises: Problem: there is no such episode.
+    """
+    there, found = buffer.serials, []
+    for name in names:
+        wanted = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", name)
+        if name in ("first", "last") and len(there):
+            found.append(int(there[0 if name == "first" else -1]))
+            continue
+        if wanted is None:
+            raise Problem(f"episode {name!r}: expected its number, a range such as 3-7, 'first' or 'last'")
+        low, high = int(wanted[1]), int(wanted[2] or wanted[1])
+        inside = there[(there >= low) & (there <= high)].tolist()
+        if not inside:
+            have = f"{there[0]} to {there[-1]}" if len(there) else "none"
+            raise Problem(f"episode {name}: the buffer does not show it; it has {have}")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def read_episode(buffer: ReplayBuffer, serial: int) -> dict[str, Any]:
+    """One episode by its serial, as `ReplayBuffer.episode` gives it, under dotted names.
+
+    Raises: Problem: it is not there any more.
+    """
+    for _ in range(TRIES):
+        position = int(np.searchsorted(buffer.serials, serial))
+        if _shows(buffer, position, serial):
+            data = buffer.episode(position)
+            if _shows(buffer, position, serial):  # serials only grow, so it was this one in between, too
+                return buffer.schema.flatten(data)
+        elif serial not in buffer.serials:
+            break
+    raise Problem(f"episode {serial}: it is not there any more; the ring went on")
+
+
+def _shows(buffer: ReplayBuffer, position: int, serial: int) -> bool:
+    serials = buffer.serials
+    return position < len(serials) and int(serials[position]) == serial
+
+
+def _is_scalar(buffer: ReplayBuffer, name: str) -> bool:
+    field = buffer.schema.fields.get(name)
+    return field is not None and field.shape in ((), (1,)) and field.storage.kind in "biuf"
+
+
+def _chunks(buffer: ReplayBuffer, wanted: list[str]) -> Iterator[dict[str, Array]]:
+    """Columns of some episodes after others; fields as their sums over the steps."""
+    step = max(1, CHUNK // (8 * buffer.max_timesteps * len(wanted))) if wanted else buffer.max_episodes
+    at, count = 0, buffer.num_episodes
+    with progress("episodes", count) as tell:
+        while True:
+            stop = min(at + step, buffer.num_episodes)
+            data = buffer.episodes(range(min(at, stop), stop), fields=wanted, return_indices=True)
+            yield {**data, **{name: _sum(data[name]) for name in wanted}}
+            if not len(data["_index"]):
+                break
+            at = int(np.searchsorted(buffer.serials, data["_index"][-1], side="right"))  # its place, if a ring went on
+            if at >= buffer.num_episodes:
+                break
+            tell(at)
+
+
+def _sum(values: Array) -> Array:
+    return np.asarray(values.sum(axis=tuple(range(1, values.ndim)), dtype=np.float64))
+
+
+def _ends(data: dict[str, Array]) -> Array:
+    ends = np.full(len(data["_lens"]), "", "U10")
+    for name in ("truncated", "terminated"):
+        if name in data:
+            ends[data[name] > 0] = name
+    return ends
+
+
+def _value_like(column: Array, text: str, condition: str) -> Any:
+    """A value of a column's kind, as it was spelt."""
+    try:
+        if column.dtype.kind == "U":
+            return text
+        if column.dtype.kind == "b":
+            return _TRUTH[text.lower()]
+        return (
+            complex(text) if column.dtype.kind == "c" else int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+        )
+    except (KeyError, ValueError):
+        raise Problem(f"--where {condition!r}: {text!r} is no value of a column of {column.dtype}") from None

@@ -1,0 +1,51 @@
+"""Checking, mending and copying a folder: `verify`, `repair`, `pack`, `unpack`. What is said of them is `plain`'s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memmap_buffer.cli import plain
+from memmap_buffer.cli.episodes import opened
+from memmap_buffer.cli.terminal import FolderArgument, Yes, end, progress, watching
+from memmap_buffer.store import checkup
+from memmap_buffer.store import pack as copies
+
+Source = Annotated[Path, typer.Argument(help="The folder to copy; it may be in use.", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="A new folder.", show_default=False)]
+Size = Annotated[int | None, typer.Option(min=1, help="As many as the source, if not given.")]
+
+
+def verify(folder: FolderArgument) -> None:
+    """Check every file, record and checksum; reads only. Ends with 1 where something published is lost."""
+    with progress("checking", None):
+        found = checkup.verify(folder)
+    end(plain.tell(found))
+
+
+def repair(folder: FolderArgument, yes: Yes = False) -> None:
+    """Make a damaged folder whole again; what is taken out is moved to lost+found/ and never deleted."""
+    end(plain.mend(folder, yes))
+
+
+def pack(source: Source, target: Target) -> None:
+    """Copy a buffer into a new folder that is read-only and without holes: the form to keep and to publish."""
+    with watching("packing", target, _bytes_to_copy(source)):
+        left_out = copies.pack(source, target)
+    end(plain.tell_left_out(left_out))
+
+
+def unpack(source: Source, target: Target, max_episodes: Size = None, max_timesteps: Size = None) -> None:
+    """Copy a buffer, packed or not, into a new folder that can be written to."""
+    with watching("unpacking", target, _bytes_to_copy(source)):
+        left_out = copies.unpack(source, target, max_episodes, max_timesteps)
+    end(plain.tell_left_out(left_out))
+
+
+def _bytes_to_copy(source: Path) -> int:
+    with opened(source, verify="never") as buffer:
+        schema, steps, episodes = buffer.schema, buffer.num_steps, buffer.num_episodes
+    rows = sum(field.itemsize * (steps + field.final * episodes) for field in schema.fields.values())
+    return rows + sum(field.itemsize * episodes for field in schema.meta_fields.values())
