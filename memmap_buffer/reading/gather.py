@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
+from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.slices import Slices
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
 from memmap_buffer.store.records import FINAL, FIRST_ROW, GENERATION, TERMINATED, Words
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
@@ -90,11 +91,30 @@ class Gather:
         """Copy some of the items: key -> (b, …), which shares memory with no other part that was read."""
         start, stop, _ = part.indices(len(self.t))
         small = self._ahead.pop((start, stop), None)
+        if small is not None and len(small) == len(self.batch):
+            return small
+        begun = perf_counter()
         if small is None:
             small = self._copy_small(start, stop)
-        if len(small) == len(self.batch):
-            return small
-        return {key: small[key] if key in small else self._copy(what, part) for key, what in self.batch.items()}
+        self._ask(self.batch.keys() - small.keys(), part)
+        out = {key: small[key] if key in small else self._copy(what, part) for key, what in self.batch.items()}
+        self.sources.disk.took(perf_counter() - begun)
+        return out
+
+    def _ask(self, keys: Iterable[str], part: slice) -> None:
+        """Have the system read the rows of some items, all at a time, if rows come from the disk."""
+        if not self.sources.disk.slow:
+            return
+        wanted: dict[str, list[tuple[IntArray, ...]]] = {}
+        for take in map(self.batch.__getitem__, keys):
+            if isinstance(take, Take):
+                some = _stretches(take.rows[part])
+                if self.anchors.source is not None:
+                    source = self.anchors.source[part]
+                    some = (*some, np.repeat(source, len(some[0]) // len(source)))
+                wanted.setdefault(take.name, []).append(some)
+        for name, each in wanted.items():
+            self.sources.will_need(name, *map(np.concatenate, zip(*each, strict=True)))
 
     def _copy_small(self, start: int, stop: int) -> dict[str, Array]:
         """What takes little memory of some items, and of as many parts behind them as lie in a cache together."""
@@ -103,6 +123,7 @@ class Gather:
         small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
         parts = max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
         block = slice(start, min(start + parts * size, number))
+        self._ask(small, block)
         columns = {key: self._copy(self.batch[key], block) for key in small}
         for at in range(stop, block.stop, max(1, size)):
             until = min(at + size, number)
@@ -151,7 +172,7 @@ class Gather:
 
         Args:
             names: per-timestep fields, put under `prefix` + name.
-            offsets: (K,) int64; a range where they follow one another.
+            offsets: (K,) int64, or (B, K) of each item's own; a range where they follow one another.
             limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
             padding: what stands where none exists: "zero", "edge" (the nearest existing) or "default".
             needed: (B,) how many of the offsets, a range, each item needs; a batch gets what its longest item does.
@@ -159,7 +180,7 @@ class Gather:
         plans: dict[bool, Take] = {}
         for name in names:
             final = self.schema.fields[name].final
-            self._require_size(name, len(offsets))
+            self._require_size(name, len(offsets) if isinstance(offsets, range) else offsets.shape[-1])
             if final not in plans:
                 plans[final] = self._take_of(name, offsets, limit, padding, needed)
             self.batch[prefix + name] = plans[final]._replace(name=name)
@@ -273,6 +294,13 @@ def _is_fitted(what: What) -> bool:
     """Whether its shape depends on the items that are read together."""
     rows = what.rows if isinstance(what, Take) else what
     return isinstance(rows, Slices) and rows.is_fitted
+
+
+def _stretches(rows: IntArray | Slices) -> tuple[IntArray, ...]:
+    """(first, stop) of rows that are copied, as many for each item."""
+    if isinstance(rows, Slices):
+        return rows.row, rows.row + np.maximum(rows.stop - rows.lead, 1)
+    return rows.ravel(), rows.ravel() + 1
 
 
 def check_padding(padding: str) -> None:

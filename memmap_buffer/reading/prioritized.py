@@ -21,7 +21,7 @@ from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.priority import Priorities
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.tree import FloatArray, spread
 from memmap_buffer.transforms import compute_importance_weights
 from memmap_buffer.values import Array
@@ -73,6 +73,10 @@ class PrioritizedDraws:
     def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
         """One batch; see `next`."""
         return self.reader.read(self.next(batch_size, rng, alone))
+
+    def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+        """Raises SchemaError: draws by priority are with replacement."""
+        raise SchemaError("replacement=False: draws by priority are with replacement; leave one out")
 
     def __len__(self) -> int:
         """The items that can be drawn."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,14 +12,14 @@ import numpy as np
 from memmap_buffer.errors import EpisodeIndexError, SchemaError, StaleEpisodeError
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.prioritized import PrioritizedDraws, update_priorities
-from memmap_buffer.reading.reader import TRIES, Reader
+from memmap_buffer.reading.reader import TRIES, Element, Reader
 from memmap_buffer.reading.samplers import Draws
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import Trajectory, View
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.records import FINAL
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode, to_numpy
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class Readable:
     def _read_whole(self, view: View, positions: Sequence[int] | None) -> tuple[Anchors, dict[str, Array]]:
         """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
         reader = Reader(self._sources, {"view": view, "on_stale": "raise"})
+        reader.selection = replace(reader.selection, filter_fields={})  # by position, whatever `valid` excludes
         for _ in range(TRIES - 1):
             anchors = self._whole(reader, positions)
             with suppress(StaleEpisodeError):
@@ -257,16 +259,58 @@ class Readable:
         )
 
     def sample(
-        self, batch_size: int, *, seed: int | None = None, device: Device = None, **options: Unpack[ReadOptions]
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        device: Device = None,
+        replacement: bool = True,
+        **options: Unpack[ReadOptions],
     ) -> Any:
-        """One batch drawn uniformly with replacement, without a loader: the same options, the same batch.
+        """One batch drawn uniformly, without a loader: the same options, the same batch.
 
-        Args: seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on
-            from a seed that torch's generator gave at the first call.
-        Raises: SchemaError. NotEnoughDataError: there is nothing to draw from.
+        Args:
+            seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on from
+                a seed that torch's generator gave at the first call.
+            device: move the batch there.
+            replacement: whether an item may be drawn twice.
+
+        Raises: SchemaError. NotEnoughDataError: there is nothing to draw from, or not so much.
         """
         from memmap_buffer.reading.datasets import sample, seeded_rng
 
+        draws = self._draws_of(options)
+        if self._rng is None:
+            self._rng = seeded_rng()
+        rng = self._rng if seed is None else np.random.default_rng(seed)
+        return sample(draws, batch_size, rng, device, seed is not None, replacement)
+
+    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[ReadOptions]) -> Any:
+        """The items of `dataset` at some positions, as one batch.
+
+        Args: indices: (B,) positions, negative ones from the end; None: all items. device: move the batch there.
+        Raises: SchemaError. NotEnoughDataError: there are no items. IndexError: there are not so many.
+        """
+        from memmap_buffer.reading.datasets import batch_of
+
+        return batch_of(self._draws_of(options).reader, indices, device)
+
+    def to_dataframe(self, indices: Any = None, **options: Unpack[ReadOptions]) -> Any:
+        """Items as a pandas table, one row each; see `interop.pandas.to_dataframe`."""
+        from memmap_buffer.interop.pandas import to_dataframe
+
+        return to_dataframe(self, indices, **options)
+
+    def elements(self, batch_size: int | None = None, **options: Unpack[ReadOptions]) -> dict[str, Element]:
+        """What a batch holds, before it is transformed: dotted key -> `Element` (shape, dtype). Nothing is read.
+
+        Args: batch_size: the first axis, if it is known.
+        Raises: SchemaError: options that contradict each other or the schema.
+        """
+        return Reader(self._sources, options).elements(batch_size)
+
+    def _draws_of(self, options: Mapping[str, Any]) -> Draws | PrioritizedDraws:
+        """What draws with some options, kept for the next time."""
         key: Any = tuple(options.items())
         try:
             draws = self._draws.get(key)
@@ -276,10 +320,7 @@ class Readable:
         if draws is None:
             draws = self._make_draws(Reader(self._sources, options))
             self._draws = {key: draws} if len(self._draws) >= MAX_KEPT else {**self._draws, key: draws}
-        if self._rng is None:
-            self._rng = seeded_rng()
-        rng = self._rng if seed is None else np.random.default_rng(seed)
-        return sample(draws, batch_size, rng, device, alone=seed is not None)
+        return draws
 
     # Priorities
 

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.reading.memory import Pool
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array
 
 LARGE = 1 << 20  # bytes from which memory that is used again outweighs a call for each item
@@ -132,3 +133,12 @@ class Slices:
     def _begin(self) -> IntArray:
         """The first row of each item; of one that is not whole, which is copied anew, that of another one."""
         return self.row if self._is_whole else np.where(self._whole, self.row, self.row[self._whole.argmax()])
+
+
+def joined(low: IntArray, high: IntArray, gap: int) -> list[tuple[int, int]]:
+    """Stretches of rows low … high - 1 (B,), in their order; those that are at most `gap` rows apart are one."""
+    order = np.argsort(low)
+    low, high = low[order], np.maximum.accumulate(high[order])
+    apart = low[1:] - high[:-1] > gap
+    begins, ends = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
+    return list(zip(low[begins].tolist(), high[ends].tolist(), strict=True))

@@ -11,7 +11,8 @@ from memmap_buffer.errors import EpisodeIndexError, SchemaError, StaleEpisodeErr
 from memmap_buffer.schema import Field, Schema, nest
 from memmap_buffer.store.episode import require_default
 from memmap_buffer.store.records import FINAL
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode, encode, to_numpy
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.store.files import process_id
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.store.tree import MAX_PRIORITY, FloatArray, SumTree
 from memmap_buffer.store.treefile import TreeFile
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from memmap_buffer.errors import BufferFullError
 from memmap_buffer.store.layout import Layout
-from memmap_buffer.store.storage import EpisodeTable
+from memmap_buffer.store.table import EpisodeTable
 
 
 class Ring:

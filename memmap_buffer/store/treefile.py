@@ -27,7 +27,8 @@ from memmap_buffer.store.files import barrier, close_all, process_id, read_at, w
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import ArrayFile
 from memmap_buffer.store.nodes import Nodes, nodes_file
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.tree import KIND, MAX_PRIORITY, FloatArray, SumTree, num_nodes
 from memmap_buffer.values import Array
 

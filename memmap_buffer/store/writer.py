@@ -21,7 +21,8 @@ from memmap_buffer.store.records import CUT, DELETED, FINAL, OPEN, TERMINATED
 from memmap_buffer.store.recovery import count, take_over
 from memmap_buffer.store.ring import Ring
 from memmap_buffer.store.staging import Staging
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array
 
 
