@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import memmap_buffer
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ConcatBuffer, ReplayBuffer
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.store.editing import Editing
 from memmap_buffer.store.recording import Recording
@@ -104,9 +104,33 @@ def test_the_reading_pages_name_every_option_and_method_that_reads():
     assert {name for name in expected if not in_text(name, text)} == set()
 
 
-def test_the_pages_name_everything_that_can_be_imported():
-    text = "".join(page.read_text() for page in PAGES)
-    assert [name for name in memmap_buffer.__all__ if not in_text(name, text)] == []
+def referenced(text):
+    """What reference.md names: section -> the names in the first column of its tables."""
+    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
+    tables = zip(sections[::2], sections[1::2], strict=True)
+    return {title: re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]*)\|", rows, re.M))) for title, rows in tables}
+
+
+def public_names(kind):
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_the_reference_names_everything_public_once():
+    found = referenced((ROOT / "docs" / "reference.md").read_text())
+    assert sorted(found["What can be imported"]) == sorted(memmap_buffer.__all__)
+    methods = found["A buffer that writes"] + found["A buffer that reads"]
+    assert sorted(methods) == sorted(public_names(ReplayBuffer) | public_names(ConcatBuffer))
+    assert sorted(found["Options of reading"]) == sorted(ReadOptions.__annotations__)
+
+
+def test_what_the_reference_lists_is_explained_where_it_says():
+    missing = []
+    for line in (ROOT / "docs" / "reference.md").read_text().splitlines():
+        if line.startswith("| `") and (links := re.findall(r"\]\(([a-z0-9-]+\.md)[^)]*\)", line)):
+            text = (ROOT / "docs" / links[-1]).read_text()
+            names = re.findall(r"`(\w+)`", line.split("|")[1])
+            missing += [(name, links[-1]) for name in names if not in_text(name, text)]
+    assert missing == []
 
 
 def anchors(page):
