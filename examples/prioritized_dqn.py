@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -30,7 +31,8 @@ import matplotlib.pyplot as plt
 
 SOLVED = 475.0  # as Gymnasium defines it for CartPole-v1
 BATCH, GAMMA, WARM_UP = 64, 0.99, 500
-HOW = Prioritized(alpha=0.6, beta=0.4, beta_steps=30_000)
+BETA_STEPS = 30_000
+HOW = Prioritized(alpha=0.6, beta=0.4, beta_steps=BETA_STEPS)
 
 
 class Learner:
@@ -41,7 +43,7 @@ class Learner:
 
     def __init__(self, buffer: ReplayBuffer, path: Path) -> None:
         self.buffer, self.path = buffer, path
-        self.network, self.curve, self.steps = make_network(), Curve(), 0
+        self.network, self.curve, self.steps, self.how = make_network(), Curve(), 0, HOW
         self.target = copy.deepcopy(self.network)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=5e-4)
         if path.exists():
@@ -50,6 +52,8 @@ class Learner:
             self.target.load_state_dict(saved["target"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.steps, self.curve = saved["steps"], Curve(saved["updates"], saved["returns"])
+        done = max(0, self.steps - WARM_UP)  # β is not in the folder, so a run that goes on says where it stood
+        self.how = replace(HOW, beta=HOW.beta_at(done), beta_steps=max(1, BETA_STEPS - done))
 
     def save(self) -> None:
         """Keep all of it for the next run."""
@@ -66,7 +70,7 @@ class Learner:
             gamma=GAMMA,
             current_fields=("observation", "action"),
             next_fields=("observation",),
-            prioritized=HOW,
+            prioritized=self.how,
         )
         errors = self._errors(batch)
         loss = (batch["_weights"] * nn.functional.smooth_l1_loss(errors, torch.zeros(BATCH), reduction="none")).mean()

@@ -4,9 +4,9 @@ The layers; a module imports only from levels above its own line, never sideways
 
     level 0   errors, interop.extras, progress
     level 1   values, interop.plain
-    level 2   schema, transforms, reading.memory
-    level 3   store.files, store.records, store.tree, interop.gymnasium
-    level 4   store.layout, store.host, store.folder
+    level 2   schema, transforms, reading.memory, store.kernels
+    level 3   store.files, store.records, store.staging, store.tree, interop.gymnasium
+    level 4   store.layout, store.host, store.folder, store.table
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes
     level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile
@@ -14,26 +14,27 @@ The layers; a module imports only from levels above its own line, never sideways
     level 9   store.recovery, store.checkup
     level 10  store.writer
     level 11  store.repair, store.recording, store.editing
-    level 12  reading.slices, reading.conditions, reading.split, reading.weighting
+    level 12  reading.slices, reading.conditions, reading.split, reading.weighting, reading.hindsight
     level 13  reading.sources, reading.runs
-    level 14  reading.gather
-    level 15  reading.views
-    level 16  reading.index
+    level 14  reading.gather, reading.index
+    level 15  reading.views, reading.relabelling
+    level 16  reading.selection, reading.transitions
     level 17  reading.options, reading.order, reading.extent, reading.transport, reading.masses
     level 18  reading.reader, reading.readahead
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
-    level 20  reading.datasets
-    level 21  reading.readable, collector, statistics
-    level 22  buffer
-    level 23  concat, cli.plain, interop.lanes, interop.beside, interop.survey
-    level 24  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
-    level 25  cli.terminal, interop.upstream, interop.torchrl, interop.trainers
-    level 26  cli.episodes
-    level 27  cli.look, cli.mend, cli.measure
-    level 28  cli.change, cli.draw
-    level 29  cli.view, cli.exchange
-    level 30  cli.app
-    level 31  cli.command
+    level 20  reading.datasets, interop.pandas
+    level 21  reading.contents
+    level 22  reading.readable, collector, statistics
+    level 23  buffer
+    level 24  concat, cli.plain, interop.lanes, interop.beside, interop.survey
+    level 25  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
+    level 26  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot, cli.terminal
+    level 27  cli.episodes
+    level 28  cli.look, cli.mend, cli.measure
+    level 29  cli.change, cli.draw
+    level 30  cli.view, cli.exchange
+    level 31  cli.app
+    level 32  cli.command
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.
@@ -57,15 +58,17 @@ from memmap_buffer.errors import (
     StaleEpisodeError,
     WriterLostError,
 )
+from memmap_buffer.reading.hindsight import Hindsight
 from memmap_buffer.reading.options import Options
-from memmap_buffer.reading.views import Crop, NStep, Offsets, Timestep, Trajectory, View, Window
+from memmap_buffer.reading.transitions import NStep
+from memmap_buffer.reading.views import Crop, Offsets, Timestep, Trajectory, View, Window
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.statistics import Normalize, Statistics
 from memmap_buffer.store.checkup import Finding, verify
 from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
-from memmap_buffer.transforms import compute_importance_weights
+from memmap_buffer.transforms import Returns, Scale, compute_importance_weights, discounted_returns
 
 __version__ = "0.1.0"
 
@@ -81,6 +84,7 @@ __all__ = [
     "EpisodeStateError",
     "Field",
     "Finding",
+    "Hindsight",
     "MemmapBufferError",
     "NStep",
     "Normalize",
@@ -91,6 +95,8 @@ __all__ = [
     "Prioritized",
     "ReadOnlyError",
     "ReplayBuffer",
+    "Returns",
+    "Scale",
     "Schema",
     "SchemaError",
     "SchemaMismatchError",
@@ -102,6 +108,7 @@ __all__ = [
     "Window",
     "WriterLostError",
     "compute_importance_weights",
+    "discounted_returns",
     "pack",
     "repair",
     "unpack",

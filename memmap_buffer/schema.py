@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from memmap_buffer.values import Array, decode, dtype_name, encode, storage_dtyp
 MAX_FIELDS = 1024
 MAX_DIMENSIONS = 16
 MAX_NAME = 64
+ENDS = ("terminated", "truncated")
 RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
 DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -133,19 +134,31 @@ class Schema:
         return {**self.fields, **self.meta_fields}
 
     @cached_property
+    def defaults(self) -> dict[str, Array]:
+        """What a step that leaves a field out gets, where there is a default. Read-only: all steps share it."""
+        defaults = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is not None}
+        return {name: np.broadcast_to(value, value.shape) for name, value in defaults.items()}
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """The fields that say that the episode ended: one number or bool, true where it is not 0."""
+        fields = {name: self.fields[name] for name in ENDS if name in self.fields}
+        return tuple(n for n, field in fields.items() if field.shape in ((), (1,)) and field.storage.kind in "biuf")
+
+    @cached_property
     def final_names(self) -> frozenset[str]:
         return frozenset(name for name, field in self.fields.items() if field.final)
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Nested values under dotted names; what is a field itself is left as it is."""
-        if not any(isinstance(value, (Mapping, tuple)) for value in values.values()):
-            return dict(values)
         known = self.all
+        if values.keys() <= known.keys():
+            return dict(values)
         return dict(_flatten(values, "", lambda name: name in known))
 
-    def require(self, names: Iterable[str], where: str, among: Iterable[str] | None = None) -> tuple[str, ...]:
+    def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
         """`names` with groups expanded to their fields. Raises SchemaError naming the closest one for an unknown."""
-        known = list(self.all if among is None else among)
+        known = self.all if among is None else among
         found: list[str] = []
         for name in names:
             members = [name] if name in known else [k for k in known if k.startswith(f"{name}.")]

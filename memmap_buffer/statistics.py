@@ -22,7 +22,8 @@ from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.records import FINAL
-from memmap_buffer.store.storage import EpisodeTable, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import EpisodeTable
 from memmap_buffer.values import Array, decode
 
 BoolArray = npt.NDArray[np.bool_]

@@ -1,12 +1,15 @@
-"""Pure functions from arrays to arrays, for the views and for users."""
+"""Pure functions from arrays to arrays, for the views and for users; and from batch to batch, for `transform=`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.errors import SchemaError
 from memmap_buffer.values import Array
 
 FloatArray = npt.NDArray[np.floating]
@@ -37,6 +40,81 @@ def n_step_return(
     returns = np.tensordot(counted, powers[:n], axes=(1, 0)) if counted.ndim > 2 else counted @ powers[:n]
     discount = np.where(terminated, dtype.type(0), powers.take(k))
     return np.asarray(returns, dtype), discount
+
+
+def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> Any:
+    """The return of every timestep until the end: R_t = r_t + γ r_{t+1} + γ² r_{t+2} + …; with γ = 1 returns-to-go.
+
+    Args:
+        rewards: an array or a tensor of numbers; behind the end of an episode there are zeros, as in padded batches.
+        gamma: γ, 0 … 1. axis: that of time: 0 of an episode (T, …), 1 of a batch (B, T, …).
+
+    Returns: of the same kind and shape, float32, or float64 where the rewards are.
+    Raises: SchemaError: γ is none.
+    Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 3.8; returns-to-go: Chen et al. 2021, "Decision
+        Transformer".
+    """
+    if not 0 <= gamma <= 1:
+        raise SchemaError(f"gamma: got {gamma}, expected 0 … 1")
+    tensor = hasattr(rewards, "double")
+    values: Any = rewards.double() * 1.0 if tensor else np.array(rewards, np.float64)
+    over_time = values.swapaxes(0, axis)
+    steps = 1  # what each entry sums already; twice as many each time
+    while steps < len(over_time):
+        over_time[:-steps] += gamma**steps * over_time[steps:]
+        steps *= 2
+    if str(rewards.dtype if hasattr(rewards, "dtype") else "float64").endswith("float64"):
+        return values
+    return values.float() if tensor else values.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Returns:
+    """A transform that adds the discounted return of every timestep to batches of whole episodes.
+
+    Of a window it would be the return until the window's end: compute it once and store it as a field for that.
+
+    Args: reward: the key of the rewards (B, T, …). gamma: γ, 1 for returns-to-go. name: the key that is added.
+    Raises: SchemaError: a batch without that key.
+    """
+
+    reward: str = "reward"
+    gamma: float = 1.0
+    name: str = "returns_to_go"
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        rewards = _changed(batch, self.reward, lambda values: values)[1]
+        return {**batch, self.name: discounted_returns(rewards, self.gamma, axis=1)}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A transform that gives fields of whole numbers, such as images, as float32 divided by a number.
+
+    Args: fields: keys of the batch, dotted within groups. by: what they are divided by.
+    Raises: SchemaError: a batch without one of them.
+    """
+
+    fields: Iterable[str]
+    by: float = 255.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", (self.fields,) if isinstance(self.fields, str) else tuple(self.fields))
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        for name in self.fields:
+            batch, _ = _changed(batch, name, lambda values: values.float() / self.by)
+        return batch
+
+
+def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> tuple[dict[str, Any], Any]:
+    """A batch with one key, dotted within groups, changed, and that; what else it holds is shared."""
+    key, _, rest = name.partition(".")
+    if not isinstance(batch, dict) or key not in batch:
+        held = ", ".join(map(repr, batch)) if isinstance(batch, dict) else "no groups there"
+        raise SchemaError(f"transform: the batch has no {name!r}; it has {held}")
+    value, found = _changed(batch[key], rest, change) if rest else (change(batch[key]),) * 2
+    return {**batch, key: value}, found
 
 
 def compute_importance_weights(probabilities: Any, num_items: int, beta: float) -> Any:

@@ -74,7 +74,8 @@ def is_dtype_name(name: str) -> bool:
 
 def storage_dtype(name: str) -> np.dtype[Any]:
     """The little-endian numpy dtype in which the canonical `name` is stored; bfloat16 as its bits, uint16."""
-    return np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<")
+    # By its text: where the machine is little-endian, that is numpy's own object, which `is` finds at once.
+    return np.dtype(np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<").str)
 
 
 def to_numpy(value: Any) -> Array:
@@ -136,9 +137,7 @@ def _without_tensors(value: Any, torch: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     try:
-        plain = value.detach().cpu()
-        plain = plain.float() if plain.dtype is torch.bfloat16 else plain.resolve_conj().resolve_neg()
-        return plain.numpy()
+        return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)
     except (TypeError, NotImplementedError, RuntimeError) as error:
         raise SchemaError(f"got a tensor of {value.dtype} ({value.layout}) that numpy cannot hold: {error}") from None
 
@@ -186,8 +185,8 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is a NaN
         out = array.astype(target)
     if array.dtype.kind == "f":
-        if not (np.isfinite(out) | ~np.isfinite(array)).all():
-            raise _lossy(array[np.isinf(out) & np.isfinite(array)], name, "it would become infinite")
+        if not np.isfinite(out).all() and (lost := np.isinf(out) & np.isfinite(array)).any():
+            raise _lossy(array[lost], name, "it would become infinite")
     elif array.dtype.kind in "iu" and not _integers_equal(array, out):
         raise _lossy(array, name, _ROUNDED)
     return out

@@ -44,14 +44,16 @@ GROUPS: dict[str, dict[str, Case]] = {
     "reads": {
         "transitions": lambda run: bench_read.transitions(run, "low-dim", (0.6, 0.4)),
         "transitions-image": lambda run: bench_read.transitions(run, "image", (0.9, 0.85)),
+        "packed": lambda run: bench_read.packed(run, "low-dim", (0.6, 0.4)),
+        "packed-image": lambda run: bench_read.packed(run, "image", (0.9, 0.85)),
         "windows": lambda run: bench_read.windows(run, "low-dim", 0.6),
         "windows-image": lambda run: bench_read.windows(run, "image", 0.9),
         "episodes": bench_read.whole_episodes,
         "n-step": bench_read.n_step,
         "generation-check": bench_scale.generation_check,
     },
-    "workers": {"loader-workers": bench_read.workers},
-    "cold": {"cold-image": bench_cold.cold_batches},
+    "workers": {"loader-workers": bench_read.workers, "loader-prefetch": bench_read.prefetched},
+    "cold": {"cold-image": bench_cold.cold_batches, "cold-stream": bench_cold.cold_stream},
     "scale": {"open": bench_scale.opening, "growth": bench_scale.growth},
 }
 CASES = {name: case for group in GROUPS.values() for name, case in group.items()}

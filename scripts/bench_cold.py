@@ -1,11 +1,12 @@
-"""Random image batches that are not in memory: the page cache is dropped before every batch."""
+"""Images that are not in memory: random batches, and whole epochs; the page cache is dropped before each."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ IMAGE_BYTES = 3 * 64 * 64
 
 def cold_batches(run: Run) -> Iterator[Row]:
     """256 random images and their successors from a store whose pages were all dropped."""
-    store = fill(run)
+    store = run.once(("cold",), lambda: fill(run))
     check_transitions(store)
     bounds = Rows(store)
     options: dict[str, Any] = TRANSITIONS
@@ -33,11 +34,36 @@ def cold_batches(run: Run) -> Iterator[Row]:
         f"{BOUND} WILLNEED, then gather": bounds.gather_advised,
         f"{BOUND} gather": bounds.gather,
     }
-    seconds = medians(calls, max(5, run.repeats // 100), burst=1, before=lambda: drop(store, bounds))
+    seconds = medians(calls, max(5, run.repeats // 100), burst=1, before=lambda: drop(store, bounds.mapped))
     bounds.close()
     ways = {how: seconds.pop(how) for how in ("sample", "loader")}
     for how, taken in ways.items():
         yield throughput(f"cold {how}(256), image", {OURS: taken, **seconds}, 0.7, unit="batches/s")
+
+
+def cold_stream(run: Run) -> Iterator[Row]:
+    """An epoch with `shuffle="block"` of a store whose pages were all dropped, over reading its files in order."""
+    store = run.once(("cold",), lambda: fill(run))
+    paths = [store.buffer.folder / "data" / f"{name}.npy" for name in store.fields]
+    steps, total = int(store.records["length"].sum()), sum(path.stat().st_blocks for path in paths) * 512
+    loader = store.buffer.dataloader(256, timestep_level=True, shuffle="block", seed=0)
+    calls: dict[str, Call] = {OURS: lambda: consume(loader, steps), f"{BOUND} in order": lambda: read_whole(paths)}
+    seconds = medians(calls, max(3, run.repeats // 400), burst=1, before=lambda: drop(store))
+    yield throughput("cold epoch, shuffle='block', image", seconds, 0.7, per_call=total // 10**6, unit="MB/s")
+
+
+def consume(loader: Iterable[Any], steps: int) -> None:
+    assert sum(len(batch["reward"]) for batch in loader) == steps, "an epoch was not whole"
+
+
+def read_whole(paths: list[Path]) -> None:
+    """Every file, 8 MB at a time, into the same memory."""
+    piece = bytearray(8 << 20)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while file.readinto(piece):
+                pass
 
 
 def fill(run: Run) -> Store:
@@ -51,9 +77,9 @@ def fill(run: Run) -> Store:
     return Store(buffer, SCHEMAS["image"])
 
 
-def drop(store: Store, bounds: Rows) -> None:
+def drop(store: Store, *others: Array) -> None:
     """Drop the data files from the page cache; what a map still refers to is let go first (posix_fadvise(2))."""
-    for array in (*store.buffer._storage.maps.rows.values(), *store.plain.values(), bounds.mapped):
+    for array in (*store.buffer._storage.maps.rows.values(), *store.plain.values(), *others):
         map_of(array).madvise(mmap.MADV_DONTNEED)
     for name in store.fields:
         fd = os.open(store.buffer.folder / "data" / f"{name}.npy", os.O_RDONLY)

@@ -14,20 +14,20 @@ import argparse
 import importlib.util
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from memmap_buffer import Field, Prioritized, ReplayBuffer
+from memmap_buffer import Field, Prioritized, ReplayBuffer, compute_importance_weights
 
 STEPS = 1000
+BURST = 20  # turns of one contender before the next one's
 HOW = Prioritized(alpha=0.6, beta=0.4)
 FIELDS = {
     "observation": Field("float", (17,), final=True),
@@ -35,6 +35,7 @@ FIELDS = {
     "reward": "float",
     "terminated": "bool",
 }
+NEXT = ("observation",)  # what the peers keep of the next step
 Turn = Callable[[], tuple[float, float]]  # seconds to draw and gather a batch, and to update its priorities
 
 
@@ -84,7 +85,7 @@ def ours(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
 
         def turn() -> tuple[float, float]:
             begin = time.perf_counter()
-            data = buffer.sample(batch, n_steps=1, prioritized=HOW)
+            data = buffer.sample(batch, n_steps=1, next_fields=NEXT, prioritized=HOW)
             middle = time.perf_counter()
             buffer.update_priorities(data["_indices"], errors)
             return middle - begin, time.perf_counter() - middle
@@ -145,10 +146,9 @@ def cpprb(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
         data = episode(rng)
         moved = {"obs": data["observation"][:-1], "next_obs": data["observation"][1:]}
         buffer.add(**moved, act=data["action"], rew=data["reward"], done=data["terminated"])
-    errors = rng.random(batch)
-    for at in range(0, leaves, 10**5):
-        several = np.arange(at, min(at + 10**5, leaves))
-        buffer.update_priorities(several, rng.random(len(several)))
+    errors, every = rng.random(batch), rng.random(leaves)
+    buffer.update_priorities(np.arange(leaves), every)
+    require_same_weights(buffer.sample(batch, HOW.beta), every)
 
     def turn() -> tuple[float, float]:
         begin = time.perf_counter()
@@ -158,6 +158,14 @@ def cpprb(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
         return middle - begin, time.perf_counter() - middle
 
     yield turn
+
+
+def require_same_weights(drawn: dict[str, Any], errors: np.ndarray) -> None:
+    """A peer's weights are ours: the paper's, over the highest of the buffer; its tree is of single precision."""
+    mass = (errors + HOW.epsilon) ** HOW.alpha
+    weights = compute_importance_weights(mass / mass.sum(), len(mass), HOW.beta)
+    wanted = weights[drawn["indexes"]] / weights.max()
+    np.testing.assert_allclose(drawn["weights"], wanted, rtol=1e-3)
 
 
 @contextmanager
@@ -215,15 +223,32 @@ PEERS = {"cpprb": cpprb, "torchrl": torchrl, "tianshou": tianshou}
 
 
 def measure(folder: Path, leaves: int, batch: int, repeats: int, cases: dict[str, Any]) -> list[dict[str, Any]]:
-    """One after another; medians in microseconds, and the sum of each over that of the first."""
+    """In turns; lowest quintiles in microseconds, as others share the machine, and each sum over that of the first."""
+    # At 10⁸ leaves two of them do not fit in memory.
+    groups = [cases] if leaves <= 10**7 else [{name: case} for name, case in cases.items()]
+    times: dict[str, list[tuple[float, float]]] = {}
+    for group in groups:
+        with ExitStack() as opened:
+            turns = {name: turn for name, case in group.items() if (turn := begun(opened, case, folder, leaves, batch))}
+            for _ in range(1 + max(1, repeats // BURST)):
+                for name, turn in turns.items():
+                    times.setdefault(name, []).extend([turn() for _ in range(BURST + BURST // 4)][BURST // 4 :])
     rows: list[dict[str, Any]] = []
-    for name, case in cases.items():  # not interleaved: at 10⁸ leaves two of them do not fit in memory
-        with case(folder, leaves, batch) as turn:
-            times = [turn() for _ in range(repeats + repeats // 10)][repeats // 10 :]
-        draw, update = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
+    for name, found in times.items():
+        draw, update = np.quantile(np.array(found[BURST:]) * 1e6, 0.2, axis=0).tolist()  # the first burst warms up
         rows.append({"leaves": leaves, "case": name, "draw_us": round(draw, 1), "update_us": round(update, 1)})
     own = rows[0]["draw_us"] + rows[0]["update_us"]
     return [{**row, "over_first": round((row["draw_us"] + row["update_us"]) / own, 2)} for row in rows]
+
+
+def begun(opened: ExitStack, case: Any, folder: Path, leaves: int, batch: int) -> Turn | None:
+    """A contender that is ready, or None for a peer that does not run here."""
+    try:
+        turn: Turn = opened.enter_context(case(folder, leaves, batch))
+        return turn
+    except (ImportError, RuntimeError) as error:
+        sys.stderr.write(f"{case.__name__}: left out, as it does not run here: {error}\n")
+        return None
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from bench_data import LONGEST, TRANSITIONS, Array, Arrays, Run, Store
 from bench_measure import BOUND, OURS, Call, Row, medians, throughput
 from bench_peers import contenders
-from memmap_buffer import Window
+from memmap_buffer import ReplayBuffer, Window, pack
 from memmap_buffer.reading.datasets import Collate
 
 GAMMA = 0.99
+TRAINED = 50  # batches of a call
 
 
 def transitions(run: Run, kind: str, goals: tuple[float, float]) -> Iterator[Row]:
@@ -53,9 +55,30 @@ def gather_transitions(store: Store) -> dict[str, Call]:
     return {f"{BOUND} torch": by_torch, f"{BOUND} numpy": by_numpy}
 
 
-def check_transitions(store: Store) -> None:
+def packed(run: Run, kind: str, goals: tuple[float, float]) -> Iterator[Row]:
+    """The same from a packed copy of the folder; the bounds gather from the grid, and the grid's own stand beside."""
+    store = run.store(kind)
+    folder = run.once(("packed", kind), lambda: run.folder(f"packed-{kind}"))
+    pack(store.buffer.folder, folder)
+    copy = ReplayBuffer.from_folder(folder, read_only=True)
+    check_transitions(store, copy)
+    bounds, loaders = (
+        gather_transitions(store),
+        [endless(b.dataloader(256, shuffle=True, **TRANSITIONS)) for b in (copy, store.buffer)],
+    )
+    for how, goal, ours, grid in (
+        ("sample", goals[0], lambda: copy.sample(256, **TRANSITIONS), lambda: store.buffer.sample(256, **TRANSITIONS)),
+        ("loader", goals[1], lambda: next(loaders[0]), lambda: next(loaders[1])),
+    ):
+        seconds = medians({OURS: ours, **bounds, "grid": grid}, repeats_of(run, kind))
+        yield throughput(f"{how}(256) transitions, {kind}, packed", seconds, goal, unit="batches/s")
+
+
+def check_transitions(store: Store, buffer: ReplayBuffer | None = None) -> None:
+    """That the store's buffer, or a copy of it, gives what plain indexing of the store gives."""
     options: dict[str, Any] = {**TRANSITIONS, "return_indices": True}
-    for batch in (store.buffer.sample(256, **options), first(store.buffer.dataloader(256, shuffle=True, **options))):
+    buffer = buffer or store.buffer
+    for batch in (buffer.sample(256, **options), first(buffer.dataloader(256, shuffle=True, **options))):
         rows = store.rows_of(batch["_indices"])
         same(batch, {name: store.rows[name][rows] for name in store.fields})
         last = (
@@ -196,6 +219,26 @@ def workers(run: Run) -> Iterator[Row]:
         seconds = medians(calls, max(3, run.repeats // 200), burst=1)
         yield throughput(f"loader, 2 workers over none{what}", seconds, goal, per_call=batches, unit="batches/s")
         del streams, loaders, calls
+
+
+def prefetched(run: Run) -> Iterator[Row]:
+    """A loader with `prefetch=2`, beside a step of 2 ms outside of Python, over one without; and with 2 workers."""
+    hows: dict[str, dict[str, Any]] = {OURS: {"prefetch": 2}, BOUND: {}, "2 workers": {"num_workers": 2}}
+    for kind in ("low-dim", "image"):
+        buffer = run.store(kind).buffer
+        loaders = {n: buffer.dataloader(256, shuffle=True, seed=0, **TRANSITIONS, **how) for n, how in hows.items()}
+        same(first(loaders[OURS]), first(loaders[BOUND]))
+        calls = {name: partial(trained, endless(loader)) for name, loader in loaders.items()}
+        seconds = medians(calls, max(3, run.repeats // 200), burst=1)
+        case = f"loader, prefetch=2, and a step of 2 ms, {kind}"
+        yield throughput(case, seconds, 1.0, per_call=TRAINED, unit="batches/s")
+        del loaders, calls
+
+
+def trained(batches: Iterator[Any]) -> None:
+    for _ in range(TRAINED):
+        next(batches)
+        time.sleep(0.002)
 
 
 def repeats_of(run: Run, kind: str) -> int:

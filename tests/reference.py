@@ -72,8 +72,9 @@ class Reference:
         out = {}
         for episode in self.chosen(**choice):
             for t, item in cut(episode).items():
-                passes = [t >= 0 and holds(episode.steps[n][t], c) for n, c in (filter_fields or {}).items()]
-                if all(passes):
+                asked = dict(filter_fields or {})
+                starts = holds(t, asked.pop("_start", (None, None)))
+                if starts and all(t >= 0 and holds(episode.steps[n][t], c) for n, c in asked.items()):
                     out[episode.serial, t] = {**item, **episode.meta}
         return out
 

@@ -18,6 +18,7 @@ from reference import Episode, Reference
 
 from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.schema import nest
+from memmap_buffer.store.records import RECORD, seal
 
 MAX_TIMESTEPS = 8
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # creating a buffer waits for some twenty files
@@ -339,3 +340,99 @@ def choices(draw, by_step=False):
     if by_step and draw(st.integers(0, 2)) == 0:
         out["filter_fields"] = draw(st.sampled_from(FIELD_FILTERS))
     return out
+
+
+# A writer at work, and what else may happen to its records
+
+
+OPERATIONS = ("whole", "whole", "begin", "step", "step", "end", "abort", "delete", "update", "clear", "reopen")
+DAMAGE = ("double", "odd", "tear")
+churns = st.lists(st.tuples(st.sampled_from([*OPERATIONS, *DAMAGE]), st.integers(0, 99)), min_size=1, max_size=25)
+
+
+class Churn:
+    """Does one operation after the other on a ring of episodes, whatever is possible of it.
+
+    Args: folder: where. how: options of the buffer.
+    """
+
+    def __init__(self, folder, **how):
+        fields, meta = {"x": "int", "terminated": "bool"}, {"task": "int"}
+        sizes = {"max_episodes": 6, "max_timesteps": MAX_TIMESTEPS, "circular": True, "spare_slots": 4}
+        self.buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta, publish="step", **sizes, **how)
+        self.folder, self.open = Path(folder), []
+
+    def run(self, name, number):
+        getattr(self, name)(number)
+
+    def whole(self, number):
+        x = np.arange(1 + number % MAX_TIMESTEPS)
+        self.buffer.store_episode(x=x, terminated=(x == len(x) - 1) & (number % 2 == 0), task=number % 3)
+
+    def begin(self, number):
+        if len(self.open) < 3:
+            self.open.append(self.buffer.begin_episode(task=number % 3))
+
+    def step(self, number):
+        if self.open and self.open[-1].length < MAX_TIMESTEPS:
+            self.open[-1].store(x=number, terminated=False)
+
+    def end(self, number):
+        if self.open:
+            self.open.pop(number % len(self.open)).publish()
+
+    def abort(self, number):
+        if self.open:
+            self.open.pop().abort()
+
+    def delete(self, number):
+        if len(self.buffer) and not self.open:
+            self.buffer.delete(number % len(self.buffer))
+
+    def update(self, number):
+        if len(self.buffer) and not self.open:
+            self.buffer.update(0, task=number % 3, x=number)
+
+    def clear(self, number):
+        if number % 4 == 0 and not self.open:
+            self.buffer.clear()
+
+    def reopen(self, number):
+        self.buffer.close()
+        self.open = []
+        self.buffer = ReplayBuffer.from_folder(self.folder, publish="step")
+
+    def double(self, number):
+        """A serial in two slots."""
+        self.buffer.close()
+        records = self.records()
+        source, target = number % len(records), number // 7 % len(records)
+        words = {name: int(records[source][name]) for name in RECORD.names}
+        words["first_row"] = target * MAX_TIMESTEPS
+        self.write("episodes.npy", RECORD.itemsize * target, seal(**words))
+
+    def odd(self, number):
+        """A generation that nobody will make even again."""
+        self.buffer.close()
+        slot = number % len(self.records())
+        generation = int(self.records()[slot]["generation"]) | 1
+        self.write("episodes.npy", RECORD.itemsize * slot, generation.to_bytes(8, "little"))
+
+    def tear(self, number):
+        """A record of which the end is missing."""
+        self.buffer.close()
+        slot, words = number % len(self.records()), 1 + number % 3
+        self.write("episodes.npy", RECORD.itemsize * (slot + 1) - 8 * words, bytes(8 * words))
+
+    def records(self):
+        return np.load(self.folder / "episodes.npy")
+
+    def write(self, name, at, data):
+        """Some bytes of an array, and the counter that tells of it."""
+        changes = int(np.load(self.folder / "state.npy")["changes"][0]) + 1
+        for file, offset, raw in ((name, at, data), ("state.npy", 24, changes.to_bytes(8, "little"))):
+            size = np.load(self.folder / file).nbytes
+            with (self.folder / file).open("r+b") as stream:
+                stream.seek(offset - size, 2)
+                stream.write(raw)
+        self.reopen(0)

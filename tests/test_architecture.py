@@ -18,7 +18,7 @@ NAME = PACKAGE.name
 MAX_LINES = 400
 SYSTEM = {"os", "mmap", "fcntl", "filelock", "posix"}
 NEAR_THE_SYSTEM = {"store.files", "store.folder"}
-SLOW = {"torch", "gymnasium", "matplotlib", "tqdm"}
+SLOW = {"torch", "gymnasium", "matplotlib", "pandas", "tqdm"}
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 

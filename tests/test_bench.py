@@ -28,9 +28,17 @@ def rows(folder: Path, *arguments: str) -> list[dict[str, object]]:
     ("group", "names"),
     [
         pytest.param("writes", ("store() a step, image", "publish, power"), marks=slow),
-        ("reads", ("sample(256) transitions, image", "loader(256) transitions, low-dim", "16 whole episodes")),
-        pytest.param("workers", ("loader, 2 workers over none and 2 ms",), marks=slow),
-        ("cold", ("cold sample(256), image", "cold loader(256), image")),
+        (
+            "reads",
+            (
+                "sample(256) transitions, image",
+                "loader(256) transitions, image, packed",
+                "loader(256) transitions, low-dim",
+                "16 whole episodes",
+            ),
+        ),
+        pytest.param("workers", ("loader, 2 workers over none and 2 ms", "loader, prefetch=2"), marks=slow),
+        ("cold", ("cold sample(256), image", "cold loader(256), image", "cold epoch")),
         pytest.param("scale", ("open 10^2 episodes", "shuffled windows of 64, 10^5 steps"), marks=slow),
     ],
 )

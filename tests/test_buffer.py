@@ -405,6 +405,16 @@ def test_an_episode_staged_on_disk_is_invisible_until_published_and_its_slot_is_
         assert writer.serials.tolist() == [1, 2]
 
 
+def test_a_final_observation_may_be_given_in_any_memory_layout(tmp_path):
+    fields = {"x": Field("float", (2, 3), final=True), "a": "int"}
+    x = np.arange(24.0).reshape(3, 2, 4)[:, :, ::-1].transpose(2, 1, 0)
+    with ReplayBuffer(tmp_path, 2, 4, fields) as buffer:
+        buffer.store_episode(x=x, a=np.arange(3))
+        buffer.store_episode(x=np.broadcast_to(x[0], x.shape), a=np.arange(3))
+        np.testing.assert_array_equal(buffer.episode(0)["x"], x)
+        np.testing.assert_array_equal(buffer.episode(1)["x"][3], x[0])
+
+
 # What there is
 
 

@@ -11,6 +11,7 @@ from faults import in_child, listing, shown, system, without_barriers
 from power import boot, cuts, recording
 
 from memmap_buffer import (
+    CorruptBufferError,
     EpisodeStateError,
     Field,
     ReplayBuffer,
@@ -21,6 +22,7 @@ from memmap_buffer import (
     unpack,
     verify,
 )
+from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import SPARE_COLUMNS
 
 FIELDS = {
@@ -367,6 +369,39 @@ def test_another_object_cannot_write_by_the_old_schema_and_takes_the_lock_from_n
         other.store_episode(**whole(4, 2))
     with ReplayBuffer.from_folder(buffer.folder) as again:
         again.store_episode(**whole(4, 2))
+
+
+@pytest.mark.parametrize("name", ["drop", "rename group"])
+def test_a_folder_whose_schema_is_replaced_while_it_is_opened_is_opened_by_the_new_one(buffer, monkeypatch, name):
+    before, mapped, left = shown(buffer), Folder.map, [1]
+
+    def interrupted(self, *arguments):
+        if left:
+            left.pop()
+            CHANGES[name](buffer)
+        return mapped(self, *arguments)
+
+    monkeypatch.setattr(Folder, "map", interrupted)
+    assert shown(buffer.folder) == expected(name, before) and not left
+
+
+@pytest.mark.parametrize("name", ["schema.json.new", "schema.json.old"])
+def test_what_is_left_of_another_schema_keeps_nobody_from_writing_and_costs_nothing(tmp_path, name):
+    make(tmp_path).close()
+    (tmp_path / "data" / "mine.npy").write_bytes(b"mine")
+    for text in (b"", b"{", b"garbage", b'{"format": "other"}'):
+        (tmp_path / name).write_bytes(text)
+        with ReplayBuffer.from_folder(tmp_path) as buffer:
+            before = shown(buffer)
+            buffer.store_episode(**whole(6, 2))
+            assert shown(buffer)[:-1] == before[1:]
+            torn = text in (b"", b"{")
+            assert (tmp_path / name).exists() != torn and (tmp_path / "data" / "mine.npy").exists()
+            if not torn:
+                with pytest.raises((CorruptBufferError, SchemaError), match=name):
+                    buffer.add_field("more", ("int", (), 1))
+                assert shown(buffer)[:-1] == before[1:]
+        (tmp_path / name).unlink(missing_ok=True)
 
 
 def test_loaders_made_after_a_change_give_the_new_field_in_workers_too(buffer):

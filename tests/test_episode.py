@@ -56,6 +56,8 @@ def test_store_returns_the_step_with_its_defaults_in_the_order_of_the_schema(buf
         stored = buffer.store(reward=1.5, obs=(0, 1))
     assert stored._fields == tuple(FIELDS)
     assert (stored.reward, stored.action, stored.obs) == (1.5, 7, (0, 1))
+    with pytest.raises(ValueError, match="read-only"):
+        stored.action[...] = 8  # else it were every later step's default
 
 
 def test_what_was_stored_is_a_copy(buffer):

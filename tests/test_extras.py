@@ -11,6 +11,7 @@ NEEDS = {
     "gymnasium": ("gymnasium", "gymnasium"),
     "record": ("gymnasium", "gymnasium"),
     "minari": ("minari", "minari"),
+    "lerobot": ("pyarrow", "lerobot"),
     "d4rl": ("h5py", "hdf5"),
     "robomimic": ("h5py", "hdf5"),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Episode, Reference
-from strategies import assert_view, choices, few, recorded, recordings
+from strategies import MEMORY, Churn, assert_view, choices, churns, few, recorded, recordings
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -22,11 +24,14 @@ from memmap_buffer import (
     Trajectory,
     Window,
 )
-from memmap_buffer.reading import index as index_module
 from memmap_buffer.reading import runs as runs_module
-from memmap_buffer.reading.index import Selection
+from memmap_buffer.reading import selection as selection_module
+from memmap_buffer.reading.index import MANY, Index
 from memmap_buffer.reading.options import ReadOptions
+from memmap_buffer.reading.reader import Reader
+from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.sources import Sources
+from memmap_buffer.store.storage import Storage
 
 FIELDS = {
     "x": "int",
@@ -69,6 +74,18 @@ def steps(buffer, **options):
         return next(iter(buffer.dataloader(99, timestep_level=True, **options)))["x"].tolist()
     except NotEnoughDataError:
         return []
+
+
+LATER = (
+    {"timestep_level": True},
+    {"n_steps": 2, "min_episode_len": 3},
+    {"view": Window(3, boundary="shift"), "filter_meta": {"task": {0, 2}}},
+    {"timestep_level": True, "filter_fields": {"x": (2, 50)}},
+    {"split": {"a": 0.5, "b": 0.5}, "part": "a"},
+    {"timestep_level": True, "weight_by": "task"},
+    {"top_k": ("task", 2)},
+    {"filter_meta": {"task": lambda column: column >= column.max(initial=1)}},
+)
 
 
 class TestFilters:
@@ -355,8 +372,8 @@ class TestCost:
         if not starts[-1]:
             return
         runs = np.arange(len(counts))
-        index = index_module.Index(runs, runs + 100, runs * 10, starts)
-        i = np.random.default_rng(seed).integers(0, starts[-1], index_module.MANY)
+        index = Index(runs, runs + 100, runs * 10, starts)
+        i = np.random.default_rng(seed).integers(0, starts[-1], MANY)
         i[: 2 * len(counts)] = np.clip(np.concatenate([starts[:-1], starts[1:] - 1]), 0, starts[-1] - 1)
         many = index.locate(i)
         few = [index.locate(part) for part in np.split(i, 8)]
@@ -368,9 +385,39 @@ class TestCost:
     def test_locate_finds_the_run_of_every_anchor(self, counts):
         starts = np.concatenate([[0], np.cumsum(counts)])
         runs = np.arange(len(counts))
-        found = index_module.Index(runs, runs + 100, runs * 10, starts).locate(np.arange(starts[-1]))
+        found = Index(runs, runs + 100, runs * 10, starts).locate(np.arange(starts[-1]))
         want = [(run, 100 + run, 10 * run + t) for run, count in enumerate(counts) for t in range(count)]
         assert list(zip(found.slot, found.serial, found.t, strict=True)) == want
+
+    @few
+    @given(churns, st.sampled_from(LATER), st.booleans())
+    def test_an_index_that_follows_its_folders_is_the_one_that_is_made_anew(self, operations, options, two):
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+            churns = [Churn(Path(folder) / str(number)) for number in range(1 + two)]
+            storages = [Storage.open(churn.folder, verify="never") for churn in churns]
+            reader = Reader(Sources(storages), options)
+            for number, (name, value) in enumerate(operations):
+                churns[number % len(churns)].run(name, value)
+                found, anew = reader.index(refresh=True), reader.selection.index(reader.sources)
+                for column in ("slot", "serial", "first", "starts", "source", "last", "mass"):
+                    mine, theirs = getattr(found, column), getattr(anew, column)
+                    assert (mine is None) == (theirs is None)
+                    assert mine is None or mine.tolist() == theirs.tolist()
+            for churn in churns:
+                churn.buffer.close()
+
+    def test_only_episodes_that_changed_are_looked_at_again(self, buffer, monkeypatch):
+        reader = Reader(Sources([buffer._storage]), {"timestep_level": True, "filter_fields": {"x": (3, 20)}})
+        reader.index()
+        seen = []
+        filtered = selection_module.filtered
+        monkeypatch.setattr(
+            selection_module, "filtered", lambda runs, *rest: seen.extend(runs.serial.tolist()) or filtered(runs, *rest)
+        )
+        buffer.update(3, y=np.zeros((5, 1)))
+        buffer.delete(0)
+        assert reader.index(refresh=True).locate(np.arange(1)).serial.tolist() == [1]
+        assert seen == [3]
 
     def test_whole_episodes_are_anchors_too(self, buffer):
         assert len(buffer.dataset(view=Trajectory())) == 6
@@ -469,7 +516,7 @@ class TestWeights:
         counts, weights = np.array(runs).T
         starts, mass = (np.concatenate([[0], np.cumsum(part)]) for part in (counts, counts * weights))
         z = np.zeros(len(runs), np.int64)
-        found = index_module.Index(z, z, z, starts, mass=mass.astype(np.float64)).pick(np.array(numbers))
+        found = Index(z, z, z, starts, mass=mass.astype(np.float64)).pick(np.array(numbers))
         edges = np.cumsum([weight for count, weight in runs for _ in range(count)]) / mass[-1]
         for number, got in zip(numbers, found, strict=True):
             want = sum(number >= edge for edge in edges)

@@ -1,5 +1,6 @@
 """Draws by priority, against the slow definition: P = p / Σ p over the items that a view serves, w = (N · P)^-β."""
 
+import json
 import math
 import pickle
 
@@ -301,6 +302,21 @@ def test_beta_rises_linearly_from_batch_to_batch(tmp_path):
         batch = buffer.sample(4, prioritized=how, **STEP)
         beta = min(1.0, 0.2 + 0.8 * k / 4)
         want = compute_importance_weights(batch["_probabilities"], 5, beta)
+        torch.testing.assert_close(batch["_weights"], want.float())
+
+
+def test_a_loader_goes_on_with_the_beta_of_the_state_it_was_given(tmp_path):
+    buffer = make(tmp_path, (5, 4))
+    how = Prioritized(beta=0.2, beta_steps=30, normalize=None)
+    buffer.sample(1, prioritized=how, **STEP)
+    buffer.update_priorities([[0, t] for t in range(5)], [1, 2, 3, 4, 5])
+    loader = buffer.dataloader(3, prioritized=how, seed=1, **STEP)
+    before = len([*loader, *loader])
+    again = buffer.dataloader(3, prioritized=how, **STEP)
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert again.state_dict() == loader.state_dict() == {"seed": 1, "epoch": 2, "num_drawn": before}
+    for k, batch in enumerate(again, start=before):
+        want = compute_importance_weights(batch["_probabilities"], 9, how.beta_at(k))
         torch.testing.assert_close(batch["_weights"], want.float())
 
 

@@ -29,6 +29,7 @@ from memmap_buffer.store import host, nodes
 from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.tree import SumTree
+from memmap_buffer.store.treefile import TreeFile
 
 ALPHA, EPSILON = 0.5, 1e-3
 HOW = {"alpha": ALPHA, "epsilon": EPSILON}
@@ -357,6 +358,7 @@ def set_head(folder, word, value):
         (lambda folder: set_head(folder, 0, 5), "an update did not end"),
         (lambda folder: (set_head(folder, 4, 0), set_head(folder, 5, 99)), "the machine went down while it was in use"),
         (lambda folder: set_head(folder, 7, 1), "it is a copy"),
+        (lambda folder: set_head(folder, 8, 0), "its sums were arranged otherwise"),
     ],
 )
 def test_a_tree_that_may_be_torn_is_made_anew_of_its_leaves(tmp_path, caplog, spoil, why):
@@ -474,21 +476,30 @@ def check_after_kill(folder, reached):
     priorities.close()
 
 
-def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "call", "stored"),
+    [
+        pytest.param(SumTree, "put", False, id="after the generation became odd"),
+        pytest.param(SumTree, "refresh", True, id="between leaves and sums"),
+        pytest.param(TreeFile, "raise_maximum", True, id="before the maximum"),
+        pytest.param(Priorities, "_changed", True, id="after the generation became even"),
+    ],
+)
+def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatch, place, call, stored):
     make(tmp_path, 2, 2).close()
 
     def work(_):
         priorities = opened(tmp_path)
         update(priorities, [(0, 1)], [3])
         priorities.checkpoint()
-        monkeypatch.setattr(SumTree, "refresh", lambda *_: os._exit(KILLED))
+        monkeypatch.setattr(place, call, lambda *_: os._exit(KILLED))
         update(priorities, [(0, 0), (1, 1)], [8, 8])
 
     assert in_child(work).status == KILLED
     three, eight = powered([3, 8])
-    got = content(opened(tmp_path))
+    got = consistent(opened(tmp_path))
     expected = {(0, 0): 1, (0, 1): three, (1, 0): 1, (1, 1): 1}
-    assert got == (expected | {(0, 0): eight, (1, 1): eight} if kind == "shared" else expected)
+    assert got == (expected | {(0, 0): eight, (1, 1): eight} if stored and kind == "shared" else expected)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, KeyboardInterrupt])

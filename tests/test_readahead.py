@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, Window
-from memmap_buffer.reading import readahead, samplers
+from memmap_buffer import ConcatBuffer, Field, Offsets, ReplayBuffer, Window
+from memmap_buffer.reading import readahead, samplers, sources
 from memmap_buffer.reading.slices import Slices
 from memmap_buffer.reading.sources import Sources
-from memmap_buffer.store.folder import will_need
+from memmap_buffer.store.folder import disk_reads, will_need
 
 FIELDS = {"t": "int", "observation": Field("float", (3,), final=True), "other": "float"}
 VIEWS = {
@@ -42,9 +44,9 @@ def events(monkeypatch):
     seen = []
     take = Sources.take
 
-    def asked(array, first, stop):
-        seen.append(("ask", id(array), set(range(first, stop))))
-        will_need(array, first, stop)
+    def asked(array, stretches):
+        seen.extend(("ask", id(array), set(range(*stretch))) for stretch in stretches)
+        will_need(array, stretches)
 
     def taken(self, name, source, rows):
         for number, storage in enumerate(self.storages):
@@ -129,8 +131,81 @@ def test_near_rows_are_asked_for_in_one_go(buffer, events, monkeypatch):
     assert all(len(rows) == max(rows) - min(rows) + 1 for rows in asks)
 
 
+# Batches that come from the disk
+
+
+@pytest.fixture
+def disk(events, monkeypatch):
+    """Counts up with every batch, as if each had the disk read something, unless it is told to stand still."""
+    reads = iter(range(2**40, 2**41))
+    disk = SimpleNamespace(busy=True, count=0)
+
+    def count():
+        disk.count = next(reads) if disk.busy else disk.count
+        return disk.count
+
+    def asked(array, stretches):
+        events.extend(("ask", id(array), set(range(*stretch))) for stretch in stretches)
+        will_need(array, stretches)
+
+    monkeypatch.setattr(sources, "disk_reads", count)
+    monkeypatch.setattr(sources, "will_need", asked)
+    monkeypatch.setattr(sources, "ANSWER_SECONDS", 0)
+    monkeypatch.setattr(sources, "GAP_BYTES", 0)
+    return disk
+
+
+COLD = {**VIEWS, "offsets": {"view": Offsets({"t": (-3, 0), "observation": range(2)})}}
+COLD["sequence"] = {"n_steps": 3, "current_fields": ["t"], "sequence_fields": ["t"], "next_fields": ["observation"]}
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one folder", "two"])
+@pytest.mark.parametrize("view", COLD)
+def test_the_rows_of_a_batch_are_asked_for_at_once_where_the_last_one_had_to_be_read(
+    buffer, events, disk, tmp_path, view, two
+):
+    if two:
+        other = ReplayBuffer(tmp_path / "b", 30, 20, FIELDS)
+        record(other, 9)
+    where = ConcatBuffer([buffer, other]) if two else buffer
+    batches = iter(where.dataloader(8, shuffle=True, seed=1, **COLD[view]))
+    next(batches)
+    assert rows_of(events, "ask") == {}
+    events.clear()
+    for _ in batches:
+        asked, read = rows_of(events, "ask"), rows_of(events, "read")
+        assert asked.keys() <= read.keys()
+        for array, rows in read.items():
+            assert rows <= asked.get(array, set())
+            assert len(asked.get(array, set()) - rows) <= 8  # of a sequence without a row, the nearest one
+        kinds = "".join(kind[0] for kind, *_ in events)
+        assert kinds == "a" * kinds.count("a") + "r" * kinds.count("r")
+        events.clear()
+
+
+def test_the_disk_is_not_asked_any_more_once_nothing_had_to_be_read(buffer, events, disk):
+    for _ in range(3):
+        buffer.sample(8, n_steps=1)
+    assert rows_of(events, "ask")
+    disk.busy = False
+    buffer.sample(8, n_steps=1)
+    events.clear()
+    for _ in range(20):
+        buffer.sample(8, n_steps=1)
+    assert rows_of(events, "ask") == {}
+
+
+def test_what_this_thread_has_the_disk_read_is_counted(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    before = disk_reads()
+    for _ in range(3):
+        assert path.read_bytes() == bytes(1 << 20)
+    assert disk_reads() == before  # it is in memory
+
+
 def test_any_rows_of_a_field_can_be_asked_for(buffer):
     for rows in buffer._storage.maps.rows.values():
         for first, stop in ((0, 0), (0, 1), (0, len(rows)), (len(rows) - 1, len(rows)), (3, len(rows) + 5)):
-            will_need(rows, first, stop)
+            will_need(rows, [(first, stop)])
     assert buffer.episode(2)["t"].tolist() == list(range(7))

@@ -1,7 +1,11 @@
 """`RecordEpisodes` and `RecordVectorEpisodes`: what is published is what each environment would have done alone."""
 
 import functools
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -256,6 +260,36 @@ def test_an_exception_in_a_step_loses_the_open_episode_and_nothing_else(tmp_path
     assert_equal_trees(first, second)
 
 
+LOOP = """
+import sys, test_record
+from memmap_buffer.interop.record import RecordEpisodes
+
+with RecordEpisodes(test_record.make("CartPole-v1"), sys.argv[1], max_episodes=100_000) as env:
+    env.reset(seed=5)
+    while True:
+        for action in (0, 1, 1):
+            if any(env.step(action)[2:4]):
+                print(len(env.buffer), flush=True)
+                env.reset()
+"""
+
+
+def test_ctrl_c_in_the_loop_leaves_every_episode_that_had_ended(tmp_path):
+    tests = Path(__file__).parent
+    command = [sys.executable, "-c", LOOP, str(tmp_path / "b")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tests, text=True) as child:
+        for _ in range(5):
+            child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+        told, error = child.communicate(timeout=60)
+    assert error.rstrip().endswith("KeyboardInterrupt")
+    buffer = ReplayBuffer.from_folder(tmp_path / "b", read_only=True)
+    assert len(buffer) in (5 + told.count("\n"), 6 + told.count("\n"))  # it may stop between an end and its line
+    expected = run_alone("CartPole-v1", 5, [0, 1, 1] * int(buffer.num_steps), skips_after_end=False)
+    for i in range(len(buffer)):
+        assert_recorded(buffer.episode(i), expected[i])
+
+
 def interrupted(*_):
     raise KeyboardInterrupt("in the loop")
 
@@ -326,9 +360,9 @@ def test_a_folder_is_continued_with_the_meta_fields_that_were_added(tmp_path):
 
 def test_what_cannot_be_recorded_is_refused_at_once(tmp_path):
     env = make("CartPole-v1")
-    with pytest.raises(SchemaError, match=r"max_episodes: got None .*; pass max_episodes="):
+    with pytest.raises(TypeError, match="max_episodes"):
         RecordEpisodes(env, tmp_path / "b")
-    with pytest.raises(SchemaError, match=r"max_timesteps: got None .*; pass max_timesteps="):
+    with pytest.raises(SchemaError, match=r"max_timesteps: got None, .*; pass max_timesteps="):
         RecordEpisodes(Probe(), tmp_path / "b", max_episodes=3)
     with ReplayBuffer(tmp_path / "b", 3, 5, {"observation": ("float", 4), "lidar": "float"}) as buffer:
         with pytest.raises(SchemaError, match="field 'lidar' of the buffer: the environment gives observation"):

@@ -9,12 +9,16 @@ import os
 import pickle
 import re
 import resource
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from faults import KILLED, in_child, listing, system
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import MEMORY, Churn, churns
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
 from memmap_buffer.store.creation import discard_unfinished
@@ -384,3 +388,62 @@ def test_after_a_crash_of_the_machine_what_it_spoilt_is_dropped_and_only_then(
     storage = Storage.open(folder)
     assert storage.trust(storage.table.visible) == (kept == [0, 1, 2])
     assert storage.table.serial[storage.table.visible].tolist() == kept
+
+
+# Refreshing
+
+
+@settings(max_examples=150, deadline=None)
+@given(churns, st.sampled_from([None, 20]))
+def test_a_table_that_is_refreshed_is_the_one_that_is_read_anew(operations: Any, max_steps: int | None) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        churn = Churn(folder, max_steps=max_steps)
+        often, seldom = (Storage.open(folder, verify="never") for _ in range(2))
+        for number, (name, value) in enumerate(operations):
+            churn.run(name, value)
+            assert_same_table(often, folder)
+            if number % 5 == 4:
+                assert_same_table(seldom, folder)
+        churn.buffer.close()
+
+
+def assert_same_table(storage: Storage, folder: str) -> None:
+    refreshed, anew = storage.refresh(), Storage.open(folder, verify="never").table
+    assert (refreshed.changes, refreshed.base) == (anew.changes, anew.base)
+    assert refreshed.visible.tolist() == anew.visible.tolist()
+    assert refreshed.shown.tolist() == anew.shown.tolist()
+    for mine, theirs in zip(refreshed.columns, anew.columns, strict=True):
+        assert mine.tolist() == theirs.tolist()
+
+
+def test_what_fails_its_checksum_stays_away_when_others_are_published(folder: Path) -> None:
+    flip(folder, *DAMAGE["a"])
+    storage = Storage.open(folder, verify="always")
+    before = storage.table.valid
+    with make(folder) as buffer:
+        buffer.delete(0)
+        store(buffer, 7)
+    assert storage.refresh().serial[storage.table.visible].tolist() == [2, 3]
+    assert before.tolist() == [True, False, True, False]
+
+
+def test_a_refresh_shares_what_did_not_change_and_leaves_earlier_tables_as_they_were(tmp_path: Path) -> None:
+    with make(tmp_path / "a", circular=True, publish="step") as buffer:
+        store(buffer, 1)
+        with buffer.one_episode(m="open") as episode:
+            episode.store(a=1, b=np.zeros((2, 2)))
+            before = buffer._storage.refresh()
+            episode.store(a=2, b=np.zeros((2, 2)))
+            after = buffer._storage.refresh()
+        assert after.serial is before.serial and after.visible is before.visible
+        assert (before.length[before.visible].tolist(), after.length[after.visible].tolist()) == ([2, 1], [2, 2])
+
+
+def test_episodes_side_by_side_are_not_copied_and_others_are_found_where_they_lie(tmp_path: Path) -> None:
+    with make(tmp_path / "a", circular=True) as buffer:
+        for number in range(7):
+            store(buffer, number, 1 + number % 3)
+            table = buffer._storage.refresh()
+            assert table.of(table.serial, table.visible).tolist() == list(range(max(0, number - 2), number + 1))
+            assert table.of(table.length, table.visible).tolist() == table.length[table.visible].tolist()
+            assert (table.of(table.length, table.visible).base is not None) == (number not in (4, 5))

@@ -1,17 +1,30 @@
 """torchrl: batches become TensorDicts over the same memory, and dumps of its own come in whole."""
 
+import importlib
 import json
+import multiprocessing
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 
 from memmap_buffer import CorruptBufferError, NotABufferError, ReplayBuffer, SchemaError
 from memmap_buffer.interop.torchrl import import_torchrl, to_tensordict
 
 LENGTHS = (4, 1, 5, 3)
+
+
+def imported(name):
+    """A module of torchrl, which on its import makes "spawn" the way in which all processes start from then on."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        return importlib.import_module(name)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+torchrl_data = imported("torchrl.data")
 
 
 def transitions(lengths=LENGTHS, marked=True):
@@ -47,7 +60,7 @@ def transitions(lengths=LENGTHS, marked=True):
 
 
 def dump(folder, parts, size=20):
-    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(size), batch_size=2)
+    buffer = torchrl_data.TensorDictReplayBuffer(storage=torchrl_data.LazyMemmapStorage(size), batch_size=2)
     for part in parts:
         buffer.extend(part)
     buffer.dumps(folder)

@@ -16,6 +16,7 @@ from memmap_buffer.interop.trainers import Batches
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Consider setting .persistent_workers=True:UserWarning"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),  # Lightning's, with torch 2.13
 ]
 

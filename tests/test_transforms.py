@@ -1,12 +1,16 @@
-"""The n-step return against a loop over its definition."""
+"""Returns against loops over their definitions, and the transforms of batches."""
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memmap_buffer import ReplayBuffer, Returns, Scale, SchemaError, Window, discounted_returns
 from memmap_buffer.transforms import n_step_return
 
 
@@ -55,3 +59,78 @@ def test_the_rewards_are_left_as_they_are():
     rewards = np.full((1, 3), 2.0, np.float32)
     n_step_return(rewards, np.array([1]), np.ones(1, bool), 0.5)
     assert rewards.tolist() == [[2, 2, 2]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.5, 0.97, 1.0]),
+    st.sampled_from(["f4", "f8", "i8"]),
+    st.sampled_from([(), (2,)]),
+    st.booleans(),
+)
+def test_discounted_returns_are_sums_over_what_is_left_of_each_episode(lengths, gamma, dtype, shape, as_tensor):
+    rng = np.random.default_rng(sum(lengths))
+    rewards = np.zeros((len(lengths), 9, *shape), dtype)
+    for b, length in enumerate(lengths):
+        rewards[b, :length] = rng.integers(-9, 9, (length, *shape))
+    given_ = torch.from_numpy(rewards) if as_tensor else rewards
+    batch = discounted_returns(given_, gamma, axis=1)
+    assert type(batch) is type(given_)
+    assert str(batch.dtype).endswith("float64" if dtype == "f8" else "float32")
+    for b, length in enumerate(lengths):
+        for t in range(9):
+            want = sum(gamma**k * rewards[b, t + k].astype(float) for k in range(max(length - t, 0)))
+            np.testing.assert_allclose(batch[b, t], want, rtol=1e-5)
+        alone = discounted_returns(given_[b, :length], gamma)
+        np.testing.assert_allclose(alone, batch[b, :length], rtol=1e-5)
+
+
+def test_the_rewards_of_discounted_returns_are_left_as_they_are():
+    for rewards in (np.ones(4), torch.ones(4, dtype=torch.float64)):
+        discounted_returns(rewards)
+        assert rewards.tolist() == [1, 1, 1, 1]
+    assert discounted_returns([1, 2, 3]).tolist() == [6, 5, 3]
+
+
+def test_a_discount_beyond_one_is_refused():
+    with pytest.raises(SchemaError, match=r"gamma: got 1\.5, expected 0 … 1"):
+        discounted_returns(np.ones(3), 1.5)
+
+
+def test_returns_to_go_are_added_to_whole_episodes_or_stored_once_for_windows(tmp_path):
+    with ReplayBuffer(tmp_path, 3, 9, {"reward": "float"}) as buffer:
+        for length in (3, 5):
+            buffer.store_episode(reward=np.ones(length))
+        (batch,) = buffer.dataloader(2, transform=Returns())
+        assert batch["returns_to_go"].tolist() == [[3, 2, 1, 0, 0], [5, 4, 3, 2, 1]]
+        buffer.add_field("to_go", "float", lambda episode: discounted_returns(episode["reward"]))
+        assert buffer.sample(1, view=Window(2), filter_fields={"to_go": 4}, seed=0)["to_go"].tolist() == [[4, 3]]
+
+
+def test_scaled_images_are_float32_and_all_else_is_shared():
+    batch = {"camera": {"left": torch.tensor([0, 51, 255], dtype=torch.uint8), "right": torch.ones(1)}, "a": 1}
+    out = Scale("camera.left")(batch)
+    assert out["camera"]["left"].tolist() == [0, np.float32(0.2), 1]
+    assert out["camera"]["left"].dtype == torch.float32
+    assert out["camera"]["right"] is batch["camera"]["right"]
+    assert batch["camera"]["left"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("transform", [Scale(["x", "y.z"], by=2), Returns("y", 0.9)])
+def test_a_transform_is_a_value_that_pickles(transform):
+    assert pickle.loads(pickle.dumps(transform)) == transform
+
+
+@pytest.mark.parametrize(
+    ("transform", "match"),
+    [
+        (Scale("pixel"), r"transform: the batch has no 'pixel'; it has 'pixels', 'group'"),
+        (Scale("group.c"), r"the batch has no 'c'; it has 'b'"),
+        (Scale("pixels.a"), r"the batch has no 'a'; it has no groups there"),
+        (Returns("rewards"), r"the batch has no 'rewards'"),
+    ],
+)
+def test_a_key_that_the_batch_has_not_is_named(transform, match):
+    with pytest.raises(SchemaError, match=match):
+        transform({"pixels": torch.ones(1, 2), "group": {"b": torch.ones(1)}})

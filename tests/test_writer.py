@@ -19,8 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer
+from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, verify
 from memmap_buffer.store import episode as episodes
+from memmap_buffer.store import publication
 from memmap_buffer.store.records import CUT, OPEN
 
 FIELDS = {"x": Field("float", 2, final=True), "y": "int", "truncated": ("bool", (), False)}
@@ -46,6 +47,26 @@ def store(episode, y):
 
 def ys(source):
     return [episode["y"] for _, episode in shown(source)]
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": "disk"}, {"publish": "step"}], ids=str)
+def test_an_episode_written_in_pieces_is_byte_for_byte_one_written_at_once(tmp_path, monkeypatch, options):
+    """Data, checksums and records, where every write of a piece is short, too."""
+    monkeypatch.setattr("time.time_ns", lambda: 7)
+    monkeypatch.setattr(episodes, "CHUNK_BYTES", 300)
+    folders = [tmp_path / "at once", tmp_path / "in pieces"]
+    for folder, piece in zip(folders, (1 << 18, 40), strict=True):
+        monkeypatch.setattr(publication, "PIECE", piece)
+        with make(folder, 3, 50, **options) as buffer, system(short=30 * (piece == 40)):
+            for value in range(5):
+                with buffer.one_episode(task=value) as episode:
+                    for t in range(value, 40 + value):
+                        store(episode, t)
+                    episode.final(x=[value, value])
+        assert verify(folder) == []
+    names = [*(f"data/{name}.npy" for name in FIELDS), "meta/task.npy", "checksums.npy", "episodes.npy"]
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
 
 
 # The ring
@@ -391,5 +412,6 @@ class Interleaved(RuleBasedStateMachine):
 
 def test_any_interleaving_of_calls_shows_what_a_plain_model_says(monkeypatch):
     monkeypatch.setattr(episodes, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(publication, "PIECE", 16)  # two rows of a field
     chosen = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None)
     run_state_machine_as_test(Interleaved, settings=settings(chosen, suppress_health_check=list(HealthCheck)))

@@ -16,7 +16,6 @@ import numpy as np
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.gymnasium import max_steps_of, schema_of, spaces_of
 from memmap_buffer.interop.lanes import Recorder, Step
 from memmap_buffer.schema import Field, Schema
 
@@ -56,8 +55,8 @@ class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             dicts for nested infos. An entry that a step's info lacks takes the field's default.
         meta: values of further meta fields, for every episode; `recorder.meta` may be changed between episodes.
         keep_partial: see above.
-        options: of `ReplayBuffer`, where `buffer` is a folder: `max_episodes` must be given, `max_timesteps` where the
-            environment's spec names no limit.
+        options: of `ReplayBuffer.for_env`, where `buffer` is a folder: `max_episodes` must be given, `max_timesteps`
+            where the environment's spec names no limit.
 
     Raises: SchemaError: an option is missing or too many, or a field of the buffer is none of the environment's.
         From `step`: BufferFullError: no episode can be begun.
@@ -213,20 +212,16 @@ def _open(
             given = ", ".join([*options, *(["infos"] if infos else [])])
             raise SchemaError(f"{given}: the buffer is open already, and says this itself; drop them, or give a folder")
         return place
-    options.setdefault("max_timesteps", max_steps_of(env))
-    for name in ("max_episodes", "max_timesteps"):
-        if options.get(name) is None:
-            raise SchemaError(f"{name}: got None for the new buffer in {place}; pass {name}=…")
-    fields = schema_of(*spaces_of(env)) | ({"info": infos} if infos else {})
     own = Schema.from_example(meta).fields if meta else {}
-    return ReplayBuffer(place, fields=fields, meta_fields={**META, **own}, **options)
+    fields = {"info": infos} if infos else None
+    return ReplayBuffer.for_env(env, place, fields=fields, meta_fields={**META, **own}, **options)
 
 
 def _seed_of(seed: int | Sequence[int | None] | None, i: int) -> int | None:
     """The seed that environment `i` of several is reset with: Gymnasium counts on from a single one."""
     if seed is None:
         return None
-    return seed[i] if isinstance(seed, Sequence) else int(seed) + i
+    return int(seed) + i if isinstance(seed, (int, np.integer)) else seed[i]
 
 
 def _resets_itself(env: gymnasium.Env[Any, Any]) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.random  # numpy loads it when it is first used, which would be in the middle of the first batch
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -23,7 +25,7 @@ from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks
 from memmap_buffer.reading.transport import Arrivals, Carrier, Tasks, as_it_is
 from memmap_buffer.schema import nest
-from memmap_buffer.values import Array
+from memmap_buffer.values import Array, to_numpy
 
 
 def seeded_rng() -> np.random.Generator:
@@ -43,14 +45,25 @@ def to_tensor(array: Array) -> Any:
     return torch.from_numpy(array)
 
 
-def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
-    """A batch of arrays as (nested) tensors."""
-    return nest({key: to_tensor(array) for key, array in batch.items()})
+def to_tensors(batch: Mapping[str, Array], ragged: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A batch of arrays as (nested) tensors; those of `ragged` are cut to the lengths that it names for them."""
+    tensors = {key: to_tensor(array) for key, array in batch.items()}
+    for key, lens in (ragged or {}).items():
+        tensors[key] = _unpadded(tensors[key], tensors[lens].reshape(-1))
+    return nest(tensors)
 
 
-def gathered(reader: Reader, batch: Mapping[str, Array]) -> dict[str, Any]:
-    """A batch that was read as (nested) tensors, transformed."""
-    return reader.output.transformed(to_tensors(batch))
+def _unpadded(values: Any, lens: torch.Tensor) -> Any:
+    if isinstance(values, list):
+        return [row[:n] for row, n in zip(values, lens.tolist(), strict=True)]
+    mask = torch.arange(values.shape[1]) < lens[:, None]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
+    return torch.nested.nested_tensor_from_jagged(values[mask], offsets)
+
+
+def gathered(reader: Reader, batch: Mapping[str, Array], rng: Callable[[], np.random.Generator]) -> dict[str, Any]:
+    """A batch that was read as (nested) tensors, transformed; `rng` is chance for the transforms that want it."""
+    return reader.output.transformed(to_tensors(batch, reader.output.ragged), rng)
 
 
 class Batch(Sequence[dict[str, Any]]):
@@ -102,7 +115,8 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Sequence[int] | Anchors) -> Batch:
         """Many items at once, gathered once: by position, or at anchors."""
         anchors = indices if isinstance(indices, Anchors) else self._locate(indices)
-        return Batch(gathered(self.reader, self.reader.read(anchors)), anchors.size)
+        batch = self.reader.read(anchors)
+        return Batch(gathered(self.reader, batch, partial(_rng_of, anchors)), anchors.size)
 
     def _locate(self, indices: Sequence[int]) -> Anchors:
         index = self.reader.index()
@@ -113,6 +127,12 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
                 f"item {positions[outside][0]}: the dataset has {len(index)}; call refresh() to see newer ones"
             )
         return self.reader.crop(index.locate(positions % len(index)), seeded_rng)
+
+
+def _rng_of(anchors: Anchors) -> np.random.Generator:
+    """The generator of a batch."""
+    assert anchors.chance is not None
+    return np.random.default_rng(anchors.chance[:1])
 
 
 class Collate:
@@ -245,7 +265,7 @@ def make_loader(
     reader.require(reader.index(refresh=True))
     ranks = ranks_of(rank, world_size)
     if seed is None:
-        if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.view.random):
+        if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
             raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
     sampler: EpochSampler | PrioritizedSampler
@@ -279,9 +299,26 @@ def _check_count(name: str, count: object, least: int) -> None:
 
 
 def sample(
-    draws: Draws | PrioritizedDraws, batch_size: int, rng: np.random.Generator, device: Device, alone: bool
+    draws: Draws | PrioritizedDraws,
+    batch_size: int,
+    rng: np.random.Generator,
+    device: Device,
+    alone: bool,
+    replacement: bool = True,
 ) -> Any:
-    """One batch drawn with replacement, as a loader of the same options would give it."""
+    """One batch drawn at random, as a loader of the same options would give it."""
     _check_count("batch_size", batch_size, 1)
-    data = Collate(draws.reader.output).named(gathered(draws.reader, draws.read(batch_size, rng, alone)))
+    batch = draws.read(batch_size, rng, alone) if replacement else draws.reader.read(draws.distinct(batch_size, rng))
+    data = Collate(draws.reader.output).named(gathered(draws.reader, batch, lambda: rng))
+    return data if device is None else to_device(data, device)
+
+
+def batch_of(reader: Reader, indices: Any, device: Device) -> Any:
+    """One batch of the items at some positions, None for all, as a loader of the same options would give it."""
+    index = reader.index(refresh=True)
+    reader.require(index)
+    positions = np.arange(len(index)) if indices is None else to_numpy(indices)
+    if positions.ndim != 1 or positions.dtype.kind not in "iu":
+        raise SchemaError(f"batch: got {indices!r}, expected positions (B,) of items, whole numbers, at least one")
+    data = Collate(reader.output)(EpisodeDataset(reader).__getitems__(positions.tolist()))
     return data if device is None else to_device(data, device)

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from memmap_buffer.errors import SchemaError, StaleEpisodeError
-from memmap_buffer.reading.index import Index, Selection
+from memmap_buffer.reading.index import Index
+from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.store.records import OPEN
-from memmap_buffer.store.storage import EpisodeTable, IntArray
+from memmap_buffer.store.table import EpisodeTable, IntArray
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """The one engine under every view: rows = first row + t + offsets, clipped into the episode, taken, padded, masked.
 
-Where the rows lie is worked out for many batches together, as numpy's cost is calls; they are copied batch by batch.
+Where the rows lie is worked out for many batches together, as numpy's cost is calls. What is small is copied for
+several of them together, too, and each is handed its slice; what is large is copied batch by batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -15,11 +18,12 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.slices import Slices
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
 from memmap_buffer.store.records import FINAL, FIRST_ROW, GENERATION, TERMINATED, Words
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # what finding one row takes
+BLOCK_BYTES = 1 << 20  # what is copied together, so that it lies in the second cache until it is asked for
 EVERY = slice(None)
 PADDINGS = ("zero", "edge", "default")
 
@@ -37,18 +41,21 @@ class Take(NamedTuple):
     padding: str = "zero"
 
 
+What: TypeAlias = Array | Take | Slices  # an array as it is; what is to be copied; a mask of the rows that exist
+
+
 class Gather:
     """Items being cut: what a batch of them, or of some of them, holds.
 
     Args:
-        sources: the folders. anchors: (B,) where to cut.
+        sources: the folders. anchors: (B,) where to cut. size: as many are read together at most; default all.
 
     Attributes:
         batch: key -> (B, …), or what is to be copied for it; filled by the `put` methods.
         t, length: (B,) int64 of each anchor and its episode.
     """
 
-    def __init__(self, sources: Sources, anchors: Anchors) -> None:
+    def __init__(self, sources: Sources, anchors: Anchors, size: int | None = None) -> None:
         self.sources = sources
         self.schema = sources.schema
         if not sources.trust(anchors) or anchors.words is None:
@@ -56,11 +63,14 @@ class Gather:
         self.anchors = anchors
         self._words: Words = anchors.words  # type: ignore[assignment]
         self.t, self.length = anchors.t, anchors.length
+        self._size = anchors.size if size is None else min(size, anchors.size)
         self._first = self._words.view(np.int64)[:, FIRST_ROW]
         self._there = self.t < self.length
-        if not self._there.all():
+        self._all_there = bool(self._there.all())
+        if not self._all_there:
             self._set_aside(~self._there)
-        self.batch: dict[str, Array | Take] = {}
+        self.batch: dict[str, What] = {}
+        self._ahead: dict[tuple[int, int], dict[str, Array]] = {}  # parts that were copied, and not yet read
 
     def _set_aside(self, gone: BoolArray) -> None:
         """Cut what is not there from the first row of its slot, which always exists; it is drawn again afterwards."""
@@ -78,21 +88,57 @@ class Gather:
         return self.anchors.has(TERMINATED)
 
     def read(self, part: slice = EVERY) -> dict[str, Array]:
-        """Copy some of the items: key -> (b, …)."""
-        slices: dict[int, Slices] = {}
-        return {
-            key: self._copy(what, part, slices)
-            if isinstance(what, Take)
-            else what
-            if part is EVERY
-            else what[part].copy()
-            for key, what in self.batch.items()
-        }
+        """Copy some of the items: key -> (b, …), which shares memory with no other part that was read."""
+        start, stop, _ = part.indices(len(self.t))
+        small = self._ahead.pop((start, stop), None)
+        if small is not None and len(small) == len(self.batch):
+            return small
+        begun = perf_counter()
+        if small is None:
+            small = self._copy_small(start, stop)
+        self._ask(self.batch.keys() - small.keys(), part)
+        out = {key: small[key] if key in small else self._copy(what, part) for key, what in self.batch.items()}
+        self.sources.disk.took(perf_counter() - begun)
+        return out
 
-    def fresh(self, part: slice = EVERY) -> BoolArray:
-        """(b,) whether what was copied is what the anchor meant. To be asked after all copying."""
-        same = self.sources.unchanged(self.anchors.where(part), self._words[part, GENERATION])
-        return self._there[part] & same
+    def _ask(self, keys: Iterable[str], part: slice) -> None:
+        """Have the system read the rows of some items, all at a time, if rows come from the disk."""
+        if not self.sources.disk.slow:
+            return
+        wanted: dict[str, list[tuple[IntArray, ...]]] = {}
+        for take in map(self.batch.__getitem__, keys):
+            if isinstance(take, Take):
+                some = _stretches(take.rows[part])
+                if self.anchors.source is not None:
+                    source = self.anchors.source[part]
+                    some = (*some, np.repeat(source, len(some[0]) // len(source)))
+                wanted.setdefault(take.name, []).append(some)
+        for name, each in wanted.items():
+            self.sources.will_need(name, *map(np.concatenate, zip(*each, strict=True)))
+
+    def _copy_small(self, start: int, stop: int) -> dict[str, Array]:
+        """What takes little memory of some items, and of as many parts behind them as lie in a cache together."""
+        size, number = stop - start, len(self.t)
+        nbytes = {key: self._nbytes_of(what, size) for key, what in self.batch.items()}
+        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
+        parts = max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
+        block = slice(start, min(start + parts * size, number))
+        self._ask(small, block)
+        columns = {key: self._copy(self.batch[key], block) for key in small}
+        for at in range(stop, block.stop, max(1, size)):
+            until = min(at + size, number)
+            self._ahead[at, until] = {key: values[at - start : until - start] for key, values in columns.items()}
+        return {key: values[:size] for key, values in columns.items()}
+
+    def _nbytes_of(self, what: What, items: int) -> int:
+        if isinstance(what, Take):
+            return items * math.prod(what.rows.shape[1:]) * self.schema.fields[what.name].itemsize
+        return items * (what.steps if isinstance(what, Slices) else what.nbytes // max(1, len(what)))
+
+    def fresh(self, anchors: Anchors, part: slice = EVERY) -> BoolArray:
+        """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""
+        same = self.sources.unchanged(anchors, self._words[part, GENERATION])
+        return same if self._all_there else same & self._there[part]
 
     @property
     def nbytes(self) -> int:
@@ -120,27 +166,34 @@ class Gather:
         prefix: str = "",
         limit: IntArray | None = None,
         padding: str = "zero",
+        needed: IntArray | None = None,
     ) -> None:
         """Gather fields at `t + offsets` into the batch.
 
         Args:
             names: per-timestep fields, put under `prefix` + name.
-            offsets: (K,) int64; a range where they follow one another.
+            offsets: (K,) int64, or (B, K) of each item's own; a range where they follow one another.
             limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
             padding: what stands where none exists: "zero", "edge" (the nearest existing) or "default".
+            needed: (B,) how many of the offsets, a range, each item needs; a batch gets what its longest item does.
         """
         plans: dict[bool, Take] = {}
         for name in names:
             final = self.schema.fields[name].final
-            self._require_size(name, len(offsets))
+            self._require_size(name, len(offsets) if isinstance(offsets, range) else offsets.shape[-1])
             if final not in plans:
-                plans[final] = self._take_of(name, offsets, limit, padding)
+                plans[final] = self._take_of(name, offsets, limit, padding, needed)
             self.batch[prefix + name] = plans[final]._replace(name=name)
+
+    def put_mask(self, key: str, offsets: range, needed: IntArray | None = None) -> None:
+        """Put (B, K) whether timestep `t + offsets` exists, final observations not counted. needed: see `put`."""
+        self._require_mask(offsets)
+        self.batch[key] = self._slices(offsets, False, self.length, "zero", needed)
 
     def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
         """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
         self._require_size(name, len(offsets))
-        values = self._copy(self._take_of(name, offsets, limit, "zero"), EVERY, {})
+        values = self._copy(self._take_of(name, offsets, limit, "zero"), EVERY)
         return decode(values, self.schema.fields[name].dtype)
 
     def look_at(self, name: str, t: IntArray) -> Array:
@@ -150,9 +203,7 @@ class Gather:
 
     def exists(self, offsets: IntArray | range, limit: IntArray | None = None) -> BoolArray:
         """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
-        size = len(self.t) * len(offsets) * INDEX_BYTES
-        if size > MAX_BATCH_BYTES:
-            self._refuse_size("the mask", size)
+        self._require_mask(offsets)
         steps = np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets
         found = steps < ((self.length if limit is None else limit) - self.t)[:, None]
         if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
@@ -180,48 +231,76 @@ class Gather:
         missing = wanted != clipped
         return self._rows(clipped, final), missing if missing.any() else None
 
-    def _take_of(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> Take:
+    def _take_of(
+        self,
+        name: str,
+        offsets: IntArray | range,
+        limit: IntArray | None,
+        padding: str,
+        needed: IntArray | None = None,
+    ) -> Take:
         final = self.schema.fields[name].final
         limit = self.limit(final) if limit is None else limit
         if isinstance(offsets, range):
-            return Take(name, self._slices(offsets, final, limit, padding))
+            return Take(name, self._slices(offsets, final, limit, padding, needed))
         return Take(name, *self._plan(self.t[:, None] + offsets, final, limit[:, None]), padding)
 
-    def _copy(self, take: Take, part: slice, slices: dict[int, Slices]) -> Array:
-        """Copy some of the items; `slices` are the parts of `Slices` made for it so far, as fields share them."""
-        rows, source, name = take.rows, self.anchors.source, take.name
-        if isinstance(rows, Slices):
-            some = slices.get(id(rows))
-            if some is None:
-                some = slices[id(rows)] = rows if part is EVERY else rows[part]
-            return self._marked(name, self.sources.take(name, source if source is None else source[part], some))
-        values = self.sources.take(name, source if source is None else source[part], rows[part])
-        if take.missing is not None and take.padding != "edge":
-            field = self.schema.fields[name]
-            values[take.missing[part]] = values.dtype.type() if take.padding == "zero" else field.fill
+    def _copy(self, what: What, part: slice) -> Array:
+        """Copy some of the items."""
+        if isinstance(what, Slices):
+            return what[part].exist()
+        if not isinstance(what, Take):
+            return what[part].copy()
+        source, name = self.anchors.source, what.name
+        values = self.sources.take(name, source if source is None else source[part], what.rows[part])
+        if what.missing is not None and what.padding != "edge":
+            missing = what.missing[part]
+            if missing.any():
+                fill = values.dtype.type() if what.padding == "zero" else self.schema.fields[name].fill
+                values[missing] = fill
         return self._marked(name, values)
 
-    def _slices(self, offsets: range, final: bool, limit: IntArray, padding: str) -> Slices:
+    def _slices(
+        self, offsets: range, final: bool, limit: IntArray, padding: str, needed: IntArray | None = None
+    ) -> Slices:
         """Where the steps `t + offsets` lie."""
         begin, steps = self.t + offsets.start, len(offsets)
         lead = np.minimum(np.maximum(-begin, 0), steps)
         stop = np.maximum(np.minimum(limit - begin, steps), 0)
         nearest = np.minimum(np.maximum(begin, 0), limit - 1)
-        return Slices(self._rows(nearest, final), lead, stop, steps, padding)
+        return Slices(self._rows(nearest, final), lead, stop, steps if needed is None else needed, padding)
 
     def _require_size(self, name: str, steps: int) -> None:
-        size = len(self.t) * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)
+        size = self._size * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)
         if size > MAX_BATCH_BYTES:
             self._refuse_size(f"field {name!r}", size)
 
+    def _require_mask(self, offsets: IntArray | range) -> None:
+        size = self._size * len(offsets) * INDEX_BYTES
+        if size > MAX_BATCH_BYTES:
+            self._refuse_size("the mask", size)
+
     def _refuse_size(self, what: str, size: int) -> None:
         raise SchemaError(
-            f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
+            f"{what}: a batch of {self._size} items takes {size / 2**30:.1f} GiB, more than "
             f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
         )
 
     def _marked(self, name: str, values: Array) -> Array:
         return values.view(BFloat16Bits) if self.schema.all[name].dtype == "bfloat16" else values
+
+
+def _is_fitted(what: What) -> bool:
+    """Whether its shape depends on the items that are read together."""
+    rows = what.rows if isinstance(what, Take) else what
+    return isinstance(rows, Slices) and rows.is_fitted
+
+
+def _stretches(rows: IntArray | Slices) -> tuple[IntArray, ...]:
+    """(first, stop) of rows that are copied, as many for each item."""
+    if isinstance(rows, Slices):
+        return rows.row, rows.row + np.maximum(rows.stop - rows.lead, 1)
+    return rows.ravel(), rows.ravel() + 1
 
 
 def check_padding(padding: str) -> None:

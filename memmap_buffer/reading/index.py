@@ -1,33 +1,25 @@
-"""Which anchors exist now: runs of them per episode, never a list of all steps; and which of them a filter keeps.
+"""Which anchors exist now: runs of them per episode, never a list of all steps.
 
-`Selection` says what is wanted: a view, filters, a split. `Index` is the answer for the episodes of one moment: a
-cumulative count per run, 36 bytes an episode (with `filter_fields`, per surviving run).
+An `Index` is a cumulative count per run, 36 bytes an episode (with `filter_fields`, per surviving run).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.conditions import matches
-from memmap_buffer.reading.runs import Runs, filtered
+from memmap_buffer.reading.runs import Runs
 from memmap_buffer.reading.sources import Anchors, Sources
-from memmap_buffer.reading.views import View
-from memmap_buffer.schema import Schema
-from memmap_buffer.store.records import FINAL, TERMINATED
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage, crc32
-from memmap_buffer.values import Array, decode
+from memmap_buffer.store.storage import crc32
+from memmap_buffer.store.table import IntArray
 
-BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 MANY = 2048  # 16,384 anchors among 2000 runs: 0.14 ms by buckets, 1.0 by binary search; but 256 take 13 µs and 7
-GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +50,15 @@ class Index:
             return [0, len(self)]
         return [int(n) for n in self.starts[np.searchsorted(self.source, np.arange(sources + 1))]]
 
+    def parts(self, sources: int) -> list[Runs]:
+        """Its runs, source by source."""
+        count = np.diff(self.starts)
+        runs = Runs(self.slot, self.serial, self.first, count, self.last)
+        if self.source is None:
+            return [runs]
+        cuts = np.searchsorted(self.source, np.arange(sources + 1)).tolist()
+        return [runs.where(slice(*cut)) for cut in pairwise(cuts)]
+
     def living(self, sources: Sources) -> Index:
         """What is left of it in the tables as last read."""
         source = np.zeros(len(self.slot), np.int64) if self.source is None else self.source
@@ -70,10 +71,10 @@ class Index:
             slot=self.slot[keep],
             serial=self.serial[keep],
             first=self.first[keep],
-            starts=_sums(np.diff(self.starts)[keep]),
+            starts=sums(np.diff(self.starts)[keep]),
             source=None if self.source is None else self.source[keep],
             last=None if self.last is None else self.last[keep],
-            mass=None if self.mass is None else _sums(np.diff(self.mass)[keep]),
+            mass=None if self.mass is None else sums(np.diff(self.mass)[keep]),
         )
 
     def with_run(self, at: int, *, serial: int, count: int, source: int) -> Index:
@@ -87,11 +88,11 @@ class Index:
             slot=put(self.slot, 0),
             serial=put(self.serial, serial),
             first=put(self.first, 0),
-            starts=_sums(put(np.diff(self.starts), count)),
+            starts=sums(put(np.diff(self.starts), count)),
             source=put(self.source, source),
             last=put(self.last, np.iinfo(np.int64).max),
             # It weighs nothing beside what is left of the others: who draws by weight draws from these.
-            mass=None if self.mass is None else _sums(put(np.diff(self.mass), int(not self.mass[-1]))),
+            mass=None if self.mass is None else sums(put(np.diff(self.mass), int(not self.mass[-1]))),
         )
 
     def pick(self, u: FloatArray, low: IntArray | int = 0, high: IntArray | int | None = None) -> IntArray:
@@ -149,206 +150,9 @@ class Index:
         return shift, np.cumsum(before, dtype=np.int32)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What is wanted of the episodes that exist.
-
-    Args:
-        view: how items are cut.
-        filter_meta: meta field (or "episode_lens") -> condition; filter_fields: field -> condition on step t. A
-            condition is a scalar (equal), a set or list (member), (low, high) (low ≤ x < high, None is open), or a
-            callable from the column to bools. All must hold.
-        min_episode_len: timesteps.
-        top_k: (meta field, k): only the k episodes where it is highest.
-        weight_by: a meta field (or "episode_lens"): an episode's anchors are drawn in proportion to it, and not at all
-            where it is 0.
-        split: name -> fraction of the episodes, and `part`, the name of the one that is wanted; by `split_seed`. An
-            episode's part follows from its serial alone, so it never changes.
-    """
-
-    view: View
-    filter_meta: Mapping[str, Any] = field(default_factory=dict)
-    filter_fields: Mapping[str, Any] = field(default_factory=dict)
-    min_episode_len: int = 1
-    top_k: tuple[str, int] | None = None
-    split: Mapping[str, float] | None = None
-    part: str | None = None
-    split_seed: int = 0
-    weight_by: str | None = None
-
-    def check(self, schema: Schema) -> None:
-        """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
-        _check_top_k(self.top_k, schema)
-        _check_number("weight_by", self.weight_by, schema)
-        for name in self.filter_meta:
-            if name != "episode_lens" and name not in schema.meta_fields:
-                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, "episode_lens"])
-        for name in self.filter_fields:
-            if name not in schema.fields:
-                raise schema.unknown(name, "filter_fields", schema.fields)
-            if schema.fields[name].shape not in ((), (1,)):
-                raise SchemaError(
-                    f"filter_fields: {name!r} has shape {schema.fields[name].shape}; filter by a scalar field"
-                )
-        if self.filter_fields and self.view.per_episode:
-            raise SchemaError("filter_fields needs a view of timesteps; filter whole episodes by filter_meta")
-        if self.split is not None:
-            _check_split(self.split, self.part)
-        elif self.part is not None:
-            raise SchemaError(f"part: got {self.part!r} without split; give split={{{self.part!r}: 0.9, …}} too")
-
-    def without_callables(self) -> Selection:
-        """What can be pickled; see `Index` for the episodes it leaves open."""
-        meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
-        fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
-        return replace(self, filter_meta=meta, filter_fields=fields)
-
-    def describe(self) -> str:
-        """The view and what narrows it, for an error."""
-        narrowed = [
-            f"{name}={getattr(self, name)!r}"
-            for name in ("filter_meta", "filter_fields", "top_k", "split", "weight_by")
-        ]
-        given = [text for text in narrowed if not text.endswith(("={}", "=None"))]
-        return ", ".join([f"view {type(self.view).__name__}", f"min_episode_len={self.min_episode_len}", *given])
-
-    @property
-    def has_callables(self) -> bool:
-        return any(callable(c) for c in [*self.filter_meta.values(), *self.filter_fields.values()])
-
-    def index(self, sources: Sources, tables: Sequence[EpisodeTable] | None = None) -> Index:
-        """The anchors that exist in the tables as last read, or in these."""
-        folders = list(zip(sources.storages, sources.tables if tables is None else tables, strict=True))
-        slots = [self._slots(number, *folder) for number, folder in enumerate(folders)]
-        if self.top_k is not None:
-            slots = _top_k(slots, folders, *self.top_k)
-        parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
-        weights = [_weights(*folder, part, self.weight_by) for folder, part in zip(folders, parts, strict=True)]
-        if self.weight_by is not None:
-            parts = [part.where(np.flatnonzero(weight)) for part, weight in zip(parts, weights, strict=True)]
-        source = np.repeat(np.arange(len(parts)), [len(part.slot) for part in parts])
-        slot, serial, first, count = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
-        )
-        lasts = [part.last for part in parts if part.last is not None]
-        return Index(
-            *(slot, serial, first),
-            starts=_sums(count),
-            stride=self.view.stride,
-            source=None if sources.single else source,
-            last=np.concatenate(lasts) if lasts else None,
-            mass=None if self.weight_by is None else _sums(count * np.concatenate([w[w > 0] for w in weights])),
-        )
-
-    def _slots(self, number: int, storage: Storage, table: EpisodeTable) -> IntArray:
-        """The slots of the episodes that pass, oldest first."""
-        slots = table.visible
-        keep = table.length[slots] >= self.min_episode_len
-        for name, condition in self.filter_meta.items():
-            keep &= matches(_episode_column(storage, table, name, slots), condition, name)
-        if self.split is not None:
-            keep &= self._in_part(table.serial[slots], number)
-        return slots[keep]
-
-    def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
-        ended = _ended(storage, table, slots, self.view.terminal_field)
-        schema, has_final = storage.layout.schema, table.flags[slots] & FINAL != 0
-        spans = self.view.spans(schema, table.length[slots], has_final, ended)
-        runs = Runs(slots, table.serial[slots], spans.first, spans.count, spans.last)
-        if self.filter_fields:
-            return filtered(runs, storage, self.filter_fields, self.view.stride)
-        return runs.where(np.flatnonzero(spans.count > 0))
-
-    def _in_part(self, serial: IntArray, number: int) -> BoolArray:
-        """Where a hash of (seed, source, serial) falls into the part's share of [0, 1)."""
-        shares = dict(self.split or {})
-        names = list(shares)
-        edges = np.concatenate([[0.0], np.cumsum([shares[name] for name in names])])
-        edges[edges > 1 - 1e-9] = np.inf  # all that is left, though a sum of fractions may miss 1 by a bit
-        start, stop = edges[names.index(self.part or "") :][:2]
-        key = np.uint64((self.split_seed * GOLDEN + number * 0xD1B54A32D192ED03) % 2**64)
-        u = splitmix(serial.astype(np.uint64) + key).astype(np.float64) / 2.0**64
-        return np.asarray((u >= start) & (u < stop))
-
-
-def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Whole numbers (n,) scattered over all 64 bits.
-
-    Source: the finaliser of Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
-    """
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return np.asarray(x ^ (x >> np.uint64(31)))
-
-
-def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
-
-
-def _check_top_k(top_k: object, schema: Schema) -> None:
-    if top_k is None:
-        return
-    if not (isinstance(top_k, tuple) and len(top_k) == 2 and type(top_k[1]) is int and top_k[1] > 0):
-        raise SchemaError(f"top_k: got {top_k!r}, expected (meta field, how many), such as ('return', 10)")
-    _check_number("top_k", top_k[0], schema)
-
-
-def _check_number(where: str, name: str | None, schema: Schema) -> None:
-    if name in (None, "episode_lens"):
-        return
-    if name not in schema.meta_fields:
-        raise schema.unknown(name, where, [*schema.meta_fields, "episode_lens"])
-    if schema.meta_fields[name].shape not in ((), (1,)):
-        raise SchemaError(f"{where}: {name!r} has shape {schema.meta_fields[name].shape}; give a field of one number")
-
-
-def _check_split(split: object, part: str | None) -> None:
-    fractions = list(split.values()) if isinstance(split, Mapping) else []
-    if not fractions or part not in split or min(fractions) < 0 or sum(fractions) > 1 + 1e-9:  # type: ignore[operator]
-        raise SchemaError(
-            f"split: got {split!r} and part={part!r}, expected fractions of at most 1 in all and the name of one of "
-            "them, such as split={'train': 0.9, 'val': 0.1}, part='train'"
-        )
-
-
-def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
-    """A meta field, or the lengths as "episode_lens", of some slots."""
-    if name == "episode_lens":
-        return table.length[slots]
-    return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
-
-
-def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str | None) -> FloatArray:
-    """(R,) the weight of each run's episode: a meta field; nothing without a name."""
-    if name is None:
-        return np.empty(0)
-    weight = np.asarray(_episode_column(storage, table, name, runs.slot), np.float64).reshape(-1)
-    wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
-    if wrong.size:
-        serial = int(runs.serial[wrong[0]])
-        raise SchemaError(
-            f"{storage.path}: weight_by: {name!r} of episode {serial} is {weight[wrong[0]]}, expected a number from 0; "
-            "filter such episodes out by filter_meta",
-            serial=serial,
-        )
-    return weight
-
-
-def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, name: str | None) -> BoolArray:
-    """Which episodes ended by the field `name`: the record tells for `terminated`, else the last step is read."""
-    if name in (None, "terminated") or name not in storage.layout.schema.fields:
-        return np.asarray(table.flags[slots] & TERMINATED != 0)
-    final = storage.layout.schema.fields[name].final
-    rows = storage.first_row(slots, final) + table.length[slots] - 1
-    values = storage.maps.rows[name][rows]
-    return np.asarray(values.any(axis=tuple(range(1, values.ndim))))
-
-
-def _top_k(slots: list[IntArray], folders: list[tuple[Storage, EpisodeTable]], name: str, k: int) -> list[IntArray]:
-    """The k episodes of all folders where a meta field is highest; the newer one where equal."""
-    columns = [_episode_column(*folder, name, chosen) for folder, chosen in zip(folders, slots, strict=True)]
-    values = np.concatenate([column.reshape(-1) for column in columns])
-    best = np.zeros(len(values), np.bool_)
-    best[np.argsort(values, kind="stable")[::-1][:k]] = True
-    cuts = np.cumsum([len(chosen) for chosen in slots])[:-1]
-    return [chosen[mask] for chosen, mask in zip(slots, np.split(best, cuts), strict=True)]
+def sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """(n + 1,) the sum of those before each of n values, and of all."""
+    out = np.empty(len(values) + 1, values.dtype)
+    out[0] = 0
+    np.cumsum(values, out=out[1:])
+    return out

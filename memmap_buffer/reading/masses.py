@@ -18,7 +18,8 @@ from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.views import View
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.priority import Priorities
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.tree import FloatArray, SumTree, num_nodes
 
 BLOCK = 1 << 20  # leaves that are looked at together

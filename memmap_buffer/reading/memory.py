@@ -1,8 +1,8 @@
 """Memory for batches: given out as arrays, and given out again once nothing refers to one any more.
 
 Fresh memory costs a page fault for every 4 KB that is written first; an image batch of 6 MB pays more for that than for
-its copy. What is lent is known by its death alone: each array lies over a `Loan`, which every view of it (numpy's, and
-tensors' by way of those) keeps alive because the memory is the loan's; when the loan is gone, the memory comes back.
+its copy. What is lent is known by its death alone: every view of an array (numpy's, and tensors' by way of those) keeps
+the memoryview alive that the array is over; when that is gone, the memory comes back.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ import math
 import threading
 import weakref
 from collections import deque
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.values import Array
 
-SMALL = 1 << 17  # below it malloc keeps its pages by itself
+SMALL = 1 << 15  # below it malloc keeps its pages by itself
 KEEP = 32 << 20
 ALIGN = 64
 Buffer = npt.NDArray[np.uint8]
 
 
-class Loan:
-    """Somebody else's memory as numpy takes it: the last link of each chain of views, which numpy never cuts short.
+def array_over(memory: Buffer, dtype: npt.DTypeLike, count: int) -> Array:
+    """An array (count,) over memory of somebody's; its `base` dies with the last view of it, and not before.
 
-    Args: owner: what the memory belongs to, kept alive. address, nbytes: the memory.
+    Numpy cuts a chain of views short at an array, but not at a buffer of another kind, to which the array that it makes
+    of one refers by a memoryview of its own.
+
+    Args: memory: (n,) and aligned, n bytes at least those of the array.
     """
-
-    __slots__ = ("__array_interface__", "__weakref__", "_owner")
-
-    def __init__(self, owner: object, address: int, nbytes: int) -> None:
-        self._owner = owner
-        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+    return np.frombuffer(memoryview(memory), dtype, count)  # type: ignore[arg-type]  # see `storage.crc32`
 
 
 class Pool:
@@ -51,6 +50,7 @@ class Pool:
     def __init__(self, keep: int = KEEP) -> None:
         self._keep = keep
         self._lock = threading.Lock()
+        self._loans: dict[int, tuple[weakref.ref[Any], Buffer]] = {}
         self._free: list[Buffer] = []  # the longest unused first
         self._dead: deque[Buffer] = deque()  # come back, and not yet counted
         self._lent = self._unused = 0
@@ -81,22 +81,25 @@ class Pool:
             buffer = self._take(_rounded(nbytes))
         finally:
             self._lock.release()
-        address = buffer.ctypes.data
-        loan = Loan(buffer, address + -address % ALIGN, nbytes)
-        weakref.finalize(loan, self._come_back, buffer).atexit = False
-        return np.asarray(loan).view(dtype).reshape(shape)
+        array = array_over(buffer, dtype, nbytes // dtype.itemsize)
+        death = weakref.ref(array.base, self._come_back)
+        self._loans[id(death)] = death, buffer
+        return array.reshape(shape)
 
     def _take(self, nbytes: int) -> Buffer:
-        """Memory of exactly this size, the latest that came back (it is the likeliest to be in a cache), or fresh."""
-        self._lent += nbytes
+        """The latest that came back (it is the likeliest to be in a cache) of this size or little more, or fresh."""
         for i in reversed(range(len(self._free))):
-            if self._free[i].nbytes == nbytes:
-                self._unused -= nbytes
-                return self._free.pop(i)
-        return np.empty(nbytes, np.uint8)
+            if nbytes <= self._free[i].nbytes <= 1.25 * nbytes:
+                buffer = self._free.pop(i)
+                self._unused -= buffer.nbytes
+                break
+        else:
+            buffer = _aligned(nbytes)
+        self._lent += buffer.nbytes
+        return buffer
 
-    def _come_back(self, buffer: Buffer) -> None:
-        self._dead.append(buffer)
+    def _come_back(self, death: weakref.ref[Any]) -> None:
+        self._dead.append(self._loans.pop(id(death))[1])
         self._settle()
 
     def _settle(self) -> None:
@@ -117,6 +120,12 @@ class Pool:
 
 
 def _rounded(nbytes: int) -> int:
-    """A size at most an eighth larger, so that batches of nearly equal length share; with room to align."""
+    """A size at most an eighth larger, so that batches of nearly equal length share."""
     step = 1 << max(nbytes.bit_length() - 4, 6)
-    return -(-nbytes // step) * step + ALIGN
+    return -(-nbytes // step) * step
+
+
+def _aligned(nbytes: int) -> Buffer:
+    memory = np.empty(nbytes + ALIGN, np.uint8)
+    start = -memory.ctypes.data % ALIGN
+    return memory[start : start + nbytes]

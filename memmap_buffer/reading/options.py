@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.index import Selection
-from memmap_buffer.reading.views import Crop, NStep, Timestep, Trajectory, View
+from memmap_buffer.reading.hindsight import Hindsight
+from memmap_buffer.reading.selection import Selection
+from memmap_buffer.reading.transitions import NStep
+from memmap_buffer.reading.views import Crop, Timestep, Trajectory, View
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Schema
 
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
     Names = Iterable[str]
 
 Batch = dict[str, Any]
+Transform: TypeAlias = Callable[..., Batch]
+NUMBERS = frozenset({"n_step_lens", "_return", "_discount", "_weights", "_probabilities"})
 
 
 class ReadOptions(TypedDict, total=False):
@@ -35,6 +42,9 @@ class ReadOptions(TypedDict, total=False):
     gamma: float
     reward: str
     terminated: str
+    stack: Mapping[str, int]
+    padding: str
+    timeline: bool
     filter_meta: Mapping[str, Any]
     filter_fields: Mapping[str, Any]
     min_episode_len: int
@@ -50,7 +60,10 @@ class ReadOptions(TypedDict, total=False):
     slice_by_episode_len: bool
     fieldname_map: Mapping[str, str]
     to_named_tuple: Iterable[str]
-    transform: Callable[[Batch], Batch]
+    keepdim: bool
+    ragged: bool
+    transform: Transform | Sequence[Transform]
+    hindsight: Hindsight
     on_stale: str
     prioritized: Prioritized | bool
 
@@ -61,10 +74,10 @@ class Options:
 
     Args:
         view: a view object; or else
-        n_steps: n-step transitions (`NStep`), with current_fields, next_fields, sequence_fields, gamma, reward and
-            terminated; timestep_level: single timesteps; window_length: one random crop per episode; none of these:
-            whole episodes, with return_mask, return_episode_lens, and slice_by_episode_len=False to pad all to
-            max_timesteps.
+        n_steps: n-step transitions (`NStep`), with current_fields, next_fields, sequence_fields, gamma, reward,
+            terminated, stack, padding and timeline; timestep_level: single timesteps; window_length: one random crop
+            per episode; none of these: whole episodes, with return_mask, return_episode_lens, and
+            slice_by_episode_len=False to pad all to max_timesteps.
         fields: which fields; default all.
         filter_meta, filter_fields, min_episode_len, top_k, weight_by, split, part, split_seed: see `Selection`.
         include_metadata: add the meta fields to each item.
@@ -72,9 +85,17 @@ class Options:
             puts the number of the source before.
         fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch as a named tuple of
             these keys, leading underscores dropped.
+        keepdim: what is one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1): fields, meta
+            fields, returns, discounts, lengths of transitions, weights and probabilities; not text, nor indices and
+            masks.
+        ragged: give whole episodes, windows, `seq_` and the `next_` of a timeline without their padding, as jagged
+            nested tensors, (B, j, *field) of each item's own j, whose `unbind()` is a list; text as lists.
         transform: called with each gathered batch, a dict of tensors under its final keys, where it was gathered (a
-            worker process, a prefetching thread); returns a dict, which may be the same. To be sent to workers that
-            are spawned it must pickle.
+            worker process, a prefetching thread); returns a dict, which may be the same. Of several each gets what the
+            one before it gave. One that has a parameter `rng` gets a numpy Generator of this batch, fixed by the seed,
+            the epoch and the batch's place, for any number of workers. To be sent to workers that are spawned it must
+            pickle.
+        hindsight: give items a goal that was achieved; see `Hindsight`.
         on_stale: what to do when an episode is overwritten before its rows were read: "redraw" or "raise".
         prioritized: draw by priority, with replacement; see `Prioritized`.
     """
@@ -90,6 +111,9 @@ class Options:
     gamma: float | None = None
     reward: str = "reward"
     terminated: str = "terminated"
+    stack: Mapping[str, int] | None = None
+    padding: str = "zero"
+    timeline: bool = False
     filter_meta: Mapping[str, Any] | None = None
     filter_fields: Mapping[str, Any] | None = None
     min_episode_len: int = 1
@@ -105,7 +129,10 @@ class Options:
     slice_by_episode_len: bool = True
     fieldname_map: Mapping[str, str] | None = None
     to_named_tuple: Iterable[str] | None = None
-    transform: Callable[[Batch], Batch] | None = None
+    keepdim: bool = False
+    ragged: bool = False
+    transform: Transform | Sequence[Transform] | None = None
+    hindsight: Hindsight | None = None
     on_stale: str = "redraw"
     prioritized: Prioritized | bool | None = None
 
@@ -141,17 +168,25 @@ class Options:
             "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told": (
                 not self.slice_by_episode_len and not self.return_episode_lens
             ),
-            f"transform: got {self.transform!r}, expected a function from batch to batch": (
-                self.transform is not None and not callable(self.transform)
+            f"transform: got {self.transform!r}, expected a function from batch to batch, or several": not (
+                self.transform is None
+                or callable(self.transform)
+                or (isinstance(self.transform, (list, tuple)) and all(map(callable, self.transform)))
             ),
             "on_stale: expected 'redraw' or 'raise'": self.on_stale not in ("redraw", "raise"),
         }
         for text, broken in rules.items():
             if broken:
                 raise SchemaError(f"options: {text}")
-        only = ("gamma", "current_fields", "next_fields", "sequence_fields")
-        if self.n_steps is None and any(getattr(self, name) is not None for name in only):
+        only = ("gamma", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "timeline")
+        if self.n_steps is None and any(getattr(self, name) != getattr(Options, name) for name in only):
             raise SchemaError(f"options: {', '.join(only)} go with n_steps")
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """The functions of `transform`."""
+        given = self.transform
+        return () if given is None else (given,) if callable(given) else tuple(given)
 
     def make_view(self, max_timesteps: int) -> View:
         """The view that these options name."""
@@ -161,7 +196,9 @@ class Options:
         if self.n_steps is not None:
             sequence = () if self.sequence_fields is None else names(self.sequence_fields)
             current, following = names(self.current_fields), names(self.next_fields)
-            return NStep(self.n_steps, current, following, sequence, self.gamma, self.reward, self.terminated)
+            ends, stack = (self.reward, self.terminated), self.stack or {}
+            n, gamma = self.n_steps, self.gamma
+            return NStep(n, current, following, sequence, gamma, *ends, stack, self.padding, self.timeline)
         if self.window_length is not None:
             return Crop(self.window_length, chosen)
         if self.timestep_level:
@@ -171,8 +208,13 @@ class Options:
 
     def select(self, schema: Schema, max_timesteps: int) -> Selection:
         """What is wanted of the episodes. Raises SchemaError for what the schema does not have."""
+        view, how = self.make_view(max_timesteps), self.hindsight
+        if how is not None:
+            how.check(schema)
+            if view.per_episode:
+                raise SchemaError("hindsight needs a view of timesteps, with a goal for each item; give n_steps, say")
         selection = Selection(
-            self.make_view(max_timesteps),
+            view,
             filter_meta=_flat(schema, self.filter_meta),
             filter_fields=_flat(schema, self.filter_fields),
             min_episode_len=self.min_episode_len,
@@ -181,7 +223,9 @@ class Options:
             split=self.split,
             part=self.part,
             split_seed=self.split_seed,
-        )
+            random=view.random or how is not None or any(map(takes_rng, self.transforms)),
+            mixes=how is not None and how.strategy == "random",
+        ).excluding(schema)
         selection.check(schema)
         return selection
 
@@ -192,14 +236,19 @@ class Output:
 
     Args:
         meta: the meta fields that are added. indices: "_index", "_indices" or "".
-        rename: key -> the key wanted. tuple_names: keys of the named tuple, or (). transform: see `Options`.
+        rename: key -> the key wanted. tuple_names: keys of the named tuple, or ().
+        transforms: functions of the user's, and whether each wants `rng`.
+        widened: keys, before they are renamed, that get one more axis.
+        ragged: key -> the key of the lengths to which it is cut.
     """
 
     meta: tuple[str, ...]
     indices: str
     rename: Mapping[str, str] = field(default_factory=dict)
     tuple_names: tuple[str, ...] = ()
-    transform: Callable[[Batch], Batch] | None = None
+    transforms: tuple[tuple[Transform, bool], ...] = ()
+    widened: frozenset[str] = frozenset()
+    ragged: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
@@ -209,6 +258,7 @@ class Output:
         wanted_indices = options.return_indices or by_priority
         indices = "" if not wanted_indices else "_index" if view.per_episode else "_indices"
         keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_weights", "_probabilities"] * by_priority]
+        keys += ["_goal"] * (options.hindsight is not None)
         rename = dict(options.fieldname_map or {})
         for name in rename:
             if name not in keys:
@@ -219,21 +269,44 @@ class Output:
             raise SchemaError(
                 f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map"
             )
-        output = cls(meta, indices, rename, names(options.to_named_tuple) or (), options.transform)
+        widened = frozenset(key for key in keys if options.keepdim and _is_number(key, schema))
+        transforms = tuple((transform, takes_rng(transform)) for transform in options.transforms)
+        ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options.ragged}
+        if options.ragged and not ragged:
+            raise SchemaError(
+                f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
+                "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
+            )
+        output = cls(meta, indices, rename, names(options.to_named_tuple) or (), transforms, widened, ragged)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
-            if name not in wanted and name not in groups and output.transform is None:
+            if name not in wanted and name not in groups and not output.transforms:
                 raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
         return output
 
-    def transformed(self, batch: Batch) -> Batch:
-        """The batch as the user's transform makes it. Raises SchemaError where that is none."""
-        if self.transform is None:
-            return batch
-        out = self.transform(batch)
-        if not isinstance(out, dict):
-            raise SchemaError(f"transform: it returned {type(out).__name__}, expected a dict; return the batch")
-        return out
+    def transformed(self, batch: Batch, rng: Callable[[], np.random.Generator]) -> Batch:
+        """The batch as the user's transforms make it. Raises SchemaError where one gives no batch."""
+        random = rng() if any(by_chance for _, by_chance in self.transforms) else None
+        for transform, by_chance in self.transforms:
+            batch = transform(batch, rng=random) if by_chance else transform(batch)
+            if not isinstance(batch, dict):
+                raise SchemaError(f"transform: it returned {type(batch).__name__}, expected a dict; return the batch")
+        return batch
+
+
+def takes_rng(transform: Transform) -> bool:
+    """Whether a transform has a parameter for chance."""
+    try:
+        return "rng" in inspect.signature(transform).parameters
+    except (TypeError, ValueError):  # some that are written in C do not tell
+        return False
+
+
+def _is_number(key: str, schema: Schema) -> bool:
+    """Whether a key of a batch holds one number an item or a step."""
+    name = key if key in schema.all else key.removeprefix("next_").removeprefix("seq_")
+    field = schema.all.get(name)
+    return key in NUMBERS if field is None else not field.shape and field.storage.kind != "U"
 
 
 def unknown_option(name: str, known: Sequence[str]) -> SchemaError:

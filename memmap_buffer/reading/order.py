@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.reading.index import GOLDEN, Index, Selection, splitmix
-from memmap_buffer.reading.sources import Anchors, Sources
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.reading.index import Index
+from memmap_buffer.reading.selection import Selection
+from memmap_buffer.reading.sources import GOLDEN, Anchors, Sources, splitmix
+from memmap_buffer.store.table import IntArray
 
 ROUNDS = 6
 BLOCKS = 64  # in a window: so many places are mixed, each read in one go
@@ -54,10 +55,14 @@ class Permutation:
 
 
 def crop(selection: Selection, sources: Sources, anchors: Anchors, rng: np.random.Generator) -> Anchors:
-    """Let chance move the anchors, where the view gives it a say."""
+    """Give each item its chance, and let it move the anchors, where there is a say for it."""
+    if not selection.random:
+        return anchors
+    # One number of the sequence an item, so that a part of an epoch is as in the whole of it.
+    anchors = anchors._replace(chance=rng.integers(0, 2**64, anchors.size, np.uint64))
     if not selection.view.random:
         return anchors
-    return anchors._replace(t=selection.view.crop(sources.look_up(anchors).length, rng))
+    return anchors._replace(t=selection.view.crop(sources.look_up(anchors).length, anchors.uniform(0)))
 
 
 def draw(selection: Selection, sources: Sources, index: Index, count: int, rng: np.random.Generator) -> Anchors:

@@ -21,7 +21,7 @@ from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.priority import Priorities
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.tree import FloatArray, spread
 from memmap_buffer.transforms import compute_importance_weights
 from memmap_buffer.values import Array
@@ -60,8 +60,8 @@ class PrioritizedDraws:
         """
         with self._lock:
             masses = self._follow()
-            totals = np.array([mass.total for mass in masses])
-            if not totals.sum() > 0:
+            totals = [mass.total for mass in masses]
+            if not sum(totals) > 0:
                 raise NotEnoughDataError(f"{self._path}: nothing to draw: every item has priority 0", episodes=0)
             sources, found, shares = self._draw(masses, totals, batch_size, rng, alone)
             probability = found.mass * shares[0 if sources is None else sources]
@@ -73,6 +73,10 @@ class PrioritizedDraws:
     def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
         """One batch; see `next`."""
         return self.reader.read(self.next(batch_size, rng, alone))
+
+    def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+        """Raises SchemaError: draws by priority are with replacement."""
+        raise SchemaError("replacement=False: draws by priority are with replacement; leave one out")
 
     def __len__(self) -> int:
         """The items that can be drawn."""
@@ -119,13 +123,17 @@ class PrioritizedDraws:
         return by_step and how.variant == "proportional" and how.meta is None
 
     def _draw(
-        self, masses: list[Steps | Heap], totals: FloatArray, batch_size: int, rng: np.random.Generator, alone: bool
+        self, masses: list[Steps | Heap], each: list[float], batch_size: int, rng: np.random.Generator, alone: bool
     ) -> tuple[IntArray | None, Found, FloatArray]:
         """(the source of each or None, what was drawn, what a mass of 1 of each source is in probability)."""
         stratified = self.how.stratified
         if self.reader.sources.single:
-            values = spread(batch_size, float(totals[0]), rng, stratified=stratified)
-            return None, masses[0].find(values), 1 / totals
+            return (
+                None,
+                masses[0].find(spread(batch_size, each[0], rng, stratified=stratified)),
+                np.array([1 / each[0]]),
+            )
+        totals = np.array(each)
         if self._weights is None:
             values = spread(batch_size, float(totals.sum()), rng, stratified=stratified)
             ends = np.cumsum(totals)
@@ -187,12 +195,13 @@ class PrioritizedSampler:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Which epoch comes next."""
-        return {"seed": self.seed, "epoch": self.epoch}
+        """Which epoch comes next, and how many batches were drawn, by which β rises. Priorities are in the folder."""
+        return {"seed": self.seed, "epoch": self.epoch, "num_drawn": self.draws.num_drawn}
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
-        """Go on with the epoch that `state_dict` told of, from its beginning."""
+        """Go on with the epoch that `state_dict` told of, from its beginning, and with its β."""
         self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
+        self.draws.num_drawn = int(state["num_drawn"])
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next epoch; without it epochs count up by themselves."""
@@ -231,7 +240,7 @@ def update_priorities(priorities: Sequence[Priorities], indices: Array, td_error
         )
     if td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(f"update_priorities: got errors {td_errors.dtype} {td_errors.shape}, expected (B,) or (B, L)")
-    columns, errors = columns.astype(np.int64), td_errors.astype(np.float64)
+    columns, errors = columns.astype(np.int64, copy=False), td_errors.astype(np.float64, copy=False)
     if not by_source:
         return _update(priorities[0], columns, errors)
     dropped = 0

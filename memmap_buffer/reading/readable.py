@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.errors import EpisodeIndexError, SchemaError, StaleEpisodeError
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.reading.contents import Contents
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.prioritized import PrioritizedDraws, update_priorities
-from memmap_buffer.reading.reader import TRIES, Reader
+from memmap_buffer.reading.reader import Element, Reader
 from memmap_buffer.reading.samplers import Draws
-from memmap_buffer.reading.sources import Anchors, Sources
-from memmap_buffer.reading.views import Trajectory
-from memmap_buffer.schema import Schema, nest
+from memmap_buffer.reading.sources import Sources
 from memmap_buffer.store.priority import Priorities
-from memmap_buffer.store.records import FINAL
-from memmap_buffer.store.storage import IntArray
-from memmap_buffer.values import Array, decode, to_numpy
+from memmap_buffer.values import to_numpy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 MAX_KEPT = 32  # option sets whose index `sample` keeps
 
 
-class Readable:
+class Readable(Contents):
     """The reading half of `ReplayBuffer` and `ConcatBuffer`.
 
     Args: sources: the folders. weights: exact shares of each batch by source, or None.
@@ -42,152 +39,6 @@ class Readable:
         self._rng: np.random.Generator | None = None
         self._draws: dict[Any, Draws | PrioritizedDraws] = {}
         self._priorities: dict[str, list[Priorities]] = {}
-
-    # What is there
-
-    @property
-    def schema(self) -> Schema:
-        """The fields and meta fields."""
-        return self._sources.schema
-
-    @property
-    def fieldnames(self) -> tuple[str, ...]:
-        return tuple(self.schema.fields)
-
-    @property
-    def meta_fieldnames(self) -> tuple[str, ...]:
-        return tuple(self.schema.meta_fields)
-
-    def __len__(self) -> int:
-        return self.num_episodes
-
-    @property
-    def num_episodes(self) -> int:
-        """Visible episodes."""
-        return sum(len(table) for table in self._sources.refresh())
-
-    @property
-    def num_steps(self) -> int:
-        """Visible timesteps."""
-        return sum(table.steps for table in self._sources.refresh())
-
-    def can_sample(self, *, min_steps: int = 1, min_episodes: int = 1) -> bool:
-        """Whether at least so many timesteps and episodes are visible; `sample` itself says why it has nothing."""
-        return self.num_steps >= min_steps and self.num_episodes >= min_episodes
-
-    @property
-    def episode_lens(self) -> IntArray:
-        """(episodes,) int64 timesteps of each episode, oldest first."""
-        return np.concatenate([table.length[table.visible] for table in self._sources.refresh()])
-
-    @property
-    def serials(self) -> IntArray:
-        """(episodes,) int64 the number of each episode, which it keeps for ever; oldest first."""
-        return np.concatenate([table.serial[table.visible] for table in self._sources.refresh()])
-
-    @property
-    def max_episodes(self) -> int:
-        return sum(storage.layout.max_episodes for storage in self._sources.storages)
-
-    @property
-    def max_timesteps(self) -> int:
-        return max(storage.layout.max_timesteps for storage in self._sources.storages)
-
-    def refresh(self) -> None:
-        """See what was published since; every property, `sample` and new epoch does so by itself."""
-        self._sources.refresh()
-
-    # Whole episodes
-
-    def episode(self, i: int) -> dict[str, Any]:
-        """One episode whole, as numpy arrays: fields (T, *field), those with `final` (T + 1, *field) if it has its
-        final observation, and its meta fields.
-
-        Args: i: its position, 0 the oldest, -1 the newest. Raises: IndexError.
-        """
-        anchors, data = self._read_whole([i], view=Trajectory(final_observation=True))
-        has_final = bool(self._sources.look_up(anchors).has(FINAL)[0])
-        batch = {key: values[0] for key, values in data.items()}
-        out: dict[str, Any] = {}
-        for name, field in self.schema.all.items():
-            stop = batch["_lens"] + (field.final and has_final)
-            out[name] = decode(batch[name][:stop] if name in self.schema.fields else batch[name], field.dtype)
-        return nest(out)
-
-    def episodes(self, indices: Sequence[int] | None = None, **options: Unpack[ReadOptions]) -> dict[str, Array]:
-        """Several episodes, or some of their fields, as numpy arrays under dotted names, without torch.
-
-        Args: indices: positions among the episodes that the options choose; None for all of them.
-            options: those of `Options` for whole episodes, such as fields, filter_meta, split, part, return_indices.
-        Returns: fields (E, Tmax, *field) padded with zeros, `_lens` (E,), meta fields (E, *field).
-        Raises: SchemaError: an option is not for whole episodes. IndexError.
-        """
-        data = self._read_whole(indices, **options)[1]
-        known = self.schema.all
-        return {key: decode(data[key], known[key].dtype) if key in known else data[key] for key in data}
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
-        from memmap_buffer.reading.datasets import Batch, to_tensors
-
-        item: dict[str, Any] = Batch(to_tensors(self._read_whole([i])[1]), 1)[0]
-        return item
-
-    def get_all_data(
-        self,
-        fields: Sequence[str] | None = None,
-        meta_fields: Sequence[str] | None = None,
-        device: Device = None,
-    ) -> dict[str, Any]:
-        """Everything at once, as tensors padded to the longest episode: fields (E, Tmax, *field), meta (E, *field).
-
-        Args:
-            fields, meta_fields: which; with both left out all, and `episode_lens`.
-            device: where to put them.
-        """
-        from memmap_buffer.reading.datasets import to_tensors
-        from memmap_buffer.reading.prefetch import to_device
-
-        every = fields is None and meta_fields is None
-        wanted = None if every else self.schema.require(fields or (), "fields", self.schema.fields)
-        if not self.num_episodes:
-            return {}
-        _, batch = self._read_whole(view=Trajectory(wanted))
-        batch["episode_lens"] = batch.pop("_lens")
-        meta = (
-            self.meta_fieldnames if every else self.schema.require(meta_fields or (), "meta_fields", self._meta_names())
-        )
-        keep = [*(self.fieldnames if wanted is None else wanted), *meta, *["episode_lens"] * every]
-        data = to_tensors({name: batch[name] for name in keep})
-        return data if device is None else to_device(data, device)
-
-    def _meta_names(self) -> tuple[str, ...]:
-        return (*self.meta_fieldnames, "episode_lens")
-
-    def _read_whole(
-        self, positions: Sequence[int] | None = None, **options: Unpack[ReadOptions]
-    ) -> tuple[Anchors, dict[str, Array]]:
-        """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
-        reader = Reader(self._sources, {**options, "on_stale": "raise"})
-        if not reader.selection.view.per_episode:
-            raise SchemaError(
-                "episodes: these options cut episodes into parts; use dataset(), dataloader() or sample()"
-            )
-        for _ in range(TRIES - 1):
-            anchors = self._whole(reader, positions)
-            with suppress(StaleEpisodeError):
-                return anchors, reader.read(anchors)
-        anchors = self._whole(reader, positions)
-        return anchors, reader.read(anchors)
-
-    def _whole(self, reader: Reader, positions: Sequence[int] | None) -> Anchors:
-        index = reader.index(refresh=True)
-        wanted = np.arange(len(index)) if positions is None else np.asarray(positions, np.int64)
-        outside = (wanted < -len(index)) | (wanted >= len(index))
-        if outside.any():
-            position = int(wanted[outside][0])
-            raise EpisodeIndexError(f"episode {position}: the buffer has {len(index)}", position=position)
-        return index.locate(wanted % max(len(index), 1))
 
     # Batches
 
@@ -277,16 +128,58 @@ class Readable:
         )
 
     def sample(
-        self, batch_size: int, *, seed: int | None = None, device: Device = None, **options: Unpack[ReadOptions]
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        device: Device = None,
+        replacement: bool = True,
+        **options: Unpack[ReadOptions],
     ) -> Any:
-        """One batch drawn uniformly with replacement, without a loader: the same options, the same batch.
+        """One batch drawn uniformly, without a loader: the same options, the same batch.
 
-        Args: seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on
-            from a seed that torch's generator gave at the first call.
-        Raises: SchemaError. NotEnoughDataError: there is nothing to draw from.
+        Args:
+            seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on from
+                a seed that torch's generator gave at the first call.
+            device: move the batch there.
+            replacement: whether an item may be drawn twice.
+
+        Raises: SchemaError. NotEnoughDataError: there is nothing to draw from, or not so much.
         """
         from memmap_buffer.reading.datasets import sample, seeded_rng
 
+        draws = self._draws_of(options)
+        if self._rng is None:
+            self._rng = seeded_rng()
+        rng = self._rng if seed is None else np.random.default_rng(seed)
+        return sample(draws, batch_size, rng, device, seed is not None, replacement)
+
+    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[ReadOptions]) -> Any:
+        """The items of `dataset` at some positions, as one batch.
+
+        Args: indices: (B,) positions, negative ones from the end; None: all items. device: move the batch there.
+        Raises: SchemaError. NotEnoughDataError: there are no items. IndexError: there are not so many.
+        """
+        from memmap_buffer.reading.datasets import batch_of
+
+        return batch_of(self._draws_of(options).reader, indices, device)
+
+    def to_dataframe(self, indices: Any = None, **options: Unpack[ReadOptions]) -> Any:
+        """Items as a pandas table, one row each; see `interop.pandas.to_dataframe`."""
+        from memmap_buffer.interop.pandas import to_dataframe
+
+        return to_dataframe(self, indices, **options)
+
+    def elements(self, batch_size: int | None = None, **options: Unpack[ReadOptions]) -> dict[str, Element]:
+        """What a batch holds, before it is transformed: dotted key -> `Element` (shape, dtype). Nothing is read.
+
+        Args: batch_size: the first axis, if it is known.
+        Raises: SchemaError: options that contradict each other or the schema.
+        """
+        return Reader(self._sources, options).elements(batch_size)
+
+    def _draws_of(self, options: Mapping[str, Any]) -> Draws | PrioritizedDraws:
+        """What draws with some options, kept for the next time."""
         key: Any = tuple(options.items())
         try:
             draws = self._draws.get(key)
@@ -296,10 +189,7 @@ class Readable:
         if draws is None:
             draws = self._make_draws(Reader(self._sources, options))
             self._draws = {key: draws} if len(self._draws) >= MAX_KEPT else {**self._draws, key: draws}
-        if self._rng is None:
-            self._rng = seeded_rng()
-        rng = self._rng if seed is None else np.random.default_rng(seed)
-        return sample(draws, batch_size, rng, device, alone=seed is not None)
+        return draws
 
     # Priorities
 

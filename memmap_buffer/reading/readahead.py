@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from memmap_buffer.reading.index import Index, Selection
+from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.order import BlockShuffle
+from memmap_buffer.reading.selection import Selection
+from memmap_buffer.reading.slices import joined
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.store.folder import will_need
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 
 GAP_BYTES = 128 << 10  # rows so near to each other are read in one go
 
@@ -52,16 +55,5 @@ class Readahead:
             field, rows = self._sources.schema.fields[name], storage.maps.rows[name]
             begin = storage.first_row(slot, field.final)
             stop = np.minimum(last + 2, length + field.final)  # a successor is read with it
-            for low, high in _joined(
-                begin + np.clip(first, 0, stop), begin + stop, GAP_BYTES // max(1, field.itemsize)
-            ):
-                will_need(rows, low, high)
-
-
-def _joined(low: IntArray, high: IntArray, gap: int) -> list[tuple[int, int]]:
-    """Stretches of rows, those joined that are at most `gap` rows apart."""
-    order = np.argsort(low)
-    low, high = low[order], np.maximum.accumulate(high[order])
-    apart = low[1:] - high[:-1] > gap
-    begins, ends = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
-    return list(zip(low[begins].tolist(), high[ends].tolist(), strict=True))
+            low, high = begin + np.clip(first, 0, stop), begin + stop
+            will_need(rows, joined(low, high, GAP_BYTES // max(1, field.itemsize)))

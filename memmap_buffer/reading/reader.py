@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
-from memmap_buffer.reading.gather import Gather
-from memmap_buffer.reading.index import Index, Selection
+from memmap_buffer.reading.gather import BFloat16Bits, Gather
+from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
+from memmap_buffer.reading.relabelling import Relabelling
+from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.files import process_id
-from memmap_buffer.store.storage import EpisodeTable, IntArray
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array
 
 TRIES = 8
+
+
+class Element(NamedTuple):
+    """A key of a batch: its shape, None where a batch tells, and its dtype, "str" for text."""
+
+    shape: tuple[int | None, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, ragged: bool, batch_size: int | None, array: Array) -> Element:
+        """From a batch of no items, in which the length of the longest is 0."""
+        steps = [None if ragged or not n else n for n in array.shape[1:2]]
+        dtype = (
+            "bfloat16" if isinstance(array, BFloat16Bits) else "str" if array.dtype.kind == "U" else array.dtype.name
+        )
+        return cls((batch_size, *steps, *array.shape[2:]), dtype)
 
 
 class Reader:
@@ -37,6 +55,7 @@ class Reader:
         self.selection: Selection = options.select(sources.schema, sources.max_timesteps)
         self.output = Output.of(options, self.selection.view, sources.schema)
         self.on_stale = options.on_stale
+        self.hindsight = options.hindsight
         self.prioritized = Prioritized.parse(options.prioritized, sources.schema)
         self._has_text = any(field.storage.kind == "U" for field in sources.schema.all.values())
         self._index: Index | None = None
@@ -52,6 +71,7 @@ class Reader:
         frozen = self._frozen or selection.has_callables
         state |= {
             "on_stale": self.on_stale,
+            "hindsight": self.hindsight,
             "prioritized": self.prioritized,
             "_has_text": self._has_text,
             "_index": self.index(),
@@ -65,7 +85,8 @@ class Reader:
         if self._index is None or (refresh and not self._frozen):
             tables = self.sources.refresh()
             if self._index is None or tables != self._tables:
-                self._index, self._tables = self.selection.index(self.sources), tables
+                before = (self._index, self._tables) if self._index is not None and self._tables else None
+                self._index, self._tables = self.selection.index(self.sources, tables, before), tables
         return self._index
 
     @property
@@ -87,7 +108,7 @@ class Reader:
 
     def crop(self, anchors: Anchors, rng: Callable[[], np.random.Generator]) -> Anchors:
         """Let chance move the anchors, where the view gives it a say; the generator is made only there."""
-        return crop(self.selection, self.sources, anchors, rng()) if self.selection.view.random else anchors
+        return crop(self.selection, self.sources, anchors, rng()) if self.selection.random else anchors
 
     def read(self, anchors: Anchors) -> dict[str, Array]:
         """The batch at some anchors.
@@ -101,7 +122,7 @@ class Reader:
         tries, damaged = 0, self._num_damaged()
         while tries < TRIES:
             gather = self.plan(anchors)
-            batch, fresh = gather.read(), gather.fresh()
+            batch, fresh = gather.read(), gather.fresh(anchors)
             if fresh.all():
                 return self._named(batch, anchors)
             anchors = self._again(anchors, np.flatnonzero(~fresh))
@@ -109,17 +130,32 @@ class Reader:
             tries += damaged == before  # what is found damaged is not drawn again, so that comes to an end by itself
         raise self._gone(anchors.serial[~fresh])
 
-    def plan(self, anchors: Anchors) -> Gather:
-        """What a batch of these anchors, or of a part of them, holds; nothing that takes much memory is copied yet."""
-        gather = Gather(self.sources, anchors)
-        self.selection.view.cut(gather)
+    def plan(self, anchors: Anchors, size: int | None = None) -> Gather:
+        """What a batch of these anchors, or of `size` of them, holds; nothing that takes much memory is copied yet."""
+        view = self.selection.view
+        if self.hindsight is None:
+            gather = Gather(self.sources, anchors, size)
+        else:
+            gather = Relabelling(self.sources, anchors, size, self.hindsight, view.reach)
+        view.cut(gather)
         gather.put_meta(self.output.meta)
         return gather
+
+    def elements(self, batch_size: int | None) -> dict[str, Element]:
+        """What a batch holds, found by cutting one of no items."""
+        none = np.empty(0, np.int64)
+        source = None if self.sources.single else none
+        chance = none.astype(np.uint64) if self.selection.random else None
+        anchors = Anchors(source, none, none, none, chance=chance)
+        if self.prioritized is not None:
+            anchors = anchors._replace(weight=none.astype(np.float32), probability=none.astype(np.float64))
+        batch = self.read(anchors)
+        return {key: Element.of(key in self.output.ragged, batch_size, array) for key, array in batch.items()}
 
     def _read_part(self, anchors: Anchors) -> dict[str, Array]:
         plan, part = anchors.plan
         batch = plan.read(part)
-        if plan.fresh(part).all():
+        if plan.fresh(anchors, part).all():
             return self._named(batch, anchors)
         return self.read(anchors._replace(words=None, plan=None))
 
@@ -172,8 +208,18 @@ class Reader:
         if self.output.indices:
             columns = [anchors.serial] if self.output.indices == "_index" else [anchors.serial, anchors.t]
             columns = columns if anchors.source is None else [anchors.source, *columns]
-            batch[self.output.indices] = columns[0].copy() if len(columns) == 1 else np.stack(columns, axis=1)
+            batch[self.output.indices] = columns[0].copy() if len(columns) == 1 else _beside(columns)
         if anchors.weight is not None and anchors.probability is not None:
             batch |= {"_weights": anchors.weight, "_probabilities": anchors.probability}
+        for key in self.output.widened:
+            batch[key] = batch[key][..., None]
         rename = self.output.rename
         return {rename.get(key, key): value for key, value in batch.items()} if rename else batch
+
+
+def _beside(columns: list[IntArray]) -> IntArray:
+    """Columns (B,) as one array (B, …), in a third of the time that `stack` takes."""
+    out = np.empty((len(columns[0]), len(columns)), np.int64)
+    for i, column in enumerate(columns):
+        out[:, i] = column
+    return out

@@ -15,12 +15,12 @@ import numpy as np
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.reading.extent import Extent
 from memmap_buffer.reading.index import Index
-from memmap_buffer.reading.order import BlockShuffle, Order, Quota, Shuffle, draw
+from memmap_buffer.reading.order import BlockShuffle, Order, Permutation, Quota, Shuffle, draw
 from memmap_buffer.reading.readahead import Readahead
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks, Split, check_tail
-from memmap_buffer.store.storage import EpisodeTable
+from memmap_buffer.store.table import EpisodeTable
 from memmap_buffer.values import Array
 
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
@@ -85,11 +85,11 @@ class Ahead:
 
     def parts(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
         """Anchors planned together, `size` of them at a time."""
-        plan = self._reader.plan(anchors)
+        plan = self._reader.plan(anchors, size)
         each = max(1, plan.nbytes * size // max(1, anchors.size))
         self.count = max(1, min(2 * self.count, self._most, AHEAD_BYTES // each))
         parts = (slice(at, at + size) for at in range(0, anchors.size, size))
-        return (anchors.where(part)._replace(plan=(plan, part)) for part in parts)
+        return (anchors.where(part, plan) for part in parts)
 
     def all(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
         """The same of many anchors, group by group."""
@@ -263,8 +263,8 @@ class EpochSampler:
         if self.weights is not None:
             bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
-        ahead, view = self._ahead(epoch), self.reader.selection.view
-        together = Ahead(self.reader) if self.plans and not (view.by_batch or view.random) else None
+        ahead, selection = self._ahead(epoch), self.reader.selection
+        together = Ahead(self.reader) if self.plans and not (selection.random or selection.mixes) else None
         for numbers in self._split(epoch).chunks(CHUNK):
             if ahead is not None:
                 ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
@@ -346,7 +346,7 @@ class Draws:
     def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
         """One batch; see `next`."""
         reader = self.reader
-        if alone or self._quota is not None or reader.selection.view.by_batch:
+        if alone or self._quota is not None or reader.selection.mixes:
             return reader.read(self.next(batch_size, rng, alone))
         index = reader.index(refresh=True)
         if self._of != (index, batch_size):
@@ -356,6 +356,20 @@ class Draws:
             self._parts = self._ahead.parts(self.next(self._ahead.count * batch_size, rng), batch_size)
             part = next(self._parts)
         return reader.read(part)
+
+    def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+        """The anchors of one batch, no item of it twice. Raises NotEnoughDataError: there are not so many."""
+        reader = self.reader
+        index = reader.index(refresh=True)
+        reader.require(index)
+        if self._quota is not None or index.mass is not None:
+            raise SchemaError("replacement=False draws every item alike; leave out weights and weight_by")
+        if batch_size > len(index):
+            path = reader.sources.storages[0].path
+            text = f"{path}: replacement=False: got batch_size {batch_size}, there are {len(index)} items; lower it"
+            raise NotEnoughDataError(text, items=len(index))
+        numbers = Permutation(len(index), int(rng.integers(2**63)))(np.arange(batch_size))
+        return reader.crop(index.locate(numbers), lambda: rng)
 
 
 def source_bounds(reader: Reader, index: Index, sources: int) -> list[int]:

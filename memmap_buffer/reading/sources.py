@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,18 +11,24 @@ import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaMismatchError
 from memmap_buffer.reading.memory import Pool
-from memmap_buffer.reading.slices import Slices
+from memmap_buffer.reading.slices import Slices, joined
+from memmap_buffer.store.folder import disk_reads, will_need
 from memmap_buffer.store.records import FLAGS, LENGTH, Words
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array
 
 BoolArray = npt.NDArray[np.bool_]
+ANSWER_SECONDS = 2e-4  # a batch that waited for several rows took longer, as no disk answers much sooner
+GAP_BYTES = 16 << 10  # rows so near to each other are one request: it costs a disk as much as these bytes
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Anchors(NamedTuple):
     """From where a view cuts one item each: (B,) arrays; `source` is None for a single folder.
 
     With draws by priority each has its importance weight and its probability.
+    `chance` (B,) uint64 are random numbers, for what is drawn within an item, or None.
     `words` (B, 8) are the records of their episodes, looked up before, or None. All zeros: it was not there any more.
     `plan` is what was worked out for a batch of them (`Gather`) and which slice of that they are, or None.
     """
@@ -32,6 +39,7 @@ class Anchors(NamedTuple):
     t: IntArray
     weight: npt.NDArray[np.float32] | None = None
     probability: npt.NDArray[np.float64] | None = None
+    chance: npt.NDArray[np.uint64] | None = None
     words: Words | None = None
     plan: Any = None
 
@@ -40,17 +48,18 @@ class Anchors(NamedTuple):
         """How many; a named tuple's own `len` counts its fields."""
         return len(self.slot)
 
-    def where(self, chosen: Any) -> Anchors:
-        """The anchors at an index array, a mask or a slice."""
-        return Anchors(*(None if column is None else column[chosen] for column in self[:7]))  # type: ignore[arg-type]
+    def where(self, chosen: Any, plan: Any = None) -> Anchors:
+        """The anchors at an index array, a mask or a slice; this of `plan`, if that is given."""
+        columns = [None if column is None else column[chosen] for column in self[:8]]
+        return Anchors._make([*columns, None if plan is None else (plan, chosen)])
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
         """The same anchors, but `others` at the positions `chosen`; there, what was not drawn by priority weighs 0.
 
         Their episodes are to be looked up again.
         """
-        out = Anchors(*(None if column is None else column.copy() for column in self[:6]))  # type: ignore[arg-type]
-        for column, new in zip(out[:6], others[:6], strict=True):
+        out = Anchors(*(None if column is None else column.copy() for column in self[:7]))  # type: ignore[arg-type]
+        for column, new in zip(out[:7], others[:7], strict=True):
             if column is not None:
                 column[chosen] = 0 if new is None else new
         return out
@@ -60,9 +69,35 @@ class Anchors(NamedTuple):
         """(B,) int64 timesteps of each episode that was looked up."""
         return self.words.view(np.uint32)[:, LENGTH].astype(np.int64)  # type: ignore[union-attr]
 
+    def uniform(self, i: int) -> npt.NDArray[np.float64]:
+        """(B,) numbers in [0, 1), the `i`-th that chance gives each item."""
+        assert self.chance is not None
+        words = self.chance if i == 0 else splitmix(self.chance + np.uint64(i * GOLDEN % 2**64))
+        return np.asarray((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
     def has(self, flag: int) -> BoolArray:
         """(B,) whether a flag of `records` is set of each episode that was looked up."""
         return np.asarray(self.words.view(np.uint32)[:, FLAGS] & np.uint32(flag) != 0)  # type: ignore[union-attr]
+
+
+class Disk(threading.local):
+    """Whether this thread's batches come from the disk, or from memory as most do.
+
+    Memory that the system has to fill first stops a copy at every row. Whoever asks for all of them before has the disk
+    read many at a time; but that is a system call each, so nobody asks as long as all is there.
+
+    Attributes: slow: whether something had to be read for the last batch.
+    """
+
+    def __init__(self) -> None:
+        self.slow = False
+        self._reads = disk_reads()
+
+    def took(self, seconds: float) -> None:
+        """To be told how long each batch took to copy, what was asked for it included."""
+        if self.slow or seconds > ANSWER_SECONDS:
+            before, self._reads = self._reads, disk_reads()
+            self.slow = self._reads != before
 
 
 class Sources:
@@ -74,6 +109,7 @@ class Sources:
     def __init__(self, storages: Sequence[Storage]) -> None:
         self.storages = tuple(storages)
         self.pool = Pool()
+        self.disk = Disk()
         layout = self.storages[0].layout
         self.schema = layout.schema
         self.max_timesteps = max(storage.layout.max_timesteps for storage in self.storages)
@@ -127,6 +163,8 @@ class Sources:
 
     def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """(B,) whether each episode is still as it was seen before its rows were copied."""
+        if anchors.source is None:
+            return self.storages[0].unmoved(anchors.slot, anchors.serial, generation)
 
         def look(storage: Storage, i: Any) -> tuple[Array]:
             return (storage.unmoved(anchors.slot[i], anchors.serial[i], generation[i]),)
@@ -145,6 +183,13 @@ class Sources:
             return self._take(self.storages[0], name, rows)
         count = len(rows.row if isinstance(rows, Slices) else rows)
         return self._each(source, count, lambda storage, i: (self._take(storage, name, rows[i]),))[0]
+
+    def will_need(self, name: str, low: IntArray, high: IntArray, source: IntArray | None = None) -> None:
+        """Ask for rows low … high - 1 (B,) of a per-timestep field, without waiting for them."""
+        gap = GAP_BYTES // max(1, self.schema.fields[name].itemsize)
+        for number in [0] if source is None else np.unique(source).tolist():
+            mine = slice(None) if source is None else source == number
+            will_need(self.storages[number].maps.rows[name], joined(low[mine], high[mine], gap))
 
     def _take(self, storage: Storage, name: str, rows: IntArray | Slices) -> Array:
         if isinstance(rows, Slices):
@@ -176,3 +221,13 @@ class Sources:
             for whole, part in zip(out, parts, strict=True):
                 whole[chosen] = part
         return out or read(self.storages[0], slice(None))
+
+
+def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Whole numbers (n,) scattered over all 64 bits.
+
+    Source: the finaliser of Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+    """
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray(x ^ (x >> np.uint64(31)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.store.storage import IntArray
+from memmap_buffer.store.table import IntArray
 
 TAILS = ("pad", "drop")
 
@@ -88,12 +88,13 @@ class Split:
         return min(self.begin + batches * self._turn, max(self.begin, self.items))
 
     def chunks(self, size: int) -> Iterator[IntArray]:
-        """The numbers of this rank's items, (batches, items of a batch): some `size` together."""
-        step = max(1, size // self.batch_size)
+        """The numbers of this rank's items, (batches, items of a batch): first one batch, soon some `size` together."""
+        at, step, most = 0, 1, max(1, size // self.batch_size)
         within = np.arange(self.batch_size)
-        for at in range(0, self.full, step):
+        while at < self.full:
             turns = np.arange(at, min(at + step, self.full))
             yield self._first(turns, self.batch_size)[:, None] + within
+            at, step = at + step, min(4 * step, most)
         if self.last:
             yield self._first(np.array([self.full]), self.last)[:, None] + np.arange(self.last)
 

@@ -21,7 +21,7 @@ import torch
 from torch._utils import ExceptionWrapper  # what PyTorch's own workers send: it pickles whatever was raised
 from torch.utils.data import Dataset, get_worker_info
 
-from memmap_buffer.reading.memory import ALIGN, Loan
+from memmap_buffer.reading.memory import ALIGN, array_over
 from memmap_buffer.store.files import process_id
 
 TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200
@@ -274,9 +274,9 @@ class Arrivals:
 
 def lend(block: torch.Tensor, nbytes: int) -> torch.Tensor:
     """The first bytes of a block, whose own first byte is cleared when nothing refers to them any more."""
-    loan = Loan(block, block.data_ptr(), nbytes)
-    weakref.finalize(loan, _give_back, block, process_id()).atexit = False
-    return torch.from_numpy(np.asarray(loan))
+    array = array_over(block.numpy(), np.uint8, nbytes)
+    weakref.finalize(array.base, _give_back, block, process_id()).atexit = False
+    return torch.from_numpy(array)
 
 
 def _give_back(block: torch.Tensor, process: int) -> None:

@@ -1,4 +1,4 @@
-"""How an item is cut around its anchor: Trajectory, Timestep, NStep, Window, Crop, Offsets.
+"""How an item is cut around its anchor: Trajectory, Timestep, Window, Crop, Offsets; `transitions` has NStep.
 
 A view says which timesteps of an episode may be anchors (`spans`), and cuts a batch around given anchors (`cut`). It
 reads through `Gather` alone, so it knows neither slots nor folders, and it is a value: frozen, picklable, comparable.
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.schema import Schema
-from memmap_buffer.store.storage import IntArray
-from memmap_buffer.transforms import n_step_return
+from memmap_buffer.store.table import IntArray
 
 BOUNDARIES = ("pad", "shift", "drop")
+REPEAT = "repeat"
 Names = tuple[str, ...] | None
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,6 @@ class View(ABC):
     stride: int = 1
     per_episode: ClassVar[bool] = False
     random: ClassVar[bool] = False
-    by_batch: ClassVar[bool] = False  # whether an item's shape depends on the others of its batch
     terminal_field: str | None = None
 
     @abstractmethod
@@ -54,17 +55,23 @@ class View(ABC):
     def cut(self, gather: Gather) -> None:
         """Put the batch together."""
 
-    def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray:
-        """Where chance moves the anchors of episodes of these lengths (B,) to; only where the view is `random`."""
+    def crop(self, length: IntArray, u: FloatArray) -> IntArray:
+        """Where chance, u (B,) in [0, 1), moves the anchors of episodes of these lengths; only if `random`."""
         raise NotImplementedError
 
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        """The keys of a batch that are padded behind the end, and the key that says how long each item is."""
+        return {}
 
-def _named(schema: Schema, names: Names, where: str) -> tuple[str, ...]:
+    @property
+    def reach(self) -> int:
+        """How many timesteps from the anchor on an item may have rewards of."""
+        return 1
+
+
+def named(schema: Schema, names: Names, where: str) -> tuple[str, ...]:
+    """Per-timestep fields by name, groups expanded; None for all. Raises SchemaError for an unknown one."""
     return tuple(schema.fields) if names is None else schema.require(names, where, schema.fields)
-
-
-def _tuple(names: Iterable[str] | str | None) -> Names:
-    return None if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 @dataclass(frozen=True)
@@ -87,33 +94,36 @@ class Trajectory(View):
     to_length: int | None = None
     final_observation: bool = False
     per_episode: ClassVar[bool] = True
-    by_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.to_length is not None:
-            _check_count("to_length", self.to_length)
+            check_count("to_length", self.to_length)
 
     def keys(self, schema: Schema) -> list[str]:
-        return [*_named(schema, self.fields, "fields"), *["_lens"] * self.return_lens, *["_mask"] * self.return_mask]
+        return [*named(schema, self.fields, "fields"), *["_lens"] * self.return_lens, *["_mask"] * self.return_mask]
+
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        names = named(schema, self.fields, "fields") if self.return_lens else ()
+        return {name: "_lens" for name in names if not (self.final_observation and schema.fields[name].final)}
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), np.ones_like(length))
+        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
 
     def cut(self, gather: Gather) -> None:
-        names = _named(gather.schema, self.fields, "fields")
+        names = named(gather.schema, self.fields, "fields")
         longest = int(gather.length.max(initial=0))
         if self.to_length is not None and self.to_length < longest:
             raise SchemaError(
                 f"to_length: got {self.to_length}, an episode has {longest} timesteps and is never cut off"
             )
-        steps = range(self.to_length or longest)
+        steps, needed = range(self.to_length or longest), None if self.to_length else gather.length
         finals = [name for name in names if self.final_observation and gather.schema.fields[name].final]
-        gather.put([name for name in names if name not in finals], steps, limit=gather.length)
-        gather.put(finals, range(len(steps) + 1))
+        gather.put([name for name in names if name not in finals], steps, limit=gather.length, needed=needed)
+        gather.put(finals, range(len(steps) + 1), needed=None if needed is None else needed + 1)
         if self.return_lens:
             gather.batch["_lens"] = gather.length
         if self.return_mask:
-            gather.batch["_mask"] = gather.exists(steps)
+            gather.put_mask("_mask", steps, needed)
 
 
 @dataclass(frozen=True)
@@ -123,83 +133,13 @@ class Timestep(View):
     fields: Names = None
 
     def keys(self, schema: Schema) -> list[str]:
-        return list(_named(schema, self.fields, "fields"))
+        return list(named(schema, self.fields, "fields"))
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), length)
+        return Spans(np.zeros(len(length), np.int64), length)
 
     def cut(self, gather: Gather) -> None:
-        gather.put_at(_named(gather.schema, self.fields, "fields"), gather.t)
-
-
-@dataclass(frozen=True)
-class NStep(View):
-    """Transitions over n steps: what is at t, what came until t + k, and what is at t + k.
-
-    k = min(n, length - t) where the episode has its final observation or ended by `terminated`, else
-    min(n, length - t - 1); a step with k = 0 has no successor and is not served. So with either, the last step and
-    its reward are always reached. A successor that does not exist is zeros.
-
-    A batch: current fields (B, *field), `next_` (B, *field), `seq_` (B, n, *field) zero from k on, `n_step_lens` (B,)
-    int64; with `gamma` also `_return` and `_discount` (B,), see `transforms.n_step_return`.
-
-    Args:
-        n: the most steps.
-        current_fields, next_fields: which; default all. sequence_fields: which; default none.
-        gamma: γ; None leaves return and discount out.
-        reward, terminated: the names of these fields.
-    """
-
-    n: int
-    current_fields: Names = None
-    next_fields: Names = None
-    sequence_fields: Names = ()
-    gamma: float | None = None
-    reward: str = "reward"
-    terminated: str = "terminated"
-
-    def __post_init__(self) -> None:
-        _check_count("n_steps", self.n)
-        if self.gamma is not None and not 0 <= self.gamma <= 1:
-            raise SchemaError(f"gamma: got {self.gamma}, expected 0 … 1")
-
-    @property
-    def terminal_field(self) -> str:  # type: ignore[override]
-        return self.terminated
-
-    def keys(self, schema: Schema) -> list[str]:
-        if self.gamma is not None:
-            schema.require([self.reward], "reward", schema.fields)
-        if self.terminated != "terminated":
-            schema.require([self.terminated], "terminated", schema.fields)
-        return [
-            *_named(schema, self.current_fields, "current_fields"),
-            *[f"next_{name}" for name in _named(schema, self.next_fields, "next_fields")],
-            *[f"seq_{name}" for name in _named(schema, self.sequence_fields, "sequence_fields")],
-            "n_step_lens",
-            *["_return", "_discount"] * (self.gamma is not None),
-        ]
-
-    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), length - ~(has_final | terminated))
-
-    def cut(self, gather: Gather) -> None:
-        schema, t, length = gather.schema, gather.t, gather.length
-        ended = _ended(gather, self.terminated)
-        k = np.minimum(np.maximum(length - t - ~(gather.has_final | ended), 1), self.n)
-        gather.put_at(_named(schema, self.current_fields, "current_fields"), t)
-        gather.put_at(_named(schema, self.next_fields, "next_fields"), t + k, prefix="next_")
-        steps = range(self.n)
-        gather.put(_named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
-        gather.batch["n_step_lens"] = k
-        if self.gamma is not None:
-            self._put_return(gather, steps, k, ended & (t + k == length))
-
-    def _put_return(self, gather: Gather, steps: range, k: IntArray, terminated: BoolArray) -> None:
-        rewards = gather.look(self.reward, steps, limit=gather.t + k)
-        returns, discount = n_step_return(rewards, k, terminated, self.gamma or 0.0)
-        without = (gather.t + k == gather.length) & ~gather.has_final
-        gather.batch |= {"_return": returns, "_discount": np.where(without, discount.dtype.type(0), discount)}
+        gather.put_at(named(gather.schema, self.fields, "fields"), gather.t)
 
 
 @dataclass(frozen=True)
@@ -213,7 +153,8 @@ class Window(View):
         length: L. stride: steps between starts.
         fields: which; default all.
         boundary: "pad": every start, padded behind the end; "shift": a window that would pass the end is moved back
-            to end there; "drop": only windows that lie inside.
+            to end there; "repeat": that too, but every start gives one, so item i begins at step i of all, or where
+            its window just fits; "drop": only windows that lie inside.
         padding: "zero", "edge" or "default".
         pad_before: windows may begin this many steps before the episode, padded in front.
     """
@@ -226,9 +167,9 @@ class Window(View):
     pad_before: int = 0
 
     def __post_init__(self) -> None:
-        _check_count("length", self.length)
-        _check_count("stride", self.stride)
-        _check_boundary(self.boundary)
+        check_count("length", self.length)
+        check_count("stride", self.stride)
+        _check_boundary(self.boundary, (*BOUNDARIES, REPEAT))
         check_padding(self.padding)
         if not 0 <= self.pad_before < self.length:
             raise SchemaError(
@@ -238,14 +179,26 @@ class Window(View):
             raise SchemaError(f"pad_before pads, and boundary={self.boundary!r} does not; leave one out")
 
     def keys(self, schema: Schema) -> list[str]:
-        return [*_named(schema, self.fields, "fields"), "_lens", "_mask", "_start", "_reaches_episode_end"]
+        return [*named(schema, self.fields, "fields"), "_lens", "_mask", "_start", "_reaches_episode_end"]
+
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        names = () if self.pad_before else named(schema, self.fields, "fields")
+        return dict.fromkeys(names, "_lens")
+
+    @property
+    def reach(self) -> int:
+        return self.length
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return _inside(length, -self.pad_before, 0, length - (self.length - 1), self.boundary, self.stride)
+        stop = length - (self.length - 1)
+        if self.boundary == REPEAT:
+            every = _inside(length, 0, 0, length, "pad", self.stride)
+            return Spans(every.first, every.count, np.maximum(stop - 1, 0))
+        return _inside(length, -self.pad_before, 0, stop, self.boundary, self.stride)
 
     def cut(self, gather: Gather) -> None:
         steps, t = range(self.length), gather.t
-        gather.put(_named(gather.schema, self.fields, "fields"), steps, limit=gather.length, padding=self.padding)
+        gather.put(named(gather.schema, self.fields, "fields"), steps, limit=gather.length, padding=self.padding)
         rest = gather.length - t
         lens = np.minimum(rest, self.length) + np.minimum(t, 0)
         ends = rest <= self.length
@@ -265,18 +218,20 @@ class Crop(View):
     random: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_count("window_length", self.length)
+        check_count("window_length", self.length)
 
     def keys(self, schema: Schema) -> list[str]:
-        return [*_named(schema, self.fields, "fields"), "_lens", "_start", "_reaches_episode_end"]
+        return [*named(schema, self.fields, "fields"), "_lens", "_start", "_reaches_episode_end"]
+
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        return dict.fromkeys(named(schema, self.fields, "fields"), "_lens")
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros_like(length), np.ones_like(length))
+        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
 
-    def crop(self, length: IntArray, rng: np.random.Generator) -> IntArray:
-        # One number of the sequence an item, so that a part of an epoch is cropped as in the whole of it.
+    def crop(self, length: IntArray, u: FloatArray) -> IntArray:
         places = np.maximum(length - self.length, 0) + 1
-        return np.asarray((rng.random(len(length)) * places).astype(np.int64))
+        return np.asarray((u * places).astype(np.int64))
 
     def cut(self, gather: Gather) -> None:
         Window(self.length, fields=self.fields).cut(gather)
@@ -318,7 +273,7 @@ class Offsets(View):
             raise SchemaError(f"offsets: got {given!r}, expected at least one whole number for at least one field")
         _check_boundary(boundary)
         check_padding(padding)
-        _check_count("stride", stride)
+        check_count("stride", stride)
         self.boundary, self.padding, self.stride = boundary, padding, stride
 
     def __eq__(self, other: object) -> bool:
@@ -330,6 +285,10 @@ class Offsets(View):
     def keys(self, schema: Schema) -> list[str]:
         names = [name for group in self.offsets for name in schema.require([group], "offsets", schema.fields)]
         return [key for name in names for key in (name, f"_mask_{name}")]
+
+    @property
+    def reach(self) -> int:
+        return max(1, *(max(values) + 1 for values in self.offsets.values()))
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         low, stop = 0, length
@@ -361,25 +320,18 @@ def _inside(length: IntArray, start: int, low: int, stop: IntArray, boundary: st
     return Spans(first, np.maximum(count + flush, 1), last)
 
 
-def _ended(gather: Gather, name: str) -> BoolArray:
-    """(B,) whether each anchor's episode ended by the field `name`."""
-    if name == "terminated" or name not in gather.schema.fields:
-        return gather.terminated
-    last = gather.look_at(name, gather.length - 1)
-    return np.asarray(last.reshape(len(last), -1).any(axis=1))
-
-
 def _consecutive(values: tuple[int, ...]) -> IntArray | range:
     """Offsets as a range, where they are one."""
     whole = range(values[0], values[0] + len(values))
     return whole if values == tuple(whole) else np.array(values)
 
 
-def _check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: Any) -> None:
+    """Raise SchemaError unless `value` is a whole number from 1."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise SchemaError(f"{name}: got {value!r}, expected a whole number from 1")
 
 
-def _check_boundary(boundary: str) -> None:
-    if boundary not in BOUNDARIES:
-        raise SchemaError(f"boundary: got {boundary!r}, expected one of {', '.join(map(repr, BOUNDARIES))}")
+def _check_boundary(boundary: str, known: tuple[str, ...] = BOUNDARIES) -> None:
+    if boundary not in known:
+        raise SchemaError(f"boundary: got {boundary!r}, expected one of {', '.join(map(repr, known))}")

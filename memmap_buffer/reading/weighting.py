@@ -22,12 +22,14 @@ class Prioritized:
     (`_index` for whole episodes). An item whose episode was overwritten before it was read is replaced, and weighs 0.
 
     Where every step can be drawn, nothing but the tree on the disk is needed. Where some cannot (an n-step item without
-    a successor, a filter, a stride), or the unit is not a step, a second tree of 16 bytes an item is kept in memory,
+    a successor, a filter, a stride), or the unit is not a step, a second tree is kept in memory, some 9 bytes an item,
     built at the first draw and updated with the first.
 
     Args:
         alpha: α, 0 draws uniformly. epsilon: ε, so that a step without error is still drawn.
         beta: β of the weights w = (N · P)^-β over N items; it rises linearly to 1 over `beta_steps` batches, or stays.
+            It is the one thing that is not on the disk: a loader's `state_dict` has it, and `sample` counts from the
+            opening of the buffer; to go on after n batches there, give `beta_at(n)` and what is left of `beta_steps`.
         normalize: divide by the highest weight of the "batch", by the highest that any item of the "buffer" has, or,
             with None, not at all.
         stratified: one draw in each of B segments of equal mass.

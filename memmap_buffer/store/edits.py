@@ -11,7 +11,8 @@ from memmap_buffer.errors import EpisodeIndexError, SchemaError, StaleEpisodeErr
 from memmap_buffer.schema import Field, Schema, nest
 from memmap_buffer.store.episode import require_default
 from memmap_buffer.store.records import FINAL
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode, encode, to_numpy
 
 
@@ -45,9 +46,9 @@ def whole_episode(
             columns[name] = np.broadcast_to(require_default(field, name, "store_episode"), (length, *field.shape))
     meta = {name: flat[name] for name in schema.meta_fields if name in flat}
     return (
-        {n: np.ascontiguousarray(c[:length]) for n, c in columns.items()},
+        {name: _first(column, length) for name, column in columns.items()},
         meta,
-        {name: columns[name][length, ...] for name in longer},  # an array also where an entry is one text
+        {name: np.array(columns[name][length], order="C") for name in longer},
         length,
     )
 
@@ -57,6 +58,11 @@ def _column(schema: Schema, name: str, values: Any) -> Array:
         return schema.fields[name].encode(values, lead=1)
     except SchemaError as error:
         raise SchemaError(f"field {name!r}: {error}; the first axis is time", field=name) from None
+
+
+def _first(column: Array, length: int) -> Array:
+    """The first rows, one behind the other in memory."""
+    return column if len(column) == length and column.flags.c_contiguous else np.ascontiguousarray(column[:length])
 
 
 def positions_of(indices: Any, count: int) -> tuple[IntArray, bool]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from operator import itemgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy import ndarray
 
 from memmap_buffer.errors import EpisodeStateError, SchemaError
 from memmap_buffer.schema import Field, Schema
+from memmap_buffer.store.staging import Column, Scalars, Staging, column
 from memmap_buffer.values import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 FIRST_CAPACITY = 64
-CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place
-ENDS = ("terminated", "truncated")
+CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place, and at first by any other
 
 
 class Sink(Protocol):
@@ -45,9 +47,10 @@ class Episode:
         sink: who publishes it. meta: what is known at the start. keep_partial: see above.
         on_step: called after each stored step, or None: it publishes the steps stored so far.
         spill: called when CHUNK_BYTES are staged, or None: it writes them out, so that no more is ever staged.
+        staging: where its memory comes from and goes to.
 
     Attributes:
-        length: timesteps stored. columns: field -> its staged rows, from timestep `base` on.
+        length: timesteps stored. columns: while it is open, field -> its staged rows, from timestep `base` on.
         finals, meta: the final observation and the meta fields, as stored.
         state: "open", "published" or "aborted". ended: the flag that ended it, or "".
     """
@@ -60,11 +63,13 @@ class Episode:
         keep_partial: bool = False,
         on_step: Callable[[Episode], None] | None = None,
         spill: Callable[[Episode], None] | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._sink = sink
         self._schema = sink.schema
         self._on_step = on_step
         self._spill = spill
+        self._staging = staging or Staging()
         self.keep_partial = keep_partial
         self.length = 0
         self.base = 0
@@ -73,10 +78,11 @@ class Episode:
         self.meta: dict[str, Array] = {name: field.fill for name, field in self._schema.meta_fields.items()}
         self.state = "open"
         self.ended = ""
-        self._plan: dict[str, _Column] = {}
+        self._plan: list[Column] = []
         self._capacity = 0
-        self._ends = tuple(name for name in ENDS if _is_flag(self._schema.fields.get(name)))
-        self._step_type = _step_type(tuple(self._schema.fields))
+        self._stop = 0
+        self._flags: list[tuple[str, Array]] = []
+        self._step_type, self._pick = _step_type(tuple(self._schema.fields))
         self.update(meta)
 
     # Storing
@@ -97,23 +103,29 @@ class Episode:
             OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
             In each case the step was not stored (`length` tells), and the episode goes on as it was.
         """
-        t = self._room()
+        return self.append(step)
+
+    def append(self, step: Mapping[str, Any]) -> Any:
+        """`store` of a dict."""
+        t = self.length
+        if t >= self._stop or self.state != "open" or self.ended or self.finals:
+            self.require_room()
         plan, row = self._plan, t - self.base
-        for name, value in step.items():
-            column = plan.get(name)
-            if column is None:
-                return self.store(**self._flattened(step, t))
-            array, dtype, shape, scalars, low, high, field = column
+        try:
+            values = self._pick(step)
+        except KeyError:
+            values = ()
+        if len(values) != len(step) or not values:
+            values = self._completed(step, t)
+        for value, (array, dtype, shape, exact, others) in zip(values, plan):  # noqa: B905 `strict` takes 0.1 us
             kind = type(value)
-            if kind is np.ndarray:
+            if kind is ndarray:
                 fits = (value.dtype is dtype or value.dtype == dtype) and value.shape == shape
             else:
-                fits = kind in scalars and low <= value <= high
-            array[row] = value if fits else self._encode(field, name, value, t)
-        if len(step) != len(plan):
-            step = self._with_defaults(step, t)
-        self._advance(t)
-        return self._step_type._make(map(step.__getitem__, plan))
+                fits = kind in exact
+            array[row] = value if fits else self._encode_scalar(others, value, t)
+        self._advance(t, row)
+        return tuple.__new__(self._step_type, values)
 
     def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
         """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
@@ -124,25 +136,25 @@ class Episode:
             for t in range(count):
                 self.store_rows({name: column[t : t + 1] for name, column in rows.items()})
             return
-        t = self._room(count)
-        row = t - self.base
-        for name, column in self._plan.items():
-            column.array[row : row + count] = rows[name]
-        self._advance(t + count - 1)
+        self.require_room(count)
+        row = self.length - self.base
+        for name, staged in self.columns.items():
+            staged[row : row + count] = rows[name]
+        self._advance(self.length + count - 1, row + count - 1)
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps."""
         self._require_within(length)
-        for name in self._ends:
-            early = np.flatnonzero(columns[name][: length - 1])
-            if early.size:
+        for name in self._schema.ends:
+            early = columns[name][: length - 1]
+            if np.count_nonzero(early):
                 raise EpisodeStateError(
-                    f"timestep {early[0]} of {length} is {name}, yet steps follow it; "
+                    f"timestep {np.flatnonzero(early)[0]} of {length} is {name}, yet steps follow it; "
                     "split the data into episodes there"
                 )
         self.columns, self.length, self.base = dict(columns), length, 0
-        self._ended_at(length - 1)
-        self._plan, self._capacity = {}, 0
+        self._plan, self._capacity, self._stop = [], 0, 0
+        self.ended = next((name for name in self._schema.ends if self.columns[name].item(length - 1)), "")
 
     @property
     def staged(self) -> bool:
@@ -200,6 +212,7 @@ class Episode:
         self._require_open()
         if self.length:
             self._sink.publish(self, cut=cut)
+            self._release()
         else:
             self.abort()
 
@@ -208,6 +221,7 @@ class Episode:
         if self.state == "open":
             self._sink.withdraw(self)
             self.state = "aborted"
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -232,14 +246,10 @@ class Episode:
 
     def require_room(self, count: int = 1) -> None:
         """Raise EpisodeStateError unless so many more steps can be stored."""
-        self._room(count if self._spill is None else 1)
-
-    def _room(self, count: int = 1) -> int:
         if self.state != "open" or self.ended or self.finals:
             self._refuse()
-        if self.length + count > self.base + self._capacity:
+        if self.length + (count if self._spill is None else 1) > self._stop:
             self._grow(self.length + count)
-        return self.length
 
     def _refuse(self) -> None:
         self._require_open()
@@ -256,37 +266,41 @@ class Episode:
 
     def _grow(self, needed: int) -> None:
         self._require_within(needed)
-        limit = self._sink.max_timesteps
         if self._spill is not None and self._capacity:
             self._spill(self)
-            self.base = self.length
+            self.base, self._stop = self.length, self.length + self._capacity
             return
-        capacity = min(limit, max(needed, self._first_capacity(), 2 * self._capacity))
-        for name, field in self._schema.fields.items():
-            array = np.empty((capacity, *field.shape), field.storage)
-            if self.length:
-                array[: self.length] = self.columns[name][: self.length]
-            self.columns[name] = array
-            self._plan[name] = _column(field, array)
-        self._capacity = capacity
+        before, fields = self.columns, self._schema.fields
+        columns = {} if before else self._staging.take(needed)
+        if not columns:
+            capacity = min(self._sink.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
+            columns = {name: np.empty((capacity, *field.shape), field.storage) for name, field in fields.items()}
+        for name, rows in before.items():
+            columns[name][: self.length] = rows[: self.length]
+        self._plan = [column(name, field, columns[name]) for name, field in fields.items()]
+        self._flags = [(name, columns[name]) for name in self._schema.ends]
+        self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
+        self._capacity = self._stop = len(self._plan[0][0])
 
     def _first_capacity(self) -> int:
-        if self._spill is None:
-            return FIRST_CAPACITY
+        # Pages that are not written to yet cost nothing; where they are written out in between, no more is staged.
         step = sum(field.itemsize for field in self._schema.fields.values())
-        return max(1, CHUNK_BYTES // step)
+        return max(FIRST_CAPACITY if self._spill is None else 1, CHUNK_BYTES // step)
 
-    def _advance(self, t: int) -> None:
-        self._ended_at(t)
+    def _release(self) -> None:
+        """Give the memory back, unless the columns are a user's."""
+        if self._capacity:
+            self._staging.keep(self.columns)
+        self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
+
+    def _advance(self, t: int, row: int) -> None:
+        for name, flags in self._flags:
+            if flags.item(row):
+                self.ended = name
+                break
         self.length = t + 1
         if self._on_step is not None:
             self._on_step(self)
-
-    def _ended_at(self, t: int) -> None:
-        for name in self._ends:
-            if self.columns[name][t - self.base]:
-                self.ended = name
-                return
 
     def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
         try:
@@ -296,49 +310,25 @@ class Episode:
             hint = "; store one step, not a batch" if t is not None and "shape" in str(error) else ""
             raise SchemaError(f"{where}: {error}{hint}", field=name, timestep=t) from None
 
-    def _flattened(self, step: Mapping[str, Any], t: int) -> dict[str, Any]:
-        flat = self._schema.flatten(step)
-        for name in flat:
-            if name not in self._plan:
-                raise self._schema.unknown(name, f"timestep {t}", self._schema.fields)
-        return flat
+    def _encode_scalar(self, fitting: Scalars, value: Any, t: int) -> Any:
+        """A value as it can be assigned: itself, if it is a number of a type and size that needs no cast."""
+        if type(value) in fitting.kinds and fitting.low <= value <= fitting.high:
+            return value
+        return self._encode(fitting.field, fitting.name, value, t)
 
-    def _with_defaults(self, step: dict[str, Any], t: int) -> dict[str, Any]:
-        full = dict(step)
-        for name, column in self._plan.items():
-            if name not in full:
-                full[name] = column.array[t - self.base] = require_default(column.field, name, f"timestep {t}")
-        return full
-
-
-class _Column(NamedTuple):
-    """What `store` needs to know of a field: the staging array, and which values fit it without a cast."""
-
-    array: Array
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    scalars: frozenset[type]
-    low: Any
-    high: Any
-    field: Field
-
-
-_SCALARS = {
-    "f": frozenset({float, np.float64, np.float32}),
-    "i": frozenset({int, np.int64, np.int32}),
-    "u": frozenset({int, np.int64, np.int32}),
-    "b": frozenset({bool, np.bool_}),
-}
-
-
-def _column(field: Field, array: Array) -> _Column:
-    kind, low, high = field.storage.kind, 0, 1
-    scalars = _SCALARS.get(kind, frozenset()) if field.shape == () and field.dtype != "bfloat16" else frozenset()
-    if kind == "f":
-        low, high = float(np.finfo(field.storage).min), float(np.finfo(field.storage).max)  # type: ignore[assignment]
-    elif kind in "iu":
-        low, high = int(np.iinfo(field.storage).min), int(np.iinfo(field.storage).max)
-    return _Column(array, field.direct, field.shape, scalars, low, high, field)
+    def _completed(self, step: Mapping[str, Any], t: int) -> tuple[Any, ...]:
+        """The values of a step that is nested, or leaves fields to their defaults, in the order of the schema."""
+        fields, defaults = self._schema.fields, self._schema.defaults
+        full = {**defaults, **step}
+        if full.keys() != fields.keys():
+            full = {**defaults, **self._schema.flatten(step)}
+            for name in full:
+                if name not in fields:
+                    raise self._schema.unknown(name, f"timestep {t}", fields)
+            for name, field in fields.items():
+                if name not in full:
+                    require_default(field, name, f"timestep {t}")
+        return self._pick(full)
 
 
 def require_default(field: Field, name: str, where: str) -> Array:
@@ -352,11 +342,8 @@ def require_default(field: Field, name: str, where: str) -> Array:
     return field.fill
 
 
-def _is_flag(field: Field | None) -> bool:
-    """Whether a field can say that the episode ended: one number or bool, true where it is not 0."""
-    return field is not None and field.shape in ((), (1,)) and field.storage.kind in "biuf"
-
-
 @lru_cache(maxsize=64)
-def _step_type(names: tuple[str, ...]) -> Any:
-    return namedtuple("Step", [name.replace(".", "_") for name in names], rename=True)
+def _step_type(names: tuple[str, ...]) -> tuple[Any, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
+    """The named tuple of a step; what takes its values out of a dict, in the order of the schema."""
+    pick = itemgetter(*names) if len(names) > 1 else lambda step: (step[names[0]],)
+    return namedtuple("Step", [name.replace(".", "_") for name in names], rename=True), pick

@@ -19,6 +19,13 @@ from memmap_buffer.store import files
 from memmap_buffer.store.files import NEVER_FOLLOW, barrier, copy_range, write_all
 from memmap_buffer.values import Array
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
+
 
 class Folder:
     """The files of one folder, opened by name relative to it, never through a link."""
@@ -306,13 +313,26 @@ class Folder:
         return lock
 
 
-def will_need(array: Array, first: int, stop: int) -> None:
-    """Ask the system to read rows first … stop - 1 of an array of `Folder.map` into memory, without waiting."""
+def will_need(array: Array, stretches: Iterable[tuple[int, int]]) -> None:
+    """Ask the system to read rows of an array of `Folder.map` into memory, without waiting.
+
+    Args: stretches: (first, stop) rows of each.
+    """
     mapped: Any = array
     while not isinstance(mapped, mmap.mmap):
         mapped = mapped.obj if isinstance(mapped, memoryview) else mapped.base
-    row, header = array.nbytes // max(1, len(array)), len(mapped) - array.nbytes
-    begin = (header + first * row) // mmap.PAGESIZE * mmap.PAGESIZE
-    size = min(header + stop * row, len(mapped)) - begin
-    if size > 0 and hasattr(mmap, "MADV_WILLNEED"):
-        mapped.madvise(mmap.MADV_WILLNEED, begin, size)
+    if not hasattr(mmap, "MADV_WILLNEED"):
+        return
+    row, header, page = array.nbytes // max(1, len(array)), len(mapped) - array.nbytes, mmap.PAGESIZE
+    for first, stop in stretches:
+        end = min(header + stop * row, len(mapped))
+        for begin in range((header + first * row) // page * page, end, ASKED_BYTES):
+            mapped.madvise(mmap.MADV_WILLNEED, begin, min(ASKED_BYTES, end - begin))
+
+
+def disk_reads() -> int:
+    """A number that grows as this thread has the disk read something; always 0 where the system does not tell."""
+    if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
+        return 0
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_inblock + usage.ru_majflt

@@ -118,6 +118,11 @@ class Layout:
         """The columns of checksums.npy that fields have."""
         return 1 + max(self.column_of.values())
 
+    @cached_property
+    def checksum_format(self) -> str:
+        """How `struct` packs a slot's row of checksums.npy."""
+        return f"<{self.columns}I"
+
     @property
     def slots(self) -> int:
         return self.max_episodes + self.spare_slots

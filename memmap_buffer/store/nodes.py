@@ -16,7 +16,7 @@ from memmap_buffer.store.files import barrier, close_all, has_hole, read_at, wri
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import file_system
 from memmap_buffer.store.layout import ArrayFile
-from memmap_buffer.store.tree import FloatArray, IntArray, capacity_of, num_nodes
+from memmap_buffer.store.tree import STEP, FloatArray, IntArray, capacity_of, num_nodes
 
 IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
 CHUNK_BITS, PAGE_BITS = 18, 9  # nodes in 2 MiB, and in 4 KiB
@@ -49,9 +49,13 @@ class Nodes:
         blocks = (file.shape[0] >> self._bits) + 1
         self._marked = np.zeros(blocks, np.bool_)  # leaves: shared, they may be stored to; private, they were
         self._written = np.zeros(blocks, np.bool_)
+        self._last = (self._first + leaves - 1) >> self._bits
+        self._ready = False  # whether all blocks of leaves may be stored to
 
     def prepare(self, leaves: IntArray) -> None:
         """To be called before leaves, and what lies above them, are stored to. Raises OSError: the disk is full."""
+        if self._ready:
+            return
         blocks = (leaves + self._first) >> self._bits
         if not self.shared:
             self._marked[blocks] = True
@@ -59,12 +63,13 @@ class Nodes:
             new = np.unique(blocks)
             self._fill(self._with_above(new))
             self._marked[new] = True
+            self._ready = bool(self._marked[self._first >> self._bits : self._last + 1].all())
 
     def watch_minima(self) -> None:
         """From now on the heap of minima is stored to."""
         self.minima = True
         if self.shared:
-            self._marked[:] = False
+            self._marked[:] = self._ready = False
 
     def checkpoint(self) -> None:
         """Bring what was stored to the disk. Raises OSError; then the same is tried again the next time."""
@@ -82,10 +87,10 @@ class Nodes:
         self._finalizer()
 
     def _with_above(self, blocks: IntArray) -> IntArray:
-        """Blocks of leaves and of all nodes above them: a node's parent has half its number, and so has its block."""
+        """Blocks of leaves and of the nodes kept above them, each of an eighth of the number, as its block is."""
         found, level = [np.zeros(1, np.int64), blocks], blocks
         while len(level) and level[-1] > 0:
-            level = np.unique(level >> 1)
+            level = np.unique(level >> STEP)
             found.append(level)
             if self.minima:
                 last = len(self.array) - 1

@@ -34,7 +34,8 @@ from memmap_buffer.store.records import (
     seal,
 )
 from memmap_buffer.store.snapshot import ROUNDS, counters, new_copy, visible, write_counters
-from memmap_buffer.store.storage import IntArray, Storage, checksum_row, crc32, digest_of
+from memmap_buffer.store.storage import Storage, checksum_row, crc32, digest_of
+from memmap_buffer.store.table import IntArray
 
 CHUNK = 4 << 20  # bytes read, summed and written at a time: they stay in the processor's cache
 

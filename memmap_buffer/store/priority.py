@@ -15,7 +15,8 @@ import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.store.files import process_id
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.store.tree import MAX_PRIORITY, FloatArray, SumTree
 from memmap_buffer.store.treefile import TreeFile
 
@@ -42,6 +43,7 @@ class Priorities:
         self._inode = file.storage.folder.inode("state.npy")
         self._table: EpisodeTable | None = None
         self._known: IntArray = np.zeros(0, np.int64)  # the visible serials, oldest first
+        self._gapless = False  # whether they follow one another, so that none need be searched for
 
     @classmethod
     def open(cls, storage: Storage, name: str, *, alpha: float, epsilon: float) -> Priorities:
@@ -134,11 +136,11 @@ class Priorities:
     def _found(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
         leaves = np.minimum(self.tree.find(values), self._file.leaves - 1)
         slots, t = self._steps(leaves)
-        pairs, priorities = self._file.pairs.reshape(-1).view(np.int64), self.tree.get(leaves)
-        place = 2 * slots
-        if not ((t < pairs.take(place + 1)) & (priorities > 0)).all():
+        assert self._table is not None
+        priorities = self.tree.get(leaves)
+        if not ((t < self._table.length.take(slots)) & (priorities > 0)).all():
             return None
-        return slots, pairs.take(place) - 1, t, priorities
+        return slots, self._table.serial.take(slots), t, priorities
 
     def _steps(self, leaves: IntArray) -> tuple[IntArray, IntArray]:
         if self.storage.layout.rows is None:
@@ -173,11 +175,12 @@ class Priorities:
         raw = self._raw(td_errors)
         with self.lock:
             self.follow()
+            assert self._table is not None
             slots, here = self._slots(serials)
             if not here.all():
                 slots, t, raw = slots[here], t[here], raw[here]
-            lengths = self.lengths[slots]  # not `take`, which copies all of an array with gaps first
-            outside = t.astype(np.uint64) >= lengths.astype(np.uint64)  # as unsigned, one below 0 is beyond any length
+            lengths = self._table.length.take(slots)
+            outside = t.view(np.uint64) >= lengths.view(np.uint64)  # as unsigned, one below 0 is beyond any length
             if outside.any():
                 i = np.flatnonzero(outside)[0]
                 raise SchemaError(
@@ -213,12 +216,17 @@ class Priorities:
         visible, known = self._table.visible, self._known
         if not len(visible):
             return serials, np.zeros(len(serials), np.bool_)
+        if self._gapless:
+            place = serials - known[0]
+            here = place.view(np.uint64) < len(known)  # as unsigned, one below 0 is beyond any length
+            return visible.take(place, mode="clip"), here
         place = np.minimum(np.searchsorted(known, serials), len(known) - 1)
         return visible[place], known[place] == serials
 
     def _raw(self, td_errors: FloatArray) -> FloatArray:
         """|δ| + ε."""
-        raw: FloatArray = np.abs(td_errors) + self._file.epsilon
+        raw: FloatArray = np.abs(td_errors)
+        raw += self._file.epsilon
         limit = MAX_PRIORITY ** (1 / max(1.0, self._file.alpha))
         if len(raw) and not raw.max() <= limit:  # true for NaN, too
             i = np.flatnonzero(~(raw <= limit))[0]
@@ -247,6 +255,7 @@ class Priorities:
             self._replace(gone, come, np.stack([serial[changed] + 1, length[changed]], axis=1))
             self._changed(changed, None)
         self._table, self._known = table, table.serial[table.visible]
+        self._gapless = len(table) > 0 and bool(self._known[-1] - self._known[0] == len(table) - 1)
 
     def _replace(self, gone: Any, come: Any, pairs: IntArray) -> None:
         file, slots = self._file, gone[0]

@@ -5,6 +5,7 @@ Every way to write ends here, in `commit`. The order of the writes is in `files`
 
 from __future__ import annotations
 
+import struct
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ from memmap_buffer.store.host import file_system
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.records import CHECKED, CUT, EXTENT, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
-from memmap_buffer.store.storage import Storage, checksum_row, crc32, digest_of
+from memmap_buffer.store.storage import Storage, crc32, digest_of
 from memmap_buffer.values import Array
 
 Piece: TypeAlias = tuple[str, int, bytes]  # (file key, offset, bytes)
 MEMORY = ("tmpfs", "ramfs")
+PIECE = 1 << 18  # bytes that are written, then read for their CRC-32 while the processor has them: 2/3 of the time
 
 
 class Files:
@@ -39,13 +41,16 @@ class Files:
         self._state, self._records = (len(arrays[key].header) for key in ("/state", "/episodes"))
         self._following = 0
         self.behind = False
-        self._row = {
-            name: (len(arrays[name].header), field.itemsize, self.layout.max_timesteps + field.final)
-            for name, field in self.layout.schema.fields.items()
-        }
-        self._large = dict(self._rows_given_back())
         for key, array in arrays.items():
             self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
+        longest, column_of = self.layout.max_timesteps, self.layout.column_of
+        self._row = {
+            name: (self.fd[name], len(arrays[name].header), size, longest + field.final, column_of[name], piece)
+            for name, field in self.layout.schema.fields.items()
+            for size in [field.itemsize]
+            for piece in [max(1, PIECE // size) if checksum else longest + field.final]
+        }
+        self._large = dict(self._rows_given_back())
 
     def close(self) -> None:
         """Close the descriptors; twice is fine."""
@@ -89,33 +94,47 @@ class Files:
         record = self.storage.maps.words[slot].view(RECORD)[0]
         self.write_record(slot, seal(**({key: int(record[key]) for key in RECORD.names or ()} | values)), first=1)
 
-    def write_rows(self, name: str, slot: int, t: int, rows: Array) -> None:
-        """Write a field's rows of a slot from timestep `t` on."""
-        header, itemsize, stride = self._row[name]
-        write_all(self.fd[name], rows, header + (slot * stride + t) * itemsize)
+    def write_rows(self, columns: Mapping[str, Array], rows: range, slot: int, t: int, crcs: list[int]) -> list[int]:
+        """Write some rows of fields' columns from timestep `t` of a slot on.
 
-    def _rows_given_back(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
+        Args: crcs: a CRC-32 for each column of checksums.npy, of the rows before these.
+        Returns: the same, these rows included.
+        """
+        crcs, stop = crcs.copy(), rows.stop
+        for name, array in columns.items():
+            fd, header, itemsize, stride, column, piece = self._row[name]
+            offset = header + (slot * stride + t - rows.start) * itemsize
+            row = rows.start
+            while row < stop:
+                data = array[row : stop if stop - row <= piece else row + piece]
+                write_all(fd, data, offset + row * itemsize)
+                if self.checksum:
+                    crcs[column] = crc32(data, crcs[column])
+                row += piece
+        return crcs
+
+    def _rows_given_back(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The fields of which what a slot held before may take so much space that it is given back."""
         reserved = bool(self.storage.state("reserved"))
         # A reader that is late copies what was given back, before it sees that the episode is gone. On a tmpfs that
         # is full, looking at a hole would kill it.
         if not reserved and file_system(self.storage.path) not in MEMORY:
             for name, row in self._row.items():
-                if row[1] * row[2] >= BLOCK:
+                if row[2] * row[3] >= BLOCK:
                     yield name, row
 
     def give_back(self, slot: int, start: int, stop: int) -> None:
         """Give the space of timesteps `start` to `stop` of a slot back; what lies there is of no episode any more."""
-        for name, (header, itemsize, stride) in self._large.items():
+        for fd, header, itemsize, stride, *_ in self._large.values():
             final = stride - self.layout.max_timesteps  # one row more, which may be the new episode's
             first = slot * stride + final
-            punch(self.fd[name], header + (first + start) * itemsize, header + (first + stop) * itemsize)
+            punch(fd, header + (first + start) * itemsize, header + (first + stop) * itemsize)
 
     def write_meta(self, name: str, slot: int, value: Array) -> None:
         write_all(self.fd[name], value, self.layout.arrays[name].offset(slot))
 
-    def write_checksums(self, slot: int, crcs: Mapping[str, int]) -> None:
-        row = checksum_row(self.layout, crcs)
+    def write_checksums(self, slot: int, row: bytes) -> None:
+        """Write a slot's row of checksums.npy."""
         write_all(self.fd["/checksums"], row, self.layout.arrays["/checksums"].offset(slot))
 
     def trust(self, first: int, stop: int) -> None:
@@ -152,23 +171,21 @@ class Publication:
         self.files = files
         self.slot = slot
         self.serial = -1
+        self.published = False
         self.length = 0
         self.meta: dict[str, Array] = {}
-        self._crcs: dict[str, int] = dict.fromkeys(files.layout.schema.fields, 0)
-        self._final_crcs: dict[str, int] = {}
+        # CRC-32s in the columns of checksums.npy: of the rows so far, and of these with the final observation.
+        self._crcs = [0] * files.layout.columns
+        self._final_crcs = self._crcs
         self._shown = (0, self._crcs)
-        self._sealed: tuple[int, bytes, tuple[int, dict[str, int]]] | None = None
+        self._sealed: tuple[int, bytes, tuple[int, list[int]]] | None = None
         words = files.storage.maps.words
-        generation, extent = int(words[slot, GENERATION]), int(words[slot, EXTENT])
+        generation, extent = words.item(slot, GENERATION), words.item(slot, EXTENT)
         # How far rows reach that were there before: unknown where a writer died, or left an episode open.
         unknown = generation & 1 or extent >> 32 & (CUT | OPEN)
         self._before = files.layout.max_timesteps if unknown else min(extent & 0xFFFFFFFF, files.layout.max_timesteps)
         self._generation = generation | 1 if generation < MAX_SERIAL // 2 else 1  # a void record may say anything
         self._begun = False
-
-    @property
-    def published(self) -> bool:
-        return self.serial >= 0
 
     @property
     def visible(self) -> int:
@@ -181,14 +198,17 @@ class Publication:
         Args: columns: field -> its rows from timestep `base` on.
         """
         self._begin()
-        start, rows = self.length, slice(self.length - base, stop - base)
+        start = self.length
         if start < stop:
-            self._crcs = self._write_rows({name: column[rows] for name, column in columns.items()}, start)
+            rows = range(start - base, stop - base)
+            self._crcs = self._final_crcs = self.files.write_rows(columns, rows, self.slot, start, self._crcs)
             self.length = stop
 
     def write_final(self, final: Mapping[str, Array]) -> None:
         """Write the observation after the last action behind the last step, for every field with `final`."""
-        self._final_crcs = self._write_rows({name: value[None] for name, value in final.items()}, self.length)
+        if final:
+            rows = {name: value[None] for name, value in final.items()}
+            self._final_crcs = self.files.write_rows(rows, range(1), self.slot, self.length, self._crcs)
 
     def write_meta(self, meta: Mapping[str, Array]) -> None:
         """Write the meta fields, each of its declared shape."""
@@ -209,7 +229,7 @@ class Publication:
         if row is not None:
             flags |= CHECKED
             if not flags & OPEN:
-                write_all(self.files.fd["/checksums"], row, self.files.layout.arrays["/checksums"].offset(self.slot))
+                self.files.write_checksums(self.slot, row)
         record = self._record(self._generation + 1, serial, flags, row)
         self._sealed = serial, record, (self.length, self._crcs)
         return record
@@ -235,28 +255,29 @@ class Publication:
     def settle(self) -> None:
         """Whatever went wrong: if the record that was last sealed stands on the disk, that much is published."""
         if self._sealed is not None and self.files.storage.maps.words[self.slot].tobytes() == self._sealed[1]:
-            self.serial, _, self._shown = self._sealed
+            self.published, (self.serial, _, self._shown) = True, self._sealed
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""
         self.length, self._crcs = self._shown
+        self._final_crcs = self._crcs
 
     def closing(self, flags: int, final: Mapping[str, Array], meta: Mapping[str, Array]) -> tuple[bytes, list[Piece]]:
         """(record, pieces) that end an episode whose steps are published, its final observation and meta included."""
         self._give_back()
         layout = self.files.layout
         pieces: list[Piece] = []
-        crcs = dict(self._crcs)
+        crcs, column_of = self._crcs.copy(), layout.column_of
         last = self.slot * (layout.max_timesteps + 1) + self.length
         for name, value in final.items():
             pieces.append((name, layout.row_offset(name, last), value.tobytes()))
-            crcs[name] = crc32(value, crcs[name])
+            crcs[column_of[name]] = crc32(value, crcs[column_of[name]])
         for name, value in meta.items():
             pieces.append((name, layout.arrays[name].offset(self.slot), value.tobytes()))
-            crcs[name] = crc32(value)
+            crcs[column_of[name]] = crc32(value)
         if self.files.checksum:
             flags |= CHECKED
-            row = checksum_row(layout, crcs)
+            row = struct.pack(layout.checksum_format, *crcs)
             pieces.append(("/checksums", layout.arrays["/checksums"].offset(self.slot), row))
             return self._record(self._generation + 3, self.serial, flags, row), pieces
         return self._record(self._generation + 3, self.serial, flags, None), pieces
@@ -271,20 +292,14 @@ class Publication:
             self.files.write_generation(self.slot, self._generation)
             self._begun = True
 
-    def _write_rows(self, columns: Mapping[str, Array], t: int) -> dict[str, int]:
-        """Write rows from timestep `t` on; the CRC-32 of all up to them, by field."""
-        crcs, write, slot = {}, self.files.write_rows, self.slot
-        for name, rows in columns.items():
-            write(name, slot, t, rows)
-            crcs[name] = crc32(rows, self._crcs[name]) if self.files.checksum else 0
-        return crcs
-
     def _checksums(self) -> bytes | None:
         """The slot's row of checksums.npy, or None where none are kept."""
         if not self.files.checksum:
             return None
-        meta = {name: crc32(value) for name, value in self.meta.items()}
-        return checksum_row(self.files.layout, {**self._crcs, **self._final_crcs, **meta})
+        layout, crcs = self.files.layout, self._final_crcs.copy()
+        for name, value in self.meta.items():
+            crcs[layout.column_of[name]] = crc32(value)
+        return struct.pack(layout.checksum_format, *crcs)
 
 
 def commit(files: Files, entries: Sequence[tuple[Publication, int, int]]) -> None:

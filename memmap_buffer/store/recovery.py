@@ -12,6 +12,7 @@ from memmap_buffer.store.host import anyone_may_rename, network_filesystem, this
 from memmap_buffer.store.publication import Files
 from memmap_buffer.store.records import CUT, FINAL, MAX_SERIAL, OPEN, RECORD, STATE_WORD, columns_of
 from memmap_buffer.store.ring import Ring
+from memmap_buffer.store.storage import checksum_row
 
 log = logging.getLogger("memmap_buffer")
 
@@ -92,7 +93,7 @@ def _close_abandoned(files: Files) -> None:
         flags = int(table.flags[slot])
         crcs = dict(storage.column_crcs(slot, int(table.length[slot]), bool(flags & FINAL)))
         # With barriers whatever the durability of this writer: that of the dead one may have been "power".
-        files.write_checksums(slot, crcs)
+        files.write_checksums(slot, checksum_row(files.layout, crcs))
         files.sync("/checksums")
         files.amend(slot, flags=flags & ~OPEN | CUT)
         files.sync("/episodes")

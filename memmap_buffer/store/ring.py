@@ -9,7 +9,7 @@ import numpy as np
 
 from memmap_buffer.errors import BufferFullError
 from memmap_buffer.store.layout import Layout
-from memmap_buffer.store.storage import EpisodeTable
+from memmap_buffer.store.table import EpisodeTable
 
 
 class Ring:
@@ -44,7 +44,10 @@ class Ring:
 
     def take(self, busy: set[int]) -> int | None:
         """A slot to write to, neither visible nor `busy`, or None. It is not kept: an interruption leaks none."""
-        return next((slot for slot in self._free if slot not in busy), None)
+        for slot in self._free:
+            if slot not in busy:
+                return slot
+        return None
 
     def require_room(self, path: object, episodes: int, steps: int) -> None:
         """Raise BufferFullError unless so many more fit; a circular buffer always has room."""
@@ -67,14 +70,14 @@ class Ring:
 
         One that has left already does not come back, however long it grows.
         """
-        if serial < self.next and serial not in self._live:
-            return
-        before = self._live.get(serial, (slot, 0))[1]
-        if serial not in self._live:
+        _, before = self._live.get(serial, (slot, 0))
+        if not before:
+            if serial < self.next:
+                return
             self._free.remove(slot)
+            self.next = serial + 1
         self._live[serial] = (slot, length)
         self.steps += length - before
-        self.next = max(self.next, serial + 1)
         while len(self._live) > self._max_episodes or self.steps > self._max_steps:
             self.hide(self.oldest)
 

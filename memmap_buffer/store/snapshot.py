@@ -27,7 +27,8 @@ from memmap_buffer.store.records import (
     Words,
     check_of,
 )
-from memmap_buffer.store.storage import EpisodeTable, IntArray, Storage
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import EpisodeTable, IntArray
 
 ROUNDS, FEW = 100, 5
 BESIDE = ("priority", "extra")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import SchemaError, SchemaMismatchError
+from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -36,59 +36,20 @@ from memmap_buffer.store.records import (
     SERIAL,
     STATE_WORD,
     WORDS,
+    Columns,
     Words,
     columns_of,
+    columns_since,
 )
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array
 
 log = logging.getLogger("memmap_buffer")
 
-IntArray = npt.NDArray[np.int64]
 crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
 MAX_VIEWS = 256  # of slices, that are kept
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
-
-
-@dataclass(frozen=True, eq=False)
-class EpisodeTable:
-    """The records at one moment, by slot, and the visible slots in the order of their serials.
-
-    Attributes: changes: the change counter before the records were read; generation, serial, length, flags, check, and
-        valid (whether the slot holds an episode, visible or not): (slots,); visible: (episodes,) slots, oldest first.
-    """
-
-    changes: int
-    generation: Words
-    serial: IntArray
-    length: IntArray
-    flags: npt.NDArray[np.uint32]
-    check: Words
-    valid: npt.NDArray[np.bool_]
-    visible: IntArray
-
-    def __len__(self) -> int:
-        return len(self.visible)
-
-    def shows(self, slots: IntArray, serials: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether each slot holds the visible episode of that serial."""
-        return np.asarray((self.serial[slots] == serials) & self._shown[slots])
-
-    @cached_property
-    def _shown(self) -> npt.NDArray[np.bool_]:
-        shown = np.zeros(len(self.serial), np.bool_)
-        shown[self.visible] = True
-        return shown
-
-    @cached_property
-    def seen(self) -> Words:
-        """(slots,) what a record's check is as long as the slot shows the episode that it shows here."""
-        return np.where(self._shown, self.check, ~self.check)
-
-    @cached_property
-    def steps(self) -> int:
-        """Visible timesteps."""
-        return int(self.length[self.visible].sum())
 
 
 @dataclass(frozen=True)
@@ -136,7 +97,12 @@ class Storage:
         """
         check_verify(verify)
         storage = cls(path, read_only=read_only, verify=verify)
-        storage.refresh()
+        try:
+            storage.refresh()
+        except (CorruptBufferError, FileNotFoundError):
+            if not storage.schema_replaced:
+                raise
+            return cls.open(path, read_only=read_only, verify=verify)  # a field went after the schema was read
         storage.check_always()
         return storage
 
@@ -185,7 +151,7 @@ class Storage:
 
     def state(self, name: str) -> int:
         """A word of state.npy."""
-        return int(self.maps.state[STATE_WORD[name]])
+        return self.maps.state.item(STATE_WORD[name])
 
     @property
     def table(self) -> EpisodeTable:
@@ -194,51 +160,74 @@ class Storage:
 
     def refresh(self) -> EpisodeTable:
         """The episode table as it is now: one look at the change counter, then only what changed."""
-        changes = self.state("changes")
-        if self._table is not None and self._table.changes == changes:
-            return self._table
+        changes, old = self.state("changes"), self._table
+        if old is not None and old.changes == changes:
+            return old
         self.require_schema()
-        table = self._read_table(changes)
+        table = self._read_table(changes, old)
         for _ in range(20):
             # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
-            if self._table is None or not self._being_updated(table, self._table):
+            if old is None or not self._being_updated(table, old):
                 break
             time.sleep(0.001)
-            table = self._read_table(changes)
+            table = self._read_table(changes, table)
         self._table = table
         return table
 
     def reread(self) -> EpisodeTable:
-        """The episode table from the records, without a look at the change counter."""
+        """The episode table from all records, without a look at the change counter."""
         self._table = self._read_table(self.state("changes"))
         return self._table
 
     def _being_updated(self, new: EpisodeTable, old: EpisodeTable) -> bool:
+        if new.valid is old.valid:
+            return False
         gone = old.visible[~new.valid[old.visible]]
         same = self.maps.words[gone, GENERATION] & np.uint64(1) == 1
         return bool((same & (new.serial[gone] == old.serial[gone])).any())
 
-    def _read_table(self, changes: int) -> EpisodeTable:
-        good, generation, serial, length, flags, _, check = columns_of(
-            self.maps.words, self.layout.max_timesteps, self.layout.rows
-        )
-        for slot, number in self._void.items():
-            good[slot] &= serial[slot] != number
-        shown = good & (serial >= self.state("base"))
-        visible = self._visible(np.flatnonzero(shown), serial, length, flags)
-        return EpisodeTable(changes, generation, serial, length, flags, check, good, visible)
+    def _read_table(self, changes: int, before: EpisodeTable | None = None) -> EpisodeTable:
+        """The table; of a grid that was read before, from the records that changed since."""
+        words, layout, base = self.maps.words, self.layout, self.state("base")
+        if before is None or layout.rows is not None:
+            columns = columns_of(words, layout.max_timesteps, layout.rows)
+        else:
+            columns = columns_since(words, before.columns, layout.max_timesteps)
+        if self._void:
+            good = columns.valid.copy()
+            for slot, number in self._void.items():
+                good[slot] &= columns.serial[slot] != number
+            columns = columns._replace(valid=good)
+        return EpisodeTable(changes, base, *columns, self._visible(columns, base, before))
 
-    def _visible(self, slots: IntArray, serial: IntArray, length: IntArray, flags: npt.NDArray[np.uint32]) -> IntArray:
-        slots = slots[np.argsort(serial[slots], kind="stable")]
-        twice = np.diff(serial[slots]) == 0
-        if twice.any():
-            numbers = np.unique(serial[slots][1:][twice])
-            log.warning("%s: serials %s stand in two slots each and are not served; see `verify`", self.path, numbers)
-            slots = slots[~np.isin(serial[slots], numbers)]
-        slots = slots[flags[slots] & DELETED == 0][-self.layout.max_episodes :]
+    def _visible(self, columns: Columns, base: int, before: EpisodeTable | None) -> IntArray:
+        """The slots that are shown, oldest first."""
+        _, serial, length, _, flags, valid = columns
+        same = before is not None and (valid is before.valid and serial is before.serial and flags is before.flags)
+        if before is not None and same and base == before.base and self.layout.max_steps is None:
+            return before.visible
+        slots = self._by_serial(np.flatnonzero(valid & (serial >= base) if base else valid), serial)
+        if np.bitwise_or.reduce(flags) & DELETED:
+            slots = slots[flags.take(slots) & DELETED == 0]
+        slots = slots[-self.layout.max_episodes :]
         if self.layout.max_steps is not None:
             fits = np.cumsum(length[slots][::-1])[::-1] <= self.layout.max_steps
             slots = slots[fits]
+        return slots
+
+    def _by_serial(self, slots: IntArray, serial: IntArray) -> IntArray:
+        """Ascending slots in the order of their serials, without those whose serial stands in two slots."""
+        together = len(slots) and slots[-1] - slots[0] == len(slots) - 1
+        serials = serial[slots[0] : slots[-1] + 1] if together else serial.take(slots)
+        if (serials[1:] > serials[:-1]).all():  # as long as no slot was written twice
+            return slots
+        order = np.argsort(serials, kind="stable")
+        slots, serials = slots.take(order), serials.take(order)
+        twice = serials[1:] == serials[:-1]
+        if twice.any():
+            numbers = np.unique(serials[1:][twice])
+            log.warning("%s: serials %s stand in two slots each and are not served; see `verify`", self.path, numbers)
+            slots = slots[~np.isin(serials, numbers)]
         return slots
 
     def slices_of(self, name: str, steps: int) -> Array:
@@ -259,10 +248,12 @@ class Storage:
         Returns: their words (B, 8); (B,) whether each is, unchanged, that of the visible episode of that serial.
         """
         words = self.maps.words.take(slots, axis=0)
-        differs = words[:, CHECK] ^ self.table.seen.take(slots)
+        differs = words[:, CHECK] ^ self.table.check.take(slots)
         differs |= words[:, SERIAL] ^ serials.view(np.uint64)
         differs |= words[:, GENERATION] & np.uint64(1)
-        return words, differs == 0
+        same: npt.NDArray[np.bool_] = differs == 0
+        same &= self.table.shown.take(slots)
+        return words, same
 
     def first_row(self, slots: IntArray, final: bool) -> IntArray:
         """The row of step 0 of each slot, in files with or without `final`."""
@@ -293,6 +284,8 @@ class Storage:
         serial = self.table.serial
         boot = self.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
         rebooted = not self.state("clean") and (boot != boot_id() or not any(boot)) and self.state("epoch") > 0
+        if not (rebooted or self.state("suspect")):
+            return None
         doubtful = (serial >= self.state("synced")) & (rebooted | (serial < self.state("suspect")))
         return doubtful if bool((doubtful & self.table.valid).any()) else None
 
@@ -318,7 +311,7 @@ class Storage:
             self._void[slot] = int(self.table.serial[slot])
             log.warning("%s: episode %d fails the checksum of %r and is not served", self.path, self._void[slot], name)
         if damaged:
-            self._table = self._read_table(self.table.changes)
+            self._table = self._read_table(self.table.changes, self.table)
         return out
 
     def check_always(self) -> None:
@@ -363,10 +356,10 @@ class Storage:
 
 def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
     """A slot's row of checksums.npy: each name's CRC-32 in its column, zeros in the spare ones."""
-    row = [0] * layout.columns
+    row, column_of = [0] * layout.columns, layout.column_of
     for name, crc in crcs.items():
-        row[layout.column_of[name]] = crc
-    return struct.pack(f"<{layout.columns}I", *row)
+        row[column_of[name]] = crc
+    return struct.pack(layout.checksum_format, *row)
 
 
 def digest_of(row: bytes, columns: int) -> int:

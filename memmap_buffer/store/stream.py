@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.schema import Schema
-from memmap_buffer.store.episode import ENDS, Episode, require_default
+from memmap_buffer.schema import ENDS, Schema
+from memmap_buffer.store.episode import Episode, require_default
 from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.values import Array, to_numpy
 

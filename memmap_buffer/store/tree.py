@@ -1,9 +1,13 @@
-"""The sum tree: priorities as the leaves of a binary heap over one array, mapped or in memory. It opens no file.
+"""The sum tree: priorities as the leaves of a heap over one array, mapped or in memory. It opens no file.
 
-Node 1 would be the root, nodes 2n and 2n + 1 are the children of n, leaf i is node `capacity` + i. Inner nodes are
-recomputed from their children, never incremented, so nothing drifts. The at most 1024 nodes of the top level are
-taken as one cumulative sum, and what would lie above them is not kept: at 10⁶ leaves that halves a draw and an update.
-Behind the heap lies a second one for the minimum over positive leaves, which is written only where it is asked for.
+Node 1 would be the root, nodes 2n and 2n + 1 are the children of n, leaf i is node `capacity` + i. Of the levels only
+every third from the leaves up is kept: a step goes from n to one of 8n … 8n + 7, which lie in one cache line and one
+page, and in a large tree these are what it costs. A node is recomputed from those eight, pair by pair, and never
+incremented, so nothing drifts. The at most 2048 nodes of the top level are taken as one cumulative sum, and what would
+lie above them is not kept. Behind the heap lies a second one for the minimum over positive leaves, which is written
+only where it is asked for.
+
+A tree that is drawn from again and again goes over to the loops of `kernels`, if numba is installed.
 """
 
 from __future__ import annotations
@@ -12,11 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.store.kernels import Kernels, compiled
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-TOP = 10  # 2**TOP nodes are summed up at once
-MANY = 4096  # from here on it pays to visit a parent of two changed nodes once
+TOP = 11  # at most 2**TOP nodes are summed up at once
+STEP = 3  # levels that are gone at once
+WIDTH = 1 << STEP
+KIND = 1  # the number of this arrangement; another TOP or STEP is another one
+MANY = 4096  # from here on it pays to visit what lies above two changed nodes once
+PATIENCE = 100  # draws before the kernels are loaded, which takes as long as some thousand of them
 MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
 
@@ -46,12 +55,15 @@ class SumTree:
         self.capacity = capacity_of(leaves)
         assert nodes.shape == (3 * self.capacity,)
         self._heap = nodes[: 2 * self.capacity]
-        self._pairs = self._heap.view(np.complex128)  # children of n: one load instead of two
         self._keys = nodes[2 * self.capacity :].view(np.uint64)
         depth = self.capacity.bit_length() - 1
-        self._top = 1 << min(TOP, depth)
-        self._levels = depth - min(TOP, depth)
+        self._steps = max(0, -((TOP - depth) // STEP))
+        self._top = self.capacity >> STEP * self._steps
+        self._below: FloatArray = self._heap[: 2 * self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
+        self._keys_below = self._keys[: self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._sums: FloatArray | None = None
+        self._num_found = 0
+        self._kernels: Kernels | None = None
 
     @property
     def total(self) -> float:
@@ -62,7 +74,7 @@ class SumTree:
     def minimum(self) -> float:
         """The smallest positive priority, 0 where there is none; only with `minima`."""
         assert self.minima
-        if not self._levels:
+        if not self._steps:
             leaves = self._heap[self.capacity :]
             return float(leaves.min(initial=np.inf, where=leaves > 0)) if leaves.any() else 0.0
         best = self._keys[self._top : 2 * self._top].max()
@@ -82,6 +94,10 @@ class SumTree:
 
     def put(self, leaves: IntArray, priorities: FloatArray) -> None:
         """`set` of what is known to be right."""
+        if self._kernels is not None and not self.minima:
+            self._kernels.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
+            self._sums = None
+            return
         self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
         self.refresh(leaves)
 
@@ -96,16 +112,15 @@ class SumTree:
         nodes = leaves + self.capacity
         if len(nodes) >= MANY:
             nodes.sort(kind="stable")  # nearly nothing where they are sorted; numpy's `unique` takes 20 times as long
-        lowest = True
-        for _ in range(self._levels):
-            nodes >>= 1
+        for number in range(self._steps):
+            nodes >>= STEP
             if len(nodes) >= MANY:
                 nodes = nodes[np.concatenate([[True], nodes[1:] != nodes[:-1]])]
-            pairs = self._pairs.take(nodes)
-            self._heap[nodes] = pairs.real + pairs.imag
+            eight = self._below.take(nodes, axis=0)
+            self._heap[nodes] = _paired(_paired(_paired(eight.reshape(-1))))
             if self.minima:
-                self._keys[nodes] = self._keys_below(nodes, pairs, lowest)
-                lowest = False
+                keys = _keys_of(eight) if number == 0 else self._keys_below.take(nodes, axis=0)
+                self._keys[nodes] = keys.max(axis=1)
         self._sums = None
 
     def find(self, values: FloatArray) -> IntArray:
@@ -113,10 +128,17 @@ class SumTree:
 
         The tree must not be empty.
         """
+        self._num_found += 1
+        if self._num_found == PATIENCE:
+            self._kernels = compiled()
         sums = self._cumulative()
+        if self._kernels is not None:
+            nodes, rest = np.empty(len(values), np.int64), np.empty(len(values))
+            if self._kernels.find(self._heap, sums, np.ascontiguousarray(values), nodes, rest):
+                return nodes - self.capacity
         # A value that rounding brought to the end belongs to the last node that adds something.
         last = np.searchsorted(sums[1:], sums[-1])
-        nodes: IntArray = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
+        nodes = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
         left_over = values - sums.take(nodes)
         nodes += self._top
         found = self._descend(nodes, left_over, careful=False)
@@ -130,33 +152,31 @@ class SumTree:
 
     def _descend(self, nodes: IntArray, left_over: FloatArray, *, careful: bool) -> IntArray:
         """The leaf nodes below; `careful` also where rounding left a value at the very end of a node."""
-        nodes, left_over = nodes.copy(), left_over.copy()
-        for _ in range(self._levels):
-            pairs = self._pairs.take(nodes)
-            right = left_over >= pairs.real
-            if careful:
-                right &= pairs.imag > 0
-            left_over -= pairs.real * right
-            nodes <<= 1
-            nodes += right
+        left_over, first = left_over.copy(), np.arange(len(nodes))
+        for _ in range(self._steps):
+            eight = self._below.take(nodes, axis=0).reshape(-1)
+            four = _paired(eight)
+            at = first
+            for sums in (_paired(four), four, eight):
+                at = at << 1
+                left = sums.take(at)
+                right = left_over >= left
+                if careful:
+                    right &= sums.take(at + 1) > 0
+                left *= right
+                left_over -= left
+                at += right
+            nodes = WIDTH * (nodes - first) + at
         return nodes
 
     def _cumulative(self) -> FloatArray:
         """0, then the sums of the top level's nodes up to each."""
         if self._sums is None:
-            self._sums = np.zeros(self._top + 1)
-            np.cumsum(self._heap[self._top : 2 * self._top], out=self._sums[1:])
+            sums = np.empty(self._top + 1)
+            sums[0] = 0
+            np.add.accumulate(self._heap[self._top : 2 * self._top], out=sums[1:])
+            self._sums = sums
         return self._sums
-
-    def _keys_below(self, nodes: IntArray, pairs: npt.NDArray[np.complex128], lowest: bool) -> npt.NDArray[np.uint64]:
-        """The key of the smallest positive leaf below: larger for a smaller one, 0 for none, so that holes are empty.
-
-        The bits of positive floats are ordered as they are.
-        """
-        if not lowest:
-            return np.maximum(self._keys.take(2 * nodes), self._keys.take(2 * nodes + 1))
-        bits = np.ascontiguousarray(pairs).view(np.uint64).reshape(-1, 2)
-        return np.asarray(np.where(bits > 0, _INFINITY - bits, np.uint64(0)).max(axis=1))
 
     def _check(self, leaves: IntArray, priorities: FloatArray) -> None:
         if not len(leaves):
@@ -169,6 +189,20 @@ class SumTree:
             raise SchemaError(
                 f"priority of leaf {leaves[wrong]}: got {priorities[wrong]}, expected a number from 0 to {MAX_PRIORITY}"
             )
+
+
+def _paired(sums: FloatArray) -> FloatArray:
+    """(2 * K,) sums of neighbours, (K,). Flat, as numpy takes a loop for each row of a few columns."""
+    return sums[::2] + sums[1::2]
+
+
+def _keys_of(priorities: FloatArray) -> npt.NDArray[np.uint64]:
+    """(B, K) keys of leaves: larger for smaller ones, 0 for none, so that holes are empty.
+
+    The bits of positive floats are ordered as they are.
+    """
+    bits = priorities.view(np.uint64)
+    return np.asarray(np.where(bits > 0, _INFINITY - bits, np.uint64(0)))
 
 
 def spread(count: int, total: float, rng: np.random.Generator, *, stratified: bool) -> FloatArray:

@@ -3,13 +3,13 @@
 `priority/<name>.npy` holds the nodes of a `SumTree` with a leaf for each (slot, t): (|δ| + ε)^α, 0 for what cannot be
 drawn. Node 0, which no heap uses, holds α, so that α and the leaves can only change together.
 `priority/<name>.head.npy` is (16 + 2 * slots,) u8: generation (odd while anything is stored) | ε | the maximum of
-|δ| + ε so far | whether the minima are kept | clean | boot u8[2] | inode of the nodes' file | 8 reserved; then for
-each slot the serial + 1 and the length of the episode that its leaves are of, 0 for none. `priority/<name>.lock` is
-held by the owner.
+|δ| + ε so far | whether the minima are kept | clean | boot u8[2] | inode of the nodes' file | the number of the
+arrangement of the nodes (`tree.KIND`) | 7 reserved; then for each slot the serial + 1 and the length of the episode
+that its leaves are of, 0 for none. `priority/<name>.lock` is held by the owner.
 
-The leaves are the truth: where the generation is odd, or the machine went down without `clean`, or α is another, or
-the file is a copy (which may have been taken while something was stored), they are copied into a new file, which then
-replaces the old one. Those whose recorded serial is not the slot's are not.
+The leaves are the truth: where the generation is odd, or the machine went down without `clean`, or α or the arrangement
+is another, or the file is a copy (which may have been taken while something was stored), they are copied into a new
+file, which then replaces the old one. Those whose recorded serial is not the slot's are not.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from memmap_buffer.store.files import barrier, close_all, process_id, read_at, w
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import ArrayFile
 from memmap_buffer.store.nodes import Nodes, nodes_file
-from memmap_buffer.store.storage import IntArray, Storage
-from memmap_buffer.store.tree import MAX_PRIORITY, FloatArray, SumTree, num_nodes
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
+from memmap_buffer.store.tree import KIND, MAX_PRIORITY, FloatArray, SumTree, num_nodes
 from memmap_buffer.values import Array
 
 log = logging.getLogger("memmap_buffer")
 
-GENERATION, EPSILON, MAXIMUM, MINIMA, CLEAN, BOOT, INODE = 0, 1, 2, 3, 4, 5, 7
+GENERATION, EPSILON, MAXIMUM, MINIMA, CLEAN, BOOT, INODE, ARRANGEMENT = 0, 1, 2, 3, 4, 5, 7, 8
 WORDS = 16
 BLOCK_STEPS = 1 << 20  # steps that are stored together
 NEW = "it is new"
@@ -58,6 +59,7 @@ class TreeFile:
         self._nodes_file = nodes_file(f"priority/{name}.npy", self.leaves)
         self._head_file = ArrayFile(f"priority/{name}.head.npy", np.dtype("<u8"), (WORDS + 2 * layout.slots,))
         self._head = np.zeros(WORDS + 2 * layout.slots, np.uint64)
+        self._words: Array = self._head  # later, where stores reach the file at once, those in the file
         self._nodes: Nodes | None = None
         self._fd: dict[str, int] = {}
         self._locks: list[Any] = []
@@ -176,9 +178,11 @@ class TreeFile:
             self._finalizer()
 
     def _put(self, word: int, value: int) -> None:
+        # A store, as two calls of `pwrite` take a tenth of a batch. What was stored before a kill is in the file, in
+        # that order; and `load` wrote to the block, so that it is there also where the disk is full.
         self._head[word] = value
         if self._at_once:
-            write_word(self._fd["head"], value, self._head_file.offset(word))
+            self._words[word] = value
 
     def _save_head(self) -> None:
         """Write what follows the generation, then the generation."""
@@ -207,6 +211,7 @@ class TreeFile:
                 BOOT: boot[0],
                 BOOT + 1: boot[1],
                 EPSILON: _bits(self.epsilon),
+                ARRANGEMENT: KIND,
             }
             for word, value in {**words, MAXIMUM: _bits(self.maximum)}.items():
                 self._head[word] = value
@@ -240,6 +245,8 @@ class TreeFile:
             return "an update did not end"
         if int(head[INODE]) != folder.inode(nodes.name):
             return "it is a copy"
+        if int(head[ARRANGEMENT]) != KIND:
+            return "its sums were arranged otherwise"
         if not head[CLEAN] and (boot != boot_id() or not any(boot)):
             return "the machine went down while it was in use"
         return ""
@@ -249,8 +256,10 @@ class TreeFile:
         self._nodes = Nodes(self.storage.folder, self._nodes_file, self.leaves, minima=minima)
         self.tree = SumTree(self._nodes.array, self.leaves, minima=minima)
         close_all(self._fd)
-        self._fd["head"] = self.storage.folder.open_to_write(head.name, head.header, head.size)
-        if not self._nodes.shared:
+        shared = self._nodes.shared
+        self._fd["head"], mapped = self.storage.folder.map_to_change(head.name, head.header, head.size, shared=shared)
+        self._words = np.frombuffer(mapped, np.uint64, WORDS, len(head.header))
+        if not shared:
             text = "%s: this file system does not overwrite in place, so changes of the priorities %r stay in memory "
             log.info(text + "until checkpoint()", self.storage.path, self.name)
 

@@ -20,7 +20,9 @@ from memmap_buffer.store.publication import Files, Publication, commit
 from memmap_buffer.store.records import CUT, DELETED, FINAL, OPEN, TERMINATED
 from memmap_buffer.store.recovery import count, take_over
 from memmap_buffer.store.ring import Ring
-from memmap_buffer.store.storage import IntArray, Storage
+from memmap_buffer.store.staging import Staging
+from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array
 
 
@@ -101,6 +103,7 @@ class Writer:
         self._ring: Ring
         self._publications: dict[Episode, Publication] = {}
         self._pending: list[tuple[Publication, int, int]] = []
+        self._staging = Staging()
         self._unfinished = False
         self._closed = False
 
@@ -189,6 +192,7 @@ class Writer:
             keep_partial=keep_partial,
             on_step=self._append if self.how.publish == "step" else None,
             spill=self._spill if self.how.in_place else None,
+            staging=self._staging,
         )
         self._lock.open_episodes.add(episode)
         return episode

@@ -1,0 +1,120 @@
+"""Items of a buffer as pandas tables: one row each, or the columns that ReAgent's pre-timeline tables have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.interop.extras import extra
+
+with extra("pandas"):
+    import pandas
+
+if TYPE_CHECKING:
+    from memmap_buffer.reading.readable import Readable
+
+WHENCE = ("_source", "_episode", "_t")
+KINDS = ("view", "n_steps", "timestep_level", "window_length")
+
+
+def to_dataframe(buffer: Readable, indices: Any = None, **options: Any) -> pandas.DataFrame:
+    """Items as a table, one row each: a column a field, under its dotted name, and whence it is.
+
+    What is a number is a column of its dtype, of bfloat16 float32; what has a shape of its own is a column of arrays.
+    With `ragged=True` sequences are arrays of each item's own length.
+
+    Args:
+        buffer: what is read. indices: (B,) positions of items, None for all of them, in memory.
+        options: as of `dataset`; single timesteps where no view is asked for.
+
+    Returns: the columns of the batch, before them `_episode`, the serial, and `_t` instead of `_indices`; of a
+        ConcatBuffer `_source` too.
+    Raises: SchemaError, NotEnoughDataError, IndexError. ImportError: pandas is not installed.
+    """
+    if not any(options.get(kind) for kind in KINDS):
+        options["timestep_level"] = True
+    columns = dict(_flat(buffer.batch(indices, **{"return_indices": True, **options})))
+    for key, names in (("_indices", WHENCE), ("_index", WHENCE[:2])):
+        where = columns.pop(key, None)
+        if where is not None:
+            table = np.asarray(where).reshape(len(where), -1)
+            columns = dict(zip(names[len(names) - table.shape[1] :], table.T, strict=True)) | columns
+    return pandas.DataFrame({name: _column(values) for name, values in columns.items()})
+
+
+def to_pre_timeline(
+    buffer: Readable,
+    *,
+    discrete: bool,
+    observation: str = "observation",
+    action: str = "action",
+    reward: str = "reward",
+    terminated: str = "terminated",
+    log_prob: str | None = "log_prob",
+    ds: str = "2019-01-01",
+) -> pandas.DataFrame:
+    """The table that ReAgent's timeline operator takes, one row a timestep, by the names of its columns.
+
+    Args:
+        buffer: what is read. discrete: whether actions are numbers of actions, or else vectors.
+        observation, action, reward, terminated: fields. log_prob: a field, or None to leave action_probability out.
+        ds: the date of all rows.
+
+    Returns: ds, mdp_id (text, of the serial), sequence_number, state_features (dict index -> value), action (text, or
+        such a dict), action_probability, reward, metrics; with `discrete` possible_actions, all that occur, and
+        possible_actions_mask, both empty at terminal steps.
+    Raises: SchemaError: a field that was not declared, or has another shape than it must. NotEnoughDataError.
+    """
+    names = (observation, action, reward, terminated, *([] if log_prob is None else [log_prob]))
+    buffer.schema.require(names, "to_pre_timeline", buffer.schema.fields)
+    for name, dimensions in ((observation, 1), (action, 0 if discrete else 1), (reward, 0), (terminated, 0)):
+        shape = buffer.schema.fields[name].shape
+        if len(shape) != dimensions and not (shape == (1,) and not dimensions):
+            raise SchemaError(f"to_pre_timeline: {name!r} has shape {shape}, expected {dimensions} dimensions")
+    table = to_dataframe(buffer, fields=names, include_metadata=False)
+    whence = table[[name for name in WHENCE[:2] if name in table]].astype(str)
+    rewards = _numbers(table[reward]).tolist()
+    actions = [str(value) for value in _numbers(table[action]).tolist()] if discrete else _sparse(table[action])
+    rows: dict[str, Any] = {"ds": ds, "mdp_id": whence.agg("-".join, axis=1), "sequence_number": table["_t"]}
+    rows |= {"state_features": _sparse(table[observation]), "action": actions}
+    if log_prob is not None:
+        rows["action_probability"] = np.exp(_numbers(table[log_prob]))
+    rows |= {"reward": rewards, "metrics": [{"reward": value} for value in rewards]}
+    if discrete:
+        known = [str(value) for value in np.unique(_numbers(table[action])).tolist()]
+        ends = _numbers(table[terminated]).astype(bool).tolist()
+        rows["possible_actions_mask"] = [[] if end else [1] * len(known) for end in ends]
+        rows["possible_actions"] = [[] if end else known for end in ends]
+    return pandas.DataFrame(rows)
+
+
+def _flat(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in batch.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _column(values: Any) -> Any:
+    if isinstance(values, (list, np.ndarray)):
+        return values
+    if values.is_nested:
+        return [_array(row) for row in values.unbind()]
+    array = _array(values)
+    return array if array.ndim == 1 else list(array)
+
+
+def _array(tensor: Any) -> Any:
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+
+
+def _numbers(column: Any) -> Any:
+    return np.stack(column.to_list()).reshape(len(column))
+
+
+def _sparse(column: Any) -> list[dict[int, Any]]:
+    return [dict(enumerate(row.tolist())) for row in column]

@@ -1,0 +1,131 @@
+"""Transitions: what is at t, what came until t + k, and what is at t + k."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.reading.gather import Gather, check_padding
+from memmap_buffer.reading.sources import BoolArray
+from memmap_buffer.reading.views import Names, Spans, View, check_count, named
+from memmap_buffer.schema import Schema
+from memmap_buffer.store.table import IntArray
+from memmap_buffer.transforms import n_step_return
+
+
+@dataclass(frozen=True)
+class NStep(View):
+    """Transitions over n steps: what is at t, what came until t + k, and what is at t + k.
+
+    k = min(n, length - t) where the episode has its final observation or ended by `terminated`, else
+    min(n, length - t - 1); a step with k = 0 has no successor and is not served. So with either, the last step and
+    its reward are always reached. A successor that does not exist is zeros.
+
+    A batch: current fields (B, *field), `next_` (B, *field), `seq_` (B, n, *field) zero from k on, `n_step_lens` (B,)
+    int64; with `gamma` also `_return` and `_discount` (B,), see `transforms.n_step_return`. Stacked fields are
+    (B, S, *field), those of t - S + 1 … t, and `next_` those of t + k - S + 1 … t + k.
+
+    Args:
+        n: the most steps.
+        current_fields, next_fields: which; default all. sequence_fields: which; default none.
+        gamma: γ; None leaves return and discount out.
+        reward, terminated: the names of these fields.
+        stack: field -> S, how many timesteps stand for one, the latest last. padding: what stands for those before
+            the episode: "zero", "edge" (the first step) or "default".
+        timeline: `next_` is all that comes until t + k: (B, n, *field), of t + 1 … t + k and zero behind.
+    """
+
+    n: int
+    current_fields: Names = None
+    next_fields: Names = None
+    sequence_fields: Names = ()
+    gamma: float | None = None
+    reward: str = "reward"
+    terminated: str = "terminated"
+    stack: Mapping[str, int] | Iterable[tuple[str, int]] = ()
+    padding: str = "zero"
+    timeline: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stack", tuple(dict(self.stack).items()))
+        for name, steps in dict(self.stack).items():
+            check_count(f"stack of {name!r}", steps)
+        check_padding(self.padding)
+        if self.stack and self.timeline:
+            raise SchemaError("stack and timeline exclude each other; cut windows by Offsets for both")
+        check_count("n_steps", self.n)
+        if self.gamma is not None and not 0 <= self.gamma <= 1:
+            raise SchemaError(f"gamma: got {self.gamma}, expected 0 … 1")
+
+    @property
+    def terminal_field(self) -> str:  # type: ignore[override]
+        return self.terminated
+
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        following = named(schema, self.next_fields, "next_fields") if self.timeline else ()
+        keys = [f"next_{name}" for name in following]
+        keys += [f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")]
+        return dict.fromkeys(keys, "n_step_lens")
+
+    @property
+    def reach(self) -> int:
+        return self.n
+
+    def keys(self, schema: Schema) -> list[str]:
+        if self.gamma is not None:
+            schema.require([self.reward], "reward", schema.fields)
+        if self.terminated != "terminated":
+            schema.require([self.terminated], "terminated", schema.fields)
+        schema.require(dict(self.stack), "stack", schema.fields)
+        return [
+            *named(schema, self.current_fields, "current_fields"),
+            *[f"next_{name}" for name in named(schema, self.next_fields, "next_fields")],
+            *[f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")],
+            "n_step_lens",
+            *["_return", "_discount"] * (self.gamma is not None),
+        ]
+
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+        return Spans(np.zeros(len(length), np.int64), length - ~(has_final | terminated))
+
+    def cut(self, gather: Gather) -> None:
+        schema, t, length = gather.schema, gather.t, gather.length
+        ended = _ended(gather, self.terminated)
+        k = np.minimum(np.maximum(length - t - ~(gather.has_final | ended), 1), self.n)
+        steps, following = range(self.n), named(schema, self.next_fields, "next_fields")
+        self._put(gather, named(schema, self.current_fields, "current_fields"), t)
+        if self.timeline:
+            gather.put(following, range(1, self.n + 1), prefix="next_")
+        else:
+            self._put(gather, following, t + k, prefix="next_")
+        gather.put(named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
+        gather.batch["n_step_lens"] = k
+        if self.gamma is not None:
+            self._put_return(gather, steps, k, ended & (t + k == length))
+
+    def _put_return(self, gather: Gather, steps: range, k: IntArray, terminated: BoolArray) -> None:
+        rewards = gather.look(self.reward, steps, limit=gather.t + k)
+        returns, discount = n_step_return(rewards, k, terminated, self.gamma or 0.0)
+        without = (gather.t + k == gather.length) & ~gather.has_final
+        gather.batch |= {"_return": returns, "_discount": np.where(without, discount.dtype.type(0), discount)}
+
+    def _put(self, gather: Gather, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
+        """Put fields at t (B,), with the timesteps before it where they are stacked."""
+        require = gather.schema.require
+        stacks = {name: size for group, size in dict(self.stack).items() for name in require([group], "stack")}
+        gather.put_at([name for name in names if name not in stacks], t, prefix=prefix)
+        for name in stacks.keys() & names:
+            before = range(1 - stacks[name], 1)
+            offsets = before if t is gather.t else (t - gather.t)[:, None] + np.array(before)
+            gather.put([name], offsets, prefix=prefix, padding=self.padding)
+
+
+def _ended(gather: Gather, name: str) -> BoolArray:
+    """(B,) whether each anchor's episode ended by the field `name`."""
+    if name == "terminated" or name not in gather.schema.fields:
+        return gather.terminated
+    last = gather.look_at(name, gather.length - 1)
+    return np.asarray(last.reshape(len(last), -1).any(axis=1))

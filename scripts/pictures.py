@@ -1,0 +1,151 @@
+"""Draw how each view cuts an episode, from what it really reads, into docs/pictures/.
+
+    python scripts/pictures.py [FOLDER]
+
+The episode has ten steps and a final observation, and every value is the number of its timestep: what a batch holds
+tells where it came from. Dashed cells are padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from memmap_buffer import Field, NStep, Offsets, ReplayBuffer, Timestep, Trajectory, View, Window
+
+LENGTH, CELL, LEFT, GAP = 10, 40, 190, 12
+COLOURS = {"observation": "#4477aa", "action": "#cc6677", "reward": "#b8860b"}
+INK, PAPER = "#333333", "#ffffff"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of a row: the timestep where it is drawn, what it holds, and whether it is padding."""
+
+    column: int
+    text: str
+    padding: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a picture: a key of the batch, the field that it comes from, and its cells."""
+
+    key: str
+    field: str
+    cells: tuple[Cell, ...]
+
+
+def recorded(folder: Path) -> ReplayBuffer:
+    fields = {"observation": Field("int", final=True), "action": "int", "reward": "int"}
+    buffer = ReplayBuffer(folder, 1, LENGTH, fields)
+    steps = np.arange(LENGTH)
+    buffer.store_episode(observation=np.arange(LENGTH + 1), action=steps, reward=steps)
+    return buffer
+
+
+def stored() -> list[Line]:
+    """What the episode has, for comparison."""
+    lines = [Line(name, name, tuple(Cell(t, str(t)) for t in range(LENGTH))) for name in ("action", "reward")]
+    return [Line("observation", "observation", tuple(Cell(t, str(t)) for t in range(LENGTH + 1))), *lines]
+
+
+def item_at(buffer: ReplayBuffer, view: View, t: int) -> dict[str, np.ndarray]:
+    """The item of a view whose first step is `t`, as arrays without the batch's axis."""
+    loader = buffer.dataloader(1, view=view, return_indices=True)
+    batches = ({key: value.numpy()[0] for key, value in batch.items()} for batch in loader)
+    return next(b for b in batches if "_indices" not in b or b["_indices"][1] == t)
+
+
+def lines_of(item: dict[str, np.ndarray], t: int, offsets: dict[str, range]) -> Iterator[Line]:
+    """A row for each key: a step beyond the item's own, or masked, is padding."""
+    for key, places in offsets.items():
+        field = next(name for name in COLOURS if key.endswith(name))
+        mask = item.get(f"_mask_{key}", item.get("_mask", np.ones(len(places), bool)))
+        steps = int(item["n_step_lens"]) if key.startswith("seq_") else len(places)
+        entries = enumerate(zip(places, np.atleast_1d(item[key]), np.atleast_1d(mask), strict=True))
+        cells = tuple(Cell(t + o, str(value), padding=not inside or i >= steps) for i, (o, value, inside) in entries)
+        yield Line(key, field, cells)
+
+
+def drawing(title: str, lines: list[Line]) -> str:
+    """An SVG of the episode, and of the item below it."""
+    rows, first = [*stored(), *lines], min(cell.column for line in lines for cell in line.cells)
+    left = LEFT - CELL * min(0, first)
+    columns = max(cell.column for line in rows for cell in line.cells) + 1
+    width, top = left + CELL * columns + GAP, 3 * GAP
+    parts, y = [], top
+    for number, line in enumerate(rows):
+        if number == len(stored()):
+            y += 2 * GAP
+            parts.append(_text(GAP, y - GAP // 2, title, anchor="start"))
+            y += GAP // 2
+        parts.append(_text(left - GAP + CELL * min(0, first), y + CELL * 0.62, line.key, anchor="end"))
+        parts += [_cell(left + CELL * cell.column, y, line.field, cell, faint=number < 3) for cell in line.cells]
+        y += CELL + GAP // 2
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + GAP}" font-family="sans-serif"'
+    paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
+    caption = _text(GAP, top - GAP, "one episode, by timestep; the last observation is its final one", anchor="start")
+    return "\n".join([f'{head} font-size="14">', paper, caption, *parts, "</svg>", ""])
+
+
+def _cell(x: float, y: float, field: str, cell: Cell, *, faint: bool) -> str:
+    dash, fill = (' stroke-dasharray="4 3"', "none") if cell.padding else ("", COLOURS[field])
+    opacity = 0.15 if faint else 0.45
+    box = f'<rect x="{x}" y="{y}" width="{CELL - 3}" height="{CELL - 6}" rx="4" fill="{fill}" fill-opacity="{opacity}"'
+    border = f' stroke="{COLOURS[field]}"{dash}/>'
+    return box + border + _text(x + CELL / 2 - 1.5, y + CELL * 0.55, cell.text)
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{INK}">{text}</text>'
+
+
+def pictures(buffer: ReplayBuffer) -> Iterator[tuple[str, str]]:
+    """(name, SVG) of every view."""
+    names = ("observation", "action", "reward")
+    whole = {"observation": range(LENGTH + 1), "action": range(LENGTH), "reward": range(LENGTH)}
+    n_step = {
+        "observation": range(1),
+        "action": range(1),
+        "seq_reward": range(4),
+        "next_observation": range(4, 5),
+    }
+    window = dict.fromkeys(names, range(4))
+    around = {"observation": range(-3, 1), "action": range(5)}
+    stack = Offsets(observation=tuple(around["observation"]), action=tuple(around["action"]), padding="edge")
+    transition = NStep(4, ("observation", "action"), ("observation",), ("reward",))
+    cases: list[tuple[str, str, View, int, dict[str, range]]] = [
+        ("trajectory", "Trajectory(final_observation=True)", Trajectory(final_observation=True), 0, whole),
+        ("timestep", "Timestep(): the item at 3", Timestep(), 3, dict.fromkeys(names, range(1))),
+        ("n-step", "NStep(4, …): the item at 2", transition, 2, n_step),
+        ("n-step-end", "NStep(4, …): the item at 8, where the episode ends first", transition, 8, n_step),
+        ("window", "Window(4): the item at 3", Window(4), 3, window),
+        ("window-end", "Window(4): the item at 8, padded and masked", Window(4), 8, window),
+        ("offsets", "Offsets(observation=-3…0, action=0…4, padding='edge'): the item at 1", stack, 1, around),
+    ]
+    for name, title, view, t, offsets in cases:
+        item = item_at(buffer, view, t)
+        if name == "n-step-end":  # the next observation is where the item ends
+            offsets = {**offsets, "next_observation": range(int(item["n_step_lens"]), int(item["n_step_lens"]) + 1)}
+        yield name, drawing(title, list(lines_of(item, t, offsets)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+    parser.add_argument("folder", nargs="?", type=Path, default=default)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place, recorded(Path(place) / "buffer") as buffer:
+        for name, text in pictures(buffer):
+            (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Transitions of stacked fields and as a timeline, against the slow definition; test_views has the plain ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import assert_view, choices, few, recorded, recordings
+
+from memmap_buffer import Field, NStep, ReplayBuffer, SchemaError
+
+NAMES = ("observation.pixels", "action", "half")
+
+
+@few
+@given(
+    recordings(),
+    choices(by_step=True),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(["zero", "edge", "default"]),
+)
+def test_stacks_end_at_t_and_at_the_successor_and_reach_no_other_episode(recording, choice, n, size, padding):
+    """S3-16, S5-09: single entries are stored, stacks are built at read"""
+    with recorded(recording) as (buffer, reference):
+
+        def cut(episode):
+            items = reference.transitions(episode, n, NAMES, ("reward",))
+            for t, item in items.items():
+                for name in ("observation.pixels", "action"):
+                    for prefix, last in (("", t), ("next_", t + int(item["n_step_lens"]))):
+                        steps = range(last - size + 1, last + 1)
+                        item[prefix + name] = reference.around(episode, name, steps, padding, final=True)[0]
+            return items
+
+        stack = {"observation.pixels": size, "action": size}
+        options = {"current_fields": NAMES, "next_fields": NAMES, "sequence_fields": "reward"}
+        items = reference.items(cut, **choice)
+        assert_view(buffer, items, n_steps=n, stack=stack, padding=padding, **options, **choice)
+
+
+@few
+@given(recordings(), choices(by_step=True), st.integers(1, 4))
+def test_a_timeline_has_all_that_comes_until_the_successor(recording, choice, n):
+    """S3-18"""
+    with recorded(recording) as (buffer, reference):
+
+        def cut(episode):
+            items = reference.transitions(episode, n, NAMES)
+            for t, item in items.items():
+                k = int(item["n_step_lens"])
+                for name in NAMES:
+                    rows = [reference.at(episode, name, t + i, final=True)[0] for i in range(1, k + 1)]
+                    item[f"next_{name}"] = np.array(rows + [reference.zeros[name]] * (n - k))
+            return items
+
+        options = {"current_fields": NAMES, "next_fields": NAMES, "timeline": True}
+        assert_view(buffer, reference.items(cut, **choice), n_steps=n, **options, **choice)
+
+
+@pytest.fixture
+def buffer(tmp_path):
+    fields = {"camera": {"left": Field("uint8", 1, final=True), "right": Field("uint8", 1, final=True)}, "a": "int"}
+    with ReplayBuffer(tmp_path, 3, 6, fields) as buffer:
+        frames = np.arange(1, 6)[:, None]
+        buffer.store_episode(camera={"left": frames, "right": 10 * frames}, a=np.arange(4))
+        yield buffer
+
+
+def test_the_name_of_a_group_stacks_all_its_fields_and_no_other(buffer):
+    (batch,) = buffer.dataloader(9, n_steps=2, stack={"camera": 3}, padding="edge")
+    assert batch["camera"]["right"][:, :, 0].tolist() == [[10, 10, 10], [10, 10, 20], [10, 20, 30], [20, 30, 40]]
+    assert batch["next_camera"]["left"][:, :, 0].tolist() == [[1, 2, 3], [2, 3, 4], [3, 4, 5], [3, 4, 5]]
+    assert batch["a"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"stack": {"camera": 0}}, "stack of 'camera': got 0, expected a whole number from 1"),
+        ({"stack": {"cameras": 2}}, "stack: got 'cameras', .*did you mean"),
+        ({"stack": {"camera": 2}, "padding": "first"}, "padding: got 'first', expected one of 'zero', 'edge'"),
+        ({"stack": {"camera": 2}, "timeline": True}, "stack and timeline exclude each other"),
+        ({"n_steps": None, "timestep_level": True, "stack": {"camera": 2}}, "stack, padding, timeline go with n_steps"),
+        ({"n_steps": None, "timeline": True}, "go with n_steps"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(buffer, how, match):
+    with pytest.raises(SchemaError, match=match):
+        buffer.dataset(**{"n_steps": 1, **how})
+
+
+def test_the_view_and_the_options_give_the_same(buffer):
+    view = NStep(2, ("a",), ("camera",), stack={"camera": 2}, padding="edge")
+    (one,) = buffer.dataloader(9, view=view)
+    (two,) = buffer.dataloader(
+        9, n_steps=2, current_fields="a", next_fields="camera", stack={"camera": 2}, padding="edge"
+    )
+    assert one["next_camera"]["left"].tolist() == two["next_camera"]["left"].tolist()
