@@ -158,6 +158,8 @@ class Selection:
 
     def _slots(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
         """Those of some visible slots whose episodes pass."""
+        if self.min_episode_len <= 1 and not self.filter_meta and self.split is None:
+            return slots
         keep = table.of(table.length, slots) >= self.min_episode_len
         for name, condition in self.filter_meta.items():
             keep &= matches(_episode_column(storage, table, name, slots), condition, name)
