@@ -10,7 +10,6 @@ from faults import flags_of, shown, system, without_barriers
 from memmap_buffer import BufferFullError, EpisodeStateError, Field, NotEnoughDataError, ReplayBuffer, SchemaError
 from memmap_buffer.store import episode as episodes
 from memmap_buffer.store.records import CUT, FINAL, TERMINATED
-from memmap_buffer.store.stream import EpisodeStream
 
 FIELDS = {
     "observation": {"x": Field("float", 2, final=True)},
@@ -233,19 +232,19 @@ def test_store_goes_on_where_a_full_disk_stopped_it_also_in_place(tmp_path, monk
     assert at_operation > 10
 
 
-@pytest.mark.parametrize("where", ["update", "final", "publish", "extend"])
-def test_store_goes_on_where_it_was_interrupted(buffer, collector, monkeypatch, where):
-    calls, owner = [], EpisodeStream if where == "extend" else episodes.Episode
+INTERRUPTED = [("update", 4), ("update", 7), ("final", 0), ("final", 2), ("publish", 0), ("publish", 2)]
+
+
+@pytest.mark.parametrize(("where", "after"), INTERRUPTED, ids=str)
+def test_store_goes_on_where_it_was_interrupted(buffer, collector, monkeypatch, where, after):
+    calls, owner = [], episodes.Episode
     real = getattr(owner, where)
 
     def interrupted(self, *arguments, **options):
-        if where != "extend" and len(calls) == 2:
-            calls.append(self)
+        calls.append(self)
+        if len(calls) == after + 1:
             raise KeyboardInterrupt("boom")
         real(self, *arguments, **options)
-        calls.append(self)
-        if where == "extend" and len(calls) == 1:
-            raise KeyboardInterrupt("boom")
 
     monkeypatch.setattr(owner, where, interrupted)
     with pytest.raises(KeyboardInterrupt, match="boom"):
