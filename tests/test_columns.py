@@ -14,6 +14,7 @@ from memmap_buffer import (
     CorruptBufferError,
     EpisodeStateError,
     Field,
+    NotABufferError,
     ReadOnlyError,
     ReplayBuffer,
     SchemaError,
@@ -379,6 +380,15 @@ def test_a_reader_that_checks_every_read_is_served_open_episodes_with_a_field_th
             assert reader.episode(0)["x"].tolist() == [1, 2] and len(reader) == 1
         assert reader.episode(0)["x"].tolist() == [1, 2]
     assert verify(tmp_path) == []
+
+
+def test_a_reader_of_a_folder_that_was_deleted_is_told_so(buffer):
+    reader = ReplayBuffer.from_folder(buffer.folder, read_only=True)
+    buffer.delete(0)
+    buffer.close()
+    shutil.rmtree(buffer.folder)
+    with pytest.raises(NotABufferError, match="there is no such folder"):
+        len(reader)
 
 
 def test_another_object_cannot_write_by_the_old_schema_and_takes_the_lock_from_nobody(buffer):
