@@ -20,7 +20,7 @@ from memmap_buffer.errors import (
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.schema import Schema
-from memmap_buffer.statistics import QUANTILES, Statistics, keep, kept, statistics
+from memmap_buffer.statistics import QUANTILES, Statistics, described, keep, kept, statistics
 from memmap_buffer.store import creation, storage
 from memmap_buffer.store.editing import Editing
 from memmap_buffer.store.folder import Folder
@@ -228,10 +228,10 @@ class ReplayBuffer(Recording, Editing, Readable):
         """
         found = kept(self._storage, names, quantiles)
         if found is None:
-            changes = self._storage.state("changes")
+            of = described(self._storage.refresh())
             found = statistics([self._storage], names, quantiles, seed=seed)
             if self._writer.holds:
-                keep(self._storage.folder, found, changes)
+                keep(self._storage.folder, found, of)
         return found
 
     def create_collector(

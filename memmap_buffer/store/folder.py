@@ -285,8 +285,12 @@ class Folder:
             )
 
     def stamp(self, name: str) -> tuple[int, int]:
-        """What changes when a file is replaced by another."""
-        status = os.lstat(self.path / name)
+        """What changes when a file is replaced by another. Raises NotABufferError where the folder is none any more."""
+        try:
+            status = os.lstat(self.path / name)
+        except FileNotFoundError:
+            self.require()
+            raise
         return status.st_ino, status.st_mtime_ns
 
     def inode(self, name: str) -> int:

@@ -175,13 +175,9 @@ class Recording:
 
     def end_stream(self) -> None:
         """Publish the episodes that `add` has open, flagged as cut short; `close` does so, too."""
-        stream, self._stream = self._stream, None
-        try:
-            if stream is not None:
-                stream.publish()
-        except BaseException:
-            self._stream = stream
-            raise
+        if self._stream is not None:
+            self._stream.publish()
+        self._stream = None
 
     def _extend(self, given: Mapping[str, Any], *, time: bool) -> None:
         self._writer.require_writable()
