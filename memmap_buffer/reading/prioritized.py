@@ -24,7 +24,7 @@ from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.tree import FloatArray, spread
 from memmap_buffer.transforms import compute_importance_weights
-from memmap_buffer.values import Array
+from memmap_buffer.values import Array, check_count
 
 
 class PrioritizedDraws:
@@ -199,9 +199,18 @@ class PrioritizedSampler:
         return {"seed": self.seed, "epoch": self.epoch, "num_drawn": self.draws.num_drawn}
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
-        """Go on with the epoch that `state_dict` told of, from its beginning, and with its β."""
-        self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
-        self.draws.num_drawn = int(state["num_drawn"])
+        """Go on with the epoch that `state_dict` told of, from its beginning, and with its β.
+
+        Raises: SchemaError: it is no such state.
+        """
+        try:
+            told = {"seed": state["seed"], "epoch": state["epoch"], "num_drawn": state.get("num_drawn", 0)}
+        except (TypeError, KeyError, AttributeError) as error:
+            text = f"load_state_dict: got {state!r}, expected what state_dict gave ({error!r})"
+            raise SchemaError(text) from error
+        for name, value in told.items():
+            check_count(f"load_state_dict: {name}", value, 0)
+        self.seed, self.epoch, self.draws.num_drawn = told.values()
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next epoch; without it epochs count up by themselves."""

@@ -151,7 +151,7 @@ class Readable(Contents):
         draws = self._draws_of(options)
         if self._rng is None:
             self._rng = seeded_rng()
-        rng = self._rng if seed is None else np.random.default_rng(seed)
+        rng = self._rng if seed is None else seeded_rng(seed)
         return sample(draws, batch_size, rng, device, seed is not None, replacement)
 
     def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[ReadOptions]) -> Any:

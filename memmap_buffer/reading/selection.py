@@ -19,7 +19,7 @@ from memmap_buffer.schema import Schema
 from memmap_buffer.store.records import FINAL, TERMINATED
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
-from memmap_buffer.values import Array, decode
+from memmap_buffer.values import Array, check_count, decode
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
@@ -60,6 +60,9 @@ class Selection:
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
+        check_count("min_episode_len", self.min_episode_len, 0)
+        if not isinstance(self.split_seed, int):
+            raise SchemaError(f"split_seed: got {self.split_seed!r}, expected a whole number")
         _check_top_k(self.top_k, schema)
         _check_number("weight_by", self.weight_by, schema)
         for name in self.filter_meta:
@@ -210,8 +213,10 @@ def _check_number(where: str, name: str | None, schema: Schema) -> None:
         return
     if name not in schema.meta_fields:
         raise schema.unknown(name, where, [*schema.meta_fields, "episode_lens"])
-    if schema.meta_fields[name].shape not in ((), (1,)):
-        raise SchemaError(f"{where}: {name!r} has shape {schema.meta_fields[name].shape}; give a field of one number")
+    field = schema.meta_fields[name]
+    if field.shape not in ((), (1,)) or field.storage.kind == "U":
+        held = "holds text" if field.storage.kind == "U" else f"has shape {field.shape}"
+        raise SchemaError(f"{where}: {name!r} {held}; give a field of one number")
 
 
 def _check_split(split: object, part: str | None) -> None:

@@ -17,6 +17,7 @@ from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.stream import EpisodeStream, Steps
 from memmap_buffer.store.writer import Writer
+from memmap_buffer.values import check_count
 
 
 class ToStore(NamedTuple):
@@ -79,6 +80,7 @@ class Recording:
 
         Args: meta_batch: meta field -> (batch_size, *field).
         """
+        check_count("batch_size", batch_size)
         self._require_no_scope()
         with self._entered(EpisodeGroup(self._storage.layout.schema, [])) as group:
             for _ in range(batch_size):
