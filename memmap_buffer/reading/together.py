@@ -67,12 +67,12 @@ class Together:
         words = self._words.take(source, slots)
         differs = words[:, CHECK] ^ self._check.take(source, slots)
         differs |= words[:, SERIAL] ^ serials.view(np.uint64)
-        differs |= words[:, GENERATION] & np.uint64(1)
-        return words, (differs == 0) & self._shown.take(source, slots)
+        differs = differs | (words[:, GENERATION] & np.uint64(1))
+        return words, np.equal(differs, 0) & self._shown.take(source, slots)
 
     def unmoved(self, source: IntArray, slots: IntArray, serials: IntArray, generations: Words) -> BoolArray:
         """As `Storage.unmoved`."""
-        same: BoolArray = self._words.take(source, slots)[:, GENERATION] == generations
+        same = np.equal(self._words.take(source, slots)[:, GENERATION], generations)
         moved = self._state("changes", source) != self._changes.take(source)
         for number in np.unique(source[moved]).tolist() if moved.any() else ():
             mine = np.flatnonzero(source == number)
