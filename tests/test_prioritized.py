@@ -335,7 +335,7 @@ def test_the_tree_on_the_disk_is_drawn_from_as_it_is_where_every_step_can_be(tmp
     buffer = make(tmp_path, (5, 6), max_episodes=3)
     for options, kind in [(STEP, Steps), ({"view": Window(3)}, Steps), ({"view": Window(3, 2)}, Heap)]:
         buffer.sample(1, prioritized=True, **options)
-        assert isinstance(next(reversed(buffer._draws.values()))._masses[0], kind)
+        assert isinstance(next(reversed(buffer._draws.values()))._masses[buffer._storage], kind)
 
 
 def test_an_n_step_draw_turns_to_a_tree_of_its_own_when_a_step_has_no_successor(tmp_path):

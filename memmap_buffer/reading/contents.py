@@ -76,11 +76,11 @@ class Contents:
 
     @property
     def max_episodes(self) -> int:
-        return sum(storage.layout.max_episodes for storage in self._sources.storages)
+        return sum(storage.layout.max_episodes for storage in self._sources.storages if not storage.withdrawn)
 
     @property
     def max_timesteps(self) -> int:
-        return max(storage.layout.max_timesteps for storage in self._sources.storages)
+        return self._sources.max_timesteps
 
     def refresh(self) -> None:
         """See what was published since; every property, `sample` and new epoch does so by itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ class Selection:
             slots = slots if self.top_k is None else _top_k(slots, folders, *self.top_k)
             parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
         else:
-            olds = zip(before[0].parts(len(folders)), before[1], strict=True)
+            olds = zip_longest(before[0].parts(len(folders)), before[1])
             parts = [self._later(i, *folder, *old) for i, (folder, old) in enumerate(zip(folders, olds, strict=True))]
         weights = [_weights(*folder, part, self.weight_by) for folder, part in zip(folders, parts, strict=True)]
         if self.weight_by is not None:
@@ -149,8 +150,14 @@ class Selection:
             mass=None if self.weight_by is None else sums(count * _joined([w[w > 0] for w in weights])),
         )
 
-    def _later(self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable) -> Runs:
+    def _later(
+        self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable | None
+    ) -> Runs:
         """The runs of a folder, where those of an earlier table are known: of what its records tell, nothing else."""
+        if table is before:
+            return runs
+        if before is None or len(before.check) != len(table.check):  # the folder was not there
+            return self._runs(storage, table, self._slots(number, storage, table, table.visible))
         changed = (table.check != before.check) | (table.shown != before.shown)
         stay = np.flatnonzero(~changed.take(runs.slot))
         # Mostly it is the oldest that leave, and the newest that grow: what is between them is not copied.
@@ -171,6 +178,8 @@ class Selection:
         return slots if keep.all() else slots[keep]
 
     def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
+        if not len(slots):
+            return Runs(slots, slots, slots, slots, None)
         ended = _ended(storage, table, slots, self.view.terminal_field)
         schema, has_final = storage.layout.schema, table.of(table.flags, slots) & FINAL != 0
         length = table.of(table.length, slots)
