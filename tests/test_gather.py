@@ -120,3 +120,14 @@ def test_a_batch_may_be_as_large_as_one_alone_however_many_are_planned_together(
     for _ in range(20):
         assert len(buffer.sample(4, **options)["t"]) == 4
     assert sum(len(batch["t"]) for batch in buffer.dataloader(4, **options)) == sum(LENGTHS)
+
+
+@every_view
+@pytest.mark.parametrize("both", [False, True])
+def test_a_batch_of_no_items_asks_the_disk_for_nothing(recorded, options, both):
+    buffer = recorded(LENGTHS)
+    if both:
+        buffer = ConcatBuffer([buffer, recorded(LENGTHS, name="other")])
+    expected = buffer.elements(**options)
+    buffer._sources.disk.slow = True
+    assert buffer.elements(**options) == expected

@@ -103,7 +103,7 @@ class Gather:
 
     def _ask(self, keys: Iterable[str], part: slice) -> None:
         """Have the system read the rows of some items, all at a time, if rows come from the disk."""
-        if not self.sources.disk.slow:
+        if not self.sources.disk.slow or not len(self.t):
             return
         wanted: dict[str, list[tuple[IntArray, ...]]] = {}
         for take in map(self.batch.__getitem__, keys):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.extent import Extent
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.order import BlockShuffle, Order, Permutation, Quota, Shuffle, draw
@@ -195,7 +195,7 @@ class EpochSampler:
         """
         epoch, ranks = self._loaded or self._new(), self.ranks.now()
         if ranks.connected:
-            epoch = self._agreed(epoch, ranks.agree(epoch.state()))
+            epoch = self._agreed(epoch, ranks)
         epoch.split = self._split(epoch)
         self.seed, self._begun, self._ready = epoch.seed, epoch, True
         return epoch
@@ -247,11 +247,17 @@ class EpochSampler:
         window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
         return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=self.reader.tables)
 
-    def _agreed(self, epoch: Epoch, state: dict[str, Any]) -> Epoch:
-        """This epoch, or the one of rank 0 where that is another."""
-        if state == epoch.state():
-            return epoch
-        return self._rebuilt(state["seed"], state["epoch"], *_told(state), self._on_stale)
+    def _agreed(self, epoch: Epoch, ranks: Ranks) -> Epoch:
+        """This epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
+        state = ranks.agree(epoch.state())
+        try:
+            if state != epoch.state():
+                epoch = self._rebuilt(state["seed"], state["epoch"], *_told(state), self._on_stale)
+        except MemmapBufferError as error:
+            ranks.require_equal(0, error)
+            raise
+        ranks.require_equal(len(self._split(epoch)))
+        return epoch
 
     def _split(self, epoch: Epoch) -> Split:
         items = len(epoch.index)
