@@ -6,6 +6,7 @@ order, from which `Order` computes its position; so any part of it can be drawn 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -334,6 +335,7 @@ class Draws:
         self._of: tuple[Index, int] | None = None
         self._ahead = Ahead(reader)
         self._parts: Iterator[Anchors] = iter(())
+        self._turn = threading.Lock()  # threads share the batches that are planned
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         """The anchors of one batch; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
@@ -354,14 +356,20 @@ class Draws:
         reader = self.reader
         if alone or self._quota is not None or reader.selection.mixes:
             return reader.read(self.next(batch_size, rng, alone))
-        index = reader.index(refresh=True)
+        with self._turn:
+            part = self._next_part(batch_size, rng)
+        return reader.read(part)
+
+    def _next_part(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+        """The next of the batches that are planned together."""
+        index = self.reader.index(refresh=True)
         if self._of != (index, batch_size):
-            self._of, self._ahead, self._parts = (index, batch_size), Ahead(reader), iter(())
+            self._of, self._ahead, self._parts = (index, batch_size), Ahead(self.reader), iter(())
         part = next(self._parts, None)
         if part is None:
             self._parts = self._ahead.parts(self.next(self._ahead.count * batch_size, rng), batch_size)
             part = next(self._parts)
-        return reader.read(part)
+        return part
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
         """The anchors of one batch, no item of it twice. Raises NotEnoughDataError: there are not so many."""
