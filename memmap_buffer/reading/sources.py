@@ -181,7 +181,7 @@ class Sources:
 
     @cached_property
     def _together(self) -> Together:
-        return Together(self.storages)
+        return Together(self.storages, self.shards is not None)
 
     def look_up(self, anchors: Anchors) -> Anchors:
         """The anchors with the records of their episodes; once more in fresh tables, if one is not where it was."""
@@ -211,7 +211,10 @@ class Sources:
             return self.storages[0].trust(anchors.slot)
         if self._together.trusted:
             return True
-        return bool(self._each(anchors.source, anchors.size, trust)[0].all())
+        trusted = bool(self._each(anchors.source, anchors.size, trust)[0].all())
+        if not trusted:
+            self._together.refresh(again=True)
+        return trusted
 
     def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """(B,) whether each episode is still as it was seen before its rows were copied."""

@@ -14,18 +14,18 @@ from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array
 
 BoolArray = npt.NDArray[np.bool_]
-_table_of = attrgetter("_table")  # the property costs six times as much, and there are a thousand to ask
+_table_of = attrgetter("table")
 
 
 class Together:
     """The maps and tables of several folders; every answer is that of the folder's `Storage`.
 
-    Args: storages: by their numbers.
+    Args: storages: by their numbers. own: whether nobody else reads their tables again, as a writer may.
     Attributes: trusted: whether nothing is left to check in any of them.
     """
 
-    def __init__(self, storages: tuple[Storage, ...]) -> None:
-        self._storages = storages
+    def __init__(self, storages: tuple[Storage, ...], own: bool) -> None:
+        self._storages, self._own = storages, own
         self._every = np.arange(len(storages))
         self._tables = tuple(storage.refresh() for storage in storages)
         self._changes = np.array([table.changes for table in self._tables], np.uint64)
@@ -37,13 +37,18 @@ class Together:
         self._fields: dict[tuple[str, str], Span | None] = {}
         self.trusted = all(storage.trusted for storage in storages)
 
-    def refresh(self) -> tuple[EpisodeTable, ...]:
-        """The tables as they are now."""
-        moved = self._state("changes", self._every) != self._changes
-        for number in np.flatnonzero(moved).tolist():
+    def refresh(self, *, again: bool = False) -> tuple[EpisodeTable, ...]:
+        """The tables as they are now.
+
+        Args: again: look at all of them, as some were read again though nothing changed on the disk.
+        """
+        moved = np.flatnonzero(self._state("changes", self._every) != self._changes).tolist()
+        for number in moved:
             self._storages[number].refresh()
+        if not moved and self._own and not again:  # to look at a thousand objects costs as much as a batch
+            return self._tables
         tables: tuple[EpisodeTable, ...] = tuple(map(_table_of, self._storages))
-        if tables != self._tables:  # some may have been read again by others
+        if tables != self._tables:
             for number, (table, before) in enumerate(zip(tables, self._tables, strict=True)):
                 if table is not before:
                     self._follow(number, table)
