@@ -5,7 +5,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 0   errors, interop.extras, progress
     level 1   values, interop.plain
     level 2   schema, transforms, reading.memory, store.kernels
-    level 3   store.files, store.records, store.staging, store.tree, interop.gymnasium
+    level 3   store.files, store.records, store.staging, store.tree, interop.gymnasium, interop.rows
     level 4   store.layout, store.host, store.folder, store.table
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes
@@ -27,7 +27,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 22  reading.readable, collector, statistics
     level 23  buffer
     level 24  concat, cli.plain, interop.lanes, interop.beside, interop.survey
-    level 25  interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
+    level 25  interop.ray, interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
     level 26  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot, cli.terminal
     level 27  cli.episodes
     level 28  cli.look, cli.mend, cli.measure

@@ -14,6 +14,7 @@ NEEDS = {
     "lerobot": ("pyarrow", "lerobot"),
     "d4rl": ("h5py", "hdf5"),
     "robomimic": ("h5py", "hdf5"),
+    "ray": ("ray", "ray"),
 }
 
 

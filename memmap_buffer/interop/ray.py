@@ -1,0 +1,377 @@
+"""Ray: episodes into `ray.data` and back, and actors that publish what rollouts on any node collect.
+
+Ray schedules, restarts and carries; this file only reads and writes folders. A root is a folder of buffers of equal
+fields, one for each writer: `root/shard-00000`, `root/shard-00001`, … Whatever reads or writes one must see its folder,
+so the nodes share a file system, or the actors are placed where it lies.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.concat import ConcatBuffer
+from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
+from memmap_buffer.interop.extras import extra
+from memmap_buffer.interop.rows import as_episode, columns_of
+from memmap_buffer.interop.survey import flat
+from memmap_buffer.reading.views import Trajectory
+from memmap_buffer.schema import Schema
+
+with extra("ray"):
+    import ray
+    import ray.data
+    from ray.data.block import BlockAccessor, BlockMetadata
+    from ray.data.datasource import Datasink, Datasource, ReadTask
+
+ID = "episode_id"  # the meta field by which a recorder knows what it has
+MAX_KNOWN = 1 << 16  # ids that a recorder remembers: what is sent again was sent a moment ago
+MAX_BLOCK = 32 << 20  # bytes that a read task gathers at once
+PATIENCE = 60.0  # seconds for which a recorder waits for the lock of one that is being ended
+VIEWS = ("view", "n_steps", "timestep_level", "window_length")
+
+
+def shard_folder(root: str | PathLike[str], number: int) -> Path:
+    """The folder of a root's shard."""
+    return Path(root) / f"shard-{number:05d}"
+
+
+# Reading
+
+
+def read_ray(
+    root: str | PathLike[str],
+    *,
+    override_num_blocks: int | None = None,
+    concurrency: int | None = None,
+    ray_remote_args: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> ray.data.Dataset:
+    """A Ray dataset of a view's items, one a row, as they are now: read in parallel, and only what the options choose.
+
+    Columns are the keys of a batch, with dotted names; bfloat16 comes as float32. Without an option that names a view
+    a row is a whole episode: fields (T, *field), those with `final` (T + 1, *field) if it has its final observation.
+
+    Args:
+        root: a folder of buffers, or one buffer.
+        override_num_blocks, concurrency, ray_remote_args: as for `ray.data.read_datasource`.
+        options: those of `Options`, such as fields, filter_meta, split, part, n_steps. Episodes that are overwritten
+            before they were read raise, unless on_stale="redraw". `return_indices` adds the columns `_source`,
+            `_serial` and, but for whole episodes, `_t`: numbers, by which Ray can group and sort.
+
+    Raises: NotABufferError. SchemaError: options that contradict each other or the schema. NotEnoughDataError.
+    """
+    if all(not options.get(name) for name in VIEWS):
+        names = options.pop("fields", None)
+        options |= {"view": _Whole((names,) if isinstance(names, str) else names and tuple(names))}
+    return ray.data.read_datasource(
+        _Items(_opened(root), {"on_stale": "raise"} | options),
+        override_num_blocks=override_num_blocks,
+        concurrency=concurrency,
+        ray_remote_args=dict(ray_remote_args or {}),
+    )
+
+
+@dataclass(frozen=True)
+class _Whole(Trajectory):
+    """Whole episodes, and what tells how far each goes."""
+
+    final_observation: bool = True
+
+    def cut(self, gather: Any) -> None:
+        super().cut(gather)
+        gather.batch |= {"_steps": gather.length, "_has_final": gather.has_final}
+
+
+class _Items(Datasource):  # type: ignore[misc]
+    """The items of a dataset, cut into tasks. A task gets the dataset as paths and the index of this moment."""
+
+    def __init__(self, buffer: ConcatBuffer, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._dataset = buffer.dataset(**options)
+        self._row_bytes = _row_bytes(buffer, options)
+        renamed = options.get("fieldname_map") or {}
+        fields = buffer.schema.fields if isinstance(options.get("view"), _Whole) else {}
+        self._finals = {renamed.get(name, name): field.final for name, field in fields.items()}
+
+    def estimate_inmemory_data_size(self) -> int:
+        return self._row_bytes * len(self._dataset)
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[Any]:
+        """Tasks of neighbouring items, so of few folders each."""
+        count = len(self._dataset)
+        bounds = np.linspace(0, count, min(max(parallelism, 1), count) + 1).astype(int).tolist()
+        shared, most = ray.put(self._dataset), max(1, MAX_BLOCK // self._row_bytes)
+        tasks = []
+        for start, stop in pairwise(bounds):
+            size = self._row_bytes * (stop - start)
+            about = BlockMetadata(num_rows=stop - start, size_bytes=size, input_files=None, exec_stats=None)
+            read = partial(_read, shared, range(start, stop), most, self._finals)
+            tasks.append(ReadTask(read, about, per_task_row_limit=per_task_row_limit))
+        return tasks
+
+    def get_name(self) -> str:
+        return "MemmapBuffer"
+
+
+def _opened(root: str | PathLike[str]) -> ConcatBuffer:
+    is_buffer = (Path(root) / "schema.json").exists()
+    return ConcatBuffer([root]) if is_buffer else ConcatBuffer.from_root(root)
+
+
+def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:
+    """About how many bytes an item has: an axis of which the batch tells is as long as a mean episode."""
+    mean = max(1, round(buffer.num_steps / max(1, buffer.num_episodes)))
+    known = {"str": 32, "bfloat16": 4}
+    total = 0
+    for element in buffer.elements(**options).values():
+        itemsize = known.get(element.dtype) or np.dtype(element.dtype).itemsize
+        total += itemsize * math.prod(mean if n is None else n for n in element.shape[1:])
+    return max(1, total)
+
+
+def _read(shared: Any, items: range, most: int, finals: Mapping[str, bool]) -> Iterator[Any]:
+    dataset = ray.get(shared)
+    for start in range(0, len(items), most):
+        batch = dataset.__getitems__(items[start : start + most]).data
+        yield BlockAccessor.batch_to_arrow_block(columns_of(flat(batch), finals))
+
+
+# Writing
+
+
+def write_ray(
+    dataset: ray.data.Dataset,
+    root: str | PathLike[str],
+    fields: Mapping[str, Any] | Schema,
+    meta_fields: Mapping[str, Any] | None = None,
+    *,
+    key: str | Sequence[str] | None = None,
+    order: str | None = None,
+    num_shards: int | None = None,
+    **options: Any,
+) -> ConcatBuffer:
+    """Write the episodes of a Ray dataset into an empty root, one shard for each task that writes.
+
+    A task that Ray runs again writes its shard anew. After an error what was written stays.
+
+    Args:
+        dataset: rows that are whole episodes, as `read_ray` gives them; or with `key` timesteps in any order.
+        root: a folder without buffers; it is made if it is missing.
+        fields, meta_fields: as for `ReplayBuffer`; other columns are left out.
+        key: the columns that tell which steps are one episode. A meta field is taken from its first step, a
+            final observation from `next_<field>` of its last, if all fields with `final` have such a column.
+        order: the column by which the steps of an episode are sorted; default: as they come.
+        num_shards: at most; default: as many as the dataset has blocks, or Ray makes of the groups of `key`, 200.
+        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as a shard needs.
+
+    Returns: the root, read as one buffer.
+    Raises: SchemaError: the root holds buffers already, or a column is missing or does not fit.
+    """
+    schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
+    if any(Path(root).glob("*/schema.json")):
+        raise SchemaError(f"{root}: it holds buffers already; write into a folder without")
+    if key is not None:
+        grouped = dataset.groupby(key if isinstance(key, str) else list(key), num_partitions=num_shards)
+        dataset = grouped.map_groups(partial(as_episode, schema, order), batch_format="numpy")
+    elif num_shards is not None:
+        dataset = dataset.repartition(num_shards)
+    Path(root).mkdir(parents=True, exist_ok=True)
+    dataset.write_datasink(_Shards(Path(root), schema, options))
+    return ConcatBuffer.from_root(root)
+
+
+class _Shards(Datasink):  # type: ignore[misc]
+    """Each task's rows as the episodes of a shard of its own."""
+
+    def __init__(self, root: Path, schema: Schema, options: Mapping[str, Any]) -> None:
+        self._root, self._schema, self._options = root, schema, options
+
+    def write(self, blocks: Iterable[Any], ctx: Any) -> int:
+        episodes = [episode for block in blocks for episode in _rows(self._schema, block)]
+        if not episodes:
+            return 0
+        field = next(iter(self._schema.fields))
+        sizes: dict[str, Any] = {
+            "max_episodes": len(episodes),
+            "max_timesteps": max(len(episode[field]) for episode in episodes),
+        }
+        folder = shard_folder(self._root, ctx.task_idx)
+        with ReplayBuffer(folder, fields=self._schema, overwrite=True, **{**sizes, **self._options}) as buffer:
+            for episode in episodes:
+                buffer.store_episode(**episode)
+        return len(episodes)
+
+    def get_name(self) -> str:
+        return "MemmapBuffer"
+
+
+def _rows(schema: Schema, block: Any) -> Iterator[dict[str, Any]]:
+    columns = BlockAccessor.for_block(block).to_numpy()
+    known = {name: columns[name] for name in schema.all if name in columns}
+    for i in range(BlockAccessor.for_block(block).num_rows()):
+        yield {name: _text(column[i]) for name, column in known.items()}
+
+
+def _text(value: Any) -> Any:
+    """A column of text as `store_episode` takes it; Ray gives it as objects."""
+    return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind == "O" else value
+
+
+# Recording
+
+
+class Recorder:
+    """What publishes the episodes that rollouts send, into a folder of its own; a plain class, to be a Ray actor.
+
+    It goes on where the folder stands, so Ray may restart it. Each episode has an id, a meta field, and one that it has
+    already is not stored again: whoever got no answer sends it once more.
+
+    Args:
+        folder: of this recorder alone; see `shard_folder`.
+        max_episodes, max_timesteps, fields, meta_fields, options: as for `ReplayBuffer`; `durability="power"` answers
+            when the episodes are on the disk. The meta field `episode_id`, "U32", is added.
+
+    Raises: as `ReplayBuffer`; BufferLockedError: another process writes to the folder for a minute.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        max_episodes: int,
+        max_timesteps: int,
+        fields: Mapping[str, Any] | Schema,
+        meta_fields: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        given = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
+        schema = Schema(given.fields, {ID: "U32", **given.meta_fields})
+        self._buffer = _alone(partial(ReplayBuffer, folder, max_episodes, max_timesteps, schema, **options))
+        self._synced = options.get("durability") == "power"
+        count = len(self._buffer)
+        newest = range(max(0, count - MAX_KNOWN), count)
+        self._known = dict.fromkeys(self._buffer.episodes(newest, fields=())[ID].tolist() if count else ())
+
+    def record(self, *episodes: Mapping[str, Any]) -> int:
+        """Publish whole episodes, and answer when all of them are.
+
+        Args: episodes: each as for `store_episode`, with its `episode_id`.
+        Returns: how many were new.
+        Raises: as `store_episode`; SchemaError: one has no id. Those before the one that is refused are published.
+        """
+        stored: dict[str, None] = {}
+        try:
+            for episode in episodes:
+                if not episode.get(ID):
+                    raise SchemaError(f"record: got an episode without {ID!r}; give it one of its own, or use `Outbox`")
+                if episode[ID] not in self._known and episode[ID] not in stored:
+                    self._buffer.store_episode(**episode)
+                    stored[episode[ID]] = None
+        finally:
+            if self._synced:
+                self._buffer.flush()
+            self._known |= stored
+        for old in list(self._known)[:-MAX_KNOWN]:
+            del self._known[old]
+        return len(stored)
+
+    def ready(self) -> Path:
+        """The folder; whoever waits for it knows that it is there."""
+        return self._buffer.folder
+
+
+def _alone(make: Callable[[], ReplayBuffer]) -> ReplayBuffer:
+    """A buffer whose lock is held, before what it holds is looked at: the recorder before may still be ending."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            buffer = make()
+            with suppress(BufferFullError):
+                buffer.begin_episode().abort()
+            return buffer
+        except BufferLockedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def start_recorders(
+    root: str | PathLike[str],
+    count: int,
+    *,
+    max_episodes: int,
+    max_timesteps: int,
+    fields: Mapping[str, Any] | Schema,
+    meta_fields: Mapping[str, Any] | None = None,
+    ray_actor_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Actors that record into the shards 0 … count - 1 of a root. Ray restarts them, and sends again what they lost.
+
+    Args:
+        max_episodes: of each shard.
+        ray_actor_options: as for `options` of a Ray actor, such as scheduling_strategy; num_cpus is 0.
+        max_timesteps, fields, meta_fields, options: see `Recorder`.
+
+    Returns: `count` handles of `Recorder` actors, whose folders are there.
+    Raises: ray.exceptions.RayActorError: as `Recorder`, in its text.
+    """
+    how = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, **(ray_actor_options or {})}
+    start = ray.remote(Recorder).options(**how).remote
+    recorders = [
+        start(shard_folder(root, number), max_episodes, max_timesteps, fields, meta_fields, **options)
+        for number in range(count)
+    ]
+    ray.get([recorder.ready.remote() for recorder in recorders])
+    return recorders
+
+
+class Outbox:
+    """What a rollout has sent to its recorder and has no answer to.
+
+    While the recorder is restarted Ray keeps what was sent, and sends it again. A rollout stays with one recorder: only
+    that one knows what it has.
+
+    Args: recorder: a handle of `start_recorders`. max_pending: messages without an answer before `send` waits for one.
+    """
+
+    def __init__(self, recorder: Any, *, max_pending: int = 8) -> None:
+        self._recorder = recorder
+        self._max_pending = max_pending
+        self._pending: dict[Any, int] = {}
+        self.num_published = 0
+
+    def send(self, *episodes: Mapping[str, Any]) -> None:
+        """Send whole episodes, as for `store_episode`, in one message; each gets an `episode_id` unless it has one.
+
+        Raises: what the recorder raised for episodes that were sent before.
+        """
+        while len(self._pending) >= self._max_pending:
+            self._receive()
+        named = [{ID: uuid.uuid4().hex, **episode} for episode in episodes]
+        self._pending[self._recorder.record.remote(*named)] = len(named)
+
+    def flush(self) -> None:
+        """Wait until everything that was sent is published; `num_published` counts it. Raises as `send`."""
+        while self._pending:
+            self._receive()
+
+    def _receive(self) -> None:
+        done, _ = ray.wait(list(self._pending), num_returns=1)
+        count = self._pending.pop(done[0])
+        ray.get(done[0])
+        self.num_published += count
