@@ -27,8 +27,8 @@ The layers; a module imports only from levels above its own line, never sideways
     level 22  reading.readable, collector, statistics
     level 23  buffer
     level 24  concat, cli.plain, interop.lanes, interop.beside, interop.survey
-    level 25  interop.ray, interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
-    level 26  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot, cli.terminal
+    level 25  interop.parquet, interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
+    level 26  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot, interop.ray, cli.terminal
     level 27  cli.episodes
     level 28  cli.look, cli.mend, cli.measure
     level 29  cli.change, cli.draw

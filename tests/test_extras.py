@@ -12,6 +12,7 @@ NEEDS = {
     "record": ("gymnasium", "gymnasium"),
     "minari": ("minari", "minari"),
     "lerobot": ("pyarrow", "lerobot"),
+    "parquet": ("pyarrow", "parquet"),
     "d4rl": ("h5py", "hdf5"),
     "robomimic": ("h5py", "hdf5"),
     "ray": ("ray", "ray"),

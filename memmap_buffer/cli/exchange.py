@@ -38,6 +38,7 @@ FORMATS = {
     "ogbench": Format("an OGBench file (.npz)"),
     "robomimic": Format("a robomimic file (HDF5)"),
     "lerobot": Format("a LeRobot v3 data set (folder)"),
+    "parquet": Format("a folder of two Parquet tables (export only)"),
     "torchrl": Format("a folder that a LazyMemmapStorage of torchrl dumped (import only)"),
     "memmap_replay_buffer": Format("a folder of memmap-replay-buffer (import only)", module="upstream"),
 }

@@ -29,6 +29,8 @@ with extra("lerobot"):
     import pyarrow.parquet as pq
     from PIL import Image
 
+    from memmap_buffer.interop.parquet import column_of
+
 VERSION = "v3.0"
 COUNTED = ("index", "frame_index", "episode_index")
 RENAMED = {"next.reward": "reward", "next.done": "done", "next.success": "success"}
@@ -229,12 +231,7 @@ def _arrow(column: Any) -> Any:
     """A column as Arrow has it: images as PNG, vectors as lists of a fixed length."""
     if column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3):
         return pa.array([{"bytes": _png(picture), "path": None} for picture in column])
-    if column.ndim == 1:
-        return pa.array(column.tolist() if column.dtype.kind == "U" else column)
-    array = pa.array(np.ascontiguousarray(column).reshape(-1))
-    for size in reversed(column.shape[1:]):
-        array = pa.FixedSizeListArray.from_arrays(array, int(size))
-    return array
+    return column_of(column)
 
 
 def _png(picture: Any) -> bytes:

@@ -1,0 +1,96 @@
+"""Parquet tables of a buffer, one of its episodes and one of their timesteps: for pandas, Polars, DuckDB and others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.interop.extras import extra
+from memmap_buffer.interop.survey import flat
+
+with extra("parquet"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+EPISODES, STEPS = "episodes.parquet", "steps.parquet"
+GROUP_STEPS = 1 << 16  # a row group has as many timesteps at least, but for the last
+
+
+def export_parquet(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
+    """Copy a buffer into two tables in a new folder; one row group is in memory at a time.
+
+    `steps.parquet` has a row a timestep: `_episode`, the serial, `_t`, and the fields by their dotted names.
+    `episodes.parquet` has a row an episode: `_episode`, `_length`, the meta fields, and `final.<field>` for fields that
+    were declared with `final`, null where an episode has no final observation. What has a shape is a list of that
+    size; bfloat16 becomes float32.
+
+    Args: buffer: what is read. path: the folder; it is made.
+    Raises: SchemaError: the tables are there already, there are no episodes, or a field is of complex numbers, which
+        Parquet does not have. ImportError: pyarrow is not installed.
+    """
+    root = Path(path)
+    if (root / EPISODES).exists() or (root / STEPS).exists():
+        raise SchemaError(f"{root}: there are tables already; give a folder of its own")
+    numbers = [name for name, field in buffer.schema.all.items() if field.storage.kind == "c"]
+    if numbers:
+        raise SchemaError(f"{', '.join(numbers)}: Parquet has no complex numbers; export a copy with real fields")
+    if not len(buffer):
+        raise SchemaError(f"{buffer.folder}: it has no episodes; record one first")
+    root.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    groups = _groups(buffer, rows)
+    first = next(groups)
+    with pq.ParquetWriter(root / STEPS, first.schema) as writer:
+        for table in chain([first], groups):
+            writer.write_table(table)
+    pq.write_table(_episodes(buffer, rows), root / EPISODES)
+
+
+def _groups(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Iterator[Any]:
+    """Tables of timesteps, each to be a row group; what their episodes have beside them is appended to `rows`."""
+    tables: list[Any] = []
+    for i, (serial, length) in enumerate(zip(buffer.serials.tolist(), buffer.episode_lens.tolist(), strict=True)):
+        episode = flat(buffer.episode(i))
+        columns = {"_episode": np.full(length, serial), "_t": np.arange(length)}
+        columns |= {name: episode[name][:length] for name in buffer.fieldnames}
+        tables.append(pa.table({name: column_of(column) for name, column in columns.items()}))
+        finals = {name: episode[name][length:] for name in buffer.fieldnames if buffer.schema.fields[name].final}
+        rows.append({"_episode": serial, "_length": length, **{n: episode[n] for n in buffer.meta_fieldnames}})
+        rows[-1] |= {f"final.{name}": last[0] if len(last) else None for name, last in finals.items()}
+        if sum(table.num_rows for table in tables) >= GROUP_STEPS:
+            yield pa.concat_tables(tables).combine_chunks()
+            tables.clear()
+    if tables:
+        yield pa.concat_tables(tables).combine_chunks()
+
+
+def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:
+    columns = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        there = np.array([value is not None for value in values])
+        found = column_of(np.stack([value for value in values if value is not None])) if there.any() else None
+        if found is None:
+            columns[name] = pa.nulls(len(rows))
+        else:
+            places = np.where(there, np.cumsum(there) - 1, 0)
+            columns[name] = found.take(pa.array(places, mask=~there))
+    return pa.table(columns)
+
+
+def column_of(values: Any) -> Any:
+    """An array (n, …) as Arrow has it: text as strings, what has a shape as lists of a fixed size."""
+    if values.ndim == 1:
+        return pa.array(values.tolist() if values.dtype.kind == "U" else values)
+    flattened = values.reshape(-1)
+    array = pa.array(flattened.tolist() if values.dtype.kind == "U" else np.ascontiguousarray(flattened))
+    for size in reversed(values.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, int(size))
+    return array
