@@ -29,7 +29,7 @@ STATE = np.dtype(
     ]
 )
 WORDS = RECORD.itemsize // 8
-GENERATION, SERIAL, EXTENT, FIRST_ROW, CHECK = 0, 1, 2, 3, 7  # words; EXTENT: the length, the flags above it
+GENERATION, SERIAL, EXTENT, FIRST_ROW, TIME, CHECK = 0, 1, 2, 3, 4, 7  # words; EXTENT: the length, the flags above it
 LENGTH, FLAGS = 4, 5  # half words
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
 

@@ -88,7 +88,7 @@ class Ring:
             self._free.append(slot)
             self.steps -= length
 
-    def clear(self) -> None:
-        """No episode is visible any more."""
-        for serial in list(self._live):
-            self.hide(serial)
+    def hide_before(self, serial: int) -> None:
+        """The episodes before one are not visible any more."""
+        while self._live and self.oldest < serial:
+            self.hide(self.oldest)
