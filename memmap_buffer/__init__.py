@@ -9,12 +9,12 @@ The layers; a module imports only from levels above its own line, never sideways
     level 4   store.layout, store.host, store.folder, store.table
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes
-    level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile
+    level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile, store.shards
     level 8   store.stream, store.columns, store.redo, store.pack, store.priority
     level 9   store.recovery, store.checkup
     level 10  store.writer
-    level 11  store.repair, store.recording, store.editing
-    level 12  reading.slices, reading.conditions, reading.split, reading.weighting, reading.hindsight
+    level 11  store.repair, store.recording, store.editing, reading.spans
+    level 12  reading.together, reading.slices, reading.conditions, reading.split, reading.weighting, reading.hindsight
     level 13  reading.sources, reading.runs
     level 14  reading.gather, reading.index
     level 15  reading.views, reading.relabelling

@@ -20,13 +20,14 @@ from memmap_buffer.errors import (
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.schema import Schema
-from memmap_buffer.statistics import QUANTILES, Statistics, keep, kept, statistics
+from memmap_buffer.statistics import QUANTILES, Statistics, described, keep, kept, statistics
 from memmap_buffer.store import creation, storage
 from memmap_buffer.store.editing import Editing
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.recording import Recording
+from memmap_buffer.store.shards import take_free
 from memmap_buffer.store.snapshot import snapshot
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.writer import Durability, Writer
@@ -58,6 +59,9 @@ class ReplayBuffer(Recording, Editing, Readable):
         verify: when checksums are compared on reading: "auto" (what a crash of the machine may have spoilt, when it
             is first read), "always" (all of it, on opening), "read" (at every read) or "never".
         reserve: take the whole disk space when creating, instead of as episodes are written.
+        shard: "auto": `folder` is a root of shards, and this writes to the first of them that nobody writes to, that
+            was created with these arguments and has room; else to a new one. `ConcatBuffer.from_root` reads them all.
+            The shard is taken for as long as this object has the lock: for another in the same process, too.
 
     Raises:
         SchemaMismatchError: the folder holds another schema; the text lists the differences.
@@ -85,6 +89,7 @@ class ReplayBuffer(Recording, Editing, Readable):
         stage: str = "ram",
         verify: str = "auto",
         reserve: bool = False,
+        shard: str | None = None,
     ) -> None:
         schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
         layout = Layout(
@@ -93,10 +98,9 @@ class ReplayBuffer(Recording, Editing, Readable):
         how = Durability(durability, sync_every, checksum, publish, stage)
         storage.check_verify(verify)
         how.require_spare(folder, layout.spare_slots)
-        place = Folder(Path(folder))
-        lock = WriterLock(place)
         if read_only and overwrite:
-            raise ReadOnlyError(f"{place.path}: overwrite=True and read_only=True exclude each other; drop one")
+            raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")
+        place, lock = _place(folder) if shard is None else _free_shard(folder, layout, shard, overwrite or read_only)
         if not read_only and (overwrite or not place.exists("schema.json")):
             _create(place, lock, layout, overwrite, reserve)
         opened = Storage.open(place.path, read_only=read_only, verify=verify)
@@ -228,10 +232,10 @@ class ReplayBuffer(Recording, Editing, Readable):
         """
         found = kept(self._storage, names, quantiles)
         if found is None:
-            changes = self._storage.state("changes")
+            of = described(self._storage.refresh())
             found = statistics([self._storage], names, quantiles, seed=seed)
             if self._writer.holds:
-                keep(self._storage.folder, found, changes)
+                keep(self._storage.folder, found, of)
         return found
 
     def create_collector(
@@ -274,6 +278,19 @@ class ReplayBuffer(Recording, Editing, Readable):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _place(folder: str | PathLike[str]) -> tuple[Folder, WriterLock]:
+    place = Folder(Path(folder))
+    return place, WriterLock(place)
+
+
+def _free_shard(root: str | PathLike[str], layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
+    if shard != "auto":
+        raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
+    if excluded:
+        raise SchemaError("shard='auto' writes beside what is there; leave out overwrite and read_only")
+    return take_free(root, layout)
 
 
 def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, reserve: bool) -> None:

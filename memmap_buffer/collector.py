@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.errors import EpisodeStateError, NotEnoughDataError, SchemaError
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.stream import NEXT, EpisodeStream, Steps
 from memmap_buffer.values import Array, decode, to_numpy
@@ -41,7 +41,6 @@ class Collector:
         chosen = schema.require(fields if fieldnames is None else fieldnames, "fieldnames", fields)
         meta_chosen = schema.require(meta if meta_fieldnames is None else meta_fieldnames, "meta_fieldnames", meta)
         self._new_stream = new_stream
-        self._schema = schema
         self._collected = Schema({n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen})
         self._strict = strict
         self.num_groups = num_groups
@@ -68,7 +67,8 @@ class Collector:
 
     def __setitem__(self, name: str, values: Any) -> None:
         """Set a column that was computed from the others, (T, G, …); if it is a field of the buffer it is stored."""
-        array = to_numpy(values)
+        self._require_not_storing()
+        array = np.array(to_numpy(values))
         if array.shape[:2] != (len(self), self.num_groups):
             wanted = f"({len(self)}, {self.num_groups}, …)"
             raise SchemaError(
@@ -83,7 +83,14 @@ class Collector:
             self._storing[0].abort()
         self._parts, self._length, self._storing = {}, 0, None
 
+    def _require_not_storing(self) -> None:
+        if self._storing is not None:
+            raise EpisodeStateError(
+                "some of what was collected is not stored yet; call store() again once there is room, or clear()"
+            )
+
     def _extend(self, given: dict[str, Any], *, time: bool) -> None:
+        self._require_not_storing()
         names = {name.split(".")[0] for name in self._collected.all}
         others = {n: v for n, v in given.items() if n.removeprefix(NEXT).split(".")[0] not in names and n not in names}
         known = given if self._strict else {name: value for name, value in given.items() if name not in others}
@@ -190,22 +197,23 @@ class Collector:
         if self._storing is None:
             if not len(self):
                 raise NotEnoughDataError("the collector is empty; append to it first", steps=0)
-            steps = Steps(self._schema, nest({**self._stored(), **self._meta(meta)}), time=True)
-            self._storing = self._new_stream(self.num_groups), steps
+            stream = self._new_stream(self.num_groups)
+            schema = stream.schema  # the buffer's now: fields may have come and gone since
+            values = {**self._stored(schema), **self._meta(schema, meta)}
+            self._storing = stream, Steps(schema, nest(values), time=True)
         stream, steps = self._storing
         stream.extend(steps)
-        stream.publish(steps, cut=steps.can_end)
-        self._storing = None
+        stream.publish(steps, cut=bool(stream.schema.ends))
         self.clear()
 
-    def _stored(self) -> dict[str, Array]:
-        known = {*self._schema.all, *(f"{NEXT}{name}" for name in self._schema.final_names)}
+    def _stored(self, schema: Schema) -> dict[str, Array]:
+        known = {*schema.all, *(f"{NEXT}{name}" for name in schema.final_names)}
         return {name: column for name, column in self._columns().items() if name in known}
 
-    def _meta(self, given: dict[str, Any]) -> dict[str, Array]:
+    def _meta(self, schema: Schema, given: dict[str, Any]) -> dict[str, Array]:
         out = {}
-        for name, value in self._schema.flatten(given).items():
-            self._schema.require([name], "meta", self._schema.meta_fields)
-            array, shape = to_numpy(value), self._schema.meta_fields[name].shape
+        for name, value in schema.flatten(given).items():
+            schema.require([name], "meta", schema.meta_fields)
+            array, shape = to_numpy(value), schema.meta_fields[name].shape
             out[name] = np.broadcast_to(array, (len(self), self.num_groups, *shape))
         return out

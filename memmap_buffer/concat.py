@@ -12,6 +12,7 @@ from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.statistics import QUANTILES, Statistics, statistics
+from memmap_buffer.store.shards import shard_numbers
 from memmap_buffer.store.storage import Storage
 
 
@@ -39,7 +40,19 @@ class ConcatBuffer(Readable):
 
     @classmethod
     def from_root(cls, root: str | PathLike[str], weights: Sequence[float] | None = None) -> ConcatBuffer:
-        """All buffers that are direct subfolders of `root`, by name. Raises NotABufferError where there is none."""
+        """The buffers that are direct subfolders of `root`.
+
+        Where it holds shards (`shard-00000` …, as `ReplayBuffer(root, …, shard="auto")` makes them), these are read,
+        and those that appear later: `refresh`, every `sample` and every new epoch look for them. A shard's number is
+        the one of its name, first in `_indices` and `_index`, whichever others there are; the episodes of one that is
+        removed are gone as those of a ring that went on. Else, or with `weights`, they are the folders of now, by name.
+
+        Raises: NotABufferError: there is none. SchemaMismatchError: the fields differ.
+        """
+        if weights is None and next(shard_numbers(Path(root)), None) is not None:
+            buffer = cls.__new__(cls)
+            Readable.__init__(buffer, Sources.of_root(root))
+            return buffer
         folders = sorted(path.parent for path in Path(root).glob("*/schema.json"))
         if not folders:
             raise NotABufferError(f"{root}: no subfolder holds a buffer", path=Path(root))
@@ -47,17 +60,26 @@ class ConcatBuffer(Readable):
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        return tuple(storage.path for storage in self._sources.storages)
+        return tuple(storage.path for storage in self._present)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The number of each folder, by which `_indices` and `_index` begin."""
+        return tuple(n for n, storage in enumerate(self._sources.storages) if not storage.withdrawn)
 
     @property
     def read_only(self) -> bool:
         return True
 
+    @property
+    def _present(self) -> list[Storage]:
+        return [storage for storage in self._sources.storages if not storage.withdrawn]
+
     def statistics(
         self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
     ) -> Statistics:
         """As of one buffer, over the episodes of all sources; see `ReplayBuffer.statistics`. They are not kept."""
-        return statistics(self._sources.storages, names, quantiles, seed=seed)
+        return statistics(self._present, names, quantiles, seed=seed)
 
     def flush(self) -> None:
         """Nothing to do: there is nothing of its own to write."""

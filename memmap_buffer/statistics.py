@@ -9,6 +9,7 @@ Wolfowitz; Massart 1990); of at most K entries they are exact.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.records import FINAL
-from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.storage import Storage, crc32
 from memmap_buffer.store.table import EpisodeTable
 from memmap_buffer.values import Array, decode
+
+log = logging.getLogger("memmap_buffer")
 
 BoolArray = npt.NDArray[np.bool_]
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -133,29 +136,44 @@ def statistics(
     return Statistics(fields, last, sum(map(len, tables)))
 
 
+def described(table: EpisodeTable) -> dict[str, int]:
+    """What tells the episodes that a table shows from any others.
+
+    The change counter alone would not: it begins anew where a folder is overwritten, and in a copy of it. Nor would the
+    records: they do not count the columns that were added to them.
+    """
+    return {"changes": table.changes, "records": crc32(np.ascontiguousarray(table.check[table.visible]))}
+
+
 def kept(storage: Storage, names: Sequence[str] | None, quantiles: Sequence[float]) -> Statistics | None:
-    """What `keep` wrote, if it describes these fields, and nothing visible has changed since."""
+    """What `keep` wrote, if it describes these fields of the episodes that are visible now."""
+    chosen, schema = _numeric(storage.layout.schema, names), storage.layout.schema.all
     try:
         document = json.loads(storage.folder.read(FILE, MAX_BYTES))
-        found = {name: _from_json(spec) for name, spec in document["fields"].items()}
-        state = {key: int(document[key]) for key in ("changes", "last_serial", "num_episodes")}
-    except (OSError, CorruptBufferError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # none was kept, or by another version
-    chosen = _numeric(storage.layout.schema, names)
-    if state["changes"] != storage.state("changes") or not found.keys() >= set(chosen):
+        if {key: document[key] for key in ("changes", "records")} != described(storage.refresh()):
+            return None
+        found = {name: _from_json(document["fields"][name], schema[name].shape) for name in chosen}
+        last_serial, num_episodes = (int(document[key]) for key in ("last_serial", "num_episodes"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None  # none was kept of these, or by another program
+    if any(tuple(one.quantiles) != tuple(quantiles) for one in found.values()):
         return None
-    if any(tuple(found[name].quantiles) != tuple(quantiles) for name in chosen):
-        return None
-    return Statistics({name: found[name] for name in chosen}, state["last_serial"], state["num_episodes"])
+    return Statistics(found, last_serial, num_episodes)
 
 
-def keep(folder: Folder, found: Statistics, changes: int) -> None:
-    """Write them into the folder, whose lock is held; `changes` is the change counter that they describe."""
+def keep(folder: Folder, found: Statistics, of: Mapping[str, int]) -> None:
+    """Write them into the folder, whose lock is held; `of` is what `described` said of what they are of.
+
+    Where that fails nothing is lost but time.
+    """
     fields = {name: _to_json(one) for name, one in found.fields.items()}
-    document = {"changes": changes, "last_serial": found.last_serial, "num_episodes": found.num_episodes}
-    folder.unlink(f"{FILE}.new", missing_ok=True)
-    folder.write_new(f"{FILE}.new", json.dumps({**document, "fields": fields}).encode(), sync=True)
-    folder.rename(f"{FILE}.new", FILE)
+    document = {**of, "last_serial": found.last_serial, "num_episodes": found.num_episodes, "fields": fields}
+    try:
+        folder.unlink(f"{FILE}.new", missing_ok=True)
+        folder.write_new(f"{FILE}.new", json.dumps(document).encode(), sync=True)
+        folder.rename(f"{FILE}.new", FILE)
+    except OSError as error:
+        log.warning("%s: the statistics could not be kept in %s: %s", folder.path, FILE, error)
 
 
 def _numeric(schema: Schema, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -223,9 +241,8 @@ def _parts(storage: Storage, table: EpisodeTable, name: str) -> Iterator[tuple[A
     for pieces in _pieces(_episodes(storage, table, name), step):
         slots = np.array([slot for slot, _, _ in pieces])
         first = slots if name in schema.meta_fields else storage.first_row(slots, field.final)
-        good = np.ones(len(slots), np.bool_)
-        if not storage.trust(slots):
-            good = np.array([storage.trust(slots[i : i + 1]) for i in range(len(slots))])
+        storage.trust(slots)  # what fails is not shown any more
+        good = storage.table.shows(slots, table.serial[slots])
         begun = zip(first.tolist(), pieces, strict=True)
         rows = np.concatenate([source[row + start : row + stop] for row, (_, start, stop) in begun])
         good &= storage.unmoved(slots, table.serial[slots], table.generation[slots])
@@ -297,7 +314,14 @@ def _to_json(found: FieldStatistics) -> dict[str, Any]:
     return {"count": found.count, **arrays, "quantiles": cut, "rank_error": found.rank_error}
 
 
-def _from_json(spec: Mapping[str, Any]) -> FieldStatistics:
-    mean, std, low, high = (np.array(spec[key], np.float64) for key in ("mean", "std", "min", "max"))
-    cut = {float(q): np.array(value, np.float64) for q, value in spec["quantiles"]}
+def _from_json(spec: Mapping[str, Any], shape: tuple[int, ...]) -> FieldStatistics:
+    mean, std, low, high = (_array(spec[key], shape) for key in ("mean", "std", "min", "max"))
+    cut = {float(q): _array(value, shape) for q, value in spec["quantiles"]}
     return FieldStatistics(int(spec["count"]), mean, std, low, high, cut, float(spec["rank_error"]))
+
+
+def _array(value: Any, shape: tuple[int, ...]) -> Array:
+    array = np.array(value, np.float64)
+    if array.shape != shape:
+        raise ValueError(f"got shape {array.shape}, expected {shape}")
+    return array

@@ -94,6 +94,12 @@ def to_numpy(value: Any) -> Array:
     return array
 
 
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise SchemaError unless `value` is a whole number from `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise SchemaError(f"{name}: got {value!r}, expected a whole number from {least}")
+
+
 def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Array:
     """A value as it is stored: the dtype of `name`, shape `(*lead dimensions, *shape)`.
 

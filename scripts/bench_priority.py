@@ -99,7 +99,7 @@ def tree_alone(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
     del leaves
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.sample(batch, timestep_level=True, prioritized=HOW)
-        (priorities,) = buffer._priorities[HOW.name]
+        priorities = buffer._priorities[HOW.name].of(buffer._storage)
         rng = np.random.default_rng(1)
         errors = rng.random(batch)
 

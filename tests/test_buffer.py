@@ -182,6 +182,13 @@ def test_a_batch_that_cannot_be_published_whole_is_refused_whole(buffer):
     assert rewards(buffer) == [[1, 1], [2], [3], [4]]
 
 
+@pytest.mark.parametrize("batch_size", [0, -1, 1.5, "2"])
+def test_a_batch_has_an_episode_at_least(buffer, batch_size):
+    with pytest.raises(SchemaError, match="batch_size: got"), buffer.batched_episode(batch_size):
+        pass
+    assert len(buffer) == 0
+
+
 def test_batch_calls_outside_a_batch_say_where_they_belong(buffer):
     for call in (buffer.store_batch, buffer.store_meta_batch):
         with pytest.raises(EpisodeStateError, match=r"no batch is open.*batched_episode"):

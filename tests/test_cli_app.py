@@ -14,8 +14,9 @@ from cli_cases import RUN, make, run
 from faults import listing
 from test_readme import run_blocks
 
-from memmap_buffer import pack
+from memmap_buffer import ReplayBuffer, pack
 from memmap_buffer.cli import app, change, exchange, look
+from memmap_buffer.cli.terminal import Problem
 
 each_command = pytest.mark.parametrize("name", app.EXAMPLES)
 
@@ -208,15 +209,30 @@ def test_a_format_that_goes_one_way_says_so(place: Path, capsys: pytest.CaptureF
 
 def test_what_is_imported_is_what_was_exported(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needs("import")
-    from memmap_buffer import ReplayBuffer
-
-    assert app.main(["import", "robomimic", "demos.hdf5", "back", "--max-episodes", "30"]) == 0
+    assert app.main(["import", "robomimic", "demos.hdf5", "back", "--option", "max_episodes=30"]) == 0
     with ReplayBuffer.from_folder("replay_data") as one, ReplayBuffer.from_folder("back") as other:
         assert (len(one), other.max_episodes) == (len(other), 30)
         for i in range(len(one)):
             expected, got = (buffer.schema.flatten(buffer.episode(i)) for buffer in (one, other))
             for name in ("observation.state", "observation.pixels", "action"):
                 assert got[name].tolist() == expected[name].tolist()
+
+
+def test_options_reach_the_function_of_the_format_and_others_are_refused(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def function(source: str, folder: str, *, fps: float = 0.0, infos: bool = True, **options: object) -> None: ...
+
+    given = ["fps=2.5", "infos=false", "circular=true"]
+    assert exchange.options_of(function, given, exchange.OF_BUFFERS) == {"fps": 2.5, "infos": False, "circular": True}
+    assert exchange.options_of(function, ["author=[1, 2]", "name=some text"]) == {"author": [1, 2], "name": "some text"}
+    for wrong in ("frames=1", "fps", "=3", "folder=x"):
+        with pytest.raises(Problem, match="expected NAME=VALUE with one of fps, infos, max_episodes"):
+            exchange.options_of(function, [wrong], exchange.OF_BUFFERS)
+    needs("export")
+    assert app.main(["export", "robomimic", "replay_data", "there.hdf5", "--option", "fps=3"]) == 2
+    assert "--option 'fps=3'" in capsys.readouterr().err
+    assert not Path("there.hdf5").exists()
 
 
 def test_an_import_that_fails_leaves_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,6 +246,9 @@ def test_an_import_that_fails_leaves_nothing(place: Path, capsys: pytest.Capture
 
 def test_an_export_replaces_a_file_only_after_a_yes(place: Path) -> None:
     needs("export")
+    Path("folder").mkdir()
+    done = run("export", "robomimic", "replay_data", "folder", "--yes")
+    assert (done.returncode, done.stderr) == (2, "memmap-buffer: folder: there is a folder already; give a new name\n")
     Path("mine.hdf5").write_text("mine")
     assert run("export", "robomimic", "replay_data", "mine.hdf5", given="n\n").returncode == 2
     assert Path("mine.hdf5").read_text() == "mine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,20 +68,26 @@ def test_disk_use_counts_files_and_no_links(tmp_path: Path) -> None:
     assert on_disk < 1 << 20
 
 
-def test_a_bar_is_shown_to_who_watches_and_only_to_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "word"), [("pack", "packing"), ("split", "splitting"), ("verify", "checking"), ("episodes", "episodes")]
+)
+def test_a_bar_is_shown_to_who_watches_and_only_to_them(tmp_path: Path, command: str, word: str) -> None:
     folder = make(tmp_path / "buffer", range(40), max_episodes=40).folder
+    arguments = [command, str(folder), *[str(tmp_path / "new")] * (command in ("pack", "split"))]
     watched, slave = pty.openpty()
-    command = [sys.executable, "-c", f"{SLOW}\n{RUN}", "pack", str(folder), str(tmp_path / "packed")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=slave)
+    line = [sys.executable, "-c", f"{SLOW}\n{RUN}", *arguments]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=slave)
     os.close(slave)
     shown = b""
     while chunk := read(watched):
         shown += chunk
     os.close(watched)
     assert process.wait() == 0
-    assert b"packing" in shown
-    piped = run("pack", folder, tmp_path / "again")
-    assert (piped.returncode, piped.stdout, piped.stderr) == (0, "", "")
+    assert word.encode() in shown
+    assert b"None" not in shown
+    shutil.rmtree(tmp_path / "new", ignore_errors=True)
+    piped = run(*arguments)
+    assert (piped.returncode, piped.stderr) == (0, "")
 
 
 def read(descriptor: int) -> bytes:

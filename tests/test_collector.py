@@ -5,9 +5,10 @@ import errno
 import numpy as np
 import pytest
 import torch
-from faults import flags_of, shown, system
+from faults import flags_of, shown, system, without_barriers
 
-from memmap_buffer import BufferFullError, Field, NotEnoughDataError, ReplayBuffer, SchemaError
+from memmap_buffer import BufferFullError, EpisodeStateError, Field, NotEnoughDataError, ReplayBuffer, SchemaError
+from memmap_buffer.store import episode as episodes
 from memmap_buffer.store.records import CUT, FINAL, TERMINATED
 
 FIELDS = {
@@ -201,3 +202,88 @@ def test_a_full_buffer_refuses_and_clear_forgets_what_was_collected(tmp_path):
         with buffer.one_episode():
             buffer.store(reward=4)
         assert [e["reward"] for _, e in shown(buffer)] == [[4]]
+
+
+IN_PLACE = [{"stage": "disk"}, {"publish": "step"}, {"publish": "step", "durability": "power"}]
+
+
+@pytest.mark.parametrize("how", IN_PLACE, ids=str)
+def test_store_goes_on_where_a_full_disk_stopped_it_also_in_place(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(episodes, "CHUNK_BYTES", 8)  # a few steps are staged, then they are written
+    without_barriers(monkeypatch)
+    for at_operation in range(1, 200):
+        options = {"spare_slots": 3, **how}
+        with ReplayBuffer(
+            tmp_path / str(at_operation), 9, 8, {"x": "float", "terminated": "bool"}, **options
+        ) as buffer:
+            collector = buffer.create_collector(2)
+            collector.extend(x=np.arange(12).reshape(6, 2), terminated=np.arange(12).reshape(6, 2) == 6)
+            failed = False
+            with system(at_operation, error=errno.ENOSPC, only=("pwrite",)):
+                try:
+                    collector.store()
+                except OSError as error:
+                    failed = error.errno == errno.ENOSPC
+            if failed:
+                collector.store()
+            assert sorted(e["x"] for _, e in shown(buffer)) == [[0, 2, 4, 6], [1, 3, 5, 7, 9, 11], [8, 10]]
+        if not failed:
+            break
+    assert at_operation > 10
+
+
+INTERRUPTED = [("update", 4), ("update", 7), ("final", 0), ("final", 2), ("publish", 0), ("publish", 2)]
+
+
+@pytest.mark.parametrize(("where", "after"), INTERRUPTED, ids=str)
+def test_store_goes_on_where_it_was_interrupted(buffer, collector, monkeypatch, where, after):
+    calls, owner = [], episodes.Episode
+    real = getattr(owner, where)
+
+    def interrupted(self, *arguments, **options):
+        calls.append(self)
+        if len(calls) == after + 1:
+            raise KeyboardInterrupt("boom")
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt, match="boom"):
+        collector.store(task=[1, 2, 3])
+    collector.store()
+    got = [(e["reward"], e["task"], len(e["observation"]["x"])) for _, e in shown(buffer)]
+    cuts = [(0, 0, TIME), (1, 0, 3), (1, 3, TIME), (2, 0, TIME)]
+    expected = [([at(t, i)[2] for t in range(start, stop)], i + 1, stop - start + 1) for i, start, stop in cuts]
+    assert sorted(got) == sorted(expected)
+
+
+def test_nothing_is_collected_while_some_of_it_waits_to_be_stored(tmp_path):
+    with ReplayBuffer(tmp_path, 3, 8, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[0])
+        collector = buffer.create_collector(3)
+        collector.append(x=[1, 2, 3])
+        with pytest.raises(BufferFullError, match="is full"):
+            collector.store()
+        for more in (lambda: collector.append(x=[4, 5, 6]), lambda: collector.__setitem__("x", [[4, 5, 6]])):
+            with pytest.raises(EpisodeStateError, match=r"not stored yet; call store\(\) again"):
+                more()
+        buffer.delete(0)
+        collector.store()
+        collector.append(x=[4, 5, 6])
+        assert [e["x"] for _, e in shown(buffer)] == [[1], [2], [3]] and len(collector) == 1
+
+
+def test_what_was_collected_before_the_columns_changed_is_stored_by_the_schema_that_stands(tmp_path):
+    with ReplayBuffer(tmp_path, 9, 8, {"x": "float", "z": ("int", (), 0)}) as buffer:
+        collector = buffer.create_collector(2)
+        collector.append(x=[1, 2], z=[3, 4])
+        buffer.add_field("y", ("float", (), 5))
+        buffer.drop_field("z")
+        collector.store()
+        assert [e for _, e in shown(buffer)] == [{"x": [1], "y": [5]}, {"x": [2], "y": [5]}]
+
+
+def test_a_column_that_was_computed_is_kept_as_it_was_given(collector):
+    column = torch.zeros(TIME, GROUPS)
+    collector["advantage"] = column
+    column += 1
+    assert not collector.time_major["advantage"].any()

@@ -14,6 +14,8 @@ from memmap_buffer import (
     CorruptBufferError,
     EpisodeStateError,
     Field,
+    NotABufferError,
+    ReadOnlyError,
     ReplayBuffer,
     SchemaError,
     SchemaMismatchError,
@@ -356,6 +358,37 @@ def test_an_open_reader_reads_on_beside_a_new_field_and_is_told_of_one_that_went
     for read in (lambda: reader.num_episodes, lambda: next(iter(reader.dataloader(2, dataset=dataset)))):
         with pytest.raises(SchemaMismatchError, match=r"(?s)its schema was changed.*'reward': stored.*from_folder"):
             read()
+
+
+def test_a_read_only_object_stays_one_where_another_changed_the_columns(buffer):
+    reader = ReplayBuffer.from_folder(buffer.folder, read_only=True)
+    buffer.drop_field("task")
+    for change in (lambda: reader.drop_field("reward"), lambda: reader.rename_field("reward", "gain")):
+        with pytest.raises(ReadOnlyError, match="read_only=True"):
+            change()
+        assert reader.read_only
+
+
+def test_a_reader_that_checks_every_read_is_served_open_episodes_with_a_field_that_it_does_not_know(tmp_path):
+    with ReplayBuffer(tmp_path, 3, 4, {"x": "float"}, publish="step", spare_slots=2) as buffer:
+        reader = ReplayBuffer.from_folder(tmp_path, read_only=True, verify="read")
+        assert len(reader) == 0
+        buffer.add_field("y", ("float", (), 3))
+        with buffer.one_episode():
+            buffer.store(x=1)
+            buffer.store(x=2)
+            assert reader.episode(0)["x"].tolist() == [1, 2] and len(reader) == 1
+        assert reader.episode(0)["x"].tolist() == [1, 2]
+    assert verify(tmp_path) == []
+
+
+def test_a_reader_of_a_folder_that_was_deleted_is_told_so(buffer):
+    reader = ReplayBuffer.from_folder(buffer.folder, read_only=True)
+    buffer.delete(0)
+    buffer.close()
+    shutil.rmtree(buffer.folder)
+    with pytest.raises(NotABufferError, match="there is no such folder"):
+        len(reader)
 
 
 def test_another_object_cannot_write_by_the_old_schema_and_takes_the_lock_from_nobody(buffer):

@@ -1,12 +1,14 @@
 """The PyTorch contract: what items and batches are, and that they are gathered whole."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from conftest import assert_same, flat
 from torch.utils.data import DataLoader
 
-from memmap_buffer import NotEnoughDataError, NStep, Offsets, SchemaError, Trajectory, Window
+from memmap_buffer import ConcatBuffer, NotEnoughDataError, NStep, Offsets, SchemaError, Trajectory, Window
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.schema import nest
 
@@ -246,6 +248,35 @@ def test_an_item_that_does_not_exist_raises_index_error(recorded):
     assert dataset[-1]["t"] == 5
     with pytest.raises(IndexError, match="item 18: the dataset has 18"):
         dataset[18]
+
+
+@pytest.mark.parametrize("position", [1.5, "1", slice(2), None])
+def test_a_position_that_is_no_whole_number_is_refused(recorded, position):
+    with pytest.raises(SchemaError, match=r"dataset: got .*, expected whole numbers"):
+        recorded().dataset(timestep_level=True)[position]
+
+
+def test_no_positions_give_a_batch_of_no_items(recorded):
+    buffer = recorded()
+    for both in (buffer, ConcatBuffer([buffer, buffer])):
+        assert len(both.dataset(n_steps=2).__getitems__([])) == 0
+
+
+@pytest.mark.parametrize("seed", [-1, "1", 1.5])
+def test_a_seed_that_is_no_whole_number_is_refused(recorded, seed):
+    buffer = recorded()
+    with pytest.raises(SchemaError, match="seed: got"):
+        buffer.sample(2, seed=seed)
+    with pytest.raises(SchemaError, match="seed: got"):
+        buffer.dataloader(2, shuffle=True, seed=seed)
+
+
+def test_numbers_of_numpy_make_a_loader_whose_state_is_of_pythons(recorded):
+    buffer = recorded()
+    loader, plain = buffer.dataloader(np.int64(2), seed=np.int64(1)), buffer.dataloader(2, seed=1)
+    next(iter(loader))
+    next(iter(plain))
+    assert json.loads(json.dumps(loader.state_dict())) == plain.state_dict()
 
 
 # Names and devices

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ConcatBuffer, MemmapBufferError, ReplayBuffer
 from memmap_buffer.reading.distributed import ProcessRanks
 
 WORLD = 2
@@ -99,7 +99,40 @@ def workers(rank, folder, _):
     return [items(buffer.dataloader(4, shuffle=True, seed=3, num_workers=n, **STEPS)) for n in (0, 1)]
 
 
-ACTS = {act.__name__: act for act in (epochs, later, stop, resume, alone, given, workers)}
+def refused(batches):
+    """What they raise."""
+    try:
+        return items(batches)
+    except MemmapBufferError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fewer(rank, folder, _):
+    """Rank 1 reads a copy that lacks two episodes that lie apart."""
+    buffer = ReplayBuffer.from_folder(folder.parent / f"copy {rank}", read_only=True)
+    return refused(buffer.dataloader(4, shuffle=True, seed=1, **STEPS))
+
+
+def unequal(rank, folder, _):
+    """Rank 1 was given another batch size."""
+    return refused(ReplayBuffer.from_folder(folder, read_only=True).dataloader(4 - rank, seed=1, **STEPS))
+
+
+def sharded(rank, folder, _):
+    """A root of shards, one of which rank 1 has not looked for before rank 0 begins the epoch with it."""
+    root = ConcatBuffer.from_root(folder.parent / "root")
+    loader = root.dataloader(4, shuffle=True, seed=rank, **STEPS)
+    dist.barrier()
+    if rank == 0:
+        with ReplayBuffer(folder.parent / "root" / "shard-00003", 9, 12, {"t": "int"}) as buffer:
+            record(buffer, 8)
+    dist.barrier()
+    batches = iter(loader)
+    head = items(next(batches) for _ in range(2))
+    return head, loader.state_dict(), items(batches)
+
+
+ACTS = {act.__name__: act for act in (epochs, later, stop, resume, alone, given, workers, fewer, unequal, sharded)}
 
 
 def rank_main(rank, folder, results):
@@ -123,6 +156,14 @@ def both(tmp_path_factory):
     for name, max_episodes in (("full", len(LENGTHS)), ("room", 20)):
         with ReplayBuffer(folder / name, max_episodes, 12, {"t": "int"}, circular=True) as buffer:
             record(buffer, *LENGTHS)
+    for rank in range(WORLD):
+        with ReplayBuffer(folder / f"copy {rank}", len(LENGTHS), 12, {"t": "int"}) as buffer:
+            record(buffer, *LENGTHS)
+            for position in (3, 1) if rank else ():
+                buffer.delete(position)
+    for number in (0, 2):
+        with ReplayBuffer(folder / "root" / f"shard-{number:05}", 9, 12, {"t": "int"}) as buffer:
+            record(buffer, *LENGTHS[number:])
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [context.Process(target=rank_main, args=(rank, folder, results)) for rank in range(WORLD)]
@@ -192,3 +233,37 @@ def test_ranks_given_as_they_are_agree_all_the_same(both):
 def test_workers_of_a_rank_change_nothing(both):
     for without, with_worker in both["workers"]:
         assert without == with_worker
+
+
+def test_where_one_rank_cannot_give_its_part_all_of_them_raise(both):
+    first, second = both["fewer"]
+    assert first.startswith("SchemaError: an epoch that not every rank can give: rank 1: ")
+    assert second.startswith("StaleEpisodeError: ")
+    assert "2 episodes of the epoch, [1, 3] first, were overwritten or removed since" in first
+    assert second.removeprefix("StaleEpisodeError: ") in first
+
+
+def test_epochs_of_unequal_length_are_refused_on_every_rank(both):
+    first, second = both["unequal"]
+    assert first == second
+    assert first.startswith(
+        "SchemaError: an epoch of unequal length: the ranks have [5, 6] batches; give each the same"
+    )
+
+
+def test_the_shards_of_a_root_are_shared_without_overlap_and_the_rest_is_resumed_by_one_process(both, tmp_path):
+    expected = {(number, s, t) for number in (0, 2) for s, n in enumerate(LENGTHS[number:]) for t in range(n)}
+    expected |= {(3, 0, t) for t in range(8)}
+    (first, state, rest), (second, same, other_rest) = both["sharded"]
+    assert state == same
+    every = [*first, *second, *rest, *other_rest]
+    assert set(every) == expected
+    assert len(every) == len(expected)
+    for number in (0, 2):
+        with ReplayBuffer(tmp_path / f"shard-{number:05}", 9, 12, {"t": "int"}) as buffer:
+            record(buffer, *LENGTHS[number:])
+    with ReplayBuffer(tmp_path / "shard-00003", 9, 12, {"t": "int"}) as buffer:
+        record(buffer, 8)
+    loader = ConcatBuffer.from_root(tmp_path).dataloader(5, shuffle=True, **STEPS)
+    loader.load_state_dict(state)
+    assert set(items(loader)) == expected - {*first, *second}

@@ -1,5 +1,6 @@
 """The programs of examples/ run on a small budget, with warnings as errors, and make what they say."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,19 @@ def test_prioritised_dqn_learns_while_it_plays_and_goes_on_where_it_stood(tmp_pa
     assert saved["steps"] == 1150
     assert all(weight.isfinite().all() for weight in saved["network"].values())
     assert (tmp_path / "prioritized_dqn.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_processes_learn_as_one_does_from_the_same_global_batches(recording):
+    """Every update's loss, over more than one epoch."""
+    arguments = ["--updates", 40, "--seed", 3]
+    assert "imitation by 1: loss" in run_well("ddp_imitation", recording, *arguments)
+    program = EXAMPLES / "ddp_imitation.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program]
+    command += ["--folder", recording, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "imitation by 2: loss" in done.stdout
+    one, two = (json.loads((recording / f"losses-{n}.json").read_text()) for n in (1, 2))
+    assert len(one) == len(two) == 40
+    np.testing.assert_allclose(two, one, rtol=1e-4)
+    assert two[-1] < two[0]

@@ -1,6 +1,8 @@
 """Batches that are planned and copied together: each is as if it had been read alone, and is its own."""
 
 import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import torch
 from conftest import assert_same, flat
 
-from memmap_buffer import ConcatBuffer, Offsets, Trajectory, Window
+from memmap_buffer import ConcatBuffer, Offsets, ReplayBuffer, Trajectory, Window
 from memmap_buffer.reading import gather
 
 LENGTHS = (3, 9, 12, 1, 7, 12, 5, 11)
@@ -120,3 +122,47 @@ def test_a_batch_may_be_as_large_as_one_alone_however_many_are_planned_together(
     for _ in range(20):
         assert len(buffer.sample(4, **options)["t"]) == 4
     assert sum(len(batch["t"]) for batch in buffer.dataloader(4, **options)) == sum(LENGTHS)
+
+
+@every_view
+@pytest.mark.parametrize("both", [False, True])
+def test_a_batch_of_no_items_asks_the_disk_for_nothing(recorded, options, both):
+    buffer = recorded(LENGTHS)
+    if both:
+        buffer = ConcatBuffer([buffer, recorded(LENGTHS, name="other")])
+    expected = buffer.elements(**options)
+    buffer._sources.disk.slow = True
+    assert buffer.elements(**options) == expected
+
+
+def test_threads_share_the_batches_that_are_planned(tmp_path):
+    with ReplayBuffer(tmp_path, 50, 40, {"x": "int"}) as buffer:
+        for number in range(50):
+            buffer.store_episode(x=np.arange(40) + 1000 * number)
+        options = {"timestep_level": True, "return_indices": True}
+
+        def draw(_):
+            batch = buffer.sample(64, **options)
+            return bool((batch["x"] == batch["_indices"][:, 0] * 1000 + batch["_indices"][:, 1]).all())
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                assert all(pool.map(draw, range(2000)))
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def test_a_batch_copied_before_a_change_is_looked_at_again_when_it_is_handed_out(tmp_path):
+    with ReplayBuffer(tmp_path, 4, 8, {"x": "int"}) as buffer:
+        for number in range(4):
+            buffer.store_episode(x=np.full(8, number))
+        loader = iter(buffer.dataloader(4, timestep_level=True, shuffle=True, seed=0, return_indices=True))
+        for _ in range(3):  # by then several are copied together
+            next(loader)
+        buffer.update(None, x=np.full((4, 8), 7))
+        assert set(next(loader)["x"].tolist()) == {7}
+        buffer.delete([0, 1])
+        rest = [serial for batch in loader for serial in batch["_indices"][:, 0].tolist()]
+        assert set(rest) <= {2, 3}

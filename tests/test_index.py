@@ -197,6 +197,19 @@ class TestFilters:
             ({"filter_fields": {"z": 1}}, "filter_fields needs a view of timesteps"),
             ({"timestep_level": True, "filter_fields": {"task": 1}}, "filter_fields: got 'task'"),
             ({"timestep_level": True, "filter_fields": {"vector": 1}}, r"'vector' has shape \(2,\)"),
+            ({"filter_meta": {"task": "a"}}, r"'task': got 'a', but it holds numbers \(int64\)"),
+            ({"filter_meta": {"task": [0, "a"]}}, r"'task': got \[0, 'a'\], but it holds numbers"),
+            ({"filter_meta": {"task": ("a", None)}}, r"'task': got \('a', None\), but it holds numbers"),
+            ({"filter_meta": {"task": None}}, "'task': got None, but it holds numbers"),
+            ({"filter_meta": {"task": [0, [1]]}}, "'task': got .*, but it holds numbers"),
+            ({"filter_meta": {"name": (1, 2)}}, r"'name': got \(1, 2\), but it holds text"),
+            ({"filter_meta": {"name": 1}}, "'name': got 1, but it holds text"),
+            ({"filter_meta": ["task"]}, r"filter: got \['task'\], expected a dict"),
+            ({"timestep_level": True, "filter_fields": {"_start": ("a", 3)}}, "'_start': got .*, but it holds numbers"),
+            ({"min_episode_len": "3"}, "min_episode_len: got '3', expected a whole number from 0"),
+            ({"min_episode_len": 2.5}, "min_episode_len: got 2.5"),
+            ({"split": {"a": 1.0}, "part": "a", "split_seed": "x"}, "split_seed: got 'x', expected a whole number"),
+            ({"weight_by": "name"}, "weight_by: 'name' holds text; give a field of one number"),
             ({"top_k": ("scor", 1)}, r"top_k: got 'scor', which was not declared.*; did you mean 'score'"),
             ({"top_k": ("pair", 1)}, r"top_k: 'pair' has shape \(2,\)"),
             ({"top_k": ("score", 0)}, "top_k: got .*0"),
@@ -213,6 +226,17 @@ class TestFilters:
         """S4-25"""
         with pytest.raises(SchemaError, match=match):
             buffer.dataset(**options)
+
+    @pytest.mark.parametrize("as_one", [np.array, torch.tensor], ids=["numpy", "torch"])
+    def test_conditions_may_be_arrays_and_tensors(self, buffer, as_one):
+        assert episodes(buffer, filter_meta={"task": as_one([1, 2])}) == [1, 2, 4, 5]
+        assert episodes(buffer, filter_meta={"task": as_one(1)}) == [1, 4]
+        assert episodes(buffer, filter_meta={"task": (as_one(1), as_one(2))}) == [1, 4]
+        assert episodes(buffer, filter_meta={"task": [as_one(0), as_one(2)]}) == [0, 2, 3, 5]
+
+    @pytest.mark.parametrize(("condition", "served"), [((0, 1e300), range(6)), (1e300, ()), ([1e300], ())])
+    def test_a_number_beyond_the_dtype_of_a_field_is_larger_than_all_in_it(self, buffer, condition, served):
+        assert episodes(buffer, filter_meta={"score": condition}) == list(served)
 
     def test_samples_under_arrays_of_the_same_bytes_are_not_confused(self, buffer):
         long, short = np.array([1, 2], np.int64), np.array([1, 0, 2, 0], np.int32)

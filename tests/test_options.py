@@ -218,6 +218,10 @@ class TestElements:
         assert buffer.elements(8, view=Window(4))["half"] == ((8, 4), "bfloat16")
         assert buffer.elements(8, slice_by_episode_len=False)["text"] == ((8, 12), "str")
 
+    def test_sequences_may_be_longer_than_the_whole_folder(self, recorded):
+        elements = recorded((), max_episodes=1, max_timesteps=3).elements(8, n_steps=100, sequence_fields="t")
+        assert elements["seq_t"] == ((8, 100), "int64")
+
     def test_what_is_not_stored_cannot_be_an_element(self, recorded):
         """S3-19"""
         with pytest.raises(SchemaError, match=r"fields: got 'rewards', .*did you mean 'reward'"):

@@ -335,7 +335,7 @@ def test_the_tree_on_the_disk_is_drawn_from_as_it_is_where_every_step_can_be(tmp
     buffer = make(tmp_path, (5, 6), max_episodes=3)
     for options, kind in [(STEP, Steps), ({"view": Window(3)}, Steps), ({"view": Window(3, 2)}, Heap)]:
         buffer.sample(1, prioritized=True, **options)
-        assert isinstance(next(reversed(buffer._draws.values()))._masses[0], kind)
+        assert isinstance(next(reversed(buffer._draws.values()))._masses[buffer._storage], kind)
 
 
 def test_an_n_step_draw_turns_to_a_tree_of_its_own_when_a_step_has_no_successor(tmp_path):
@@ -583,3 +583,26 @@ def test_an_update_of_several_sources_counts_what_is_gone_in_each(tmp_path):
     with pytest.raises(SchemaError, match="got source 2, there are 2"):
         both.update_priorities([[2, 0, 0]], [1])
     both.checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({}, r"load_state_dict: got \{\}, expected what state_dict gave"),
+        (None, "load_state_dict: got None, expected what state_dict gave"),
+        ({"seed": "x", "epoch": 0, "num_drawn": 0}, "load_state_dict: seed: got 'x', expected a whole number"),
+        ({"seed": 1, "epoch": 0, "num_drawn": -1}, "load_state_dict: num_drawn: got -1"),
+    ],
+)
+def test_what_is_no_state_of_a_loader_is_refused(tmp_path, state, match):
+    loader = make(tmp_path, (5, 4)).dataloader(3, prioritized=True, seed=1, **STEP)
+    before = loader.state_dict()
+    with pytest.raises(SchemaError, match=match):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+def test_a_state_from_before_beta_was_kept_begins_with_it_anew(tmp_path):
+    loader = make(tmp_path, (5, 4)).dataloader(3, prioritized=True, seed=1, **STEP)
+    loader.load_state_dict({"seed": 2, "epoch": 3})
+    assert loader.state_dict() == {"seed": 2, "epoch": 3, "num_drawn": 0}

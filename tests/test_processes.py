@@ -375,27 +375,31 @@ def test_a_folder_on_a_read_only_mount_is_read_and_trained_on(folder):
 # Many folders
 
 
-def test_hundreds_of_folders_are_read_as_one_or_the_error_says_which_limit_to_raise(tmp_path):
-    """Fault 41: 200 folders of ten arrays each, where a process may have 1024 files open, or more."""
+def test_300_folders_are_read_as_one_by_a_process_that_may_open_256_files(tmp_path):
+    """Fault 41: of ten arrays each; a map needs no open file."""
     with make(tmp_path / "shard0") as buffer:
         buffer.store_episode(**content(0))
-    for i in range(1, 200):
+    for i in range(1, 300):
         shutil.copytree(tmp_path / "shard0", tmp_path / f"shard{i}")
 
     def read(tell: Callable[[Any], None]) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-        try:
-            tell(sources())
-        except OSError as error:
-            assert error.errno == errno.EMFILE
-            assert "raise the limit on open files (ulimit -n)" in str(error)
-            if hard == resource.RLIM_INFINITY or hard >= 4096:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
-                tell(sources())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        batch = ConcatBuffer.from_root(tmp_path).sample(6000, timestep_level=True, return_indices=True)
+        tell(len(batch["_indices"][:, 0].unique()))
 
-    def sources() -> int:
-        batch = ConcatBuffer.from_root(tmp_path).sample(4000, timestep_level=True, return_indices=True)
-        return len(batch["_indices"][:, 0].unique())
+    assert all(count > 290 for count in told_by(read))
 
-    assert all(count > 190 for count in told_by(read))
+
+@pytest.mark.parametrize(("code", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "vm.max_map_count")])
+def test_a_map_that_cannot_be_made_names_the_limit_to_raise(tmp_path, monkeypatch, code, remedy):
+    with make(tmp_path) as buffer:
+        buffer.store_episode(**content(0))
+
+    def fails(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files, "map_to_read", fails)
+    with pytest.raises(OSError, match=f"{remedy}.*read fewer folders") as caught:
+        ReplayBuffer.from_folder(tmp_path)
+    assert caught.value.errno == code

@@ -277,3 +277,21 @@ def test_many_different_options_do_not_pile_up(recorded):
     for n in range(1, 100):
         buffer.sample(2, n_steps=n)
     assert len(buffer._draws) <= 32
+
+
+@pytest.mark.parametrize("position", [slice(0, 2), "0", 1.5, [0, 1], None])
+def test_one_episode_has_one_position(ring, position):
+    for read in (ring.episode, ring.__getitem__):
+        with pytest.raises(SchemaError, match=r"episode: got .*, expected one position"):
+            read(position)
+
+
+@pytest.mark.parametrize("positions", [[1.5], ["0"], [[0]]])
+def test_positions_of_episodes_are_whole_numbers(ring, positions):
+    with pytest.raises(SchemaError, match=r"episodes: got .*, expected whole numbers"):
+        ring.episodes(positions)
+
+
+def test_positions_of_episodes_may_be_a_number_or_a_slice(ring):
+    assert ring.episodes(1, return_indices=True)["_index"].tolist() == [2]
+    assert ring.episodes(slice(1, None), return_indices=True)["_index"].tolist() == [2, 3]

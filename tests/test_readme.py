@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import memmap_buffer
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ConcatBuffer, ReplayBuffer
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.store.editing import Editing
 from memmap_buffer.store.recording import Recording
@@ -17,13 +17,16 @@ from memmap_buffer.store.recording import Recording
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GOES_ON = re.compile(r"run after the first one of \[[^]]*\]\(([^)]+)\)")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def run_blocks(page):
+def run_blocks(page, namespace=None, most=None):
     """Run a page's blocks in order, in one namespace; a traceback tells the line of the page."""
-    text, namespace = page.read_text(), {"__name__": "__main__"}
-    blocks = list(FENCE.finditer(text))
+    text, namespace = page.read_text(), namespace or {"__name__": "__main__"}
+    for other in GOES_ON.findall(text):
+        run_blocks(page.parent / other, namespace, most=1)
+    blocks = list(FENCE.finditer(text))[:most]
     for block in blocks:
         lines_before = text.count("\n", 0, block.start(1))
         exec(compile("\n" * lines_before + block[1], page, "exec"), namespace)
@@ -79,8 +82,10 @@ def test_the_recording_page_names_every_option_and_method_that_writes():
     assert {name for name in expected if not in_text(name, text)} == set()
 
 
-def test_the_reading_page_names_every_option_and_method_that_reads():
-    text = (ROOT / "docs" / "reading.md").read_text()
+def test_the_reading_pages_name_every_option_and_method_that_reads():
+    overview = (ROOT / "docs" / "reading.md").read_text()
+    linked = set(re.findall(r"^\| \[[^]]*\]\((\S+\.md)\) \|", overview, re.MULTILINE))
+    text = overview + "".join((ROOT / "docs" / name).read_text() for name in linked)
     arguments = {"device", "seed", "shuffle", "shuffle_window", "drop_last", "rank", "world_size", "tail", "weights"}
     methods = {
         "from_root",
@@ -99,12 +104,45 @@ def test_the_reading_page_names_every_option_and_method_that_reads():
     assert {name for name in expected if not in_text(name, text)} == set()
 
 
-def test_the_pages_name_everything_that_can_be_imported():
-    text = "".join(page.read_text() for page in PAGES)
-    assert [name for name in memmap_buffer.__all__ if not in_text(name, text)] == []
+def referenced(text):
+    """What reference.md names: section -> the names in the first column of its tables."""
+    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
+    tables = zip(sections[::2], sections[1::2], strict=True)
+    return {title: re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]*)\|", rows, re.M))) for title, rows in tables}
+
+
+def public_names(kind):
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_the_reference_names_everything_public_once():
+    found = referenced((ROOT / "docs" / "reference.md").read_text())
+    assert sorted(found["What can be imported"]) == sorted(memmap_buffer.__all__)
+    methods = found["A buffer that writes"] + found["A buffer that reads"]
+    assert sorted(methods) == sorted(public_names(ReplayBuffer) | public_names(ConcatBuffer))
+    assert sorted(found["Options of reading"]) == sorted(ReadOptions.__annotations__)
+
+
+def test_what_the_reference_lists_is_explained_where_it_says():
+    missing = []
+    for line in (ROOT / "docs" / "reference.md").read_text().splitlines():
+        if line.startswith("| `") and (links := re.findall(r"\]\(([a-z0-9-]+\.md)[^)]*\)", line)):
+            text = (ROOT / "docs" / links[-1]).read_text()
+            names = re.findall(r"`(\w+)`", line.split("|")[1])
+            missing += [(name, links[-1]) for name in names if not in_text(name, text)]
+    assert missing == []
+
+
+def anchors(page):
+    """The fragments that GitHub gives a page's headings: lower case, without punctuation, hyphens for spaces."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @every_page
 def test_links_within_the_repository_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    for target, fragment in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not fragment or fragment in anchors(path), (target, fragment)

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from memmap_buffer import ReplayBuffer
 from memmap_buffer.store.checkup import verify
-from memmap_buffer.store.records import CHECK, RECORD, STATE, STATE_WORD, check_of, seal, valid
+from memmap_buffer.store.records import (
+    CHECK,
+    RECORD,
+    STATE,
+    STATE_WORD,
+    check_of,
+    columns_of,
+    columns_since,
+    seal,
+    valid,
+)
 from memmap_buffer.store.storage import Storage
 
 VECTORS = json.loads((Path(__file__).parent / "golden" / "v1" / "records.json").read_text())
@@ -333,3 +343,31 @@ def test_what_is_visible_is_what_the_format_says(
         file.seek(8 * STATE_WORD["base"] - STATE.itemsize, 2)
         file.write(base.to_bytes(8, "little"))
     assert Storage.open(folder, verify="never").table.visible.tolist() == visible(slots, base, max_steps)
+
+
+@given(
+    slots=st.lists(records, min_size=5, max_size=5),
+    older=st.lists(records, min_size=5, max_size=5),
+    halves=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=5, max_size=5),
+)
+@settings(max_examples=300, deadline=None)
+def test_what_changed_since_is_found_whatever_half_of_a_record_was_read_before(
+    slots: Any, older: Any, halves: Any
+) -> None:
+    """A record that was copied while it was written is made of words of two: the next look finds it whole."""
+
+    def table(given: Any, time: int) -> Any:
+        raw = [
+            packed(
+                **{name: r[name] for name in ("generation", "serial", "length", "flags")}, first_row=4 * i, time=time
+            )
+            for i, r in enumerate(given)
+        ]
+        return np.frombuffer(b"".join(raw), np.uint64).reshape(-1, 8)
+
+    new = table(slots, 2)
+    torn = np.where(np.array(halves), new, table(older, 1))
+    found, whole = columns_since(new, columns_of(torn, 4, None), 4), columns_of(new, 4, None)
+    assert np.array_equal(found.valid, whole.valid)
+    for name, column in whole._asdict().items():
+        assert np.array_equal(getattr(found, name)[whole.valid], column[whole.valid]), name

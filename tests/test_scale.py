@@ -178,7 +178,7 @@ def test_a_shuffled_epoch_starts_without_a_permutation_in_memory(
         dataset = buffer.dataset(**options)
         start_epoch(buffer, dataset)
         most[steps] = peak(lambda b=buffer, d=dataset: start_epoch(b, d))[1]
-    assert most[MANY] <= 1.5 * most[FEW]
+    assert most[MANY] <= 1.5 * most[FEW] + (64 << 10)  # a permutation would take 8 GB
     assert most[MANY] < MANY / 100  # a permutation takes 30 bits a step
 
 

@@ -117,7 +117,7 @@ def test_no_more_memory_is_kept_than_said(monkeypatch):
     columns = [{"a": np.empty(40, np.uint8), "b": np.empty(size, np.uint8)} for size in (10, 11, 10)]
     for some in columns:
         kept.keep(some)
-    assert [kept.take(), kept.take(), kept.take()] == [columns[2], columns[0], {}]
+    assert [kept.take(1), kept.take(1), kept.take(1)] == [columns[2], columns[0], {}]
 
 
 CORNERS = (0, 1, -1, 2, 255, 256, 2**24 + 1, 2**31, 2**53 + 1, 2**63, -(2**63), 0.5, 1e300, -1e39, 6e4, float("nan"))
@@ -146,3 +146,11 @@ def test_a_step_without_any_field_is_refused_where_one_has_no_default(buffer):
         with pytest.raises(SchemaError, match="field 'obs', timestep 1: missing"):
             episode.store()
     assert rewards(buffer) == [[1]]
+
+
+def test_columns_without_room_for_what_is_to_come_are_not_taken():
+    kept = Staging()
+    columns = {"a": np.empty(4, np.uint8)}
+    kept.keep(columns)
+    assert kept.take(5) == {}
+    assert kept.take(4) is columns

@@ -1,15 +1,18 @@
 """Statistics against numpy over everything at once; what is kept in the folder; normalisation and its inverse."""
 
+import errno
 import json
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from faults import listing
+from faults import in_child, listing, system
 
 from memmap_buffer import ConcatBuffer, Field, NotEnoughDataError, ReplayBuffer, SchemaError, Statistics
 from memmap_buffer import statistics as module
+from memmap_buffer.store.records import STATE_WORD
+from memmap_buffer.store.storage import Storage
 
 FIELDS = {
     "observation": {"x": Field("float", 3, final=True), "image": ("uint8", (4, 2))},
@@ -133,6 +136,73 @@ def test_they_are_kept_by_the_writer_and_computed_again_when_something_changed(b
     path.write_text("{")
     assert buffer.statistics(["done"])["done"].max == 1 and calls[-1] == "done"
     assert not [name for name in listing(buffer.folder) if name.endswith(".new")]
+
+
+def test_what_was_kept_of_a_folder_that_was_overwritten_is_not_that_of_the_new_one(tmp_path):
+    for value in (1, 5):
+        with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}, overwrite=True) as buffer:
+            buffer.store_episode(x=[value] * 2)
+            assert buffer.statistics()["x"].mean == value
+
+
+def test_what_was_kept_of_a_column_is_not_that_of_another_of_its_name(tmp_path):
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[1, 2])
+        for value in (1, 5):
+            buffer.add_field("y", ("float", (), value))
+            assert buffer.statistics()["y"].mean == value
+            buffer.drop_field("y")
+
+
+HOSTILE = {
+    "nested": lambda text: "[" * 200_000,
+    "infinite": lambda text: text.replace('"num_episodes": 1', '"num_episodes": 1e999'),
+    "shape": lambda text: text.replace('"mean": 1.5', '"mean": [1.0, 2.0]'),
+    "quantile": lambda text: text.replace('"quantiles": [[0.01, ', '"quantiles": [[0.01, 0], [0.5, '),
+    "list": lambda text: "[]",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_stranger_kept_there_is_computed_anew(tmp_path, name):
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[1, 2])
+        buffer.statistics()
+        path = tmp_path / "extra" / "statistics.json"
+        text = path.read_text()
+        path.write_text(HOSTILE[name](text))
+        assert path.read_text() != text
+        found = buffer.statistics()
+        check(found["x"], np.array([1.0, 2.0]))
+        assert found.num_episodes == 1
+
+
+def test_a_disk_too_full_to_keep_them_takes_nothing_from_them(tmp_path, caplog):
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[1, 2])
+        with system(1, error=errno.ENOSPC, only=("pwrite",)):
+            assert buffer.statistics()["x"].mean == 1.5
+        assert "statistics could not be kept" in caplog.text
+        assert buffer.statistics()["x"].mean == 1.5 and (tmp_path / "extra" / "statistics.json").exists()
+
+
+def test_an_episode_that_fails_its_checksums_is_in_none_of_them(tmp_path):
+    def write(_):
+        buffer = ReplayBuffer(tmp_path, 3, 3, {"x": "float"})
+        for value in (1, 2, 3):
+            buffer.store_episode(x=[value] * 2)
+
+    assert in_child(write).status == 0  # without `close`
+    layout = Storage(tmp_path).layout
+    for name, offset in (
+        ("state.npy", layout.arrays["/state"].offset(0) + 8 * STATE_WORD["boot"]),
+        ("data/x.npy", layout.arrays["x"].offset(1)),
+    ):
+        with (tmp_path / name).open("r+b") as file:
+            file.seek(offset)
+            file.write(b"\x11\x22\x33\x44")
+    found = ReplayBuffer.from_folder(tmp_path, read_only=True).statistics()["x"]
+    assert (found.count, found.min, found.max, found.mean) == (4, 1, 3, 2)
 
 
 def test_what_cannot_be_described_is_refused(buffer, tmp_path):

@@ -135,7 +135,7 @@ BAD = {
     "lossy meta": ((0, {"y": [1], "task": 2**70}), SchemaError, "'task'"),
     "index": ((3, {"y": 1}), IndexError, "episode 3: the buffer has 3"),
     "negative": (([0, -4], {"y": 1}), IndexError, "episode -4"),
-    "fraction": (([0.5], {"y": 1}), SchemaError, "episodes: got float64, expected whole numbers"),
+    "fraction": (([0.5], {"y": 1}), SchemaError, r"episodes: got float64 \(1,\), expected whole numbers"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,18 +39,19 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code as `command.main` says it."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    code = plain.OK if given else plain.FAILED
     try:
-        make_app()(args=arguments, prog_name="memmap-buffer")
+        make_app()(args=given or ["--help"], prog_name="memmap-buffer")
     except SystemExit as done:  # how typer always ends
-        return int(done.code or plain.OK)
-    return plain.OK
+        return int(done.code or code)
+    return code
 
 
 def make_app() -> typer.Typer:
     """All commands, as typer has them."""
     app = typer.Typer(
         help="Look at, check, change and copy a folder of episodes.",
-        no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
     for name, (function, example) in EXAMPLES.items():

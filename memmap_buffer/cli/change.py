@@ -17,8 +17,8 @@ from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.cli import plain
 from memmap_buffer.cli.episodes import matching, opened, read_episode, serials_of, table_of
 from memmap_buffer.cli.look import Where
-from memmap_buffer.cli.mend import Target
-from memmap_buffer.cli.terminal import FolderArgument, Problem, Yes, agreed, end, progress, say
+from memmap_buffer.cli.mend import Target, bytes_to_copy
+from memmap_buffer.cli.terminal import FolderArgument, Problem, Yes, agreed, end, progress, say, watching
 from memmap_buffer.concat import ConcatBuffer
 from memmap_buffer.schema import Field
 from memmap_buffer.store.pack import pack
@@ -85,7 +85,7 @@ def split(
     if empty:
         raise Problem(f"split: no episode falls into {', '.join(empty)}; give it a larger share, or another --seed")
     left_out: list[int] = []
-    with appearing(target) as place:
+    with appearing(target) as place, watching("splitting", place, bytes_to_copy(source)):
         for name, found in chosen.items():
             left_out += pack(source, place / name, episodes=np.searchsorted(serials, found))
             with opened(place / name, verify="never") as made:

@@ -72,10 +72,12 @@ def video(
 
 @contextmanager
 def replacing(out: Path, yes: bool) -> Iterator[Path]:
-    """A file to write in the block, which is at `out` when the block has ended; asks before it replaces one.
+    """A file or folder to write in the block, at `out` when the block has ended; asks before it replaces a file.
 
-    Raises: Problem: the user did not agree.
+    Raises: Problem: the user did not agree, or it is a folder.
     """
+    if out.is_dir():
+        raise Problem(f"{out}: there is a folder already; give a new name")
     if out.exists() and not agreed(f"Replace {out}?", yes):
         raise Problem(f"{out}: it is there already, and was left as it is")
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,28 +37,34 @@ FORMATS = {
     "d4rl": Format("a D4RL file (HDF5)"),
     "ogbench": Format("an OGBench file (.npz)"),
     "robomimic": Format("a robomimic file (HDF5)"),
+    "lerobot": Format("a LeRobot v3 data set (folder)"),
     "torchrl": Format("a folder that a LazyMemmapStorage of torchrl dumped (import only)"),
     "memmap_replay_buffer": Format("a folder of memmap-replay-buffer (import only)", module="upstream"),
 }
+OF_BUFFERS = ("max_episodes", "max_timesteps", "circular", "max_steps", "spare_slots", "durability", "reserve")
 LIST = ", ".join(f"{name}: {form.what}" for name, form in FORMATS.items())
 
 FormatArgument = Annotated[str, typer.Argument(metavar="FORMAT", help=LIST, show_default=False)]
-Sizes = Annotated[int | None, typer.Option(min=1, help="As many as there are, if not given.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="Another argument of the format's function, as in fps=30; may be repeated."),
+]
 
 
 def import_(
     form: FormatArgument,
     source: Annotated[str, typer.Argument(help="The data set: its path, or its name.", show_default=False)],
     target: Target,
-    max_episodes: Sizes = None,
-    max_timesteps: Sizes = None,
+    option: Options = None,
 ) -> None:
-    """Copy a data set of another system into a new folder; it is there when it is whole."""
+    """Copy a data set of another system into a new folder; it is there when it is whole.
+
+    Options are those of memmap_buffer.interop and of ReplayBuffer, as in --option max_episodes=1000.
+    """
     function = function_of("import", form)
+    options = options_of(function, option or (), OF_BUFFERS)
     require_new(target)
-    given = {"max_episodes": max_episodes, "max_timesteps": max_timesteps}
-    sizes = {name: size for name, size in given.items() if size is not None}
-    with progress(f"importing {form}", None), appearing(target) as place, function(source, place, **sizes) as buffer:
+    with progress(f"importing {form}", None), appearing(target) as place, function(source, place, **options) as buffer:
         count, steps = buffer.num_episodes, buffer.num_steps
     say(f"{target}: {count} episodes, {steps} steps")
 
@@ -64,17 +73,23 @@ def export(
     form: FormatArgument,
     folder: FolderArgument,
     target: Annotated[str, typer.Argument(help="The new data set: its path, or its name.", show_default=False)],
+    option: Options = None,
     yes: Yes = False,
 ) -> None:
-    """Copy a folder into a new data set of another system."""
+    """Copy a folder into a new data set of another system.
+
+    Options are those of memmap_buffer.interop, as in --option fps=30.
+    """
     function = function_of("export", form)
-    with opened(folder) as buffer, progress(f"exporting {form}", None):
+    options = options_of(function, option or ())
+    with opened(folder) as buffer:
         if FORMATS[form].named:
-            function(buffer, target)
+            with progress(f"exporting {form}", None):
+                function(buffer, target, **options)
             say(f"wrote {target}")
             return
-        with replacing(Path(target), yes) as place:
-            function(buffer, place)
+        with replacing(Path(target), yes) as place, progress(f"exporting {form}", None):
+            function(buffer, place, **options)
 
 
 def function_of(verb: str, form: str) -> Any:
@@ -89,3 +104,23 @@ def function_of(verb: str, form: str) -> Any:
     if function is None:
         raise Problem(f"{verb} {form!r}: only the other way is possible")
     return function
+
+
+def options_of(function: Any, given: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
+    """Arguments by name, spelt NAME=VALUE, the value as JSON or text.
+
+    Args: function: of interop. more: what it hands on to `ReplayBuffer`; without, it takes any further name itself.
+    Raises: Problem: it has no such argument.
+    """
+    options, parameters = {}, inspect.signature(function).parameters.values()
+    names = [*(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY), *more]
+    takes_any = not more and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not (name in names or (takes_any and name.isidentifier())):
+            raise Problem(f"--option {text!r}: expected NAME=VALUE with one of {', '.join(names) or 'no names'}")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options

@@ -32,19 +32,20 @@ def repair(folder: FolderArgument, yes: Yes = False) -> None:
 
 def pack(source: Source, target: Target) -> None:
     """Copy a buffer into a new folder that is read-only and without holes: the form to keep and to publish."""
-    with watching("packing", target, _bytes_to_copy(source)):
+    with watching("packing", target, bytes_to_copy(source)):
         left_out = copies.pack(source, target)
     end(plain.tell_left_out(left_out))
 
 
 def unpack(source: Source, target: Target, max_episodes: Size = None, max_timesteps: Size = None) -> None:
     """Copy a buffer, packed or not, into a new folder that can be written to."""
-    with watching("unpacking", target, _bytes_to_copy(source)):
+    with watching("unpacking", target, bytes_to_copy(source)):
         left_out = copies.unpack(source, target, max_episodes, max_timesteps)
     end(plain.tell_left_out(left_out))
 
 
-def _bytes_to_copy(source: Path) -> int:
+def bytes_to_copy(source: Path) -> int:
+    """The bytes of all that a copy of a folder has."""
     with opened(source, verify="never") as buffer:
         schema, steps, episodes = buffer.schema, buffer.num_steps, buffer.num_episodes
     rows = sum(field.itemsize * (steps + field.final * episodes) for field in schema.fields.values())

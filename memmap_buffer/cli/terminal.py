@@ -6,14 +6,14 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -95,11 +95,14 @@ def end(code: int) -> None:
 
 @contextmanager
 def progress(what: str, total: float | None, *, in_bytes: bool = False) -> Iterator[Callable[[float], None]]:
-    """A bar for the time of the block; call what it gives with how much is done."""
-    columns = [TextColumn("{task.description}"), BarColumn()]
-    columns += [DownloadColumn(binary_units=True)] if in_bytes else [TextColumn("{task.completed:.0f}/{task.total}")]
+    """A bar for the time of the block; call what it gives with how much is done. `total` None: of nobody knows what."""
+    if not _watched():
+        yield lambda done: None
+        return
+    count = DownloadColumn(binary_units=True) if in_bytes else TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    columns = [TimeElapsedColumn()] if total is None else [count, TimeRemainingColumn()]
     console = _console(sys.stderr)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not _watched()) as bar:
+    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
         task = bar.add_task(clean(what), total=total)
         yield lambda done: bar.update(task, completed=done)
 
@@ -111,7 +114,8 @@ def watching(what: str, folder: Path, total: float) -> Iterator[None]:
 
     def look(tell: Callable[[float], None]) -> None:
         while not over.wait(POLL):
-            tell(disk_use(folder)[0])
+            with suppress(OSError):  # a file was taken away between being listed and looked at
+                tell(disk_use(folder)[0])
 
     with progress(what, total, in_bytes=True) as tell:
         watcher = threading.Thread(target=look, args=(tell,), daemon=True)

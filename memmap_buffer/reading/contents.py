@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.errors import EpisodeIndexError, SchemaError, StaleEpisodeError
+from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.reader import TRIES, Reader
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import Trajectory
 from memmap_buffer.schema import Schema, nest
+from memmap_buffer.store.edits import positions_of
 from memmap_buffer.store.records import FINAL
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode
@@ -74,11 +76,11 @@ class Contents:
 
     @property
     def max_episodes(self) -> int:
-        return sum(storage.layout.max_episodes for storage in self._sources.storages)
+        return sum(storage.layout.max_episodes for storage in self._sources.storages if not storage.withdrawn)
 
     @property
     def max_timesteps(self) -> int:
-        return max(storage.layout.max_timesteps for storage in self._sources.storages)
+        return self._sources.max_timesteps
 
     def refresh(self) -> None:
         """See what was published since; every property, `sample` and new epoch does so by itself."""
@@ -92,7 +94,7 @@ class Contents:
 
         Args: i: its position, 0 the oldest, -1 the newest. Raises: IndexError.
         """
-        anchors, data = self._read_whole([i], view=Trajectory(final_observation=True))
+        anchors, data = self._read_whole(_position(i), view=Trajectory(final_observation=True))
         has_final = bool(self._sources.look_up(anchors).has(FINAL)[0])
         batch = {key: values[0] for key, values in data.items()}
         out: dict[str, Any] = {}
@@ -101,10 +103,13 @@ class Contents:
             out[name] = decode(batch[name][:stop] if name in self.schema.fields else batch[name], field.dtype)
         return nest(out)
 
-    def episodes(self, indices: Sequence[int] | None = None, **options: Unpack[ReadOptions]) -> dict[str, Array]:
+    def episodes(
+        self, indices: Sequence[int] | slice | int | None = None, **options: Unpack[ReadOptions]
+    ) -> dict[str, Array]:
         """Several episodes, or some of their fields, as numpy arrays under dotted names, without torch.
 
-        Args: indices: positions among the episodes that the options choose; None for all of them.
+        Args:
+            indices: positions among the episodes that the options choose, or a slice of them; None for all.
             options: those of `Options` for whole episodes, such as fields, filter_meta, split, part, return_indices.
         Returns: fields (E, Tmax, *field) padded with zeros, `_lens` (E,), meta fields (E, *field).
         Raises: SchemaError: an option is not for whole episodes. IndexError.
@@ -117,7 +122,7 @@ class Contents:
         """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
         from memmap_buffer.reading.datasets import Batch, to_tensors
 
-        item: dict[str, Any] = Batch(to_tensors(self._read_whole([i])[1]), 1)[0]
+        item: dict[str, Any] = Batch(to_tensors(self._read_whole(_position(i))[1]), 1)[0]
         return item
 
     def get_all_data(
@@ -151,9 +156,7 @@ class Contents:
     def _meta_names(self) -> tuple[str, ...]:
         return (*self.meta_fieldnames, "episode_lens")
 
-    def _read_whole(
-        self, positions: Sequence[int] | None = None, **options: Unpack[ReadOptions]
-    ) -> tuple[Anchors, dict[str, Array]]:
+    def _read_whole(self, positions: Any = None, **options: Unpack[ReadOptions]) -> tuple[Anchors, dict[str, Array]]:
         """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
         reader = Reader(self._sources, {**options, "on_stale": "raise"})
         if not reader.selection.view.per_episode:
@@ -168,11 +171,13 @@ class Contents:
         anchors = self._whole(reader, positions)
         return anchors, reader.read(anchors)
 
-    def _whole(self, reader: Reader, positions: Sequence[int] | None) -> Anchors:
+    def _whole(self, reader: Reader, positions: Any) -> Anchors:
         index = reader.index(refresh=True)
-        wanted = np.arange(len(index)) if positions is None else np.asarray(positions, np.int64)
-        outside = (wanted < -len(index)) | (wanted >= len(index))
-        if outside.any():
-            position = int(wanted[outside][0])
-            raise EpisodeIndexError(f"episode {position}: the buffer has {len(index)}", position=position)
-        return index.locate(wanted % max(len(index), 1))
+        return index.locate(positions_of(positions, len(index))[0])
+
+
+def _position(i: Any) -> list[int]:
+    try:
+        return [operator.index(i)]
+    except TypeError:
+        raise SchemaError(f"episode: got {i!r}, expected one position, a whole number; see `episodes`") from None

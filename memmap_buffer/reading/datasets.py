@@ -25,11 +25,14 @@ from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks
 from memmap_buffer.reading.transport import Arrivals, Carrier, Tasks, as_it_is
 from memmap_buffer.schema import nest
-from memmap_buffer.values import Array, to_numpy
+from memmap_buffer.values import Array, check_count, to_numpy
 
 
-def seeded_rng() -> np.random.Generator:
-    """A generator seeded from torch's, so that `manual_seed` fixes it and every worker has another."""
+def seeded_rng(seed: int | None = None) -> np.random.Generator:
+    """A generator of a seed, by default one from torch's: so `manual_seed` fixes it and every worker has another."""
+    if seed is not None:
+        check_count("seed", seed, 0)
+        return np.random.default_rng(seed)
     return np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_()))
 
 
@@ -120,13 +123,15 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
 
     def _locate(self, indices: Sequence[int]) -> Anchors:
         index = self.reader.index()
-        positions = np.asarray(indices, np.int64)
+        positions = np.asarray(indices)
+        if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
+            raise SchemaError(f"dataset: got {indices!r}, expected whole numbers, the positions of items")
         outside = (positions < -len(index)) | (positions >= len(index))
         if outside.any():
             raise IndexError(
                 f"item {positions[outside][0]}: the dataset has {len(index)}; call refresh() to see newer ones"
             )
-        return self.reader.crop(index.locate(positions % len(index)), seeded_rng)
+        return self.reader.crop(index.locate(positions.astype(np.int64) % len(index)), seeded_rng)
 
 
 def _rng_of(anchors: Anchors) -> np.random.Generator:
@@ -258,8 +263,8 @@ def make_loader(
             raise SchemaError(
                 f"{name}: the order is the library's here; give dataset() to a DataLoader of your own for another"
             )
-    _check_count("batch_size", batch_size, 1)
-    _check_count("prefetch", prefetch, 0)
+    check_count("batch_size", batch_size)
+    check_count("prefetch", prefetch, 0)
     dataset = dataset or EpisodeDataset(reader)
     reader = dataset.reader
     reader.require(reader.index(refresh=True))
@@ -268,6 +273,8 @@ def make_loader(
         if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
             raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
+    check_count("seed", seed, 0)
+    batch_size, seed = int(batch_size), int(seed)  # state_dict tells them in numbers of Python's
     sampler: EpochSampler | PrioritizedSampler
     if draws is not None:
         rank = ranks.now().rank
@@ -293,11 +300,6 @@ def make_loader(
     return EpisodeLoader(dataset, sampler, device=device, prefetch=prefetch, **kwargs)
 
 
-def _check_count(name: str, count: object, least: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < least:
-        raise SchemaError(f"{name}: got {count!r}, expected a whole number from {least}")
-
-
 def sample(
     draws: Draws | PrioritizedDraws,
     batch_size: int,
@@ -307,7 +309,7 @@ def sample(
     replacement: bool = True,
 ) -> Any:
     """One batch drawn at random, as a loader of the same options would give it."""
-    _check_count("batch_size", batch_size, 1)
+    check_count("batch_size", batch_size)
     batch = draws.read(batch_size, rng, alone) if replacement else draws.reader.read(draws.distinct(batch_size, rng))
     data = Collate(draws.reader.output).named(gathered(draws.reader, batch, lambda: rng))
     return data if device is None else to_device(data, device)

@@ -27,6 +27,20 @@ class ProcessRanks(Ranks):
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def require_equal(self, batches: int, error: Exception | None = None) -> None:
+        """Raise SchemaError where ranks differ, so that none waits for ever for a gradient of another."""
+        told: list[tuple[int, str]] = [(0, "")] * self.world_size
+        dist.all_gather_object(told, (batches, "" if error is None else str(error)))
+        wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+        if wrong and error is None:
+            raise SchemaError(f"an epoch that not every rank can give: {'; '.join(wrong)}", ranks=len(wrong))
+        counts = [count for count, _ in told]
+        if not wrong and len(set(counts)) > 1:
+            raise SchemaError(
+                f"an epoch of unequal length: the ranks have {counts} batches; give each the same batch_size, "
+                "drop_last and tail"
+            )
+
 
 def ranks_of(rank: int | None, world_size: int | None) -> Ranks:
     """The ranks as given; those of torch.distributed if none were, or if they are the same.

@@ -104,11 +104,16 @@ class Extent:
             StaleEpisodeError: episodes are gone, and `on_stale` is "raise" or cannot tell where their items were.
             SchemaError: other options or folders, or values changed by which items are chosen.
         """
-        if len(self.stretches) != len(sources.storages):
-            raise SchemaError(f"the epoch is of {len(self.stretches)} folders, this reads {len(sources.storages)}")
-        tables = [stretch.of_later(table) for stretch, table in zip(self.stretches, sources.refresh(), strict=True)]
+        sources.refresh()
+        sources.reach(len(self.stretches))
+        now = sources.tables
+        if len(self.stretches) != len(now) and sources.shards is None:
+            raise SchemaError(f"the epoch is of {len(self.stretches)} folders, this reads {len(now)}")
+        later = (Stretch((), (), 0),) * (len(now) - len(self.stretches))  # shards that appeared since
+        stretches = (*self.stretches, *later)
+        tables = [stretch.of_later(table) for stretch, table in zip(stretches, now, strict=True)]
         index = selection.index(sources, tables)
-        gone = [stretch.gone(table) for stretch, table in zip(self.stretches, tables, strict=True)]
+        gone = [stretch.gone(table) for stretch, table in zip(stretches, tables, strict=True)]
         if any(serials.size for serials in gone):
             for number, serials in enumerate(gone):
                 if serials.size and (on_stale == "raise" or selection.top_k is not None):

@@ -35,6 +35,24 @@ class Found(NamedTuple):
     mass: FloatArray
 
 
+class Nothing:
+    """The mass of a folder that is not there."""
+
+    count, total = 0, 0.0
+
+    def minimum(self) -> float:
+        """There is none."""
+        return float("inf")
+
+    def find(self, values: FloatArray) -> Found:
+        """Never asked for anything."""
+        none = np.empty(0, np.int64)
+        return Found(none, none, none, np.empty(0))
+
+
+NOTHING = Nothing()
+
+
 class Steps:
     """The masses where every step is an anchor: the leaves themselves."""
 
@@ -263,3 +281,6 @@ class Heap:
         for (slots, t), priorities in zip(self._anchors(index, None), parts, strict=True):
             self._tree.put(self._leaves(slots, t), self._by_rank(priorities))
         self._unsorted = 0
+
+
+Mass = Steps | Heap | Nothing

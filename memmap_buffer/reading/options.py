@@ -324,6 +324,8 @@ def names(given: Names | str | None) -> tuple[str, ...] | None:
 def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any]:
     """Conditions by dotted name; a tuple is a range, not a group."""
     out: dict[str, Any] = {}
+    if not isinstance(conditions, Mapping | None):
+        raise SchemaError(f"filter: got {conditions!r}, expected a dict of field names and conditions")
     for name, condition in (conditions or {}).items():
         nested = isinstance(condition, Mapping) and name not in schema.all
         out |= {f"{name}.{k}": v for k, v in _flat(schema, condition).items()} if nested else {name: condition}

@@ -15,23 +15,83 @@ import numpy as np
 
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.reading.index import Index
-from memmap_buffer.reading.masses import Found, Heap, Steps
+from memmap_buffer.reading.masses import NOTHING, Found, Heap, Mass, Steps
 from memmap_buffer.reading.order import Quota
 from memmap_buffer.reading.reader import Reader
-from memmap_buffer.reading.sources import Anchors
+from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.priority import Priorities
+from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.tree import FloatArray, spread
 from memmap_buffer.transforms import compute_importance_weights
-from memmap_buffer.values import Array
+from memmap_buffer.values import Array, check_count
+
+
+class Trees:
+    """The priorities of one name, one tree a folder, each opened when it is first needed.
+
+    Args: name, alpha, epsilon: see `Priorities.open`.
+    """
+
+    def __init__(self, sources: Sources, name: str, *, alpha: float, epsilon: float) -> None:
+        self._sources, self._name, self._alpha, self._epsilon = sources, name, alpha, epsilon
+        self._opened: dict[Storage, Priorities] = {}
+
+    def of(self, storage: Storage) -> Priorities:
+        """Those of a folder. Raises BufferLockedError: another process owns them. SchemaError, CorruptBufferError."""
+        if storage not in self._opened:
+            self._opened[storage] = Priorities.open(storage, self._name, alpha=self._alpha, epsilon=self._epsilon)
+        return self._opened[storage]
+
+    def open(self) -> None:
+        """Open those of every folder, or none. Raises: as `of`."""
+        try:
+            for storage in self._sources.storages:
+                if not storage.withdrawn:
+                    self.of(storage)
+        except BaseException:
+            self.close()
+            raise
+
+    def numbered(self, number: int) -> Priorities | None:
+        """Those of the source of that number, None where there is no such folder (any more)."""
+        if not 0 <= number < len(self._sources.storages):
+            raise SchemaError(f"update_priorities: got source {number}, there are {len(self._sources.storages)}")
+        storage = self._sources.storages[number]
+        return None if storage.withdrawn else self.of(storage)
+
+    @property
+    def by_source(self) -> bool:
+        """Whether the indices of a batch begin with the number of the source."""
+        return not self._sources.single
+
+    def require(self, *, alpha: float, epsilon: float) -> None:
+        """Raise SchemaError where α or ε are not these."""
+        for one in self._opened.values():
+            one.require(alpha=alpha, epsilon=epsilon)
+
+    def checkpoint(self) -> None:
+        """Wait until they are on the disk."""
+        for one in self._opened.values():
+            one.checkpoint()
+
+    def close(self) -> None:
+        """Bring them to the disk and let go."""
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+    def prune(self) -> None:
+        """Let go of those of folders that were removed."""
+        for storage in self._opened.keys() - set(self._sources.storages):
+            self._opened.pop(storage).close()
 
 
 class PrioritizedDraws:
     """Batches drawn by priority, with replacement.
 
     Args:
-        reader: what is drawn from. how: see there. priorities: one per source, none where a meta field is drawn by.
+        reader: what is drawn from. how: see there. priorities: of its folders, None where a meta field is drawn by.
         weights: one per source: each batch has exactly these shares.
 
     Attributes: num_drawn: batches drawn so far, by which β rises.
@@ -41,7 +101,7 @@ class PrioritizedDraws:
         self,
         reader: Reader,
         how: Prioritized,
-        priorities: Sequence[Priorities],
+        priorities: Trees | None,
         weights: Sequence[float] | None = None,
     ) -> None:
         self.reader, self.how, self.num_drawn = reader, how, 0
@@ -49,7 +109,7 @@ class PrioritizedDraws:
         self._weights = weights
         self._quota = None if weights is None else Quota(weights)
         self._shared = 0
-        self._masses: list[Steps | Heap | None] = [None] * len(reader.sources.storages)
+        self._masses: dict[Storage, Steps | Heap] = {}
         self._parts: tuple[Index, list[Index]] | None = None
         self._lock = threading.Lock()
 
@@ -86,9 +146,14 @@ class PrioritizedDraws:
     def _path(self) -> object:
         return self.reader.sources.storages[0].path
 
-    def _follow(self) -> list[Steps | Heap]:
+    def _follow(self) -> list[Mass]:
         index = self.reader.index(refresh=True)
         self.reader.require(index)
+        gone = self._masses.keys() - set(self.reader.sources.storages)
+        if gone:
+            self._masses = {storage: mass for storage, mass in self._masses.items() if storage not in gone}
+            if self._priorities is not None:
+                self._priorities.prune()
         return [self._mass(number, part) for number, part in enumerate(self._by_source(index))]
 
     def _by_source(self, index: Index) -> list[Index]:
@@ -96,22 +161,24 @@ class PrioritizedDraws:
         if index.source is None:
             return [index]
         if self._parts is None or self._parts[0] is not index:
-            cuts = np.searchsorted(index.source, np.arange(len(self._masses) + 1))
+            cuts = np.searchsorted(index.source, np.arange(len(self.reader.tables) + 1))
             self._parts = index, [_part(index, int(a), int(b)) for a, b in pairwise(cuts)]
         return self._parts[1]
 
-    def _mass(self, number: int, index: Index) -> Steps | Heap:
+    def _mass(self, number: int, index: Index) -> Mass:
         """What the anchors of one source weigh, as of now."""
-        table = self.reader.sources.tables[number]
+        storage, table = self.reader.sources.storages[number], self.reader.tables[number]
+        if storage.withdrawn:
+            return NOTHING
         plain = self._plain and len(index) == table.steps
-        mass = self._masses[number]
+        mass = self._masses.get(storage)
         if mass is None or isinstance(mass, Steps) != plain:
-            priorities = self._priorities[number] if self._priorities else None
-            if plain:
-                mass = Steps(self._priorities[number])
+            priorities = None if self._priorities is None else self._priorities.of(storage)
+            if plain and priorities is not None:
+                mass = Steps(priorities)
             else:
-                mass = Heap(self.reader.sources.storages[number], priorities, self.how, self.reader.selection.view)
-            self._masses[number] = mass
+                mass = Heap(storage, priorities, self.how, self.reader.selection.view)
+            self._masses[storage] = mass
         mass.follow(index)
         return mass
 
@@ -123,7 +190,7 @@ class PrioritizedDraws:
         return by_step and how.variant == "proportional" and how.meta is None
 
     def _draw(
-        self, masses: list[Steps | Heap], each: list[float], batch_size: int, rng: np.random.Generator, alone: bool
+        self, masses: list[Mass], each: list[float], batch_size: int, rng: np.random.Generator, alone: bool
     ) -> tuple[IntArray | None, Found, FloatArray]:
         """(the source of each or None, what was drawn, what a mass of 1 of each source is in probability)."""
         stratified = self.how.stratified
@@ -159,7 +226,7 @@ class PrioritizedDraws:
             path = self.reader.sources.storages[number].path
             raise NotEnoughDataError(f"{path}: source {number} has nothing to give its share of a batch", source=number)
 
-    def _weigh(self, probability: FloatArray, masses: list[Steps | Heap], shares: FloatArray) -> FloatArray:
+    def _weigh(self, probability: FloatArray, masses: list[Mass], shares: FloatArray) -> FloatArray:
         """Importance weights (B,), normalised as `how` says. Source: Schaul et al. 2016, section 3.4."""
         beta, count = self.how.beta_at(self.num_drawn), sum(mass.count for mass in masses)
         if self.how.normalize is None:
@@ -199,9 +266,18 @@ class PrioritizedSampler:
         return {"seed": self.seed, "epoch": self.epoch, "num_drawn": self.draws.num_drawn}
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
-        """Go on with the epoch that `state_dict` told of, from its beginning, and with its β."""
-        self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
-        self.draws.num_drawn = int(state["num_drawn"])
+        """Go on with the epoch that `state_dict` told of, from its beginning, and with its β.
+
+        Raises: SchemaError: it is no such state.
+        """
+        try:
+            told = {"seed": state["seed"], "epoch": state["epoch"], "num_drawn": state.get("num_drawn", 0)}
+        except (TypeError, KeyError, AttributeError) as error:
+            text = f"load_state_dict: got {state!r}, expected what state_dict gave ({error!r})"
+            raise SchemaError(text) from error
+        for name, value in told.items():
+            check_count(f"load_state_dict: {name}", value, 0)
+        self.seed, self.epoch, self.draws.num_drawn = told.values()
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next epoch; without it epochs count up by themselves."""
@@ -218,11 +294,11 @@ class PrioritizedSampler:
             yield self.draws.next(self.batch_size, rng)
 
 
-def update_priorities(priorities: Sequence[Priorities], indices: Array, td_errors: Array) -> int:
+def update_priorities(priorities: Trees, indices: Array, td_errors: Array) -> int:
     """Give the steps of items the priorities of their errors.
 
     Args:
-        priorities: one per source.
+        priorities: of the folders.
         indices: `_indices` (B, 2) or `_index` (B,) of a batch; with several sources one column more.
         td_errors: (B,), or (B, L) for the L steps from each item's first on; what lies beyond the episode is ignored.
             (B,) of whole episodes is given to every step.
@@ -231,7 +307,7 @@ def update_priorities(priorities: Sequence[Priorities], indices: Array, td_error
     Raises: SchemaError: shapes that do not fit, or an error that is no finite number.
     """
     columns = indices[:, None] if indices.ndim == 1 else indices
-    by_source = len(priorities) > 1
+    by_source = priorities.by_source
     names = columns.shape[-1] - by_source if columns.ndim == 2 else 0
     if names not in (1, 2) or columns.dtype.kind not in "iu" or td_errors.shape[:1] != columns.shape[:1]:
         raise SchemaError(
@@ -241,14 +317,15 @@ def update_priorities(priorities: Sequence[Priorities], indices: Array, td_error
     if td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(f"update_priorities: got errors {td_errors.dtype} {td_errors.shape}, expected (B,) or (B, L)")
     columns, errors = columns.astype(np.int64, copy=False), td_errors.astype(np.float64, copy=False)
-    if not by_source:
-        return _update(priorities[0], columns, errors)
-    dropped = 0
-    for number in np.unique(columns[:, 0]).tolist():
-        if not 0 <= number < len(priorities):
-            raise SchemaError(f"update_priorities: got source {number}, there are {len(priorities)}")
-        mine = columns[:, 0] == number
-        dropped += _update(priorities[number], columns[mine, 1:], errors[mine])
+    if not by_source and (only := priorities.numbered(0)) is not None:
+        return _update(only, columns, errors)
+    dropped, numbers = 0, columns[:, 0]
+    for number in np.unique(numbers).tolist():
+        mine, found = numbers == number, priorities.numbered(number)
+        if found is None:
+            dropped += int(mine.sum())
+        else:
+            dropped += _update(found, columns[mine, 1:], errors[mine])
     return dropped
 
 

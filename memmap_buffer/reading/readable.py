@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +10,10 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.contents import Contents
 from memmap_buffer.reading.options import ReadOptions
-from memmap_buffer.reading.prioritized import PrioritizedDraws, update_priorities
+from memmap_buffer.reading.prioritized import PrioritizedDraws, Trees, update_priorities
 from memmap_buffer.reading.reader import Element, Reader
 from memmap_buffer.reading.samplers import Draws
 from memmap_buffer.reading.sources import Sources
-from memmap_buffer.store.priority import Priorities
 from memmap_buffer.values import to_numpy
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ class Readable(Contents):
         self._weights = weights
         self._rng: np.random.Generator | None = None
         self._draws: dict[Any, Draws | PrioritizedDraws] = {}
-        self._priorities: dict[str, list[Priorities]] = {}
+        self._priorities: dict[str, Trees] = {}
 
     # Batches
 
@@ -151,7 +149,7 @@ class Readable(Contents):
         draws = self._draws_of(options)
         if self._rng is None:
             self._rng = seeded_rng()
-        rng = self._rng if seed is None else np.random.default_rng(seed)
+        rng = self._rng if seed is None else seeded_rng(seed)
         return sample(draws, batch_size, rng, device, seed is not None, replacement)
 
     def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[ReadOptions]) -> Any:
@@ -211,33 +209,26 @@ class Readable(Contents):
 
     def checkpoint(self) -> None:
         """Wait until the priorities are on the disk; `flush` and `close` do so, too."""
-        for priorities in self._every_priority():
+        for priorities in self._priorities.values():
             priorities.checkpoint()
 
     def _make_draws(self, reader: Reader) -> Draws | PrioritizedDraws:
         how = reader.prioritized
         if how is None:
             return Draws(reader, self._weights)
-        if how.meta is None and how.name not in self._priorities:
-            with ExitStack() as opened:
-                found = []
-                for storage in self._sources.storages:
-                    found.append(Priorities.open(storage, how.name, alpha=how.alpha, epsilon=how.epsilon))
-                    opened.callback(found[-1].close)
-                self._priorities[how.name] = found
-                opened.pop_all()
-        priorities = [] if how.meta is not None else self._priorities[how.name]
-        for one in priorities:
-            one.require(alpha=how.alpha, epsilon=how.epsilon)
+        priorities = None
+        if how.meta is None:
+            priorities = self._priorities.get(how.name)
+            if priorities is None:
+                priorities = Trees(self._sources, how.name, alpha=how.alpha, epsilon=how.epsilon)
+                priorities.open()
+                self._priorities[how.name] = priorities
+            priorities.require(alpha=how.alpha, epsilon=how.epsilon)
         return PrioritizedDraws(reader, how, priorities, self._weights)
-
-    def _every_priority(self) -> list[Priorities]:
-        return [one for several in self._priorities.values() for one in several]
 
     def _close_priorities(self) -> None:
         while self._priorities:
-            for one in self._priorities.popitem()[1]:
-                one.close()
+            self._priorities.popitem()[1].close()
 
 
 def _frozen(value: Any) -> Any:

@@ -34,6 +34,8 @@ class Runs:
 
     def joined(self, others: Runs) -> Runs:
         """These and others, of other episodes, in the order of their serials."""
+        if not len(self.slot) or not len(others.slot):
+            return self if len(self.slot) else others
         last = None if self.last is None or others.last is None else _both(self.last, others.last)
         slot, serial = _both(self.slot, others.slot), _both(self.serial, others.serial)
         runs = Runs(slot, serial, _both(self.first, others.first), _both(self.count, others.count), last)

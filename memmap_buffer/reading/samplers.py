@@ -6,13 +6,14 @@ order, from which `Order` computes its position; so any part of it can be drawn 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.extent import Extent
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.order import BlockShuffle, Order, Permutation, Quota, Shuffle, draw
@@ -195,7 +196,7 @@ class EpochSampler:
         """
         epoch, ranks = self._loaded or self._new(), self.ranks.now()
         if ranks.connected:
-            epoch = self._agreed(epoch, ranks.agree(epoch.state()))
+            epoch = self._agreed(epoch, ranks)
         epoch.split = self._split(epoch)
         self.seed, self._begun, self._ready = epoch.seed, epoch, True
         return epoch
@@ -247,11 +248,17 @@ class EpochSampler:
         window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
         return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=self.reader.tables)
 
-    def _agreed(self, epoch: Epoch, state: dict[str, Any]) -> Epoch:
-        """This epoch, or the one of rank 0 where that is another."""
-        if state == epoch.state():
-            return epoch
-        return self._rebuilt(state["seed"], state["epoch"], *_told(state), self._on_stale)
+    def _agreed(self, epoch: Epoch, ranks: Ranks) -> Epoch:
+        """This epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
+        state = ranks.agree(epoch.state())
+        try:
+            if state != epoch.state():
+                epoch = self._rebuilt(state["seed"], state["epoch"], *_told(state), self._on_stale)
+        except MemmapBufferError as error:
+            ranks.require_equal(0, error)
+            raise
+        ranks.require_equal(len(self._split(epoch)))
+        return epoch
 
     def _split(self, epoch: Epoch) -> Split:
         items = len(epoch.index)
@@ -328,6 +335,7 @@ class Draws:
         self._of: tuple[Index, int] | None = None
         self._ahead = Ahead(reader)
         self._parts: Iterator[Anchors] = iter(())
+        self._turn = threading.Lock()  # threads share the batches that are planned
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         """The anchors of one batch; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
@@ -348,14 +356,20 @@ class Draws:
         reader = self.reader
         if alone or self._quota is not None or reader.selection.mixes:
             return reader.read(self.next(batch_size, rng, alone))
-        index = reader.index(refresh=True)
+        with self._turn:
+            part = self._next_part(batch_size, rng)
+        return reader.read(part)
+
+    def _next_part(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+        """The next of the batches that are planned together."""
+        index = self.reader.index(refresh=True)
         if self._of != (index, batch_size):
-            self._of, self._ahead, self._parts = (index, batch_size), Ahead(reader), iter(())
+            self._of, self._ahead, self._parts = (index, batch_size), Ahead(self.reader), iter(())
         part = next(self._parts, None)
         if part is None:
             self._parts = self._ahead.parts(self.next(self._ahead.count * batch_size, rng), batch_size)
             part = next(self._parts)
-        return reader.read(part)
+        return part
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
         """The anchors of one batch, no item of it twice. Raises NotEnoughDataError: there are not so many."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from memmap_buffer.schema import Schema
 from memmap_buffer.store.records import FINAL, TERMINATED
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
-from memmap_buffer.values import Array, decode
+from memmap_buffer.values import Array, check_count, decode
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
@@ -60,6 +61,9 @@ class Selection:
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
+        check_count("min_episode_len", self.min_episode_len, 0)
+        if not isinstance(self.split_seed, int):
+            raise SchemaError(f"split_seed: got {self.split_seed!r}, expected a whole number")
         _check_top_k(self.top_k, schema)
         _check_number("weight_by", self.weight_by, schema)
         for name in self.filter_meta:
@@ -127,7 +131,7 @@ class Selection:
             slots = slots if self.top_k is None else _top_k(slots, folders, *self.top_k)
             parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
         else:
-            olds = zip(before[0].parts(len(folders)), before[1], strict=True)
+            olds = zip_longest(before[0].parts(len(folders)), before[1])
             parts = [self._later(i, *folder, *old) for i, (folder, old) in enumerate(zip(folders, olds, strict=True))]
         weights = [_weights(*folder, part, self.weight_by) for folder, part in zip(folders, parts, strict=True)]
         if self.weight_by is not None:
@@ -146,8 +150,14 @@ class Selection:
             mass=None if self.weight_by is None else sums(count * _joined([w[w > 0] for w in weights])),
         )
 
-    def _later(self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable) -> Runs:
+    def _later(
+        self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable | None
+    ) -> Runs:
         """The runs of a folder, where those of an earlier table are known: of what its records tell, nothing else."""
+        if table is before:
+            return runs
+        if before is None or len(before.check) != len(table.check):  # the folder was not there
+            return self._runs(storage, table, self._slots(number, storage, table, table.visible))
         changed = (table.check != before.check) | (table.shown != before.shown)
         stay = np.flatnonzero(~changed.take(runs.slot))
         # Mostly it is the oldest that leave, and the newest that grow: what is between them is not copied.
@@ -158,6 +168,8 @@ class Selection:
 
     def _slots(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
         """Those of some visible slots whose episodes pass."""
+        if self.min_episode_len <= 1 and not self.filter_meta and self.split is None:
+            return slots
         keep = table.of(table.length, slots) >= self.min_episode_len
         for name, condition in self.filter_meta.items():
             keep &= matches(_episode_column(storage, table, name, slots), condition, name)
@@ -166,6 +178,8 @@ class Selection:
         return slots if keep.all() else slots[keep]
 
     def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
+        if not len(slots):
+            return Runs(slots, slots, slots, slots, None)
         ended = _ended(storage, table, slots, self.view.terminal_field)
         schema, has_final = storage.layout.schema, table.of(table.flags, slots) & FINAL != 0
         length = table.of(table.length, slots)
@@ -208,8 +222,10 @@ def _check_number(where: str, name: str | None, schema: Schema) -> None:
         return
     if name not in schema.meta_fields:
         raise schema.unknown(name, where, [*schema.meta_fields, "episode_lens"])
-    if schema.meta_fields[name].shape not in ((), (1,)):
-        raise SchemaError(f"{where}: {name!r} has shape {schema.meta_fields[name].shape}; give a field of one number")
+    field = schema.meta_fields[name]
+    if field.shape not in ((), (1,)) or field.storage.kind == "U":
+        held = "holds text" if field.storage.kind == "U" else f"has shape {field.shape}"
+        raise SchemaError(f"{where}: {name!r} {held}; give a field of one number")
 
 
 def _check_split(split: object, part: str | None) -> None:

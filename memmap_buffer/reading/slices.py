@@ -76,7 +76,7 @@ class Slices:
         rows = storage.maps.rows[name]
         shape = len(self.row), self.steps, *rows.shape[1:]
         large = math.prod(shape) * rows.itemsize >= LARGE
-        if self.is_fitted or large or 2 * self._num_whole < len(self.row):
+        if self.is_fitted or large or 2 * self._num_whole < max(1, len(self.row)):
             out, items = pool.empty(shape, rows.dtype), self._each
         else:  # one index for all; those of which some row does not exist are copied anew
             out, items = storage.slices_of(name, self.steps)[self._begin].reshape(shape), self._cut

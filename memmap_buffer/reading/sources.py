@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +14,10 @@ import numpy.typing as npt
 from memmap_buffer.errors import SchemaMismatchError
 from memmap_buffer.reading.memory import Pool
 from memmap_buffer.reading.slices import Slices, joined
+from memmap_buffer.reading.together import Together
 from memmap_buffer.store.folder import disk_reads, will_need
 from memmap_buffer.store.records import FLAGS, LENGTH, Words
+from memmap_buffer.store.shards import Shards
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array
@@ -103,39 +107,87 @@ class Disk(threading.local):
 class Sources:
     """The folders that are read as one; they must hold the same fields.
 
+    Args: storages: the folders. shards: where they come from, if that is a root in which more may appear.
     Raises: SchemaMismatchError: the fields differ; the text lists how.
     """
 
-    def __init__(self, storages: Sequence[Storage]) -> None:
-        self.storages = tuple(storages)
+    def __init__(self, storages: Sequence[Storage], shards: Shards | None = None) -> None:
+        self.storages: tuple[Storage, ...] = ()
+        self.shards = shards
         self.pool = Pool()
         self.disk = Disk()
-        layout = self.storages[0].layout
-        self.schema = layout.schema
-        self.max_timesteps = max(storage.layout.max_timesteps for storage in self.storages)
-        for storage in self.storages[1:]:
-            lines = [line for line in layout.differences(storage.layout) if line.startswith(("fields", "meta_fields"))]
-            if lines:
-                text = "\n  ".join([f"{storage.path} and {self.storages[0].path} have different fields:", *lines])
-                raise SchemaMismatchError(text, differences=lines)
+        self.schema = storages[0].layout.schema
+        self._lock = threading.Lock()
+        self._take_in(tuple(storages))
+
+    @classmethod
+    def of_root(cls, root: str | PathLike[str]) -> Sources:
+        """The shards of a root, those included that appear later. Raises NotABufferError where there is none yet."""
+        shards = Shards(root)
+        return cls(shards.look(), shards)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Sources, (self.storages,)
+        return (Sources, (self.storages,)) if self.shards is None else (Sources.of_root, (self.shards.root,))
+
+    def _take_in(self, storages: tuple[Storage, ...]) -> None:
+        """Read these from now on."""
+        layout = storages[0].layout
+        known = set(self.storages)
+        for storage in storages:
+            if storage in known or storage.withdrawn:
+                continue
+            lines = [line for line in layout.differences(storage.layout) if line.startswith(("fields", "meta_fields"))]
+            if lines:
+                text = "\n  ".join([f"{storage.path} and {storages[0].path} have different fields:", *lines])
+                raise SchemaMismatchError(text, differences=lines)
+        self.storages = storages
+        self.__dict__.pop("_together", None)
+
+    @property
+    def max_timesteps(self) -> int:
+        return max(storage.layout.max_timesteps for storage in self.storages)
 
     @property
     def single(self) -> bool:
-        return len(self.storages) == 1
+        """Whether there is one folder, and never another."""
+        return self.shards is None and len(self.storages) == 1
 
     @property
     def tables(self) -> tuple[EpisodeTable, ...]:
+        """The episode tables as last read; of folders that were found since, too."""
         return tuple(storage.table for storage in self.storages)
 
+    @property
+    def changes(self) -> int | None:
+        """The change counter of the one folder, as it is now; None where there are several, whose would take long."""
+        return self.storages[0].state("changes") if self.single else None
+
     def refresh(self) -> tuple[EpisodeTable, ...]:
-        """The episode tables as they are now."""
-        return tuple(storage.refresh() for storage in self.storages)
+        """The episode tables as they are now, and those of shards that appeared."""
+        if self.single:
+            return (self.storages[0].refresh(),)
+        with self._lock:
+            if self.shards is not None:
+                found = self.shards.look()
+                if found is not self.storages:
+                    self._take_in(found)
+            return self._together.refresh()
+
+    def reach(self, count: int) -> None:
+        """Have at least so many folders, where they are a root's."""
+        if self.shards is not None and len(self.storages) < count:
+            with self._lock:
+                self._take_in(self.shards.reach(count))
+
+    @cached_property
+    def _together(self) -> Together:
+        return Together(self.storages, self.shards is not None)
 
     def look_up(self, anchors: Anchors) -> Anchors:
         """The anchors with the records of their episodes; once more in fresh tables, if one is not where it was."""
+        if anchors.source is not None and anchors.size:
+            self.reach(int(anchors.source.max()) + 1)
+            anchors = anchors._replace(slot=self._together.slots(anchors.source, anchors.slot))
         words, fresh = self._look_up(anchors)
         if not fresh.all():
             self.refresh()
@@ -144,11 +196,9 @@ class Sources:
         return anchors._replace(words=words)
 
     def _look_up(self, anchors: Anchors) -> tuple[Words, BoolArray]:
-        def look_up(storage: Storage, i: Any) -> tuple[Array, ...]:
-            return storage.look_up(anchors.slot[i], anchors.serial[i])
-
-        words, fresh = self._each(anchors.source, anchors.size, look_up)
-        return words, fresh
+        if anchors.source is None:
+            return self.storages[0].look_up(anchors.slot, anchors.serial)
+        return self._together.look_up(anchors.source, anchors.slot, anchors.serial)
 
     def trust(self, anchors: Anchors) -> bool:
         """Check those episodes whose content is still to be checked; False if one failed and is void from now on."""
@@ -159,17 +209,19 @@ class Sources:
 
         if anchors.source is None:
             return self.storages[0].trust(anchors.slot)
-        return bool(self._each(anchors.source, anchors.size, trust)[0].all())
+        if self._together.trusted:
+            return True
+        trusted = bool(self._each(anchors.source, anchors.size, trust)[0].all())
+        if not trusted:
+            self._together.refresh(again=True)
+        return trusted
 
     def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """(B,) whether each episode is still as it was seen before its rows were copied."""
         if anchors.source is None:
             return self.storages[0].unmoved(anchors.slot, anchors.serial, generation)
 
-        def look(storage: Storage, i: Any) -> tuple[Array]:
-            return (storage.unmoved(anchors.slot[i], anchors.serial[i], generation[i]),)
-
-        return np.asarray(self._each(anchors.source, anchors.size, look)[0])
+        return self._together.unmoved(anchors.source, anchors.slot, anchors.serial, generation)
 
     def first_rows(self, anchors: Anchors) -> IntArray:
         """(B,) the row of step 0 of each anchor's slot, whatever its record says; in files without `final`."""
@@ -181,6 +233,8 @@ class Sources:
         """Copy rows of a per-timestep field: (B, …) row numbers give (B, …, *field), slices (B, K, *field)."""
         if source is None:
             return self._take(self.storages[0], name, rows)
+        if not isinstance(rows, Slices) and (span := self._together.rows(name)) is not None:
+            return span.take(source, rows)
         count = len(rows.row if isinstance(rows, Slices) else rows)
         return self._each(source, count, lambda storage, i: (self._take(storage, name, rows[i]),))[0]
 
@@ -204,6 +258,8 @@ class Sources:
         def take(storage: Storage, i: Any) -> tuple[Array]:
             return (storage.maps.meta[name].take(anchors.slot[i], axis=0, mode="clip"),)
 
+        if anchors.source is not None and (span := self._together.meta(name)) is not None:
+            return span.take(anchors.source, anchors.slot)
         return self._each(anchors.source, anchors.size, take)[0]
 
     def _each(

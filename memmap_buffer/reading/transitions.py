@@ -10,10 +10,11 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
-from memmap_buffer.reading.views import Names, Spans, View, check_count, named
+from memmap_buffer.reading.views import Names, Spans, View, named
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.transforms import n_step_return
+from memmap_buffer.values import check_count
 
 
 @dataclass(frozen=True)

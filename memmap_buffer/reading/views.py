@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.table import IntArray
+from memmap_buffer.values import check_count
 
 BOUNDARIES = ("pad", "shift", "drop")
 REPEAT = "repeat"
@@ -324,12 +325,6 @@ def _consecutive(values: tuple[int, ...]) -> IntArray | range:
     """Offsets as a range, where they are one."""
     whole = range(values[0], values[0] + len(values))
     return whole if values == tuple(whole) else np.array(values)
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise SchemaError unless `value` is a whole number from 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise SchemaError(f"{name}: got {value!r}, expected a whole number from 1")
 
 
 def _check_boundary(boundary: str, known: tuple[str, ...] = BOUNDARIES) -> None:

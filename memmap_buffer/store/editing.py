@@ -141,8 +141,9 @@ class Editing:
         Raises: SchemaError: there is none, or it is the last one. EpisodeStateError: an episode is open.
         """
         names = self._storage.layout.schema.require([name], "drop_field")
+        files = self._writer.begin_alone("drop_field")
         with self._reopened():
-            columns.drop(self._writer.begin_alone("drop_field"), names)
+            columns.drop(files, names)
 
     def rename_field(self, name: str, new: str) -> None:
         """Give a field or meta field, or a group of them, another name. Readers of it must be opened again.
@@ -151,8 +152,9 @@ class Editing:
         """
         members = self._storage.layout.schema.require([name], "rename_field")
         names = {old: f"{new}{old.removeprefix(name)}" for old in members}
+        files = self._writer.begin_alone("rename_field")
         with self._reopened():
-            columns.rename(self._writer.begin_alone("rename_field"), names)
+            columns.rename(files, names)
 
     def recompute(self, name: str, compute: Compute, *, fields: Iterable[str] | None = None) -> None:
         """Replace a field or meta field by what is computed from each episode; each changes at once or not at all.
@@ -171,7 +173,7 @@ class Editing:
 
     @contextmanager
     def _reopened(self) -> Iterator[None]:
-        """Around a change of the schema: whatever happens, what goes on is the one that stands."""
+        """Around a change of the schema by the writer: whatever happens, what goes on is the one that stands."""
         try:
             yield
         finally:

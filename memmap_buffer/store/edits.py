@@ -75,8 +75,8 @@ def positions_of(indices: Any, count: int) -> tuple[IntArray, bool]:
     if isinstance(indices, slice):
         return np.arange(*indices.indices(count)), False
     array = to_numpy(indices)
-    if array.dtype.kind not in "iu" and array.size:
-        raise SchemaError(f"episodes: got {array.dtype}, expected whole numbers, a slice or None")
+    if array.ndim > 1 or (array.dtype.kind not in "iu" and array.size):
+        raise SchemaError(f"episodes: got {array.dtype} {array.shape}, expected whole numbers, a slice or None")
     positions = np.atleast_1d(array).astype(np.int64)
     outside = (positions < -count) | (positions >= count)
     if outside.any():

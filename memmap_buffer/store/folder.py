@@ -24,6 +24,11 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+_TOO_MANY = {
+    errno.EMFILE: "too many open files; raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "too many open files on this machine; raise fs.file-max",
+    errno.ENOMEM: "too many maps, as each array has one; raise the limit on maps (sysctl vm.max_map_count)",
+}
 ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
 
 
@@ -95,16 +100,16 @@ class Folder:
         try:
             mapped = self._map(name, header, len(header) + count * dtype.itemsize)
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
+            remedy = _TOO_MANY.get(error.errno or 0)
+            if remedy is None:
                 raise
-            what = "too many open files, and each array takes one; raise the limit on open files (ulimit -n)"
-            raise OSError(error.errno, f"{self.path / name}: {what}, or read fewer folders at once") from None
+            raise OSError(error.errno, f"{self.path / name}: {remedy}, or read fewer folders at once") from None
         return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
 
-    def _map(self, name: str, header: bytes, size: int) -> mmap.mmap:
+    def _map(self, name: str, header: bytes, size: int) -> memoryview:
         fd = self._checked(name, os.O_RDONLY, header, size)
         try:
-            return mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+            return files.map_to_read(fd, size)
         finally:
             os.close(fd)
 
@@ -285,8 +290,12 @@ class Folder:
             )
 
     def stamp(self, name: str) -> tuple[int, int]:
-        """What changes when a file is replaced by another."""
-        status = os.lstat(self.path / name)
+        """What changes when a file is replaced by another. Raises NotABufferError where the folder is none any more."""
+        try:
+            status = os.lstat(self.path / name)
+        except FileNotFoundError:
+            self.require()
+            raise
         return status.st_ino, status.st_mtime_ns
 
     def inode(self, name: str) -> int:
@@ -318,16 +327,11 @@ def will_need(array: Array, stretches: Iterable[tuple[int, int]]) -> None:
 
     Args: stretches: (first, stop) rows of each.
     """
-    mapped: Any = array
-    while not isinstance(mapped, mmap.mmap):
-        mapped = mapped.obj if isinstance(mapped, memoryview) else mapped.base
-    if not hasattr(mmap, "MADV_WILLNEED"):
-        return
-    row, header, page = array.nbytes // max(1, len(array)), len(mapped) - array.nbytes, mmap.PAGESIZE
+    start, row = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
     for first, stop in stretches:
-        end = min(header + stop * row, len(mapped))
-        for begin in range((header + first * row) // page * page, end, ASKED_BYTES):
-            mapped.madvise(mmap.MADV_WILLNEED, begin, min(ASKED_BYTES, end - begin))
+        end = start + min(stop * row, array.nbytes)
+        for begin in range((start + first * row) // mmap.PAGESIZE * mmap.PAGESIZE, end, ASKED_BYTES):
+            files.will_need(begin, min(ASKED_BYTES, end - begin))
 
 
 def disk_reads() -> int:

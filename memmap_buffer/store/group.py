@@ -24,7 +24,7 @@ class EpisodeGroup:
     """
 
     def __init__(self, schema: Schema, episodes: Sequence[Episode]) -> None:
-        self._schema = schema
+        self.schema = schema
         self.episodes = list(episodes)
 
     def add(self, episode: Episode) -> None:
@@ -41,8 +41,8 @@ class EpisodeGroup:
         Raises: SchemaError, EpisodeStateError: as `Episode.store`; then no episode got the step.
         """
         where = f"timestep {self.episodes[0].length}"
-        columns = self._encode(self._schema.flatten(batch), self._schema.fields, where)
-        for name, field in self._schema.fields.items():
+        columns = self._encode(self.schema.flatten(batch), self.schema.fields, where)
+        for name, field in self.schema.fields.items():
             if name not in columns:
                 columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.shape))
         for episode in self.episodes:
@@ -52,13 +52,13 @@ class EpisodeGroup:
 
     def final(self, **batch: Any) -> None:
         """Store every episode's observation after the last action: field -> (B, *field)."""
-        columns = self._encode(self._schema.flatten(batch), self._schema.fields, "final")
+        columns = self._encode(self.schema.flatten(batch), self.schema.fields, "final")
         for i, episode in enumerate(self.episodes):
             episode.final(**{name: rows[i] for name, rows in columns.items()})
 
     def update(self, meta: Mapping[str, Any]) -> None:
         """Set meta fields: name -> (B, *field)."""
-        columns = self._encode(self._schema.flatten(meta), self._schema.meta_fields, "meta")
+        columns = self._encode(self.schema.flatten(meta), self.schema.meta_fields, "meta")
         for i, episode in enumerate(self.episodes):
             episode.update({name: rows[i] for name, rows in columns.items()})
 
@@ -91,7 +91,7 @@ class EpisodeGroup:
         out: dict[str, Array] = {}
         for name, values in batch.items():
             if name not in known:
-                raise self._schema.unknown(name, where, known)
+                raise self.schema.unknown(name, where, known)
             try:
                 rows = known[name].encode(values, lead=1)
             except SchemaError as error:

@@ -43,12 +43,20 @@ class WriterLock:
     def held(self) -> bool:
         return self._lock is not None
 
+    @property
+    def in_use(self) -> bool:
+        """Whether an object of this process holds the folder."""
+        holder = _holders.get(self._folder.lock_key())
+        return holder is not None and holder.mine
+
     def acquire(self) -> None:
         """Take the lock, from an older object of this process if need be.
 
         Raises: BufferLockedError: another process holds it, or an object of this one with an episode open that it can
             still publish.
         """
+        if self.held:
+            return
         key = self._folder.lock_key()
         holder = _holders.get(key)
         if holder is not None and holder.held and holder._pid == process_id():

@@ -17,6 +17,7 @@ from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.stream import EpisodeStream, Steps
 from memmap_buffer.store.writer import Writer
+from memmap_buffer.values import check_count
 
 
 class ToStore(NamedTuple):
@@ -79,6 +80,7 @@ class Recording:
 
         Args: meta_batch: meta field -> (batch_size, *field).
         """
+        check_count("batch_size", batch_size)
         self._require_no_scope()
         with self._entered(EpisodeGroup(self._storage.layout.schema, [])) as group:
             for _ in range(batch_size):
@@ -175,13 +177,9 @@ class Recording:
 
     def end_stream(self) -> None:
         """Publish the episodes that `add` has open, flagged as cut short; `close` does so, too."""
-        stream, self._stream = self._stream, None
-        try:
-            if stream is not None:
-                stream.publish()
-        except BaseException:
-            self._stream = stream
-            raise
+        if self._stream is not None:
+            self._stream.publish()
+        self._stream = None
 
     def _extend(self, given: Mapping[str, Any], *, time: bool) -> None:
         self._writer.require_writable()

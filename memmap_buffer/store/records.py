@@ -144,9 +144,14 @@ def columns_of(
 def columns_since(words: Words, before: Columns, max_timesteps: int) -> Columns:
     """`columns_of` a grid that said `before` when it was last read: what did not change is shared with that.
 
-    Only records with another check or generation are looked at again; no writer changes one and leaves both.
+    Only records with another check or generation are looked at again; no writer changes one and leaves both. And those
+    that held no episode though something was written there: half of the record may have been an older one's when it was
+    copied, its check and generation the new one's already.
     """
-    moved = np.flatnonzero((words[:, CHECK] != before.check) | (words[:, GENERATION] != before.generation))
+    changed = words[:, CHECK] != before.check
+    changed |= words[:, GENERATION] != before.generation
+    changed |= (before.generation != 0) & ~before.valid
+    moved = np.flatnonzero(changed)
     fresh = columns_of(words[moved], max_timesteps, None, moved)
     return Columns(*(_patched(old, moved, new) for old, new in zip(before, fresh, strict=True)))
 

@@ -12,7 +12,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -83,6 +83,7 @@ class Storage:
         self.folder = Folder(self.path)
         self.read_only = read_only
         self.verify = verify
+        self.withdrawn = False
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
         self._stamp: tuple[int, int] | None = None
@@ -105,6 +106,16 @@ class Storage:
             return cls.open(path, read_only=read_only, verify=verify)  # a field went after the schema was read
         storage.check_always()
         return storage
+
+    def withdraw(self, path: Path) -> Storage:
+        """A storage of which nothing is shown, in the place of a folder that is not there: of these files still."""
+        other, changes = Storage(path, read_only=True, verify="never"), self.table.changes
+        state = self.maps.state.copy()
+        state[STATE_WORD["changes"]] = changes  # so it never changes
+        other.__dict__ |= {"layout": self.layout, "maps": replace(self.maps, state=state)}
+        other._table = replace(self.table, visible=np.empty(0, np.int64))
+        other.withdrawn = True
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "read_only": self.read_only, "verify": self.verify}
@@ -289,6 +300,11 @@ class Storage:
         doubtful = (serial >= self.state("synced")) & (rebooted | (serial < self.state("suspect")))
         return doubtful if bool((doubtful & self.table.valid).any()) else None
 
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing is left to check, whatever slot is read."""
+        return self.verify != "read" and self._unverified is None
+
     def trust(self, slots: IntArray) -> bool:
         """Check those of `slots` that are still to be checked; False if one failed and is void from now on."""
         if self.verify == "read":
@@ -337,6 +353,8 @@ class Storage:
     def mismatches(self, slot: int, flags: int, crcs: Mapping[str, int]) -> list[str]:
         """The names of which the CRC-32s of a slot are not those that are stored."""
         record, column_of = self.maps.words[slot].view(RECORD)[0], self.layout.column_of
+        if flags & OPEN and record["columns"] > self.layout.used_columns:
+            return []  # its digest is of fields, too, that were added since this was opened
         row = checksum_row(self.layout, crcs) if flags & OPEN else self.maps.checksums[slot].tobytes()
         stored = np.frombuffer(row, "<u4")
         bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.schema import ENDS, Schema
+from memmap_buffer.schema import Schema
 from memmap_buffer.store.episode import Episode, require_default
 from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.values import Array, to_numpy
@@ -38,17 +38,19 @@ class EpisodeStream(EpisodeGroup):
         """Append timesteps to every environment; an episode that ends, or is as long as it may be, is published.
 
         Raises: BufferFullError: of the timesteps, those are stored that lie before an episode for which there is no
-            room. OSError: it could not be published; it is kept, and published by the next call.
+            room. OSError: what could not be written is kept, and written by the next call. Called again with the same
+            `steps` it goes on where it stood.
         """
         count = len(steps.ends)
         while steps.done < count:
             self._publish_what_ended()
             self._begin_where_needed()
-            stop = min(count, steps.done + self._limit - max(episode.length for episode in self.episodes))
-            ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
-            stop = steps.done + int(ended[0]) + 1 if ended.size else stop
-            self._append(steps, steps.done, stop)
-            steps.done = stop
+            if all(episode.staged for episode in self.episodes):
+                stop = min(count, steps.done + self._limit - max(episode.length for episode in self.episodes))
+                ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
+                self._append(steps, steps.done + int(ended[0]) + 1 if ended.size else stop)
+            else:
+                self._append_in_place(steps)
         self._publish_what_ended()
 
     def publish(self, last: Steps | None = None, *, cut: bool = True) -> None:
@@ -75,26 +77,40 @@ class EpisodeStream(EpisodeGroup):
             if episode.state != "open":
                 self.episodes[i] = self._begin()
 
-    def _append(self, steps: Steps, start: int, stop: int) -> None:
-        """Store timesteps `start` to `stop`, of which only the last may end an episode: for all of them or for none.
-
-        Where steps are published as they are stored, an error leaves it to the environments before.
-        """
-        before = [episode.length for episode in self.episodes]
+    def _append(self, steps: Steps, stop: int) -> None:
+        """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
+        before, start = [episode.length for episode in self.episodes], steps.done
         for episode in self.episodes:
             episode.require_room(stop - start)
         try:
-            for i, episode in enumerate(self.episodes):
-                episode.store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
+            for i in range(len(self)):
+                self._store(steps, i, start, stop)
+            steps.done = stop
         except BaseException:
             for episode, length in zip(self.episodes, before, strict=True):
-                if episode.staged:
-                    episode.drop_last(episode.length - length)
+                episode.drop_last(episode.length - length)
+                episode.finals = {}
             raise
-        for i, episode in enumerate(self.episodes):
-            episode.update({name: values[stop - 1, i] for name, values in steps.meta.items()})
-            if steps.following and (episode.ended or episode.length == self._limit):
-                episode.final(**{name: rows[stop - 1, i] for name, rows in steps.following.items()})
+
+    def _append_in_place(self, steps: Steps) -> None:
+        """Store one timestep. What was shown is not taken back: after an error the environments before have it."""
+        for episode in self.episodes[steps.ahead :]:
+            episode.require_room()
+        for i in range(steps.ahead, len(self)):
+            before = self.episodes[i].length
+            try:
+                self._store(steps, i, steps.done, steps.done + 1)
+            finally:
+                steps.ahead += self.episodes[i].length > before  # it may have become visible before the error
+        steps.done, steps.ahead = steps.done + 1, 0
+
+    def _store(self, steps: Steps, i: int, start: int, stop: int) -> None:
+        """Store some timesteps of one environment, and what is known with the last of them."""
+        episode = self.episodes[i]
+        episode.store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
+        episode.update({name: values[stop - 1, i] for name, values in steps.meta.items()})
+        if steps.following and (episode.ended or episode.length == self._limit):
+            episode.final(**{name: rows[stop - 1, i] for name, rows in steps.following.items()})
 
 
 class Steps:
@@ -107,14 +123,14 @@ class Steps:
 
     Attributes:
         fields, meta, following: name -> (T, B, *field). ends: (T, B) bool, where an episode ends. done: how many of
-            the timesteps a stream has stored.
+            the timesteps a stream has stored; ahead: how many environments have one more.
 
     Raises:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
     """
 
     def __init__(self, schema: Schema, given: Mapping[str, Any], *, time: bool) -> None:
-        self.done = 0
+        self.done = self.ahead = 0
         groups = {name.split(".")[0] for name in schema.all}
         later = {name for name in given if name.startswith(NEXT) and name.split(".")[0] not in groups}
         flat = schema.flatten({name: value for name, value in given.items() if name not in later})
@@ -137,14 +153,8 @@ class Steps:
                 row = require_default(field, name, "timesteps")
                 self.fields[name] = np.broadcast_to(row, (*self._axes, *field.shape))
         self.ends = np.zeros(self._axes, np.bool_)
-        for name in ENDS:
-            if name in self.fields and self.fields[name].size == self.ends.size:
-                self.ends |= self.fields[name].reshape(self._axes) != 0
-
-    @property
-    def can_end(self) -> bool:
-        """Whether there is a field that says where an episode ends."""
-        return any(name in self.fields for name in ENDS)
+        for name in schema.ends:
+            self.ends |= self.fields[name].reshape(self._axes) != 0
 
     @property
     def num_envs(self) -> int:

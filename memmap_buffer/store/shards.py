@@ -1,0 +1,150 @@
+"""A root of shards: `shard-00000` and on, each a buffer with a writer of its own. What is there, and which is free.
+
+Nothing stands in the root but the shards, so nothing has to be kept in step with them: a folder is a shard from the
+moment that its `schema.json` is there until it is removed, and free as long as nobody holds its lock.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError
+from memmap_buffer.store.folder import Folder
+from memmap_buffer.store.layout import Layout
+from memmap_buffer.store.lock import WriterLock
+from memmap_buffer.store.storage import Storage
+
+MAX_SHARDS = 100_000
+SETTLED_NS = 100_000_000  # two changes of a folder within a tick of the clock bear the same time
+_NAME = re.compile(r"shard-(\d{5})")
+
+
+def shard_name(number: int) -> str:
+    """The name of a shard's folder."""
+    return f"shard-{number:05}"
+
+
+class Shards:
+    """The shards of a root, opened for reading as they are found.
+
+    Attributes:
+        storages: by their numbers. In the place of a number that has no folder, or none any more, stands a storage of
+            which nothing is shown.
+    """
+
+    def __init__(self, root: str | PathLike[str]) -> None:
+        self.root = Path(root)
+        self.storages: tuple[Storage, ...] = ()
+        self._keys: dict[int, tuple[int, int]] = {}
+        self._unfinished: list[int] = []
+        self._stamp: tuple[int, int] | None = None
+
+    def look(self) -> tuple[Storage, ...]:
+        """The storages as they are now: one look at the root's time, and only where it moved at what is in it.
+
+        Raises: NotABufferError: there is no shard, and never was. CorruptBufferError.
+        """
+        if self._stamp is None or self._stamp != self._now() or any(map(self._is_complete, self._unfinished)):
+            self._look_again()
+        return self.storages
+
+    def reach(self, count: int) -> tuple[Storage, ...]:
+        """At least so many storages."""
+        if len(self.storages) < count:
+            self._stamp = None
+            self.look()
+        self.storages += tuple(self._vacant(number) for number in range(len(self.storages), count))
+        return self.storages
+
+    def _now(self) -> tuple[int, int]:
+        try:
+            return Folder(self.root).stamp(".")
+        except FileNotFoundError:
+            return 0, 0
+
+    def _is_complete(self, number: int) -> bool:
+        return Folder(self.root / shard_name(number)).exists("schema.json")
+
+    def _look_again(self) -> None:
+        stamp = self._now()
+        numbers = list(shard_numbers(self.root))
+        complete = [number for number in numbers if self._is_complete(number)]
+        opened = {number: storage for number in complete if (storage := self._opened(number)) is not None}
+        if not opened and not self.storages:
+            raise NotABufferError(f"{self.root}: no subfolder holds a buffer", path=self.root)
+        old = dict(enumerate(self.storages))
+        if not self.storages:
+            self.storages = (opened[min(opened)],)
+        every = range(max([*opened, *old]) + 1)
+        self.storages = tuple(opened[n] if n in opened else self._withdrawn(n, old.get(n)) for n in every)
+        self._keys = {number: storage.folder.lock_key() for number, storage in opened.items()}
+        self._unfinished = [number for number in numbers if number not in opened]
+        self._stamp = stamp if time.time_ns() - stamp[1] > SETTLED_NS else None
+
+    def _opened(self, number: int) -> Storage | None:
+        """The storage of a shard; None where it was removed meanwhile."""
+        path = self.root / shard_name(number)
+        try:
+            if number in self._keys and self._keys[number] == Folder(path).lock_key():
+                return self.storages[number]
+            return Storage.open(path, read_only=True)
+        except (CorruptBufferError, NotABufferError, FileNotFoundError):
+            if Folder(path).exists("schema.json"):
+                raise
+            return None
+
+    def _withdrawn(self, number: int, old: Storage | None) -> Storage:
+        if old is None:
+            return self._vacant(number)
+        return old if old.withdrawn else old.withdraw(old.path)
+
+    def _vacant(self, number: int) -> Storage:
+        return self.storages[0].withdraw(self.root / shard_name(number))
+
+
+def shard_numbers(root: Path) -> Iterator[int]:
+    """The numbers of a root's shards, finished or not, ascending."""
+    found = (_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
+    yield from sorted(int(name[1]) for name in found if name is not None)
+
+
+def take_free(root: str | PathLike[str], layout: Layout) -> tuple[Folder, WriterLock]:
+    """The first shard that nobody writes to, of this layout and with room, else the next; its lock is held.
+
+    No lock but those of the shards is needed: whoever holds one has it, and who comes second goes on to the next.
+
+    Raises: CorruptBufferError: there are as many shards as there can be. OSError.
+    """
+    place = Path(root)
+    numbers = list(shard_numbers(place))
+    for number in [*numbers, *range(max(numbers, default=-1) + 1, MAX_SHARDS)]:
+        folder = Folder(place / shard_name(number))
+        folder.create()
+        lock = WriterLock(folder)
+        try:
+            if lock.in_use:
+                continue
+            lock.acquire()
+        except BufferLockedError:
+            continue
+        if _is_free(folder, layout):
+            return folder, lock
+        lock.release()
+    raise CorruptBufferError(f"{place} holds {MAX_SHARDS} shards; remove some, or begin another root", path=place)
+
+
+def _is_free(folder: Folder, layout: Layout) -> bool:
+    """Whether a locked shard is not created yet, or of this layout and with room for an episode."""
+    if not folder.exists("schema.json"):
+        return True
+    try:
+        storage = Storage.open(folder.path, read_only=True)
+    except (CorruptBufferError, NotABufferError):
+        return False  # `verify` tells what is wrong with it; nothing is written to it
+    stored = storage.layout
+    full = not stored.circular and len(storage.table) >= stored.max_episodes
+    return stored.writable and not stored.differences(layout) and not full

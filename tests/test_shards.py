@@ -1,0 +1,311 @@
+"""A root of shards: found as they appear, read as one, written by one process each."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from faults import fork
+
+from memmap_buffer import (
+    ConcatBuffer,
+    NotABufferError,
+    NotEnoughDataError,
+    Prioritized,
+    ReplayBuffer,
+    SchemaError,
+    SchemaMismatchError,
+    StaleEpisodeError,
+)
+
+STEPS = {"timestep_level": True, "return_indices": True}
+SIZES = {"max_episodes": 20, "max_timesteps": 4, "fields": {"x": "int"}, "meta_fields": {"task": ("int", (), 0)}}
+
+
+def shard(root, number, *values, **options):
+    """A closed shard of one-step episodes."""
+    path = root / f"shard-{number:05}"
+    with ReplayBuffer(path, **SIZES | options) as buffer:
+        for value in values:
+            buffer.store_episode(x=[value])
+    return path
+
+
+def append(root, number, value):
+    with ReplayBuffer.from_folder(root / f"shard-{number:05}") as buffer:
+        buffer.store_episode(x=[value])
+
+
+def rows(batch):
+    """(shard, serial, t, x) of each item."""
+    return [(*index, x) for index, x in zip(batch["_indices"].tolist(), batch["x"].tolist(), strict=True)]
+
+
+def everything(buffer, **options):
+    return [row for batch in buffer.dataloader(7, **STEPS, **options) for row in rows(batch)]
+
+
+class TestFound:
+    def test_a_shard_is_seen_as_soon_as_it_is_there(self, tmp_path):
+        shard(tmp_path, 0, 10)
+        root = ConcatBuffer.from_root(tmp_path)
+        loader = root.dataloader(9, **STEPS)
+        assert rows(next(iter(loader))) == [(0, 0, 0, 10)]
+        shard(tmp_path, 1, 20, 21)
+        assert rows(next(iter(loader))) == [(0, 0, 0, 10), (1, 0, 0, 20), (1, 1, 0, 21)]
+        shard(tmp_path, 2, 30)
+        assert {row[0] for row in rows(root.sample(200, **STEPS))} == {0, 1, 2}
+        shard(tmp_path, 3, 40)
+        root.refresh()
+        assert len(root) == 5
+        assert [path.name for path in root.folders] == [f"shard-0000{n}" for n in range(4)]
+
+    def test_its_number_is_that_of_its_name_whichever_others_there_are(self, tmp_path):
+        shard(tmp_path, 7, 70)
+        root = ConcatBuffer.from_root(tmp_path)
+        assert everything(root) == [(7, 0, 0, 70)]
+        shard(tmp_path, 2, 20)
+        shard(tmp_path, 11, 110)
+        assert everything(root) == [(2, 0, 0, 20), (7, 0, 0, 70), (11, 0, 0, 110)]
+        assert root.shards == (2, 7, 11)
+        shutil.rmtree(tmp_path / "shard-00007")
+        assert everything(root) == everything(ConcatBuffer.from_root(tmp_path)) == [(2, 0, 0, 20), (11, 0, 0, 110)]
+        assert root.max_episodes == 40
+
+    def test_a_folder_is_no_shard_before_its_schema_is_there(self, tmp_path):
+        path = shard(tmp_path, 0, 1)
+        shard(tmp_path, 1, 2)
+        (tmp_path / "shard-00001" / "schema.json").rename(tmp_path / "aside")
+        root = ConcatBuffer.from_root(tmp_path)
+        assert root.folders == (path,)
+        (tmp_path / "aside").rename(tmp_path / "shard-00001" / "schema.json")
+        assert len(everything(root)) == 2
+
+    def test_what_else_lies_in_the_root_is_left_alone(self, tmp_path):
+        shard(tmp_path, 0, 1)
+        ReplayBuffer(tmp_path / "validation", **SIZES).close()
+        (tmp_path / "shard-1").mkdir()
+        (tmp_path / "shard-00003").mkdir()
+        (tmp_path / "shard-00004").write_text("")
+        assert everything(ConcatBuffer.from_root(tmp_path)) == [(0, 0, 0, 1)]
+
+    def test_a_root_of_none_is_refused(self, tmp_path):
+        with pytest.raises(NotABufferError, match="no subfolder holds a buffer"):
+            ConcatBuffer.from_root(tmp_path)
+        (tmp_path / "shard-00000").mkdir()
+        with pytest.raises(NotABufferError, match="no subfolder holds a buffer"):
+            ConcatBuffer.from_root(tmp_path)
+
+    def test_shards_of_other_fields_are_refused_when_they_appear(self, tmp_path):
+        shard(tmp_path, 0, 1)
+        root = ConcatBuffer.from_root(tmp_path)
+        ReplayBuffer(tmp_path / "shard-00001", 2, 4, {"x": "float"}).close()
+        with pytest.raises(SchemaMismatchError, match=r"(?s)shard-00001 and .*shard-00000 have different fields"):
+            root.refresh()
+
+    def test_every_shard_removed_leaves_nothing_to_read(self, tmp_path):
+        shard(tmp_path, 0, 1)
+        root = ConcatBuffer.from_root(tmp_path)
+        root.sample(4, timestep_level=True)
+        shutil.rmtree(tmp_path / "shard-00000")
+        with pytest.raises(NotEnoughDataError, match="it is empty"):
+            root.sample(4, timestep_level=True)
+        shard(tmp_path, 0, 2)
+        assert everything(root) == [(0, 0, 0, 2)]
+
+    def test_a_shard_made_anew_under_its_old_number_is_another(self, tmp_path):
+        shard(tmp_path, 0, 1)
+        shard(tmp_path, 1, *range(10, 20))
+        root = ConcatBuffer.from_root(tmp_path)
+        assert len(everything(root)) == 11
+        shutil.rmtree(tmp_path / "shard-00001")
+        shard(tmp_path, 1, 99, max_episodes=3)
+        assert everything(root) == [(0, 0, 0, 1), (1, 0, 0, 99)]
+
+
+class TestRead:
+    def test_an_epoch_that_began_goes_on_without_the_shard_that_was_removed(self, tmp_path):
+        shard(tmp_path, 0, *range(10))
+        shard(tmp_path, 1, *range(100, 110))
+        root = ConcatBuffer.from_root(tmp_path)
+        batches = iter(root.dataloader(1, shuffle=True, seed=1, **STEPS))
+        next(batches)
+        shutil.rmtree(tmp_path / "shard-00001")
+        root.refresh()
+        rest = [row for batch in batches for row in rows(batch)]
+        assert len(rest) == 19
+        assert all(x == serial + 100 * number for number, serial, _, x in rest)
+        assert all(number == 0 for number, *_ in rest[16:])  # what was planned before is still mapped
+
+    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    def test_workers_read_shards_that_appeared_after_they_were_started(self, tmp_path, context):
+        shard(tmp_path, 0, 1)
+        loader = ConcatBuffer.from_root(tmp_path).dataloader(
+            2, num_workers=1, persistent_workers=True, multiprocessing_context=context, **STEPS
+        )
+        assert [row for batch in loader for row in rows(batch)] == [(0, 0, 0, 1)]
+        shard(tmp_path, 4, 40, 41)
+        append(tmp_path, 0, 2)
+        expected = [(0, 0, 0, 1), (0, 1, 0, 2), (4, 0, 0, 40), (4, 1, 0, 41)]
+        assert [row for batch in loader for row in rows(batch)] == expected
+
+    def test_an_epoch_is_resumed_where_more_shards_have_appeared(self, tmp_path):
+        shard(tmp_path, 0, *range(5))
+        shard(tmp_path, 3, *range(10, 15))
+        loader = ConcatBuffer.from_root(tmp_path).dataloader(2, shuffle=True, seed=1, **STEPS)
+        batches = iter(loader)
+        head = [row for _ in range(2) for row in rows(next(batches))]
+        state = loader.state_dict()
+        rest = [row for batch in batches for row in rows(batch)]
+        for number in (1, 8):
+            shard(tmp_path, number, 1000)
+        other = ConcatBuffer.from_root(tmp_path).dataloader(2, shuffle=True, **STEPS)
+        other.load_state_dict(state)
+        assert [row for batch in other for row in rows(batch)] == rest
+        assert len({*head, *rest}) == 10
+        shutil.rmtree(tmp_path / "shard-00003")
+        late = ConcatBuffer.from_root(tmp_path).dataloader(2, shuffle=True, **STEPS)
+        with pytest.raises(StaleEpisodeError, match="shard-00003: 5 episodes of the epoch"):
+            late.load_state_dict(state)
+
+    def test_the_datasets_pickle_as_the_root(self, tmp_path):
+        for number in (0, 2):
+            shard(tmp_path, number, number)
+        dataset = ConcatBuffer.from_root(tmp_path).dataset(timestep_level=True)
+        data = pickle.dumps(dataset)
+        assert [pickle.loads(data)[i]["x"].item() for i in range(2)] == [0, 2]
+
+    def test_wide_rows_text_and_odd_sizes_are_those_of_each_shard(self, tmp_path):
+        """What is taken by one index of all shards, against each shard read by itself."""
+        fields = {
+            "image": ("uint8", (3, 40, 40)),
+            "odd": ("float32", (17,)),
+            "note": "U5",
+            "half": "bfloat16",
+            "last": "int",
+        }
+        rng = np.random.default_rng(0)
+        for number in range(3):
+            with ReplayBuffer(tmp_path / f"shard-{number:05}", 9 + number, 6, fields, {"m": ("float", 3)}) as buffer:
+                for length in (2, 6, 1):
+                    buffer.store_episode(
+                        image=rng.integers(0, 256, (length, 3, 40, 40), np.uint8),
+                        odd=rng.standard_normal((length, 17), np.float32),
+                        note=[f"{number}-{t}" for t in range(length)],
+                        half=torch.randn(length).bfloat16(),
+                        last=range(length),
+                        m=rng.standard_normal(3),
+                    )
+        whole = ConcatBuffer.from_root(tmp_path)
+        for options in ({"timestep_level": True}, {"n_steps": 2}, {}):
+            got = list(whole.dataloader(1, include_metadata=True, **options))
+            each = [
+                batch
+                for folder in whole.folders
+                for batch in ReplayBuffer.from_folder(folder).dataloader(1, include_metadata=True, **options)
+            ]
+            assert len(got) == len(each) > 8
+            for one, other in zip(got, each, strict=True):
+                assert one.keys() == other.keys()
+                for key, value in one.items():
+                    same = value.equal(other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+                    assert same, key
+
+
+class TestPriorities:
+    def test_a_draw_picks_the_shard_by_its_mass_and_shards_may_come_and_go(self, tmp_path):
+        shard(tmp_path, 1, *range(4))
+        shard(tmp_path, 3, *range(4))
+        root, how = ConcatBuffer.from_root(tmp_path), Prioritized(alpha=1.0)
+        batch = root.sample(4000, prioritized=how, timestep_level=True)
+        assert set(batch["_indices"][:, 0].tolist()) == {1, 3}
+        indices = torch.tensor([[number, serial, 0] for number in (1, 3) for serial in range(4)])
+        assert root.update_priorities(indices, torch.where(indices[:, 0] == 3, 3.0, 1.0)) == 0
+        share = (root.sample(4000, prioritized=how, timestep_level=True)["_indices"][:, 0] == 3).double().mean().item()
+        assert abs(share - 0.75) < 5 * np.sqrt(0.75 * 0.25 / 4000)
+        shard(tmp_path, 0, 5)
+        assert 0 in root.sample(4000, prioritized=how, timestep_level=True)["_indices"][:, 0].tolist()
+        shutil.rmtree(tmp_path / "shard-00003")
+        batch = root.sample(400, prioritized=how, timestep_level=True)
+        assert set(batch["_indices"][:, 0].tolist()) == {0, 1}
+        assert root.update_priorities(indices, torch.ones(8)) == 4
+        with pytest.raises(SchemaError, match="got source 9, there are 4"):
+            root.update_priorities(torch.tensor([[9, 0, 0]]), torch.ones(1))
+
+
+class TestTaken:
+    def test_each_writer_takes_a_shard_of_its_own_and_a_free_one_is_taken_again(self, tmp_path):
+        buffers = [ReplayBuffer(tmp_path, **SIZES, shard="auto") for _ in range(3)]
+        assert [buffer.folder.name for buffer in buffers] == [f"shard-0000{n}" for n in range(3)]
+        for i, buffer in enumerate(buffers):
+            buffer.store_episode(x=[i])
+        buffers[1].close()
+        again = ReplayBuffer(tmp_path, **SIZES, shard="auto")
+        assert again.folder == buffers[1].folder
+        again.store_episode(x=[7])
+        assert everything(ConcatBuffer.from_root(tmp_path)) == [(0, 0, 0, 0), (1, 0, 0, 1), (1, 1, 0, 7), (2, 0, 0, 2)]
+
+    def test_a_shard_of_another_schema_a_full_one_and_a_damaged_one_are_passed_over(self, tmp_path):
+        shard(tmp_path, 0, fields={"y": "int"})
+        shard(tmp_path, 1, 1, 2, max_episodes=2)
+        damaged = shard(tmp_path, 2) / "state.npy"
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        options = SIZES | {"max_episodes": 2}
+        shard(tmp_path, 4, 1, max_episodes=2)
+        taken = [ReplayBuffer(tmp_path, **options, shard="auto") for _ in range(2)]
+        assert [buffer.folder.name for buffer in taken] == ["shard-00004", "shard-00005"]
+
+    def test_writers_that_begin_at_once_get_one_each(self, tmp_path):
+        def take(at, ready, go):
+            os.read(go, 1)
+            buffer = ReplayBuffer(tmp_path, **SIZES, shard="auto")
+            buffer.store_episode(x=[at])
+            os.write(ready, b"x")
+            os.read(go, 1)  # it holds the shard until all have one
+
+        (ready, told), (go, start) = os.pipe(), os.pipe()
+        children = []
+        for at in range(6):
+            children.append(fork())
+            if children[-1] == 0:
+                code = 1
+                try:
+                    take(at, told, go)
+                    code = 0
+                finally:
+                    os._exit(code)
+        os.write(start, b"x" * 6)
+        seen = b""
+        while len(seen) < 6:
+            seen += os.read(ready, 6)
+        os.write(start, b"x" * 6)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
+        got = everything(ConcatBuffer.from_root(tmp_path))
+        assert [row[:3] for row in got] == [(number, 0, 0) for number in range(6)]
+        assert sorted(row[3] for row in got) == list(range(6))
+
+    def test_a_killed_writers_shard_is_free(self, tmp_path):
+        child = fork()
+        if child == 0:
+            ReplayBuffer(tmp_path, **SIZES, shard="auto").store_episode(x=[1])
+            os._exit(0)  # without closing
+        os.waitpid(child, 0)
+        with ReplayBuffer(tmp_path, **SIZES, shard="auto") as buffer:
+            assert (buffer.folder.name, len(buffer)) == ("shard-00000", 1)
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"shard": "1"}, "shard: got '1', expected 'auto' or None"),
+            ({"shard": "auto", "overwrite": True}, "leave out overwrite and read_only"),
+            ({"shard": "auto", "read_only": True}, "leave out overwrite and read_only"),
+        ],
+    )
+    def test_what_a_shard_cannot_be_is_refused(self, tmp_path, options, text):
+        with pytest.raises(SchemaError, match=text):
+            ReplayBuffer(tmp_path, **SIZES, **options)
+        assert list(tmp_path.iterdir()) == []
