@@ -1,5 +1,6 @@
 """What `test_ray.py` runs in a process of its own, against the real Ray on two CPUs."""
 
+import itertools
 import os
 import time
 import warnings
@@ -304,3 +305,39 @@ def test_a_recorder_forgets_the_oldest_ids_and_no_more(tmp_path, monkeypatch):
     assert recorder.record(*send) == 5
     assert recorder.record(*send[2:]) == 0
     assert recorder.record(send[1]) == 1
+
+
+# Kills
+
+
+def finished(reference):
+    """What a task returns, within a minute: it goes on, whoever was killed."""
+    return ray.get(reference, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rollout", "recorder", "learner"])
+def test_twenty_kills_lose_no_published_episode_double_none_and_the_run_goes_on(tmp_path, victim):
+    rng, chunk, root = np.random.default_rng(0), 150, tmp_path / "root"
+    actors = recorders(root, 2, max_episodes=20_000)
+    rollouts = [Rollout.remote(actor, tmp_path) for actor in actors]
+    learner = Learner.remote(root)
+    numbers = (range(start, start + chunk) for start in itertools.count(0, chunk))
+    running = {actor: rollout.play.remote(next(numbers)) for actor, rollout in enumerate(rollouts)}
+    learning, sent = learner.learn.remote(200), 2 * chunk
+    for kill in range(20):
+        which = kill % 2
+        time.sleep(rng.uniform(0, 0.3))
+        ray.kill({"rollout": rollouts[which], "recorder": actors[which], "learner": learner}[victim], no_restart=False)
+        assert finished(running[which]) == chunk
+        running[which] = rollouts[which].play.remote(next(numbers))
+        sent += chunk
+        if victim == "learner":
+            assert finished(learning) > 0
+            learning = learner.learn.remote(200)
+    assert [finished(reference) for reference in running.values()] == [chunk, chunk]
+    assert 0 < finished(learning) <= sent
+    assert answered(tmp_path) == set(range(sent))
+    assert_root(ConcatBuffer.from_root(root), range(sent))
+    for actor in (*actors, *rollouts, learner):
+        ray.kill(actor)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,17 @@ def test_episodes_go_through_ray_data_and_from_rollouts_to_recorders_as_the_case
 @pytest.mark.timeout(900)
 def test_no_kill_of_a_rollout_a_recorder_or_a_learner_loses_or_doubles_an_episode():
     run_cases("slow")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_the_example_learns_while_it_collects_and_goes_on_through_kills_and_where_it_stood(tmp_path):
+    program = CASES.parent.parent / "examples" / "ray_collect.py"
+    for run in (1, 2):
+        options = {"--folder": tmp_path, "--episodes": 60, "--kills": 3}
+        command = [sys.executable, program, *(part for option in options.items() for part in option)]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"published {60 * run} episodes, " in done.stdout
+        assert f"{60 * run} of {60 * run} ids differ, after 3 kills of a recorder" in done.stdout
+    assert int(re.search(r"after (\d+) updates", done.stdout)[1]) > 0

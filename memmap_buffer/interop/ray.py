@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -264,7 +265,7 @@ class Recorder:
         self._synced = options.get("durability") == "power"
         count = len(self._buffer)
         newest = range(max(0, count - MAX_KNOWN), count)
-        self._known = dict.fromkeys(self._buffer.episodes(newest, fields=())[ID].tolist() if count else ())
+        self._known = OrderedDict.fromkeys(self._buffer.episodes(newest, fields=())[ID].tolist() if count else ())
 
     def record(self, *episodes: Mapping[str, Any]) -> int:
         """Publish whole episodes, and answer when all of them are.
@@ -285,8 +286,8 @@ class Recorder:
             if self._synced:
                 self._buffer.flush()
             self._known |= stored
-        for old in list(self._known)[:-MAX_KNOWN]:
-            del self._known[old]
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
         return len(stored)
 
     def ready(self) -> Path:
