@@ -72,9 +72,7 @@ def draws(roots: Mapping[int, Path], one: Path, bursts: int) -> Iterator[Row]:
     buffers: dict[str, Any] = {str(n): ConcatBuffer.from_root(root) for n, root in roots.items()}
     buffers["one"] = ReplayBuffer.from_folder(one, read_only=True)
     for buffer in buffers.values():
-        for storage in buffer._sources.storages:  # every page is present before a draw is timed
-            for rows in storage.maps.rows.values():
-                rows.reshape(-1).view(np.uint8)[::4096].max()
+        touch(buffer)
 
     def sample(buffer: Any) -> Callable[[], object]:
         return lambda: buffer.sample(256, **VIEW)
@@ -88,6 +86,13 @@ def draws(roots: Mapping[int, Path], one: Path, bursts: int) -> Iterator[Row]:
     looks = {str(n): buffers[str(n)].refresh for n in roots}
     for name, ours in low(looks, bursts, 48).items():
         yield finish(f"  of it, to look for what is new, {name} shards", "us", ours, None, ours, Goal(None))
+
+
+def touch(buffer: Any) -> None:
+    """Have every page mapped before a draw is timed."""
+    for storage in buffer._sources.storages:
+        for rows in storage.maps.rows.values():
+            rows.reshape(-1).view(np.uint8)[::4096].max()
 
 
 def memory(root: Path, episodes: int) -> Iterator[Row]:
@@ -137,6 +142,7 @@ def rank_main(rank: int, root: Path, bursts: int, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{root.parent}/meet", rank=rank, world_size=WORLD)
     buffer = ConcatBuffer.from_root(root)
+    touch(buffer)
 
     def endless(**options: Any) -> Iterator[object]:
         loader = buffer.dataloader(256, shuffle=True, seed=0, **VIEW, **options)
