@@ -1,12 +1,12 @@
 """Learn CartPole from what several processes, on one machine or many, play meanwhile: rollouts, recorders, a learner.
 
     python examples/ray_collect.py --folder demo_output
-    python examples/ray_collect.py --folder /shared/demo_output --address auto --rollouts 16 --recorders 4
+    python examples/ray_collect.py --folder demo_output --address auto --rollouts 16 --recorders 4
 
 Rollouts play with the newest weights and send each episode to their recorder, which publishes it in a shard of its own.
 The learner draws from all shards as they grow. Ray restarts whoever dies; `--kills` tries it on the recorders: no
-published episode is lost, and none is there twice. All must see the folder, so on a cluster it is a shared one. A
-second run goes on where the first one stood.
+published episode is lost, and none is there twice. Rollouts run on any node; recorders and the learner on the one where
+this is started, since the folder lies there. A second run goes on where the first one stood.
 
 Source: van Hasselt et al. 2016, eq. 4 (double DQN).
 """
@@ -25,7 +25,7 @@ import torch
 from cartpole import make_environment
 from memmap_buffer import ConcatBuffer
 from memmap_buffer.interop.gymnasium import max_steps_of, schema_of, spaces_of
-from memmap_buffer.interop.ray import ID, Outbox, start_recorders
+from memmap_buffer.interop.ray import ID, Outbox, start_recorders, this_node
 from offline_rl import conservative_loss, follow
 from training import Curve, greedy_policy, make_network
 
@@ -122,7 +122,8 @@ def collect(root: Path, options: argparse.Namespace) -> None:
         fields=schema_of(*spaces_of(environment)),
         circular=True,
     )
-    learner = Learner.remote(root, options.folder / "ray_collect.pt", options.seed)
+    here = Learner.options(scheduling_strategy=this_node())
+    learner = here.remote(root, options.folder / "ray_collect.pt", options.seed)
     share = Rollout.options(num_cpus=min(0.5, 1 / options.rollouts))
     rollouts = [share.remote(recorders[i % options.recorders], options.seed + 1 + i) for i in range(options.rollouts)]
     (updates, weights), played, killed = ray.get(learner.learn.remote()), 0, 0

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import re
+import runpy
 import time
 import warnings
 from pathlib import Path
@@ -74,6 +76,7 @@ def assert_root(buffer, numbers):
 def cluster(tmp_path_factory):
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
     yield
     ray.shutdown()
 
@@ -305,6 +308,18 @@ def test_a_recorder_forgets_the_oldest_ids_and_no_more(tmp_path, monkeypatch):
     assert recorder.record(*send) == 5
     assert recorder.record(*send[2:]) == 0
     assert recorder.record(send[1]) == 1
+
+
+# The page
+
+
+def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).resolve().parent.parent / "docs" / "ray.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    Path("page.py").write_text("\n".join(blocks))
+    runpy.run_path("page.py")
+    assert len(blocks) == 2
 
 
 # Kills

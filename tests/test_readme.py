@@ -15,7 +15,8 @@ from memmap_buffer.store.editing import Editing
 from memmap_buffer.store.recording import Recording
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OWN = {"ray.md"}  # run by ray_cases.py, in a process of their own
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in OWN)]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 GOES_ON = re.compile(r"run after the first one of \[[^]]*\]\(([^)]+)\)")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

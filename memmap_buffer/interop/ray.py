@@ -1,8 +1,8 @@
 """Ray: episodes into `ray.data` and back, and actors that publish what rollouts on any node collect.
 
 Ray schedules, restarts and carries; this file only reads and writes folders. A root is a folder of buffers of equal
-fields, one for each writer: `root/shard-00000`, `root/shard-00001`, … Whatever reads or writes one must see its folder,
-so the nodes share a file system, or the actors are placed where it lies.
+fields, one for each writer: `root/shard-00000`, `root/shard-00001`, … Whatever reads or writes one runs on the node of
+whoever asks for it, where the folder lies, unless told that all nodes see it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ with extra("ray"):
     import ray.data
     from ray.data.block import BlockAccessor, BlockMetadata
     from ray.data.datasource import Datasink, Datasource, ReadTask
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 ID = "episode_id"  # the meta field by which a recorder knows what it has
 MAX_KNOWN = 1 << 16  # ids that a recorder remembers: what is sent again was sent a moment ago
@@ -45,8 +46,8 @@ VIEWS = ("view", "n_steps", "timestep_level", "window_length")
 
 
 def shard_folder(root: str | PathLike[str], number: int) -> Path:
-    """The folder of a root's shard."""
-    return Path(root) / f"shard-{number:05d}"
+    """The folder of a root's shard, whole: the working directory of Ray's processes is another."""
+    return Path(root).absolute() / f"shard-{number:05d}"
 
 
 # Reading
@@ -58,6 +59,7 @@ def read_ray(
     override_num_blocks: int | None = None,
     concurrency: int | None = None,
     ray_remote_args: Mapping[str, Any] | None = None,
+    shared: bool = False,
     **options: Any,
 ) -> ray.data.Dataset:
     """A Ray dataset of a view's items, one a row, as they are now: read in parallel, and only what the options choose.
@@ -68,6 +70,7 @@ def read_ray(
     Args:
         root: a folder of buffers, or one buffer.
         override_num_blocks, concurrency, ray_remote_args: as for `ray.data.read_datasource`.
+        shared: whether every node sees the root; else the tasks run on this one.
         options: those of `Options`, such as fields, filter_meta, split, part, n_steps. Episodes that are overwritten
             before they were read raise, unless on_stale="redraw". `return_indices` adds the columns `_source`,
             `_serial` and, but for whole episodes, `_t`: numbers, by which Ray can group and sort.
@@ -78,7 +81,7 @@ def read_ray(
         names = options.pop("fields", None)
         options |= {"view": _Whole((names,) if isinstance(names, str) else names and tuple(names))}
     return ray.data.read_datasource(
-        _Items(_opened(root), {"on_stale": "raise"} | options),
+        _Items(_opened(root), {"on_stale": "raise"} | options, shared),
         override_num_blocks=override_num_blocks,
         concurrency=concurrency,
         ray_remote_args=dict(ray_remote_args or {}),
@@ -99,8 +102,9 @@ class _Whole(Trajectory):
 class _Items(Datasource):  # type: ignore[misc]
     """The items of a dataset, cut into tasks. A task gets the dataset as paths and the index of this moment."""
 
-    def __init__(self, buffer: ConcatBuffer, options: Mapping[str, Any]) -> None:
+    def __init__(self, buffer: ConcatBuffer, options: Mapping[str, Any], shared: bool) -> None:
         super().__init__()
+        self._shared = shared
         self._dataset = buffer.dataset(**options)
         self._row_bytes = _row_bytes(buffer, options)
         renamed = options.get("fieldname_map") or {}
@@ -125,13 +129,14 @@ class _Items(Datasource):  # type: ignore[misc]
             tasks.append(ReadTask(read, about, per_task_row_limit=per_task_row_limit))
         return tasks
 
-    def get_name(self) -> str:
-        return "MemmapBuffer"
+    @property
+    def supports_distributed_reads(self) -> bool:
+        return self._shared
 
 
 def _opened(root: str | PathLike[str]) -> ConcatBuffer:
-    is_buffer = (Path(root) / "schema.json").exists()
-    return ConcatBuffer([root]) if is_buffer else ConcatBuffer.from_root(root)
+    whole = Path(root).absolute()
+    return ConcatBuffer([whole]) if (whole / "schema.json").exists() else ConcatBuffer.from_root(whole)
 
 
 def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:
@@ -164,6 +169,7 @@ def write_ray(
     key: str | Sequence[str] | None = None,
     order: str | None = None,
     num_shards: int | None = None,
+    shared: bool = False,
     **options: Any,
 ) -> ConcatBuffer:
     """Write the episodes of a Ray dataset into an empty root, one shard for each task that writes.
@@ -178,6 +184,7 @@ def write_ray(
             final observation from `next_<field>` of its last, if all fields with `final` have such a column.
         order: the column by which the steps of an episode are sorted; default: as they come.
         num_shards: at most; default: as many as the dataset has blocks, or Ray makes of the groups of `key`, 200.
+        shared: whether every node sees the root; else the tasks that write run on this one.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as a shard needs.
 
     Returns: the root, read as one buffer.
@@ -192,15 +199,15 @@ def write_ray(
     elif num_shards is not None:
         dataset = dataset.repartition(num_shards)
     Path(root).mkdir(parents=True, exist_ok=True)
-    dataset.write_datasink(_Shards(Path(root), schema, options))
+    dataset.write_datasink(_Shards(Path(root).absolute(), schema, options, shared))
     return ConcatBuffer.from_root(root)
 
 
 class _Shards(Datasink):  # type: ignore[misc]
     """Each task's rows as the episodes of a shard of its own."""
 
-    def __init__(self, root: Path, schema: Schema, options: Mapping[str, Any]) -> None:
-        self._root, self._schema, self._options = root, schema, options
+    def __init__(self, root: Path, schema: Schema, options: Mapping[str, Any], shared: bool) -> None:
+        self._root, self._schema, self._options, self._shared = root, schema, options, shared
 
     def write(self, blocks: Iterable[Any], ctx: Any) -> int:
         episodes = [episode for block in blocks for episode in _rows(self._schema, block)]
@@ -217,8 +224,9 @@ class _Shards(Datasink):  # type: ignore[misc]
                 buffer.store_episode(**episode)
         return len(episodes)
 
-    def get_name(self) -> str:
-        return "MemmapBuffer"
+    @property
+    def supports_distributed_writes(self) -> bool:
+        return self._shared
 
 
 def _rows(schema: Schema, block: Any) -> Iterator[dict[str, Any]]:
@@ -321,17 +329,21 @@ def start_recorders(
     ray_actor_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Actors that record into the shards 0 … count - 1 of a root. Ray restarts them, and sends again what they lost.
+    """Actors of this node that record into the shards 0 … count - 1 of a root.
+
+    Ray restarts one that dies, and sends again what it had not answered.
 
     Args:
         max_episodes: of each shard.
-        ray_actor_options: as for `options` of a Ray actor, such as scheduling_strategy; num_cpus is 0.
+        ray_actor_options: as for `options` of a Ray actor. Unless they say otherwise num_cpus is 0, and
+            scheduling_strategy this node.
         max_timesteps, fields, meta_fields, options: see `Recorder`.
 
     Returns: `count` handles of `Recorder` actors, whose folders are there.
     Raises: ray.exceptions.RayActorError: as `Recorder`, in its text.
     """
-    how = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, **(ray_actor_options or {})}
+    how = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": this_node()}
+    how |= ray_actor_options or {}
     start = ray.remote(Recorder).options(**how).remote
     recorders = [
         start(shard_folder(root, number), max_episodes, max_timesteps, fields, meta_fields, **options)
@@ -339,6 +351,11 @@ def start_recorders(
     ]
     ray.get([recorder.ready.remote() for recorder in recorders])
     return recorders
+
+
+def this_node() -> Any:
+    """The scheduling strategy of an actor that is to run, and be restarted, where its folder lies: here."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 class Outbox:
