@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from bench_measure import BOUND, OURS, Call, Row, medians, throughput
 from bench_read import check_transitions, endless
 from memmap_buffer import ReplayBuffer
 
+LIBC = ctypes.CDLL(None)
 THREADS = 16
 IMAGE_BYTES = 3 * 64 * 64
 
@@ -80,18 +82,18 @@ def fill(run: Run) -> Store:
 def drop(store: Store, *others: Array) -> None:
     """Drop the data files from the page cache; what a map still refers to is let go first (posix_fadvise(2))."""
     for array in (*store.buffer._storage.maps.rows.values(), *store.plain.values(), *others):
-        map_of(array).madvise(mmap.MADV_DONTNEED)
+        forget(array)
     for name in store.fields:
         fd = os.open(store.buffer.folder / "data" / f"{name}.npy", os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
 
 
-def map_of(array: Any) -> mmap.mmap:
-    """The map that an array is a view of."""
-    while not isinstance(array, mmap.mmap):
-        array = array.obj if isinstance(array, memoryview) else array.base
-    return array
+def forget(array: Array) -> None:
+    """Let go of the pages that a mapped array has in this process."""
+    start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    size = array.ctypes.data + array.nbytes - start
+    assert LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED) == 0, "madvise failed"
 
 
 class Rows:

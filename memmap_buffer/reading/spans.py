@@ -18,7 +18,7 @@ import numpy.typing as npt
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array
 
-LARGEST = 1 << 12  # bytes of a row: copying larger ones is what they cost, and their number times 2^47 must be a size
+LARGEST = 1 << 10  # bytes of a row: a batch of larger ones is copied into memory that is used again, folder by folder
 _LOWEST, _HIGHEST = 1 << 12, 1 << 47  # addresses of user space
 
 
