@@ -260,29 +260,31 @@ class TestTaken:
         assert [buffer.folder.name for buffer in taken] == ["shard-00004", "shard-00005"]
 
     def test_writers_that_begin_at_once_get_one_each(self, tmp_path):
-        def take(at, ready, go):
+        (ready, told), (go, start), (end, stop) = os.pipe(), os.pipe(), os.pipe()
+
+        def take(at):
             os.read(go, 1)
             buffer = ReplayBuffer(tmp_path, **SIZES, shard="auto")
             buffer.store_episode(x=[at])
-            os.write(ready, b"x")
-            os.read(go, 1)  # it holds the shard until all have one
+            os.write(told, b"x")
+            os.read(end, 1)  # it holds the shard until all have one
 
-        (ready, told), (go, start) = os.pipe(), os.pipe()
         children = []
         for at in range(6):
             children.append(fork())
             if children[-1] == 0:
                 code = 1
                 try:
-                    take(at, told, go)
+                    take(at)
                     code = 0
                 finally:
                     os._exit(code)
         os.write(start, b"x" * 6)
         seen = b""
-        while len(seen) < 6:
-            seen += os.read(ready, 6)
-        os.write(start, b"x" * 6)
+        os.close(told)  # should a child fail, the others are not waited for
+        while len(seen) < 6 and (some := os.read(ready, 6)):
+            seen += some
+        os.write(stop, b"x" * 6)
         assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
         got = everything(ConcatBuffer.from_root(tmp_path))
         assert [row[:3] for row in got] == [(number, 0, 0) for number in range(6)]
