@@ -110,7 +110,7 @@ def _columns(file: Any, infos: bool) -> dict[str, Any]:
             )
     found = {ours: file[theirs] for theirs, ours in STEPS.items() if theirs in file}
     if infos and "infos" in file:
-        found |= {f"info.{name}": array for name, array in _leaves(file["infos"])}
+        found |= {f"info.{name}": array for name, array in flat(file["infos"]).items()}
     count = len(file["observations"])
     for name, array in found.items():
         if array.ndim < 1 or len(array) != count:
@@ -118,14 +118,6 @@ def _columns(file: Any, infos: bool) -> dict[str, Any]:
                 f"{file.filename}: {name} has shape {array.shape}, expected {count} steps; import without infos"
             )
     return found
-
-
-def _leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, item in group.items():
-        if isinstance(item, h5py.Group):
-            yield from _leaves(item, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", item
 
 
 def _episodes(terminated: Any, truncated: Any, limit: int | None) -> Iterator[tuple[int, int]]:
@@ -156,7 +148,7 @@ def _with_final(file: Any, start: int, stop: int) -> Any:
 
 def _metadata(group: Mapping[str, Any]) -> dict[str, Any]:
     """Texts and numbers."""
-    found = {name.replace(".", "/"): item[()] for name, item in _leaves(group) if item.shape == ()}
+    found = {name.replace(".", "/"): item[()] for name, item in flat(group).items() if item.shape == ()}
     return {name: v.decode("utf-8") if isinstance(v, bytes) else v.item() for name, v in found.items()}
 
 

@@ -10,7 +10,7 @@ may mark each step at which the task is done. What else the file says, environme
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -108,7 +108,7 @@ def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
 def _read(demo: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The columns of a demonstration, the path of each in its group, and the observations that follow each step's."""
     columns, paths, after = {}, {}, {}
-    for path, item in _leaves(demo):
+    for path, item in flat(demo, separator="/").items():
         if path.startswith(NEXT):
             after[OBSERVATION + _legal(path.removeprefix(NEXT))] = item[()]
             continue
@@ -141,14 +141,6 @@ def _place(name: str) -> str:
     if name.startswith(OBSERVATION):
         return f"obs/{name.removeprefix(OBSERVATION).replace('.', '/')}"
     return {ours: theirs for theirs, ours in NAMES.items()}.get(name, name.replace(".", "/"))
-
-
-def _leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, item in group.items():
-        if isinstance(item, h5py.Group):
-            yield from _leaves(item, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", item
 
 
 def _legal(path: str) -> str:

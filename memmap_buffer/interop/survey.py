@@ -52,11 +52,12 @@ class Survey:
                 )
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one of dotted names."""
+def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """Nested dicts, or the groups of an HDF5 file, as one dict of joined names."""
     out: dict[str, Any] = {}
     for name, value in tree.items():
-        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        path = f"{prefix}{name}"
+        out |= flat(value, path + separator, separator) if isinstance(value, Mapping) else {path: value}
     return out
 
 
