@@ -11,6 +11,7 @@ import pytest
 from races import LONGEST, RING, VIEWS, Truth, after, create, race, read, turn, wrong
 
 from memmap_buffer import ReplayBuffer, StaleEpisodeError
+from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Sources
 
 # name -> (what is written, how, how the buffer is made)
@@ -146,6 +147,25 @@ def test_an_update_while_it_is_copied_gives_the_old_or_the_new(ring, monkeypatch
     assert not wrong(batch, ONE).any()
     assert (batch["version"] == 5).all()
     writer.close()
+
+
+def test_an_episode_that_changes_after_it_was_read_keeps_its_final_observation(ring, monkeypatch):
+    """Fault 28: nothing about it is asked later."""
+    reader, take = ReplayBuffer.from_folder(ring, read_only=True), Reader.read
+
+    def late(self, anchors):
+        batch = take(self, anchors)
+        laps(ring)
+        return batch
+
+    monkeypatch.setattr(Reader, "read", late)
+    serials = set()
+    for i in (-2, -1):
+        episode = reader.episode(i)
+        serials.add(int(episode["serial"]))
+        expected = ONE.episode(int(episode["serial"]))
+        np.testing.assert_array_equal(episode["observation"], expected["observation"])
+    assert {ONE.has_final(serial) for serial in serials} == {True, False}
 
 
 def test_a_slot_whose_writer_died_is_skipped_by_readers_and_used_by_the_next_writer(ring):

@@ -13,7 +13,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from os import PathLike
@@ -28,7 +27,7 @@ from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
 from memmap_buffer.interop.extras import extra
 from memmap_buffer.interop.rows import as_episode, columns_of
 from memmap_buffer.interop.survey import flat
-from memmap_buffer.reading.views import Trajectory
+from memmap_buffer.reading.views import Whole
 from memmap_buffer.schema import Schema
 
 with extra("ray"):
@@ -79,24 +78,13 @@ def read_ray(
     """
     if all(not options.get(name) for name in VIEWS):
         names = options.pop("fields", None)
-        options |= {"view": _Whole((names,) if isinstance(names, str) else names and tuple(names))}
+        options |= {"view": Whole((names,) if isinstance(names, str) else names and tuple(names))}
     return ray.data.read_datasource(
         _Items(_opened(root), {"on_stale": "raise"} | options, shared),
         override_num_blocks=override_num_blocks,
         concurrency=concurrency,
         ray_remote_args=dict(ray_remote_args or {}),
     )
-
-
-@dataclass(frozen=True)
-class _Whole(Trajectory):
-    """Whole episodes, and what tells how far each goes."""
-
-    final_observation: bool = True
-
-    def cut(self, gather: Any) -> None:
-        super().cut(gather)
-        gather.batch |= {"_steps": gather.length, "_has_final": gather.has_final}
 
 
 class _Items(Datasource):  # type: ignore[misc]
@@ -108,7 +96,7 @@ class _Items(Datasource):  # type: ignore[misc]
         self._dataset = buffer.dataset(**options)
         self._row_bytes = _row_bytes(buffer, options)
         renamed = options.get("fieldname_map") or {}
-        fields = buffer.schema.fields if isinstance(options.get("view"), _Whole) else {}
+        fields = buffer.schema.fields if isinstance(options.get("view"), Whole) else {}
         self._finals = {renamed.get(name, name): field.final for name, field in fields.items()}
 
     def estimate_inmemory_data_size(self) -> int:

@@ -14,10 +14,9 @@ from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.reader import TRIES, Reader
 from memmap_buffer.reading.sources import Anchors, Sources
-from memmap_buffer.reading.views import Trajectory
+from memmap_buffer.reading.views import Trajectory, Whole
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.edits import positions_of
-from memmap_buffer.store.records import FINAL
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, decode
 
@@ -94,12 +93,10 @@ class Contents:
 
         Args: i: its position, 0 the oldest, -1 the newest. Raises: IndexError.
         """
-        anchors, data = self._read_whole(_position(i), view=Trajectory(final_observation=True))
-        has_final = bool(self._sources.look_up(anchors).has(FINAL)[0])
-        batch = {key: values[0] for key, values in data.items()}
+        batch = {key: values[0] for key, values in self._read_whole(_position(i), view=Whole()).items()}
         out: dict[str, Any] = {}
         for name, field in self.schema.all.items():
-            stop = batch["_lens"] + (field.final and has_final)
+            stop = batch["_steps"] + (field.final and batch["_has_final"])
             out[name] = decode(batch[name][:stop] if name in self.schema.fields else batch[name], field.dtype)
         return nest(out)
 
@@ -114,7 +111,7 @@ class Contents:
         Returns: fields (E, Tmax, *field) padded with zeros, `_lens` (E,), meta fields (E, *field).
         Raises: SchemaError: an option is not for whole episodes. IndexError.
         """
-        data = self._read_whole(indices, **options)[1]
+        data = self._read_whole(indices, **options)
         known = self.schema.all
         return {key: decode(data[key], known[key].dtype) if key in known else data[key] for key in data}
 
@@ -122,7 +119,7 @@ class Contents:
         """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
         from memmap_buffer.reading.datasets import Batch, to_tensors
 
-        item: dict[str, Any] = Batch(to_tensors(self._read_whole(_position(i))[1]), 1)[0]
+        item: dict[str, Any] = Batch(to_tensors(self._read_whole(_position(i))), 1)[0]
         return item
 
     def get_all_data(
@@ -144,7 +141,7 @@ class Contents:
         wanted = None if every else self.schema.require(fields or (), "fields", self.schema.fields)
         if not self.num_episodes:
             return {}
-        _, batch = self._read_whole(view=Trajectory(wanted))
+        batch = self._read_whole(view=Trajectory(wanted))
         batch["episode_lens"] = batch.pop("_lens")
         meta = (
             self.meta_fieldnames if every else self.schema.require(meta_fields or (), "meta_fields", self._meta_names())
@@ -156,7 +153,7 @@ class Contents:
     def _meta_names(self) -> tuple[str, ...]:
         return (*self.meta_fieldnames, "episode_lens")
 
-    def _read_whole(self, positions: Any = None, **options: Unpack[ReadOptions]) -> tuple[Anchors, dict[str, Array]]:
+    def _read_whole(self, positions: Any = None, **options: Unpack[ReadOptions]) -> dict[str, Array]:
         """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
         reader = Reader(self._sources, {**options, "on_stale": "raise"})
         if not reader.selection.view.per_episode:
@@ -165,11 +162,9 @@ class Contents:
             )
         reader.selection = replace(reader.selection, filter_fields={})  # by position, whatever `valid` excludes
         for _ in range(TRIES - 1):
-            anchors = self._whole(reader, positions)
             with suppress(StaleEpisodeError):
-                return anchors, reader.read(anchors)
-        anchors = self._whole(reader, positions)
-        return anchors, reader.read(anchors)
+                return reader.read(self._whole(reader, positions))
+        return reader.read(self._whole(reader, positions))
 
     def _whole(self, reader: Reader, positions: Any) -> Anchors:
         index = reader.index(refresh=True)

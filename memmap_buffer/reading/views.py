@@ -128,6 +128,17 @@ class Trajectory(View):
 
 
 @dataclass(frozen=True)
+class Whole(Trajectory):
+    """Whole episodes, and what was known of each when its rows were found: `_steps` and `_has_final` (B,)."""
+
+    final_observation: bool = True
+
+    def cut(self, gather: Gather) -> None:
+        super().cut(gather)
+        gather.batch |= {"_steps": gather.length, "_has_final": gather.has_final}
+
+
+@dataclass(frozen=True)
 class Timestep(View):
     """Single timesteps: fields (B, *field)."""
 
