@@ -71,6 +71,7 @@ class Gather:
             self._set_aside(~self._there)
         self.batch: dict[str, What] = {}
         self._ahead: dict[tuple[int, int], dict[str, Array]] = {}  # parts that were copied, and not yet read
+        self._seen: tuple[int, int, int] | None = None  # (first, stop, changes): items that were fresh then
 
     def _set_aside(self, gone: BoolArray) -> None:
         """Cut what is not there from the first row of its slot, which always exists; it is drawn again afterwards."""
@@ -125,6 +126,10 @@ class Gather:
         block = slice(start, min(start + parts * size, number))
         self._ask(small, block)
         columns = {key: self._copy(self.batch[key], block) for key in small}
+        if len(small) == len(self.batch) and block.stop > stop:
+            changes = self.sources.changes
+            if changes is not None and self.fresh(self.anchors.where(block), block).all():
+                self._seen = block.start, block.stop, changes
         for at in range(stop, block.stop, max(1, size)):
             until = min(at + size, number)
             self._ahead[at, until] = {key: values[at - start : until - start] for key, values in columns.items()}
@@ -134,6 +139,15 @@ class Gather:
         if isinstance(what, Take):
             return items * math.prod(what.rows.shape[1:]) * self.schema.fields[what.name].itemsize
         return items * (what.steps if isinstance(what, Slices) else what.nbytes // max(1, len(what)))
+
+    def is_fresh(self, anchors: Anchors, part: slice) -> bool:
+        """Whether all of a part are `fresh`: known if they were when they were copied and nothing changed since."""
+        start, stop, _ = part.indices(len(self.t))
+        if self._seen is not None:
+            first, last, changes = self._seen
+            if first <= start and stop <= last and changes == self.sources.changes:
+                return True
+        return bool(self.fresh(anchors, part).all())
 
     def fresh(self, anchors: Anchors, part: slice = EVERY) -> BoolArray:
         """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""

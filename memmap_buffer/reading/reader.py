@@ -155,7 +155,7 @@ class Reader:
     def _read_part(self, anchors: Anchors) -> dict[str, Array]:
         plan, part = anchors.plan
         batch = plan.read(part)
-        if plan.fresh(anchors, part).all():
+        if plan.is_fresh(anchors, part):
             return self._named(batch, anchors)
         return self.read(anchors._replace(words=None, plan=None))
 

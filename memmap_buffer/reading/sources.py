@@ -157,6 +157,11 @@ class Sources:
         """The episode tables as last read; of folders that were found since, too."""
         return tuple(storage.table for storage in self.storages)
 
+    @property
+    def changes(self) -> int | None:
+        """The change counter of the one folder, as it is now; None where there are several, whose would take long."""
+        return self.storages[0].state("changes") if self.single else None
+
     def refresh(self) -> tuple[EpisodeTable, ...]:
         """The episode tables as they are now, and those of shards that appeared."""
         if self.single:
