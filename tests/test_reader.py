@@ -95,7 +95,7 @@ def test_what_is_gone_is_drawn_again_from_episodes_that_live(scene, in_the_middl
     else:
         in_the_middle(getattr(scene, what))
     batch = read(dataset, anchors)
-    assert len(serials(batch)) == len(anchors.slot)
+    assert len(serials(batch)) == anchors.size
     assert set(serials(batch)) <= scene.live
     assert_of_one_episode(batch)
 
@@ -128,7 +128,7 @@ def test_without_the_check_rows_of_other_episodes_are_served(scene, monkeypatch,
 def test_an_episode_that_lives_is_served_though_its_neighbour_is_gone(scene, on_stale):
     dataset, anchors = drawn(scene.buffer, timestep_level=True, on_stale=on_stale)
     scene.publish(2)  # 0 and 1 retire; 0 is overwritten
-    kept = anchors.where(anchors.serial >= 2)
+    kept = anchors.anchors.where(anchors.anchors.serial >= 2)
     assert serials(read(dataset, kept)) == kept.serial.tolist()
 
 
@@ -222,7 +222,7 @@ def test_of_several_folders_what_is_gone_is_drawn_again(scene, recorded, in_the_
     assert_of_one_episode(batch)
     of_ring = batch["_indices"][:, 0] == 0
     assert set(batch["_indices"][of_ring, 1].tolist()) <= scene.live
-    kept = anchors.source == 1
+    kept = anchors.anchors.source == 1
     assert batch["_indices"][kept].tolist() == [[1, serial, t] for serial in range(4) for t in range(5)]
     if weights:
         assert int(of_ring.sum()) == 20  # the shares of a batch stay exact

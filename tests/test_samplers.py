@@ -100,6 +100,7 @@ def test_the_order_depends_on_nothing_but_seed_epoch_and_number_of_items(recorde
 
 def _positions(buffer, anchors):
     begin = np.concatenate([[0], np.cumsum(buffer.episode_lens)])
+    anchors = getattr(anchors, "anchors", anchors)
     return (begin[anchors.serial] + anchors.t).tolist()
 
 

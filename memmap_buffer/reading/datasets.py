@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.distributed import ranks_of
-from memmap_buffer.reading.gather import BFloat16Bits
+from memmap_buffer.reading.gather import BFloat16Bits, Part, pieces
 from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
 from memmap_buffer.reading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.reading.prioritized import PrioritizedDraws, PrioritizedSampler
@@ -48,12 +48,15 @@ def to_tensor(array: Array) -> Any:
     return torch.from_numpy(array)
 
 
-def to_tensors(batch: Mapping[str, Array], ragged: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A batch of arrays as (nested) tensors; those of `ragged` are cut to the lengths that it names for them."""
-    tensors = {key: to_tensor(array) for key, array in batch.items()}
-    for key, lens in (ragged or {}).items():
-        tensors[key] = _unpadded(tensors[key], tensors[lens].reshape(-1))
-    return nest(tensors)
+def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
+    """A batch of arrays as (nested) tensors."""
+    return nest({key: to_tensor(array) for key, array in batch.items()})
+
+
+def tensors_of(columns: Mapping[str, Array], size: int) -> list[dict[str, Any]]:
+    """Columns (N, …) as tensors, cut into batches of `size` items, each in memory that is seen to end where it does."""
+    parts = [map(to_tensor, pieces(values, size)) for values in columns.values()]
+    return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
 
 
 def _unpadded(values: Any, lens: torch.Tensor) -> Any:
@@ -64,9 +67,15 @@ def _unpadded(values: Any, lens: torch.Tensor) -> Any:
     return torch.nested.nested_tensor_from_jagged(values[mask], offsets)
 
 
-def gathered(reader: Reader, batch: Mapping[str, Array], rng: Callable[[], np.random.Generator]) -> dict[str, Any]:
-    """A batch that was read as (nested) tensors, transformed; `rng` is chance for the transforms that want it."""
-    return reader.output.transformed(to_tensors(batch, reader.output.ragged), rng)
+def read(reader: Reader, anchors: Anchors | Part, rng: Callable[[], np.random.Generator]) -> dict[str, Any]:
+    """A batch as (nested) tensors, transformed; `rng` is chance for the transforms that want it.
+
+    What is to be ragged is cut to the lengths that the batch has for it.
+    """
+    tensors, output = reader.read(anchors, tensors_of), reader.output
+    for key, lens in output.ragged.items():
+        tensors[key] = _unpadded(tensors[key], tensors[lens].reshape(-1))
+    return output.transformed(nest(tensors), rng)
 
 
 class Batch(Sequence[dict[str, Any]]):
@@ -115,11 +124,10 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
         item: dict[str, Any] = self.__getitems__([i])[0]
         return item
 
-    def __getitems__(self, indices: Sequence[int] | Anchors) -> Batch:
+    def __getitems__(self, indices: Sequence[int] | Anchors | Part) -> Batch:
         """Many items at once, gathered once: by position, or at anchors."""
-        anchors = indices if isinstance(indices, Anchors) else self._locate(indices)
-        batch = self.reader.read(anchors)
-        return Batch(gathered(self.reader, batch, partial(_rng_of, anchors)), anchors.size)
+        anchors = indices if isinstance(indices, (Anchors, Part)) else self._locate(indices)
+        return Batch(read(self.reader, anchors, partial(_rng_of, anchors)), anchors.size)
 
     def _locate(self, indices: Sequence[int]) -> Anchors:
         index = self.reader.index()
@@ -134,8 +142,9 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
         return self.reader.crop(index.locate(positions.astype(np.int64) % len(index)), seeded_rng)
 
 
-def _rng_of(anchors: Anchors) -> np.random.Generator:
-    """The generator of a batch."""
+def _rng_of(anchors: Anchors | Part) -> np.random.Generator:
+    """The generator of a batch; what is planned together has none."""
+    assert isinstance(anchors, Anchors)
     assert anchors.chance is not None
     return np.random.default_rng(anchors.chance[:1])
 
@@ -310,8 +319,9 @@ def sample(
 ) -> Any:
     """One batch drawn at random, as a loader of the same options would give it."""
     check_count("batch_size", batch_size)
-    batch = draws.read(batch_size, rng, alone) if replacement else draws.reader.read(draws.distinct(batch_size, rng))
-    data = Collate(draws.reader.output).named(gathered(draws.reader, batch, lambda: rng))
+    drawn = draws.next(batch_size, rng, alone) if replacement else draws.distinct(batch_size, rng)
+    data = read(draws.reader, drawn, lambda: rng)
+    data = Collate(draws.reader.output).named(data) if draws.reader.output.tuple_names else data
     return data if device is None else to_device(data, device)
 
 

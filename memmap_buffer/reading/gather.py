@@ -7,7 +7,7 @@ several of them together, too, and each is handed its slice; what is large is co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
@@ -42,6 +42,41 @@ class Take(NamedTuple):
 
 
 What: TypeAlias = Array | Take | Slices  # an array as it is; what is to be copied; a mask of the rows that exist
+Columns: TypeAlias = dict[str, Array]
+Make: TypeAlias = Callable[[Columns, int], list[dict[str, Any]]]  # columns (N, …), cut into batches of so many items
+
+
+def pieces(values: Array, size: int) -> list[Array]:
+    """An array (N, …) cut into views of `size` items each, the last one of what is left."""
+    if len(values) <= size:
+        return [values]
+    whole = len(values) - len(values) % size
+    out = list(values[:whole].reshape(-1, size, *values.shape[1:]))  # half of what a slice for each would take
+    return [*out, values[whole:]] if whole < len(values) else out
+
+
+def cut(columns: Columns, size: int) -> list[Columns]:
+    """Batches of `size` items each, the last one of what is left; views of the columns."""
+    parts = (pieces(values, size) for values in columns.values())
+    return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
+
+
+class Part(NamedTuple):
+    """Some of the items of a `Gather`, a slice of them: a batch that is worked out, as far as it can be."""
+
+    gather: Gather
+    chosen: slice
+
+    @property
+    def anchors(self) -> Anchors:
+        """Where they are cut."""
+        return self.gather.anchors.where(self.chosen)
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        start, stop, _ = self.chosen.indices(self.gather.anchors.size)
+        return stop - start
 
 
 class Gather:
@@ -70,7 +105,7 @@ class Gather:
         if not self._all_there:
             self._set_aside(~self._there)
         self.batch: dict[str, What] = {}
-        self._ahead: dict[tuple[int, int], dict[str, Array]] = {}  # parts that were copied, and not yet read
+        self._ahead: dict[tuple[int, int], dict[str, Any]] = {}  # of parts, what was copied and is not yet read
         self._seen: tuple[int, int, int] | None = None  # (first, stop, changes): items that were fresh then
 
     def _set_aside(self, gone: BoolArray) -> None:
@@ -88,19 +123,22 @@ class Gather:
         """(B,) whether each anchor's episode ended by `terminated`."""
         return self.anchors.has(TERMINATED)
 
-    def read(self, part: slice = EVERY) -> dict[str, Array]:
-        """Copy some of the items: key -> (b, …), which shares memory with no other part that was read."""
+    def read(self, part: slice = EVERY, make: Make = cut) -> dict[str, Any]:
+        """Copy some of the items: key -> what `make` makes of (b, …), which shares memory with no other part."""
         start, stop, _ = part.indices(len(self.t))
         small = self._ahead.pop((start, stop), None)
         if small is not None and len(small) == len(self.batch):
             return small
         begun = perf_counter()
         if small is None:
-            small = self._copy_small(start, stop)
-        self._ask(self.batch.keys() - small.keys(), part)
-        out = {key: small[key] if key in small else self._copy(what, part) for key, what in self.batch.items()}
+            small = self._copy_small(start, stop, make)
+        if len(small) < len(self.batch):
+            rest = [key for key in self.batch if key not in small]
+            self._ask(rest, part)
+            large = make({key: self._copy(self.batch[key], part) for key in rest}, stop - start)[0]
+            small = {key: small[key] if key in small else large[key] for key in self.batch}
         self.sources.disk.took(perf_counter() - begun)
-        return out
+        return small
 
     def _ask(self, keys: Iterable[str], part: slice) -> None:
         """Have the system read the rows of some items, all at a time, if rows come from the disk."""
@@ -117,41 +155,42 @@ class Gather:
         for name, each in wanted.items():
             self.sources.will_need(name, *map(np.concatenate, zip(*each, strict=True)))
 
-    def _copy_small(self, start: int, stop: int) -> dict[str, Array]:
+    def _copy_small(self, start: int, stop: int, make: Make) -> dict[str, Any]:
         """What takes little memory of some items, and of as many parts behind them as lie in a cache together."""
         size, number = stop - start, len(self.t)
         nbytes = {key: self._nbytes_of(what, size) for key, what in self.batch.items()}
         small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
+        if not small:
+            return {}
         parts = max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
         block = slice(start, min(start + parts * size, number))
         self._ask(small, block)
-        columns = {key: self._copy(self.batch[key], block) for key in small}
+        first, *others = make({key: self._copy(self.batch[key], block) for key in small}, size)
         if len(small) == len(self.batch) and block.stop > stop:
             changes = self.sources.changes
-            if changes is not None and self.fresh(self.anchors.where(block), block).all():
+            if changes is not None and self.fresh(block).all():
                 self._seen = block.start, block.stop, changes
-        for at in range(stop, block.stop, max(1, size)):
-            until = min(at + size, number)
-            self._ahead[at, until] = {key: values[at - start : until - start] for key, values in columns.items()}
-        return {key: values[:size] for key, values in columns.items()}
+        for at, other in zip(range(stop, block.stop, max(1, size)), others, strict=True):
+            self._ahead[at, min(at + size, number)] = other
+        return first
 
     def _nbytes_of(self, what: What, items: int) -> int:
         if isinstance(what, Take):
             return items * math.prod(what.rows.shape[1:]) * self.schema.fields[what.name].itemsize
         return items * (what.steps if isinstance(what, Slices) else what.nbytes // max(1, len(what)))
 
-    def is_fresh(self, anchors: Anchors, part: slice) -> bool:
+    def is_fresh(self, part: slice = EVERY) -> bool:
         """Whether all of a part are `fresh`: known if they were when they were copied and nothing changed since."""
         start, stop, _ = part.indices(len(self.t))
         if self._seen is not None:
             first, last, changes = self._seen
             if first <= start and stop <= last and changes == self.sources.changes:
                 return True
-        return bool(self.fresh(anchors, part).all())
+        return bool(self.fresh(part).all())
 
-    def fresh(self, anchors: Anchors, part: slice = EVERY) -> BoolArray:
+    def fresh(self, part: slice = EVERY) -> BoolArray:
         """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""
-        same = self.sources.unchanged(anchors, self._words[part, GENERATION])
+        same = self.sources.unchanged(self.anchors.where(part), self._words[part, GENERATION])
         return same if self._all_there else same & self._there[part]
 
     @property

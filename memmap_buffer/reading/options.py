@@ -238,7 +238,7 @@ class Output:
         meta: the meta fields that are added. indices: "_index", "_indices" or "".
         rename: key -> the key wanted. tuple_names: keys of the named tuple, or ().
         transforms: functions of the user's, and whether each wants `rng`.
-        widened: keys, before they are renamed, that get one more axis.
+        widened: keys that get one more axis.
         ragged: key -> the key of the lengths to which it is cut.
     """
 
@@ -269,7 +269,7 @@ class Output:
             raise SchemaError(
                 f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map"
             )
-        widened = frozenset(key for key in keys if options.keepdim and _is_number(key, schema))
+        widened = frozenset(rename.get(key, key) for key in keys if options.keepdim and _is_number(key, schema))
         transforms = tuple((transform, takes_rng(transform)) for transform in options.transforms)
         ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options.ragged}
         if options.ragged and not ragged:
@@ -286,6 +286,8 @@ class Output:
 
     def transformed(self, batch: Batch, rng: Callable[[], np.random.Generator]) -> Batch:
         """The batch as the user's transforms make it. Raises SchemaError where one gives no batch."""
+        if not self.transforms:
+            return batch
         random = rng() if any(by_chance for _, by_chance in self.transforms) else None
         for transform, by_chance in self.transforms:
             batch = transform(batch, rng=random) if by_chance else transform(batch)

@@ -130,10 +130,6 @@ class PrioritizedDraws:
         anchors = Anchors(sources, found.slot, found.serial, found.t, weight.astype(np.float32), probability)
         return self.reader.crop(anchors, lambda: rng)
 
-    def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
-        """One batch; see `next`."""
-        return self.reader.read(self.next(batch_size, rng, alone))
-
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
         """Raises SchemaError: draws by priority are with replacement."""
         raise SchemaError("replacement=False: draws by priority are with replacement; leave one out")

@@ -15,6 +15,7 @@ import numpy as np
 
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.extent import Extent
+from memmap_buffer.reading.gather import Part
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.order import BlockShuffle, Order, Permutation, Quota, Shuffle, draw
 from memmap_buffer.reading.readahead import Readahead
@@ -22,7 +23,6 @@ from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks, Split, check_tail
 from memmap_buffer.store.table import EpisodeTable
-from memmap_buffer.values import Array
 
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
 AHEAD, AHEAD_BYTES = 16, 1 << 20  # the most batches that are planned together, and what that may take
@@ -84,15 +84,14 @@ class Ahead:
         self._most = 1 if any(storage.verify == "read" for storage in reader.sources.storages) else AHEAD
         self.count = 1
 
-    def parts(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
+    def parts(self, anchors: Anchors, size: int) -> Iterator[Part]:
         """Anchors planned together, `size` of them at a time."""
         plan = self._reader.plan(anchors, size)
         each = max(1, plan.nbytes * size // max(1, anchors.size))
         self.count = max(1, min(2 * self.count, self._most, AHEAD_BYTES // each))
-        parts = (slice(at, at + size) for at in range(0, anchors.size, size))
-        return (anchors.where(part, plan) for part in parts)
+        return iter([Part(plan, slice(at, at + size)) for at in range(0, anchors.size, size)])
 
-    def all(self, anchors: Anchors, size: int) -> Iterator[Anchors]:
+    def all(self, anchors: Anchors, size: int) -> Iterator[Part]:
         """The same of many anchors, group by group."""
         at = 0
         while at < anchors.size:
@@ -124,7 +123,7 @@ class _Delivery:
 
 
 class EpochSampler:
-    """A PyTorch batch sampler whose batches are `Anchors`; each epoch sees the episodes published since.
+    """A PyTorch batch sampler of `Anchors`, or parts of many; each epoch sees the episodes published since.
 
     Args:
         reader: what is drawn from.
@@ -182,7 +181,7 @@ class EpochSampler:
         """Batches of the next epoch, as far as it can be told now."""
         return len(self._split(self._loaded or self._new()))
 
-    def __iter__(self) -> Iterator[Anchors]:
+    def __iter__(self) -> Iterator[Anchors | Part]:
         epoch = self._begun if self._ready else None
         epoch, self._ready = epoch or self.begin(), False
         self.epoch, self._loaded, self._on_stale = epoch.number + 1, None, self.reader.on_stale
@@ -264,7 +263,7 @@ class EpochSampler:
         items = len(epoch.index)
         return Split(items, epoch.begun, self.batch_size, self.ranks.now(), self.drop_last, self.tail)
 
-    def _draw(self, epoch: Epoch) -> Iterator[Anchors]:
+    def _draw(self, epoch: Epoch) -> Iterator[Anchors | Part]:
         bounds: Sequence[int] = ()
         quota = None
         if self.weights is not None:
@@ -334,11 +333,17 @@ class Draws:
         self._drawn = 0
         self._of: tuple[Index, int] | None = None
         self._ahead = Ahead(reader)
-        self._parts: Iterator[Anchors] = iter(())
+        self._parts: Iterator[Part] = iter(())
         self._turn = threading.Lock()  # threads share the batches that are planned
 
-    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
-        """The anchors of one batch; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
+    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors | Part:
+        """What one batch is of; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
+        if alone or self._quota is not None or self.reader.selection.mixes:
+            return self._drawn_now(batch_size, rng, alone)
+        with self._turn:
+            return self._next_part(batch_size, rng)
+
+    def _drawn_now(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         reader = self.reader
         index = reader.index(refresh=True)
         reader.require(index)
@@ -351,23 +356,14 @@ class Draws:
         self._drawn += 0 if alone else batch_size
         return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
 
-    def read(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> dict[str, Array]:
-        """One batch; see `next`."""
-        reader = self.reader
-        if alone or self._quota is not None or reader.selection.mixes:
-            return reader.read(self.next(batch_size, rng, alone))
-        with self._turn:
-            part = self._next_part(batch_size, rng)
-        return reader.read(part)
-
-    def _next_part(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+    def _next_part(self, batch_size: int, rng: np.random.Generator) -> Part:
         """The next of the batches that are planned together."""
         index = self.reader.index(refresh=True)
         if self._of != (index, batch_size):
             self._of, self._ahead, self._parts = (index, batch_size), Ahead(self.reader), iter(())
         part = next(self._parts, None)
         if part is None:
-            self._parts = self._ahead.parts(self.next(self._ahead.count * batch_size, rng), batch_size)
+            self._parts = self._ahead.parts(self._drawn_now(self._ahead.count * batch_size, rng), batch_size)
             part = next(self._parts)
         return part
 

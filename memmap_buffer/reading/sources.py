@@ -34,7 +34,6 @@ class Anchors(NamedTuple):
     With draws by priority each has its importance weight and its probability.
     `chance` (B,) uint64 are random numbers, for what is drawn within an item, or None.
     `words` (B, 8) are the records of their episodes, looked up before, or None. All zeros: it was not there any more.
-    `plan` is what was worked out for a batch of them (`Gather`) and which slice of that they are, or None.
     """
 
     source: IntArray | None
@@ -45,17 +44,15 @@ class Anchors(NamedTuple):
     probability: npt.NDArray[np.float64] | None = None
     chance: npt.NDArray[np.uint64] | None = None
     words: Words | None = None
-    plan: Any = None
 
     @property
     def size(self) -> int:
         """How many; a named tuple's own `len` counts its fields."""
         return len(self.slot)
 
-    def where(self, chosen: Any, plan: Any = None) -> Anchors:
-        """The anchors at an index array, a mask or a slice; this of `plan`, if that is given."""
-        columns = [None if column is None else column[chosen] for column in self[:8]]
-        return Anchors._make([*columns, None if plan is None else (plan, chosen)])
+    def where(self, chosen: Any) -> Anchors:
+        """The anchors at an index array, a mask or a slice."""
+        return Anchors._make([None if column is None else column[chosen] for column in self])
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
         """The same anchors, but `others` at the positions `chosen`; there, what was not drawn by priority weighs 0.
