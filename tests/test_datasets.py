@@ -47,7 +47,7 @@ VIEWS = {
     "trajectory padded to max_timesteps": ({"slice_by_episode_len": False}, fields(12) | {"_lens": whole()}),
     "trajectory with final observation": (
         {"view": Trajectory(final_observation=True)},
-        fields(3) | fields(4, names=["observation"]) | {"_lens": whole()},
+        fields(3) | fields(4, names=["observation"]) | {"_lens": whole(), "_has_final": mask()},
     ),
     "timestep": ({"timestep_level": True, "return_indices": True}, fields() | {"_indices": whole(2)}),
     "timestep of some fields": (

@@ -193,11 +193,11 @@ def test_a_loop_that_drops_its_batches_uses_the_same_memory_again(images):
     both = ConcatBuffer([images("a"), images("b")])
     for buffer in (images(), both):
         seen = set()
-        for _ in range(50):
+        for _ in range(200):
             batch = buffer.sample(64, n_steps=1)
             assert right(batch) and right(batch, "next_")
             seen.add(batch["image"].data_ptr())
-        assert len(seen) <= 10
+        assert len(seen) <= 40  # some batches are copied together, each to its place
 
 
 def _sample_in_a_child(buffer, out):

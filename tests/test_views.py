@@ -55,6 +55,7 @@ class TestAgainstTheSlowDefinition:
                 steps = range(episode.length + 1)
                 pixels, _ = reference.around(episode, "observation.pixels", steps, final=True)
                 item = reference.trajectory(episode, ("reward",))[0] | {"observation.pixels": pixels}
+                item["_has_final"] = bool(episode.final)
                 return {0: {name: value for name, value in item.items() if name != "_mask"}}
 
             view = Trajectory(("observation.pixels", "reward"), final_observation=True)

@@ -27,7 +27,7 @@ from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
 from memmap_buffer.interop.extras import extra
 from memmap_buffer.interop.rows import as_episode, columns_of
 from memmap_buffer.interop.survey import flat
-from memmap_buffer.reading.views import Whole
+from memmap_buffer.reading.views import Trajectory
 from memmap_buffer.schema import Schema
 
 with extra("ray"):
@@ -78,7 +78,8 @@ def read_ray(
     """
     if all(not options.get(name) for name in VIEWS):
         names = options.pop("fields", None)
-        options |= {"view": Whole((names,) if isinstance(names, str) else names and tuple(names))}
+        names = (names,) if isinstance(names, str) else names and tuple(names)
+        options |= {"view": Trajectory(names, final_observation=True)}
     return ray.data.read_datasource(
         _Items(_opened(root), {"on_stale": "raise"} | options, shared),
         override_num_blocks=override_num_blocks,
@@ -96,7 +97,7 @@ class _Items(Datasource):  # type: ignore[misc]
         self._dataset = buffer.dataset(**options)
         self._row_bytes = _row_bytes(buffer, options)
         renamed = options.get("fieldname_map") or {}
-        fields = buffer.schema.fields if isinstance(options.get("view"), Whole) else {}
+        fields = buffer.schema.fields if getattr(options.get("view"), "final_observation", False) else {}
         self._finals = {renamed.get(name, name): field.final for name, field in fields.items()}
 
     def estimate_inmemory_data_size(self) -> int:

@@ -15,8 +15,8 @@ INDICES = {"_index": ("_source", "_serial"), "_indices": ("_source", "_serial", 
 def columns_of(batch: dict[str, Any], finals: Mapping[str, bool]) -> dict[str, Any]:
     """A batch as columns: whole episodes without their padding, indices as numbers."""
     columns = {name: _column(values) for name, values in batch.items()}
-    if "_steps" in columns:
-        steps, has_final = columns.pop("_steps"), columns.pop("_has_final")
+    if finals:
+        steps, has_final = columns["_lens"], columns.pop("_has_final")
         for name in columns.keys() & finals.keys():
             stops = (steps + (has_final & finals[name])).tolist()
             columns[name] = _objects([row[:stop] for row, stop in zip(batch[name], stops, strict=True)])

@@ -14,7 +14,7 @@ from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.reader import TRIES, Reader
 from memmap_buffer.reading.sources import Anchors, Sources
-from memmap_buffer.reading.views import Trajectory, Whole
+from memmap_buffer.reading.views import Trajectory
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.edits import positions_of
 from memmap_buffer.store.table import IntArray
@@ -93,10 +93,11 @@ class Contents:
 
         Args: i: its position, 0 the oldest, -1 the newest. Raises: IndexError.
         """
-        batch = {key: values[0] for key, values in self._read_whole(_position(i), view=Whole()).items()}
+        whole = self._read_whole(_position(i), view=Trajectory(final_observation=True))
+        batch = {key: values[0] for key, values in whole.items()}
         out: dict[str, Any] = {}
         for name, field in self.schema.all.items():
-            stop = batch["_steps"] + (field.final and batch["_has_final"])
+            stop = batch["_lens"] + (field.final and batch["_has_final"])
             out[name] = decode(batch[name][:stop] if name in self.schema.fields else batch[name], field.dtype)
         return nest(out)
 

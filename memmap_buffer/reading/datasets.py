@@ -36,6 +36,11 @@ def seeded_rng(seed: int | None = None) -> np.random.Generator:
     return np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_()))
 
 
+def _maker(array: Array) -> Callable[[Array], Any]:
+    """What makes a tensor of every part of an array."""
+    return torch.from_numpy if array.dtype.kind != "U" and type(array) is np.ndarray else to_tensor
+
+
 def to_tensor(array: Array) -> Any:
     """A tensor over an array's memory; text becomes lists of str."""
     if array.dtype.kind == "U":
@@ -55,7 +60,7 @@ def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
 
 def tensors_of(columns: Mapping[str, Array], size: int) -> list[dict[str, Any]]:
     """Columns (N, …) as tensors, cut into batches of `size` items, each in memory that is seen to end where it does."""
-    parts = [map(to_tensor, pieces(values, size)) for values in columns.values()]
+    parts = [map(_maker(values), pieces(values, size)) for values in columns.values()]
     return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
 
 
@@ -75,7 +80,7 @@ def read(reader: Reader, anchors: Anchors | Part, rng: Callable[[], np.random.Ge
     tensors, output = reader.read(anchors, tensors_of), reader.output
     for key, lens in output.ragged.items():
         tensors[key] = _unpadded(tensors[key], tensors[lens].reshape(-1))
-    return output.transformed(nest(tensors), rng)
+    return output.transformed(nest(tensors) if output.nested else tensors, rng)
 
 
 class Batch(Sequence[dict[str, Any]]):
@@ -219,17 +224,25 @@ class EpisodeLoader(DataLoader[Any]):
         if self.persistent_workers and self._ahead is not None and (last := self._ahead()) is not None:
             last.close()  # its thread and the new epoch would share one iterator over the processes
         epoch = self._order.begin()
-        batches: Iterator[Any] = (
-            super().__iter__()
-            if self._processes is None
-            else Arrivals(iter(self._processes), self._tasks, self._pinned)
-        )
+        batches = self._made() if self._processes is None else self._arriving(self._processes)
         if self.prefetch:
             ahead = Prefetched(batches, self.prefetch, Move(self.device))
             self._ahead = weakref.ref(ahead)
             return epoch.delivering(ahead)
         batches = epoch.delivering(batches)
         return batches if self.device is None else (to_device(batch, self.device) for batch in batches)
+
+    def _made(self) -> Iterator[Any]:
+        """Batches of this process. PyTorch's own iterator takes 15 µs for each besides."""
+        if self.pin_memory:
+            return super().__iter__()
+        gather: Callable[[Any], Any] = self.dataset.__getitems__  # type: ignore[attr-defined]
+        collate = self.collate_fn
+        return map(lambda anchors: collate(gather(anchors)), self._order)
+
+    def _arriving(self, processes: DataLoader[Any]) -> Iterator[Any]:
+        """Batches of the worker processes."""
+        return Arrivals(iter(processes), self._tasks, self._pinned)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in numbers, strings and lists; see `EpochSampler.state_dict`."""

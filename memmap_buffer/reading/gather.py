@@ -23,7 +23,7 @@ from memmap_buffer.values import Array, decode
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # what finding one row takes
-BLOCK_BYTES = 1 << 20  # what is copied together, so that it lies in the second cache until it is asked for
+BLOCK_BYTES = 3 << 19  # what is copied together, so that it lies in the second cache until it is asked for
 EVERY = slice(None)
 PADDINGS = ("zero", "edge", "default")
 

@@ -239,7 +239,7 @@ class Output:
         rename: key -> the key wanted. tuple_names: keys of the named tuple, or ().
         transforms: functions of the user's, and whether each wants `rng`.
         widened: keys that get one more axis.
-        ragged: key -> the key of the lengths to which it is cut.
+        ragged: key -> the key of the lengths to which it is cut. nested: whether some key names a group.
     """
 
     meta: tuple[str, ...]
@@ -249,6 +249,7 @@ class Output:
     transforms: tuple[tuple[Transform, bool], ...] = ()
     widened: frozenset[str] = frozenset()
     ragged: Mapping[str, str] = field(default_factory=dict)
+    nested: bool = False
 
     @classmethod
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
@@ -277,7 +278,8 @@ class Output:
                 f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
                 "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
             )
-        output = cls(meta, indices, rename, names(options.to_named_tuple) or (), transforms, widened, ragged)
+        named, nested = names(options.to_named_tuple) or (), any("." in key for key in wanted)
+        output = cls(meta, indices, rename, named, transforms, widened, ragged, nested)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
             if name not in wanted and name not in groups and not output.transforms:

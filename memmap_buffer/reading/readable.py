@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +39,13 @@ class Readable(Contents):
         self._rng: np.random.Generator | None = None
         self._draws: dict[Any, Draws | PrioritizedDraws] = {}
         self._priorities: dict[str, Trees] = {}
+
+    @cached_property
+    def _torch(self) -> ModuleType:
+        """What needs torch; to ask for it by an import each time is dearer than some batches' copies."""
+        from memmap_buffer.reading import datasets
+
+        return datasets
 
     # Batches
 
@@ -144,13 +153,14 @@ class Readable(Contents):
 
         Raises: SchemaError. NotEnoughDataError: there is nothing to draw from, or not so much.
         """
-        from memmap_buffer.reading.datasets import sample, seeded_rng
-
         draws = self._draws_of(options)
-        if self._rng is None:
-            self._rng = seeded_rng()
-        rng = self._rng if seed is None else seeded_rng(seed)
-        return sample(draws, batch_size, rng, device, seed is not None, replacement)
+        if seed is not None:
+            rng = self._torch.seeded_rng(seed)
+        elif self._rng is None:
+            rng = self._rng = self._torch.seeded_rng()
+        else:
+            rng = self._rng
+        return self._torch.sample(draws, batch_size, rng, device, seed is not None, replacement)
 
     def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[ReadOptions]) -> Any:
         """The items of `dataset` at some positions, as one batch.

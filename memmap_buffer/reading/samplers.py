@@ -25,7 +25,7 @@ from memmap_buffer.reading.split import Ranks, Split, check_tail
 from memmap_buffer.store.table import EpisodeTable
 
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
-AHEAD, AHEAD_BYTES = 16, 1 << 20  # the most batches that are planned together, and what that may take
+AHEAD, AHEAD_BYTES = 32, 2 << 20  # the most batches that are planned together, and what that may take
 WINDOW_BYTES = 256 << 20  # what `shuffle="block"` shuffles together unless told otherwise
 SHUFFLES = (False, True, "block")
 
@@ -330,6 +330,7 @@ class Draws:
     def __init__(self, reader: Reader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
         self._quota = None if weights is None else Quota(weights)
+        self._one_by_one = weights is not None or reader.selection.mixes
         self._drawn = 0
         self._of: tuple[Index, int] | None = None
         self._ahead = Ahead(reader)
@@ -338,7 +339,7 @@ class Draws:
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors | Part:
         """What one batch is of; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
-        if alone or self._quota is not None or self.reader.selection.mixes:
+        if alone or self._one_by_one:
             return self._drawn_now(batch_size, rng, alone)
         with self._turn:
             return self._next_part(batch_size, rng)

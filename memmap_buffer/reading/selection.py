@@ -140,7 +140,7 @@ class Selection:
         slot, serial, first, count = (
             _joined([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
         )
-        lasts = [part.last for part in parts if part.last is not None]
+        lasts = [part.last for part in parts if part.last is not None and len(part.slot)]
         return Index(
             *(slot, serial, first),
             starts=sums(count),

@@ -79,7 +79,8 @@ class Slices:
         if self.is_fitted or large or 2 * self._num_whole < max(1, len(self.row)):
             out, items = pool.empty(shape, rows.dtype), self._each
         else:  # one index for all; those of which some row does not exist are copied anew
-            out, items = storage.slices_of(name, self.steps)[self._begin].reshape(shape), self._cut
+            out = storage.slices_of(name, self.steps)[self._begin].view(rows.dtype).reshape(shape)
+            items = self._cut
         self._copy_each(rows, out, items)
         if self.padding != "zero":
             self._pad(rows, out, items, storage.layout.schema.fields[name].fill)
@@ -127,7 +128,11 @@ class Slices:
     @cached_property
     def _cut(self) -> list[Item]:
         """The items of which some row does not exist."""
-        return [] if self._is_whole else [self._each[b] for b in np.flatnonzero(~self._whole).tolist()]
+        if self._is_whole:
+            return []
+        cut = np.flatnonzero(~self._whole)
+        columns = (values.take(cut).tolist() for values in (self.row, self.lead, self.stop))
+        return list(zip(cut.tolist(), *columns, strict=True))
 
     @cached_property
     def _begin(self) -> IntArray:

@@ -86,7 +86,8 @@ class Trajectory(View):
         return_mask: add `_mask` (B, Tmax), True where a step exists.
         return_lens: add `_lens`.
         to_length: pad to this many steps instead of the longest of the batch.
-        final_observation: fields declared with `final` get one more entry, (B, Tmax + 1, *field).
+        final_observation: fields declared with `final` get one more entry, (B, Tmax + 1, *field), at `_lens` of the
+            episodes that have their final observation: `_has_final` (B,).
     """
 
     fields: Names = None
@@ -101,7 +102,8 @@ class Trajectory(View):
             check_count("to_length", self.to_length)
 
     def keys(self, schema: Schema) -> list[str]:
-        return [*named(schema, self.fields, "fields"), *["_lens"] * self.return_lens, *["_mask"] * self.return_mask]
+        names, final = named(schema, self.fields, "fields"), ["_has_final"] * self.final_observation
+        return [*names, *["_lens"] * self.return_lens, *final, *["_mask"] * self.return_mask]
 
     def sequences(self, schema: Schema) -> dict[str, str]:
         names = named(schema, self.fields, "fields") if self.return_lens else ()
@@ -123,19 +125,10 @@ class Trajectory(View):
         gather.put(finals, range(len(steps) + 1), needed=None if needed is None else needed + 1)
         if self.return_lens:
             gather.batch["_lens"] = gather.length
+        if self.final_observation:
+            gather.batch["_has_final"] = gather.has_final
         if self.return_mask:
             gather.put_mask("_mask", steps, needed)
-
-
-@dataclass(frozen=True)
-class Whole(Trajectory):
-    """Whole episodes, and what was known of each when its rows were found: `_steps` and `_has_final` (B,)."""
-
-    final_observation: bool = True
-
-    def cut(self, gather: Gather) -> None:
-        super().cut(gather)
-        gather.batch |= {"_steps": gather.length, "_has_final": gather.has_final}
 
 
 @dataclass(frozen=True)

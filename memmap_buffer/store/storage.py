@@ -242,12 +242,15 @@ class Storage:
         return slots
 
     def slices_of(self, name: str, steps: int) -> Array:
-        """A view (N - K + 1, entries of K rows) of a field's N rows: one index into it copies slices of K rows."""
+        """A view (N - K + 1,) of a field's N rows whose items are K rows each, as bytes: one index copies many.
+
+        Numpy copies an item of bytes in half the time that it takes for as short a row, but keeps the interpreter.
+        """
         view = self._slices.get((name, steps))
         if view is None:
             rows = self.maps.rows[name]
-            shape = (len(rows) - steps + 1, steps * math.prod(rows.shape[1:]))
-            view = np.ndarray(shape, rows.dtype, rows, strides=(rows.strides[0], rows.itemsize))
+            width = rows.itemsize * math.prod(rows.shape[1:])
+            view = np.ndarray(len(rows) - steps + 1, (np.void, steps * width), rows, strides=(width,))
             self._slices = (
                 {(name, steps): view} if len(self._slices) >= MAX_VIEWS else {**self._slices, (name, steps): view}
             )
