@@ -134,6 +134,15 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
         anchors = indices if isinstance(indices, (Anchors, Part)) else self._locate(indices)
         return Batch(read(self.reader, anchors, partial(_rng_of, anchors)), anchors.size)
 
+    def together(self, batches: Sequence[Anchors]) -> Sequence[Anchors | Part]:
+        """Batches that are read one after another, planned at once where nothing speaks against it."""
+        size = batches[0].size
+        even = all(batch.size == size for batch in batches[:-1]) and batches[-1].size <= size
+        if not even or not self.reader.plans or any(batch.chance is not None for batch in batches):
+            return batches
+        plan = self.reader.plan(Anchors.joined(batches), size)
+        return [Part(plan, slice(at, at + size)) for at in range(0, plan.anchors.size, size)]
+
     def _locate(self, indices: Sequence[int]) -> Anchors:
         index = self.reader.index()
         positions = np.asarray(indices)

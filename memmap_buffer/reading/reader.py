@@ -93,6 +93,11 @@ class Reader:
         return self._index
 
     @property
+    def plans(self) -> bool:
+        """Whether several batches may be planned together; not where checksums are compared as each is planned."""
+        return all(storage.verify != "read" for storage in self.sources.storages)
+
+    @property
     def tables(self) -> tuple[EpisodeTable, ...]:
         """What `index` was made of."""
         return self._tables or self.sources.tables

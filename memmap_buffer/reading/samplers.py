@@ -81,7 +81,7 @@ class Ahead:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._most = 1 if any(storage.verify == "read" for storage in reader.sources.storages) else AHEAD
+        self._most = AHEAD if reader.plans else 1
         self.count = 1
 
     def parts(self, anchors: Anchors, size: int) -> Iterator[Part]:

@@ -54,6 +54,12 @@ class Anchors(NamedTuple):
         """The anchors at an index array, a mask or a slice."""
         return Anchors._make([None if column is None else column[chosen] for column in self])
 
+    @staticmethod
+    def joined(parts: Sequence[Anchors]) -> Anchors:
+        """Several, one behind another; all have the same columns."""
+        columns = zip(*parts, strict=True)
+        return Anchors._make([None if column[0] is None else np.concatenate(column) for column in columns])
+
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
         """The same anchors, but `others` at the positions `chosen`; there, what was not drawn by priority weighs 0.
 

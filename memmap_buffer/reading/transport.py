@@ -122,7 +122,8 @@ class Shipment(NamedTuple):
 class Carrier(Dataset[Shipment]):
     """The dataset of the processes: a task in, a shipment out.
 
-    Args: dataset: gathers a batch by `__getitems__`. collate: makes of it what the user gets.
+    Args: dataset: plans some batches by `together`, and gathers each by `__getitems__`. collate: makes of it what the
+        user gets.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
@@ -138,11 +139,18 @@ class Carrier(Dataset[Shipment]):
         info = get_worker_info()
         number = 0 if info is None else info.id
         layout = Packing()
-        batches = [layout.add(self._made(anchors, number)) for anchors in task.batches]
+        batches = [layout.add(self._made(anchors, number)) for anchors in self._together(task.batches)]
         block, memory, new = self._blocks.take(layout.nbytes)
         layout.copy_to(memory)
         dropped = self._blocks.drop_spare()
         return Shipment(number, block, layout.nbytes, memory if new else None, dropped, batches)
+
+    def _together(self, batches: Sequence[Any]) -> Sequence[Any]:
+        try:
+            planned: Sequence[Any] = self.dataset.together(batches)
+        except Exception:  # it is raised again for the batch that it is about
+            return batches
+        return planned
 
     def _made(self, anchors: Any, worker: int) -> Any:
         try:
