@@ -152,7 +152,8 @@ class Life:
     def begin(self, state: State, safe: State) -> None:
         """Go on from what a crash left; to the writer damaged episodes fill the ring as well, until they are read."""
         serials = self.buffer.serials.tolist()
-        self.now = {serial: episode for serial, episode in state.items() if serial in serials}
+        # Oldest first, as they retire; what is read in the place of damaged ones comes in any order.
+        self.now = {serial: episode for serial, episode in sorted(state.items()) if serial in serials}
         self.safe = {serial: episode for serial, episode in safe.items() if serial in self.now}
         self.promise(self.now)
 

@@ -11,7 +11,7 @@ from faults import KILLED, in_child, system
 from kill_writer import content, following, make, staged, steps
 from power import recording
 
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ReplayBuffer, StaleEpisodeError
 from memmap_buffer.store.storage import Storage
 
 
@@ -28,19 +28,63 @@ def died(folder: Path, **options: Any) -> None:
     assert in_child(write).status == 0
 
 
-def test_the_serial_of_an_episode_that_fails_its_checksums_is_not_given_again(tmp_path):
-    """Two slots of one serial would void both; `next` was not on the disk when the power went."""
-    folder = tmp_path / "buffer"
-    died(folder)
+def damage_newest(folder: Path) -> None:
+    """Some bytes of the newest episode's first image are others."""
     layout, slot = Storage(folder).layout, int(Storage(folder).table.visible[-1])
     with (folder / layout.arrays["image"].name).open("r+b") as file:
         file.seek(layout.row_offset("image", slot * layout.max_timesteps))
         file.write(b"another row, of before the cut")
+
+
+def test_the_serial_of_an_episode_that_fails_its_checksums_is_not_given_again(tmp_path):
+    """Two slots of one serial would void both; `next` was not on the disk when the power went."""
+    folder = tmp_path / "buffer"
+    died(folder)
+    damage_newest(folder)
     rewrite_state(folder, next=2, boot=(1, 2))
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.store_episode(**content(3))
         assert following(buffer) - 1 == 3
     assert ReplayBuffer.from_folder(folder, verify="always").serials.tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("change", ["update", "delete", "store_datapoint"])
+def test_a_position_is_that_before_the_first_write_finds_damage(tmp_path, change):
+    """The newest episode fails its checksums, so that a retired one comes back in front of the others."""
+    folder = tmp_path / "buffer"
+
+    def write(_: Any) -> None:
+        buffer = make(folder, publish="step", max_episodes=2, spare_slots=1, circular=True)
+        for serial in range(2):
+            staged(buffer, serial).publish()
+        buffer.begin_episode(task=content(2)["task"]).store(**next(steps(2)))
+
+    assert in_child(write).status == 0
+    damage_newest(folder)
+    rewrite_state(folder, boot=(1, 2))
+    with ReplayBuffer.from_folder(folder) as buffer:
+        assert buffer.serials.tolist() == [1, 2]
+        if change == "update":
+            buffer.update(0, note=[77.0])
+        elif change == "delete":
+            buffer.delete(0)
+        else:
+            buffer.store_datapoint(0, 0, "note", 77.0)
+        first = {int(serial): buffer.episode(i)["note"][0] for i, serial in enumerate(buffer.serials)}
+    kept = {0: content(0)["note"][0]}
+    assert first == (kept if change == "delete" else {**kept, 1: 77.0})
+
+
+def test_what_is_damaged_itself_is_refused(tmp_path):
+    folder = tmp_path / "buffer"
+    died(folder)
+    damage_newest(folder)
+    rewrite_state(folder, boot=(1, 2))
+    with (
+        ReplayBuffer.from_folder(folder) as buffer,
+        pytest.raises(StaleEpisodeError, match=r"\[2\] fail their checksums"),
+    ):
+        buffer.update(-1, version=1)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])

@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store import columns, edits
 from memmap_buffer.store.storage import Storage
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.writer import Writer
 from memmap_buffer.values import Array
 
@@ -42,10 +43,7 @@ class Editing:
         """
         if not data:
             raise SchemaError("update: no data was given; pass field=values")
-        self._writer.begin()
-        table = self._storage.refresh()
-        positions, single = edits.positions_of(indices, len(table))
-        slots = table.visible[positions]
+        slots, single = self._slots_of(indices)
         rows, meta = edits.changes(self._storage, slots, single, data)
         self._writer.update(slots, rows, meta)
 
@@ -75,9 +73,9 @@ class Editing:
 
     def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one timestep of one field of a published episode."""
-        self._writer.begin()
-        rows = edits.one_step(self._storage, episode_index, timestep_index, name, datapoint)
-        self._writer.update(*rows, {})
+        slots, _ = self._slots_of([episode_index])
+        rows = edits.one_step(self._storage, slots, timestep_index, name, datapoint)
+        self._writer.update(slots, rows, {})
 
     def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one meta field of a published episode."""
@@ -92,10 +90,7 @@ class Editing:
 
     def delete(self, indices: Any) -> None:
         """Remove episodes: positions: an int, list, array or slice. Their serials are never used again."""
-        self._writer.begin()
-        table = self._storage.refresh()
-        positions, _ = edits.positions_of(indices, len(table))
-        self._writer.delete(table.visible[positions].tolist())
+        self._writer.delete(self._slots_of(indices)[0].tolist())
 
     # Columns
 
@@ -170,6 +165,26 @@ class Editing:
         for slot in progress(self._storage.refresh().visible.tolist(), f"recompute {name}"):
             value = {name: [rows_of(slot)]}
             self._writer.update(np.array([slot]), {} if meta else value, value if meta else {})
+
+    def _slots_of(self, indices: Any) -> tuple[IntArray, bool]:
+        """The slots of positions, and whether it was a single one; the lock is held then.
+
+        Positions are those before it is taken: after a crash of the machine that may find damage, and what was
+        retired comes back in front. Raises StaleEpisodeError where it is one of these that is damaged or gone.
+        """
+        table = self._storage.refresh()
+        positions, single = edits.positions_of(indices, len(table))
+        slots = table.visible[positions]
+        self._writer.begin()
+        serials = table.serial[slots]
+        gone = serials[~self._storage.refresh().shows(slots, serials)].tolist()
+        if gone:
+            raise StaleEpisodeError(
+                f"{self._storage.path}: episodes {gone[:5]} fail their checksums, or another writer removed them; look "
+                "at `serials` again",
+                serials=gone,
+            )
+        return slots, single
 
     @contextmanager
     def _reopened(self) -> Iterator[None]:

@@ -119,19 +119,18 @@ def changes(
     return rows, meta
 
 
-def one_step(storage: Storage, position: int, t: int, name: str, value: Any) -> tuple[IntArray, dict[str, list[Array]]]:
-    """The slot and the new rows that replace timestep `t` of one field; those before it stay as they are."""
-    schema, table = storage.layout.schema, storage.refresh()
+def one_step(storage: Storage, slots: IntArray, t: int, name: str, value: Any) -> dict[str, list[Array]]:
+    """The new rows of a slot that replace timestep `t` of one field; those before it stay as they are."""
+    schema = storage.layout.schema
     schema.require([name], "store_datapoint", schema.fields)
-    slots = table.visible[positions_of([position], len(table))[0]]
-    length = int(table.length[slots[0]])
+    length = int(storage.table.length[slots[0]])
     if not 0 <= t < length:
         raise SchemaError(f"store_datapoint: timestep {t}, the episode has {length}")
     field = schema.fields[name]
     first = int(storage.first_row(slots, field.final)[0])
     rows = storage.maps.rows[name][first : first + t + 1].copy()
     rows[t] = field.encode(value)
-    return slots, {name: [rows]}
+    return {name: [rows]}
 
 
 def marked(storage: Storage, name: str, indices: Any, flag: Any) -> tuple[IntArray, list[Array], int]:

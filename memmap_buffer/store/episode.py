@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from memmap_buffer.errors import EpisodeStateError, SchemaError
 from memmap_buffer.schema import Field, Schema
-from memmap_buffer.store.staging import Column, Scalars, Staging, column
+from memmap_buffer.store.staging import Column, Staging, column
 from memmap_buffer.values import Array
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class Episode:
         self._plan: list[Column] = []
         self._capacity = 0
         self._stop = 0
-        self._flags: list[tuple[str, Array]] = []
-        self._step_type, self._pick = _step_type(tuple(self._schema.fields))
+        self._flags: list[tuple[int, str, Array]] = []
+        self._made, self._pick = _step_type(tuple(self._schema.fields))
         self.update(meta)
 
     # Storing
@@ -103,29 +103,31 @@ class Episode:
             OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
             In each case the step was not stored (`length` tells), and the episode goes on as it was.
         """
-        return self.append(step)
-
-    def append(self, step: Mapping[str, Any]) -> Any:
-        """`store` of a dict."""
         t = self.length
         if t >= self._stop or self.state != "open" or self.ended or self.finals:
             self.require_room()
-        plan, row = self._plan, t - self.base
+        row = t - self.base
         try:
             values = self._pick(step)
         except KeyError:
             values = ()
         if len(values) != len(step) or not values:
             values = self._completed(step, t)
-        for value, (array, dtype, shape, exact, others) in zip(values, plan):  # noqa: B905 `strict` takes 0.1 us
+        for value, (array, dtype, shape, exact, others) in zip(values, self._plan):  # noqa: B905 `strict` takes 0.1 us
             kind = type(value)
             if kind is ndarray:
                 fits = (value.dtype is dtype or value.dtype == dtype) and value.shape == shape
             else:
-                fits = kind in exact
-            array[row] = value if fits else self._encode_scalar(others, value, t)
-        self._advance(t, row)
-        return tuple.__new__(self._step_type, values)
+                fits = kind in exact or (kind in others.kinds and others.low <= value <= others.high)
+            array[row] = value if fits else self._encode(others.field, others.name, value, t)
+        for place, name, flags in self._flags:
+            if values[place] is not False and flags.item(row):
+                self.ended = name
+                break
+        self.length = t + 1
+        if self._on_step is not None:
+            self._on_step(self)
+        return self._made(values)
 
     def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
         """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
@@ -140,7 +142,11 @@ class Episode:
         row = self.length - self.base
         for name, staged in self.columns.items():
             staged[row : row + count] = rows[name]
-        self._advance(self.length + count - 1, row + count - 1)
+        row += count - 1
+        self.ended = next((name for _, name, flags in self._flags if flags.item(row)), "")
+        self.length += count
+        if self._on_step is not None:
+            self._on_step(self)
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps."""
@@ -278,7 +284,7 @@ class Episode:
         for name, rows in before.items():
             columns[name][: self.length] = rows[: self.length]
         self._plan = [column(name, field, columns[name]) for name, field in fields.items()]
-        self._flags = [(name, columns[name]) for name in self._schema.ends]
+        self._flags = [(list(fields).index(name), name, columns[name]) for name in self._schema.ends]
         self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
         self._capacity = self._stop = len(self._plan[0][0])
 
@@ -293,15 +299,6 @@ class Episode:
             self._staging.keep(self.columns)
         self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
 
-    def _advance(self, t: int, row: int) -> None:
-        for name, flags in self._flags:
-            if flags.item(row):
-                self.ended = name
-                break
-        self.length = t + 1
-        if self._on_step is not None:
-            self._on_step(self)
-
     def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
         try:
             return field.encode(value)
@@ -309,12 +306,6 @@ class Episode:
             where = f"meta field {name!r}" if t is None else f"field {name!r}, timestep {t}"
             hint = "; store one step, not a batch" if t is not None and "shape" in str(error) else ""
             raise SchemaError(f"{where}: {error}{hint}", field=name, timestep=t) from None
-
-    def _encode_scalar(self, fitting: Scalars, value: Any, t: int) -> Any:
-        """A value as it can be assigned: itself, if it is a number of a type and size that needs no cast."""
-        if type(value) in fitting.kinds and fitting.low <= value <= fitting.high:
-            return value
-        return self._encode(fitting.field, fitting.name, value, t)
 
     def _completed(self, step: Mapping[str, Any], t: int) -> tuple[Any, ...]:
         """The values of a step that is nested, or leaves fields to their defaults, in the order of the schema."""
@@ -344,6 +335,7 @@ def require_default(field: Field, name: str, where: str) -> Array:
 
 @lru_cache(maxsize=64)
 def _step_type(names: tuple[str, ...]) -> tuple[Any, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
-    """The named tuple of a step; what takes its values out of a dict, in the order of the schema."""
+    """What makes the named tuple of a step; what takes its values out of a dict, in the order of the schema."""
     pick = itemgetter(*names) if len(names) > 1 else lambda step: (step[names[0]],)
-    return namedtuple("Step", [name.replace(".", "_") for name in names], rename=True), pick
+    step = namedtuple("Step", [name.replace(".", "_") for name in names], rename=True)  # type: ignore[misc]
+    return partial(tuple.__new__, step), pick

@@ -94,7 +94,7 @@ class Recording:
         Raises: EpisodeStateError: no episode is open, or several are. SchemaError.
         """
         scope = self._scope
-        return (scope if type(scope) is Episode else self._current()).append(step)
+        return (scope if type(scope) is Episode else self._current()).store(**step)
 
     def store_batch(self, **batch: Any) -> None:
         """Append one timestep to every episode of the open batch: field -> (B, *field)."""
