@@ -131,7 +131,7 @@ class Gather:
             return small
         begun = perf_counter()
         if small is None:
-            small = self._copy_small(start, stop, make)
+            small = self._copy_small(start, stop, make) if stop - start < len(self.t) else {}
         if len(small) < len(self.batch):
             rest = [key for key in self.batch if key not in small]
             self._ask(rest, part)
@@ -303,7 +303,8 @@ class Gather:
         if isinstance(what, Slices):
             return what[part].exist()
         if not isinstance(what, Take):
-            return what[part].copy()
+            kept = part is not EVERY or any(what is column for column in self.anchors)
+            return what[part].copy() if kept else what
         source, name = self.anchors.source, what.name
         values = self.sources.take(name, source if source is None else source[part], what.rows[part])
         if what.missing is not None and what.padding != "edge":

@@ -82,9 +82,9 @@ class Anchors(NamedTuple):
         words = self.chance if i == 0 else splitmix(self.chance + np.uint64(i * GOLDEN % 2**64))
         return np.asarray((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
-    def has(self, flag: int) -> BoolArray:
-        """(B,) whether a flag of `records` is set of each episode that was looked up."""
-        return np.asarray(self.words.view(np.uint32)[:, FLAGS] & np.uint32(flag) != 0)  # type: ignore[union-attr]
+    def has(self, flags: int) -> BoolArray:
+        """(B,) whether some of these flags of `records` is set of each episode that was looked up."""
+        return np.asarray(self.words.view(np.uint32)[:, FLAGS] & np.uint32(flags) != 0)  # type: ignore[union-attr]
 
 
 class Disk(threading.local):

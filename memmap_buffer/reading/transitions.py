@@ -12,6 +12,7 @@ from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.reading.views import Names, Spans, View, named
 from memmap_buffer.schema import Schema
+from memmap_buffer.store.records import FINAL, TERMINATED
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.transforms import n_step_return
 from memmap_buffer.values import check_count
@@ -94,8 +95,7 @@ class NStep(View):
 
     def cut(self, gather: Gather) -> None:
         schema, t, length = gather.schema, gather.t, gather.length
-        ended = _ended(gather, self.terminated)
-        k = np.minimum(np.maximum(length - t - ~(gather.has_final | ended), 1), self.n)
+        k = np.minimum(np.maximum(length - t - ~_goes_on(gather, self.terminated), 1), self.n)
         steps, following = range(self.n), named(schema, self.next_fields, "next_fields")
         self._put(gather, named(schema, self.current_fields, "current_fields"), t)
         if self.timeline:
@@ -105,7 +105,7 @@ class NStep(View):
         gather.put(named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
         gather.batch["n_step_lens"] = k
         if self.gamma is not None:
-            self._put_return(gather, steps, k, ended & (t + k == length))
+            self._put_return(gather, steps, k, _ended(gather, self.terminated) & (t + k == length))
 
     def _put_return(self, gather: Gather, steps: range, k: IntArray, terminated: BoolArray) -> None:
         rewards = gather.look(self.reward, steps, limit=gather.t + k)
@@ -124,9 +124,20 @@ class NStep(View):
             gather.put([name], offsets, prefix=prefix, padding=self.padding)
 
 
+def _goes_on(gather: Gather, name: str) -> BoolArray:
+    """(B,) whether there is something behind the last step of each anchor's episode: an observation, or the end."""
+    if _in_record(gather, name):
+        return gather.anchors.has(FINAL | TERMINATED)
+    return gather.has_final | _ended(gather, name)
+
+
+def _in_record(gather: Gather, name: str) -> bool:
+    return name == "terminated" or name not in gather.schema.fields
+
+
 def _ended(gather: Gather, name: str) -> BoolArray:
     """(B,) whether each anchor's episode ended by the field `name`."""
-    if name == "terminated" or name not in gather.schema.fields:
+    if _in_record(gather, name):
         return gather.terminated
     last = gather.look_at(name, gather.length - 1)
     return np.asarray(last.reshape(len(last), -1).any(axis=1))
