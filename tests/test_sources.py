@@ -247,7 +247,7 @@ def test_tables_that_are_looked_at_live_until_that_is_done_whoever_reads_them_ag
     sources = ConcatBuffer.from_root(root)._sources
     reader = Reader(sources, OPTIONS["timesteps"])
     anchors = reader.index().locate(np.arange(36))
-    before = [weakref.ref(storage.table.check) for storage in sources.storages]
+    before = [weakref.ref(storage.table.served) for storage in sources.storages]
     original, looked = spans._memory, []
 
     def publish_in_between(size):
@@ -259,7 +259,7 @@ def test_tables_that_are_looked_at_live_until_that_is_done_whoever_reads_them_ag
                     put(buffer, number, 0, [1])
             sources.refresh()
             gc.collect()
-            assert all(storage.table.check is not ref() for storage, ref in zip(sources.storages, before, strict=True))
+            assert all(storage.table.served is not ref() for storage, ref in zip(sources.storages, before, strict=True))
             assert all(ref() is not None for ref in before)
         return original(size)
 

@@ -51,6 +51,8 @@ def test_rows_are_those_of_their_arrays_and_the_nearest_where_there_is_none(exam
     assert got.shape == expected.shape
     assert got.tobytes() == expected.tobytes()
     assert got.flags.c_contiguous
+    first = Span(arrays).first(number)
+    assert first.tobytes() == nearest(arrays, number, np.zeros(len(number), np.int64)).tobytes()
     assert not any(np.shares_memory(got, array) for array in arrays)
 
 
@@ -73,6 +75,8 @@ def test_every_byte_that_is_looked_at_is_of_the_array_that_was_named(example):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "_memory", lambda _: watched)
         span.take(number, rows)
+        span.first(number)
+    assert (watched.looked[1] == [arrays[n].ctypes.data for n in number]).all()
     for n, looked in zip(number, watched.looked[0], strict=True):
         start = arrays[n].ctypes.data
         assert ((looked >= start) & (looked + size <= start + arrays[n].nbytes)).all()

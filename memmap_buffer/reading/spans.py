@@ -78,6 +78,13 @@ class Span:
         np.maximum(address, 0, out=address)
         address *= self._size
         address += self._address.take(number).reshape(lead)
+        return self._at(address)
+
+    def first(self, number: IntArray) -> Array:
+        """Copy the first row of array `number` (B,): (B, *shape)."""
+        return self._at(self._address.take(number))
+
+    def _at(self, address: IntArray) -> Array:
         return _memory(self._size)[address].view(self._dtype).reshape(*address.shape, *self._shape)
 
 

@@ -12,24 +12,22 @@ from memmap_buffer.reading.spans import Span
 from memmap_buffer.store.records import CHECK, GENERATION, SERIAL, STATE_WORD, Words
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
-from memmap_buffer.values import Array
 
 BoolArray = npt.NDArray[np.bool_]
 _table_of = attrgetter("table")
 
 
 class Seen(NamedTuple):
-    """The tables of one moment: `changes` (folders,) of each, and what its records and `shown` say, by slot."""
+    """The tables of one moment: `changes` (folders,) of each, and the `served` of all."""
 
     tables: tuple[EpisodeTable, ...]
     changes: Words
-    check: Span
-    shown: Span
+    served: Span
 
     @classmethod
     def of(cls, tables: tuple[EpisodeTable, ...]) -> Seen:
         changes = np.array([table.changes for table in tables], np.uint64)
-        return cls(tables, changes, Span([table.check for table in tables]), Span([table.shown for table in tables]))
+        return cls(tables, changes, Span([table.served for table in tables]))
 
     def followed(self, tables: tuple[EpisodeTable, ...]) -> Seen:
         """The same of other tables; a folder that is read in another thread keeps what it began with."""
@@ -37,8 +35,7 @@ class Seen(NamedTuple):
         others = {number: table for number, (table, before) in both if table is not before}
         changes = self.changes.copy()
         changes[list(others)] = [table.changes for table in others.values()]
-        check = self.check.replaced({number: table.check for number, table in others.items()})
-        return Seen(tables, changes, check, self.shown.replaced({n: table.shown for n, table in others.items()}))
+        return Seen(tables, changes, self.served.replaced({n: table.served for n, table in others.items()}))
 
 
 class Together:
@@ -53,7 +50,8 @@ class Together:
         self._every = np.arange(len(storages))
         self._seen = Seen.of(tuple(storage.refresh() for storage in storages))
         self._words = Span([storage.maps.words for storage in storages])
-        self._states = Span([storage.maps.state for storage in storages])
+        word = STATE_WORD["changes"]
+        self._changes = Span([storage.maps.state[word : word + 1] for storage in storages])
         self._last = np.array([len(storage.maps.words) - 1 for storage in storages])
         self._fields: dict[tuple[str, str], Span | None] = {}
         self.trusted = all(storage.trusted for storage in storages)
@@ -64,7 +62,7 @@ class Together:
         Args: again: look at all of them, as some were read again though nothing changed on the disk.
         """
         seen = self._seen
-        moved = np.flatnonzero(self._state("changes", self._every) != seen.changes).tolist()
+        moved = np.flatnonzero(self._changes.first(self._every) != seen.changes).tolist()
         for number in moved:
             self.storages[number].refresh()
         if not moved and self._own and not again:  # to look at a thousand objects costs as much as a batch
@@ -74,25 +72,21 @@ class Together:
             self._seen = seen.followed(tables)
         return tables
 
-    def _state(self, name: str, source: IntArray) -> Array:
-        return self._states.take(source, np.array([STATE_WORD[name]]))
-
     def slots(self, source: IntArray, slots: IntArray) -> IntArray:
-        """The slots, 0 for those that the folder of that number has not."""
-        return np.where(slots <= self._last.take(source), slots, 0)
+        """The slots, the last for those that the folder of that number has not."""
+        return np.asarray(np.minimum(slots, self._last.take(source)))
 
     def look_up(self, source: IntArray, slots: IntArray, serials: IntArray) -> tuple[Words, BoolArray]:
         """As `Storage.look_up`."""
-        seen, words = self._seen, self._words.take(source, slots)
-        differs = words[:, CHECK] ^ seen.check.take(source, slots)
-        differs |= words[:, SERIAL] ^ serials.view(np.uint64)
-        differs = differs | (words[:, GENERATION] & np.uint64(1))
-        return words, np.equal(differs, 0) & seen.shown.take(source, slots)
+        words = self._words.take(source, slots)
+        differs = words[:, CHECK] ^ self._seen.served.take(source, slots)
+        differs = differs | (words[:, SERIAL] ^ serials.view(np.uint64)) | (words[:, GENERATION] & np.uint64(1))
+        return words, np.equal(differs, 0)
 
     def unmoved(self, source: IntArray, slots: IntArray, serials: IntArray, generations: Words) -> BoolArray:
         """As `Storage.unmoved`."""
         same = np.equal(self._words.take(source, slots)[:, GENERATION], generations)
-        moved = self._state("changes", source) != self._seen.changes.take(source)
+        moved = self._changes.first(source) != self._seen.changes.take(source)
         for number in np.unique(source[moved]).tolist() if moved.any() else ():
             mine = np.flatnonzero(source == number)
             same[mine] = self.storages[number].unmoved(slots[mine], serials[mine], generations[mine])

@@ -60,6 +60,11 @@ class EpisodeTable:
         shown[self.visible] = True
         return shown
 
+    @cached_property
+    def served(self) -> Words:
+        """(slots,) the check that the record of a visible episode has; for other slots one that theirs has not."""
+        return np.where(self.shown, self.check, ~self.check)
+
     @property
     def columns(self) -> Columns:
         """What the records said, by slot."""
