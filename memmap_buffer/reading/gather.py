@@ -158,11 +158,9 @@ class Gather:
     def _copy_small(self, start: int, stop: int, make: Make) -> dict[str, Any]:
         """What takes little memory of some items, and of as many parts behind them as lie in a cache together."""
         size, number = stop - start, len(self.t)
-        nbytes = {key: self._nbytes_of(what, size) for key, what in self.batch.items()}
-        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
+        small, parts = self._small
         if not small:
             return {}
-        parts = max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
         block = slice(start, min(start + parts * size, number))
         self._ask(small, block)
         first, *others = make({key: self._copy(self.batch[key], block) for key in small}, size)
@@ -173,6 +171,13 @@ class Gather:
         for at, other in zip(range(stop, block.stop, max(1, size)), others, strict=True):
             self._ahead[at, min(at + size, number)] = other
         return first
+
+    @cached_property
+    def _small(self) -> tuple[list[str], int]:
+        """The keys of what takes little memory of a part, and of how many parts that lies in a cache together."""
+        nbytes = {key: self._nbytes_of(what, self._size) for key, what in self.batch.items()}
+        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
+        return small, max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
 
     def _nbytes_of(self, what: What, items: int) -> int:
         if isinstance(what, Take):
