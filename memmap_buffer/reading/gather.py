@@ -190,16 +190,8 @@ class Gather:
     def _small(self) -> tuple[list[str], int]:
         """The keys of what takes little memory of a part, and of how many parts that lies in a cache together."""
         nbytes = {key: self._nbytes_of(what, self._size) for key, what in self.batch.items()}
-        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not self._is_single(self.batch[key])]
+        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
         return small, max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
-
-    def _is_single(self, what: What) -> bool:
-        """Whether it is copied part by part: its shape depends on the items, or it is text, which may turn out none."""
-        rows = what.rows if isinstance(what, Take) else what
-        if isinstance(rows, Slices) and rows.is_fitted:
-            return True
-        field = self.schema.fields[what.name].storage if isinstance(what, Take) else getattr(what, "dtype", None)
-        return field is not None and field.kind == "U"
 
     def _nbytes_of(self, what: What, items: int) -> int:
         if isinstance(what, Take):
@@ -360,6 +352,12 @@ class Gather:
 
     def _marked(self, name: str, values: Array) -> Array:
         return values.view(BFloat16Bits) if self.schema.all[name].dtype == "bfloat16" else values
+
+
+def _is_fitted(what: What) -> bool:
+    """Whether its shape depends on the items that are read together."""
+    rows = what.rows if isinstance(what, Take) else what
+    return isinstance(rows, Slices) and rows.is_fitted
 
 
 def _stretches(rows: IntArray | Slices) -> tuple[IntArray, ...]:
