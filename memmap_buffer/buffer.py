@@ -27,7 +27,7 @@ from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.recording import Recording
-from memmap_buffer.store.shards import Capacity, take_free
+from memmap_buffer.store.shards import Capacity, take_free, tell_readers
 from memmap_buffer.store.snapshot import snapshot
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.writer import Durability, Writer
@@ -320,6 +320,7 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, r
             creation.remove(folder)
         if not folder.exists("schema.json"):
             creation.create(folder, layout, reserve)
+            tell_readers(folder)
     except BaseException:
         lock.release()
         raise

@@ -97,10 +97,8 @@ class Gather:
     """
 
     def __init__(self, sources: Sources, anchors: Anchors, size: int | None = None) -> None:
-        self.sources = sources
         self.schema = sources.schema
-        if not sources.trust(anchors) or anchors.words is None:
-            anchors = sources.look_up(anchors)
+        self.sources, anchors = sources.find(anchors)
         self.anchors = anchors
         self._words: Words = anchors.words  # type: ignore[assignment]
         self.t, self.length = anchors.t, anchors.length

@@ -48,6 +48,7 @@ class Readahead:
             self._ask_folder(self._sources.storages[number], index.slot[run][mine], first[mine], last[mine])
 
     def _ask_folder(self, storage: Storage, slot: IntArray, first: IntArray, last: IntArray) -> None:
+        slot = np.minimum(slot, len(storage.table.length) - 1)  # a shard may be another, smaller one by now
         length = storage.table.length[slot]
         if self._view.per_episode:
             first, last = np.zeros_like(first), length

@@ -188,7 +188,8 @@ class Reader:
     def _again(self, anchors: Anchors, moved: IntArray) -> Anchors:
         """The anchors to try next: an episode that was updated is read again, one that is gone is replaced."""
         self.sources.refresh()
-        gone = moved[self.sources.look_up(anchors.where(moved)).length == 0]
+        now = self.sources.look_up(anchors.where(moved))
+        gone = moved[(now.length == 0) | (now.t >= now.length)]  # the second: of a shard that was made anew
         if not gone.size:
             return anchors._replace(words=None)
         if self.on_stale == "raise":

@@ -125,7 +125,8 @@ class Selection:
 
         Args: before: an index and the tables that it was made of; only episodes that changed since are looked at.
         """
-        folders = list(zip(sources.storages, sources.tables if tables is None else tables, strict=True))
+        tables = sources.tables if tables is None else tables
+        folders = list(zip(sources.storages, tables, strict=False))  # another thread may have found more since
         if before is None or self.has_callables or self.top_k is not None:  # whether one passes may depend on others
             slots = [self._slots(number, *folder, folder[1].visible) for number, folder in enumerate(folders)]
             slots = slots if self.top_k is None else _top_k(slots, folders, *self.top_k)

@@ -110,6 +110,9 @@ class Disk(threading.local):
 class Sources:
     """The folders that are read as one; they must hold the same fields.
 
+    The folders of a root come and go, and one may be another under its old number. So whoever reads takes those of one
+    moment (`find`), a list that stays the same, and holds it until all is copied: no row is looked up here, read there.
+
     Args: storages: the folders. shards: where they come from, if that is a root in which more may appear.
     Raises: SchemaMismatchError: the fields differ; the text lists how.
     """
@@ -119,8 +122,11 @@ class Sources:
         self.shards = shards
         self.pool = Pool()
         self.disk = Disk()
-        self.schema = storages[0].layout.schema
+        self._path, self._layout = storages[0].path, storages[0].layout
+        self.schema = self._layout.schema
         self._lock = threading.Lock()
+        self._of_root = shards is not None
+        self._listed: Sources | None = None  # a root's folders of now
         self._take_in(tuple(storages))
 
     @classmethod
@@ -134,17 +140,25 @@ class Sources:
 
     def _take_in(self, storages: tuple[Storage, ...]) -> None:
         """Read these from now on."""
-        layout = storages[0].layout
         known = set(self.storages)
         for storage in storages:
-            if storage in known or storage.withdrawn:
+            if storage in known or storage.withdrawn:  # that is shaped as one that was taken in
                 continue
-            lines = [line for line in layout.differences(storage.layout) if line.startswith(("fields", "meta_fields"))]
+            differences = self._layout.differences(storage.layout)
+            lines = [line for line in differences if line.startswith(("fields", "meta_fields"))]
             if lines:
-                text = "\n  ".join([f"{storage.path} and {storages[0].path} have different fields:", *lines])
+                text = "\n  ".join([f"{storage.path} and {self._path} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)
         self.storages = storages
-        self.__dict__.pop("_together", None)
+        if self.shards is not None:
+            listed = Sources.__new__(Sources)
+            vars(listed).update(vars(self), shards=None, _listed=None)
+            self._listed = listed
+
+    @property
+    def _present(self) -> Sources:
+        """The folders of now as a list that stays the same."""
+        return self._listed or self
 
     @property
     def max_timesteps(self) -> int:
@@ -174,7 +188,7 @@ class Sources:
                 found = self.shards.look()
                 if found is not self.storages:
                     self._take_in(found)
-            return self._together.refresh()
+            return self._present._together.refresh()
 
     def reach(self, count: int) -> None:
         """Have at least so many folders, where they are a root's."""
@@ -184,40 +198,52 @@ class Sources:
 
     @cached_property
     def _together(self) -> Together:
-        return Together(self.storages, self.shards is not None)
+        """Of a list that stays the same, never of a root itself."""
+        return Together(self.storages, self._of_root)
 
     def look_up(self, anchors: Anchors) -> Anchors:
         """The anchors with the records of their episodes; once more in fresh tables, if one is not where it was."""
+        return self.find(anchors, trusted=False)[1]
+
+    def find(self, anchors: Anchors, *, trusted: bool = True) -> tuple[Sources, Anchors]:
+        """As `look_up`, with the folders that were looked at: what is read of the anchors is to be read of these.
+
+        Args: trusted: check those episodes whose content is still to be checked; one that fails is not there.
+        """
         if anchors.source is not None and anchors.size:
             self.reach(int(anchors.source.max()) + 1)
-            anchors = anchors._replace(slot=self._together.slots(anchors.source, anchors.slot))
-        words, fresh = self._look_up(anchors)
+        present, anchors, fresh = self._found(anchors, trusted)
         if not fresh.all():
             self.refresh()
-            words, fresh = self._look_up(anchors)
-            words[~fresh] = 0
-        return anchors._replace(words=words)
+            present, anchors, fresh = self._found(anchors, trusted)
+            anchors.words[~fresh] = 0  # type: ignore[index]
+        return present, anchors
+
+    def _found(self, anchors: Anchors, trusted: bool) -> tuple[Sources, Anchors, BoolArray]:
+        present = self._present
+        if anchors.source is not None:
+            anchors = anchors._replace(slot=present._together.slots(anchors.source, anchors.slot))
+        if trusted:
+            present._trust(anchors)
+        words, fresh = present._look_up(anchors)
+        return present, anchors._replace(words=words), fresh
 
     def _look_up(self, anchors: Anchors) -> tuple[Words, BoolArray]:
         if anchors.source is None:
             return self.storages[0].look_up(anchors.slot, anchors.serial)
         return self._together.look_up(anchors.source, anchors.slot, anchors.serial)
 
-    def trust(self, anchors: Anchors) -> bool:
-        """Check those episodes whose content is still to be checked; False if one failed and is void from now on."""
+    def _trust(self, anchors: Anchors) -> None:
+        """Check those episodes whose content is still to be checked; one that fails is void from now on."""
 
         def trust(storage: Storage, i: Any) -> tuple[Array]:
             slot = anchors.slot[i]
             return (np.full(len(slot), storage.trust(slot)),)
 
         if anchors.source is None:
-            return self.storages[0].trust(anchors.slot)
-        if self._together.trusted:
-            return True
-        trusted = bool(self._each(anchors.source, anchors.size, trust)[0].all())
-        if not trusted:
+            self.storages[0].trust(anchors.slot)
+        elif not self._together.trusted and not self._each(anchors.source, anchors.size, trust)[0].all():
             self._together.refresh(again=True)
-        return trusted
 
     def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """(B,) whether each episode is still as it was seen before its rows were copied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +18,43 @@ BoolArray = npt.NDArray[np.bool_]
 _table_of = attrgetter("table")
 
 
+class Seen(NamedTuple):
+    """The tables of one moment: `changes` (folders,) of each, and what its records and `shown` say, by slot."""
+
+    tables: tuple[EpisodeTable, ...]
+    changes: Words
+    check: Span
+    shown: Span
+
+    @classmethod
+    def of(cls, tables: tuple[EpisodeTable, ...]) -> Seen:
+        changes = np.array([table.changes for table in tables], np.uint64)
+        return cls(tables, changes, Span([table.check for table in tables]), Span([table.shown for table in tables]))
+
+    def followed(self, tables: tuple[EpisodeTable, ...]) -> Seen:
+        """The same of other tables; a folder that is read in another thread keeps what it began with."""
+        both = enumerate(zip(tables, self.tables, strict=True))
+        others = {number: table for number, (table, before) in both if table is not before}
+        changes = self.changes.copy()
+        changes[list(others)] = [table.changes for table in others.values()]
+        check = self.check.replaced({number: table.check for number, table in others.items()})
+        return Seen(tables, changes, check, self.shown.replaced({n: table.shown for n, table in others.items()}))
+
+
 class Together:
-    """The maps and tables of several folders; every answer is that of the folder's `Storage`.
+    """The maps and tables of several folders, always the same; every answer is that of the folder's `Storage`.
 
     Args: storages: by their numbers. own: whether nobody else reads their tables again, as a writer may.
     Attributes: trusted: whether nothing is left to check in any of them.
     """
 
     def __init__(self, storages: tuple[Storage, ...], own: bool) -> None:
-        self._storages, self._own = storages, own
+        self.storages, self._own = storages, own
         self._every = np.arange(len(storages))
-        self._tables = tuple(storage.refresh() for storage in storages)
-        self._changes = np.array([table.changes for table in self._tables], np.uint64)
-        self._check = Span([table.check for table in self._tables])
-        self._shown = Span([table.shown for table in self._tables])
+        self._seen = Seen.of(tuple(storage.refresh() for storage in storages))
         self._words = Span([storage.maps.words for storage in storages])
         self._states = Span([storage.maps.state for storage in storages])
-        self._last = np.array([len(table.check) - 1 for table in self._tables])
+        self._last = np.array([len(storage.maps.words) - 1 for storage in storages])
         self._fields: dict[tuple[str, str], Span | None] = {}
         self.trusted = all(storage.trusted for storage in storages)
 
@@ -42,23 +63,16 @@ class Together:
 
         Args: again: look at all of them, as some were read again though nothing changed on the disk.
         """
-        moved = np.flatnonzero(self._state("changes", self._every) != self._changes).tolist()
+        seen = self._seen
+        moved = np.flatnonzero(self._state("changes", self._every) != seen.changes).tolist()
         for number in moved:
-            self._storages[number].refresh()
+            self.storages[number].refresh()
         if not moved and self._own and not again:  # to look at a thousand objects costs as much as a batch
-            return self._tables
-        tables: tuple[EpisodeTable, ...] = tuple(map(_table_of, self._storages))
-        if tables != self._tables:
-            for number, (table, before) in enumerate(zip(tables, self._tables, strict=True)):
-                if table is not before:
-                    self._follow(number, table)
-            self._tables = tables
+            return seen.tables
+        tables: tuple[EpisodeTable, ...] = tuple(map(_table_of, self.storages))
+        if tables != seen.tables:
+            self._seen = seen.followed(tables)
         return tables
-
-    def _follow(self, number: int, table: EpisodeTable) -> None:
-        self._check.put(number, table.check)
-        self._shown.put(number, table.shown)
-        self._changes[number] = table.changes
 
     def _state(self, name: str, source: IntArray) -> Array:
         return self._states.take(source, np.array([STATE_WORD[name]]))
@@ -69,19 +83,19 @@ class Together:
 
     def look_up(self, source: IntArray, slots: IntArray, serials: IntArray) -> tuple[Words, BoolArray]:
         """As `Storage.look_up`."""
-        words = self._words.take(source, slots)
-        differs = words[:, CHECK] ^ self._check.take(source, slots)
+        seen, words = self._seen, self._words.take(source, slots)
+        differs = words[:, CHECK] ^ seen.check.take(source, slots)
         differs |= words[:, SERIAL] ^ serials.view(np.uint64)
         differs = differs | (words[:, GENERATION] & np.uint64(1))
-        return words, np.equal(differs, 0) & self._shown.take(source, slots)
+        return words, np.equal(differs, 0) & seen.shown.take(source, slots)
 
     def unmoved(self, source: IntArray, slots: IntArray, serials: IntArray, generations: Words) -> BoolArray:
         """As `Storage.unmoved`."""
         same = np.equal(self._words.take(source, slots)[:, GENERATION], generations)
-        moved = self._state("changes", source) != self._changes.take(source)
+        moved = self._state("changes", source) != self._seen.changes.take(source)
         for number in np.unique(source[moved]).tolist() if moved.any() else ():
             mine = np.flatnonzero(source == number)
-            same[mine] = self._storages[number].unmoved(slots[mine], serials[mine], generations[mine])
+            same[mine] = self.storages[number].unmoved(slots[mine], serials[mine], generations[mine])
         return same
 
     def rows(self, name: str) -> Span | None:
@@ -94,6 +108,6 @@ class Together:
 
     def _field(self, group: str, name: str) -> Span | None:
         if (group, name) not in self._fields:
-            arrays = [getattr(storage.maps, group)[name] for storage in self._storages]
+            arrays = [getattr(storage.maps, group)[name] for storage in self.storages]
             self._fields[group, name] = Span(arrays) if Span.fits(arrays[0]) else None
         return self._fields[group, name]

@@ -302,6 +302,10 @@ class Folder:
         """What tells a file from another that took its name, as long as it is open."""
         return os.lstat(self.path / name).st_ino
 
+    def touch(self) -> None:
+        """Have the folder bear the time of now, as if something in it had changed."""
+        os.utime(self.path)
+
     def lock_key(self) -> tuple[int, int]:
         """What names this folder's lock within the process, whatever path led to it."""
         status = os.stat(self.path)
@@ -330,7 +334,7 @@ def will_need(array: Array, stretches: Iterable[tuple[int, int]]) -> None:
     start, row = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
     for first, stop in stretches:
         end = start + min(stop * row, array.nbytes)
-        for begin in range((start + first * row) // mmap.PAGESIZE * mmap.PAGESIZE, end, ASKED_BYTES):
+        for begin in range((start + max(first, 0) * row) // mmap.PAGESIZE * mmap.PAGESIZE, end, ASKED_BYTES):
             files.will_need(begin, min(ASKED_BYTES, end - begin))
 
 

@@ -11,8 +11,10 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
+from typing import TypeAlias
 
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, NotABufferError
 from memmap_buffer.store.folder import Folder
@@ -26,6 +28,7 @@ MAX_SHARDS = 100_000
 SETTLED_NS = 100_000_000  # two changes of a folder within a tick of the clock bear the same time
 log = logging.getLogger("memmap_buffer")
 _NAME = re.compile(r"shard-(\d{5})")
+Key: TypeAlias = tuple[int, int, int]
 
 
 def shard_name(number: int) -> str:
@@ -44,7 +47,8 @@ class Shards:
     def __init__(self, root: str | PathLike[str]) -> None:
         self.root = Path(root)
         self.storages: tuple[Storage, ...] = ()
-        self._keys: dict[int, tuple[int, int]] = {}
+        self._first: Storage | None = None  # what is vacant is shaped as it is, whatever stood there
+        self._keys: dict[int, Key | None] = {}
         self._unfinished: list[int] = []
         self._stamp: tuple[int, int] | None = None
 
@@ -78,23 +82,23 @@ class Shards:
         stamp = self._now()
         numbers = list(shard_numbers(self.root))
         complete = [number for number in numbers if self._is_complete(number)]
-        opened = {number: storage for number in complete if (storage := self._opened(number)) is not None}
+        keys = {number: _key(self.root / shard_name(number)) for number in complete}  # before it is opened, see `_key`
+        opened = {number: storage for number in complete if (storage := self._opened(number, keys[number])) is not None}
         if not opened and not self.storages:
             raise NotABufferError(f"{self.root}: no subfolder holds a buffer", path=self.root)
         old = dict(enumerate(self.storages))
-        if not self.storages:
-            self.storages = (opened[min(opened)],)
+        self._first = self._first or opened[min(opened)]
         every = range(max([*opened, *old]) + 1)
         self.storages = tuple(opened[n] if n in opened else self._withdrawn(n, old.get(n)) for n in every)
-        self._keys = {number: storage.folder.lock_key() for number, storage in opened.items()}
+        self._keys = {number: keys[number] for number in opened}
         self._unfinished = [number for number in numbers if number not in opened]
         self._stamp = stamp if time.time_ns() - stamp[1] > SETTLED_NS else None
 
-    def _opened(self, number: int) -> Storage | None:
+    def _opened(self, number: int, key: Key | None) -> Storage | None:
         """The storage of a shard; None where it was removed meanwhile."""
         path = self.root / shard_name(number)
         try:
-            if number in self._keys and self._keys[number] == Folder(path).lock_key():
+            if key is not None and self._keys.get(number) == key:
                 return self.storages[number]
             return Storage.open(path, read_only=True)
         except (CorruptBufferError, NotABufferError, FileNotFoundError):
@@ -103,12 +107,11 @@ class Shards:
             return None
 
     def _withdrawn(self, number: int, old: Storage | None) -> Storage:
-        if old is None:
-            return self._vacant(number)
-        return old if old.withdrawn else old.withdraw(old.path)
+        return old if old is not None and old.withdrawn else self._vacant(number)
 
     def _vacant(self, number: int) -> Storage:
-        return self.storages[0].withdraw(self.root / shard_name(number))
+        assert self._first is not None
+        return self._first.withdraw(self.root / shard_name(number))
 
 
 class Capacity:
@@ -157,6 +160,25 @@ def _oldest(table: EpisodeTable, size: int, storage: Storage, mine: bool) -> Ite
     times = storage.maps.words[:, TIME]
     for slot in table.visible:
         yield int(times[slot]), int(table.length[slot]) * size, mine, int(table.serial[slot])
+
+
+def _key(path: Path) -> Key | None:
+    """What tells a shard from another that took its place: its folder, and a file in it.
+
+    The number of a folder may be that of the one that was removed; a file that is mapped keeps its own. Taken before
+    the shard is opened: one that is replaced in between is opened again by the next look.
+    """
+    folder = Folder(path)
+    with suppress(FileNotFoundError):
+        return *folder.lock_key(), folder.inode("state.npy")
+    return None
+
+
+def tell_readers(folder: Folder) -> None:
+    """Have those that read a root look again, as a folder was made anew: they look at what the root's time tells."""
+    if _NAME.fullmatch(folder.path.name):
+        with suppress(OSError):  # of another user's root; they see it with the next change of that
+            Folder(folder.path.parent).touch()
 
 
 def shard_numbers(root: Path) -> Iterator[int]:

@@ -38,7 +38,9 @@ class EpisodeTable:
 
     def shows(self, slots: IntArray, serials: IntArray) -> npt.NDArray[np.bool_]:
         """Whether each slot holds the visible episode of that serial."""
-        return np.asarray((self.serial[slots] == serials) & self.shown[slots])
+        there = slots < len(self.serial)  # it may be the table of a smaller folder than that which they were found in
+        slots = np.where(there, slots, 0)
+        return np.asarray(there & (self.serial[slots] == serials) & self.shown[slots])
 
     def of(self, column: npt.NDArray[Any], slots: IntArray) -> npt.NDArray[Any]:
         """A column at some slots; no copy where these are all the visible ones and lie side by side."""
