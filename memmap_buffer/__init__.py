@@ -26,7 +26,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 21  reading.contents
     level 22  reading.readable, collector, statistics
     level 23  buffer
-    level 24  concat, cli.plain, interop.lanes, interop.beside, interop.survey
+    level 24  concat, cli.plain, interop.lanes, interop.beside, interop.survey, interop.described
     level 25  interop.parquet, interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
     level 26  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot, interop.ray, cli.terminal
     level 27  cli.episodes
@@ -64,7 +64,7 @@ from memmap_buffer.reading.transitions import NStep
 from memmap_buffer.reading.views import Crop, Offsets, Timestep, Trajectory, View, Window
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Field, Schema
-from memmap_buffer.statistics import Normalize, Statistics
+from memmap_buffer.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.store.checkup import Finding, verify
 from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import repair
@@ -96,6 +96,7 @@ __all__ = [
     "ReadOnlyError",
     "ReplayBuffer",
     "Returns",
+    "RunningStatistics",
     "Scale",
     "Schema",
     "SchemaError",

@@ -186,24 +186,56 @@ def _describe(
 ) -> FieldStatistics:
     field = parts[0][0].layout.schema.all[name]
     total = sum(count for storage, table in parts for _, count in _episodes(storage, table, name))
-    size = min(total, SAMPLE, max(1024, SAMPLE_BYTES // (8 * max(1, math.prod(field.shape)))))
-    chosen = np.sort(rng.choice(total, size, replace=False, shuffle=False))
-    moments, sample, seen = _Moments(field.shape), [], 0
+    running = RunningStatistics(field.shape, total, quantiles, seed=rng)
     for rows, good in (part for storage, table in parts for part in _parts(storage, table, name)):
-        values = decode(rows, field.dtype).astype(np.float64)
-        if good.any():
-            moments.merge(values[good] if not good.all() else values)
-        first, stop = np.searchsorted(chosen, [seen, seen + len(rows)])
-        drawn = chosen[first:stop] - seen
-        sample.append(values[drawn[good[drawn]]])
-        seen += len(rows)
-    if not moments.count:
+        running.add(decode(rows, field.dtype), good)
+    found = running.found()
+    if found is None:
         raise NotEnoughDataError(f"field {name!r}: every episode was overwritten before it was read", episodes=0)
-    drawn_values = np.concatenate(sample)
-    cut = dict(zip(map(float, quantiles), np.quantile(drawn_values, list(quantiles), axis=0), strict=True))
-    rank_error = 0.0 if size == total else math.sqrt(math.log(2 / MISSED) / (2 * len(drawn_values)))
-    std = np.sqrt(moments.squares / moments.count)
-    return FieldStatistics(moments.count, moments.mean, std, moments.min, moments.max, cut, rank_error)
+    return found
+
+
+class RunningStatistics:
+    """The statistics of entries that come in parts, from anywhere.
+
+    Args: shape: of an entry. total: how many will come. quantiles: which. seed: of the sample for them, or a generator.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        total: int,
+        quantiles: Sequence[float] = QUANTILES,
+        *,
+        seed: int | np.random.Generator = 0,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        size = min(total, SAMPLE, max(1024, SAMPLE_BYTES // (8 * max(1, math.prod(shape)))))
+        self._chosen = np.sort(rng.choice(total, size, replace=False, shuffle=False))
+        self._moments, self._quantiles, self._exact = _Moments(shape), tuple(map(float, quantiles)), size == total
+        self._sample: list[Array] = []
+        self._seen = 0
+
+    def add(self, rows: Array, good: BoolArray | None = None) -> None:
+        """The next entries, (n, *shape), and which of them count; default: all."""
+        values, good = rows.astype(np.float64), np.ones(len(rows), bool) if good is None else good
+        if good.any():
+            self._moments.merge(values[good] if not good.all() else values)
+        first, stop = np.searchsorted(self._chosen, [self._seen, self._seen + len(rows)])
+        drawn = self._chosen[first:stop] - self._seen
+        self._sample.append(values[drawn[good[drawn]]])
+        self._seen += len(rows)
+
+    def found(self) -> FieldStatistics | None:
+        """The statistics; None where no entry counted."""
+        moments = self._moments
+        if not moments.count:
+            return None
+        sample = np.concatenate(self._sample)
+        cut = dict(zip(self._quantiles, np.quantile(sample, self._quantiles, axis=0), strict=True))
+        rank_error = 0.0 if self._exact else math.sqrt(math.log(2 / MISSED) / (2 * len(sample)))
+        std = np.sqrt(moments.squares / moments.count)
+        return FieldStatistics(moments.count, moments.mean, std, moments.min, moments.max, cut, rank_error)
 
 
 class _Moments:

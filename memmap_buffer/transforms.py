@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.values import Array
+from memmap_buffer.values import Array, check_number
 
 FloatArray = npt.NDArray[np.floating]
 
@@ -54,8 +54,7 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
     Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 3.8; returns-to-go: Chen et al. 2021, "Decision
         Transformer".
     """
-    if not 0 <= gamma <= 1:
-        raise SchemaError(f"gamma: got {gamma}, expected 0 … 1")
+    check_number("gamma", gamma)
     tensor = hasattr(rewards, "double")
     values: Any = rewards.double() * 1.0 if tensor else np.array(rewards, np.float64)
     over_time = values.swapaxes(0, axis)

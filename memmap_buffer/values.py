@@ -100,6 +100,13 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise SchemaError(f"{name}: got {value!r}, expected a whole number from {least}")
 
 
+def check_number(name: str, value: Any, low: float = 0, high: float = 1) -> None:
+    """Raise SchemaError unless `value` is a number from `low` to `high`."""
+    known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not known or not low <= value <= high:
+        raise SchemaError(f"{name}: got {value!r}, expected a number from {low} to {high}")
+
+
 def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Array:
     """A value as it is stored: the dtype of `name`, shape `(*lead dimensions, *shape)`.
 

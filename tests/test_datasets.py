@@ -312,6 +312,24 @@ def test_device_moves_every_tensor_of_a_batch(recorded):
         assert named.text[0] in {f"{n}:{t}" for n in range(4) for t in range(6)}
 
 
+def third_fails(batch):
+    if 2 in batch["_index"]:
+        raise ZeroDivisionError("no good")
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"prefetch": 2}, {"prefetch": 2, "device": "cpu"}])
+def test_after_a_batch_that_fails_the_epoch_goes_on_and_counts_it(recorded, options, workers):
+    options = {"transform": third_fails, "return_indices": True, "num_workers": workers, **options}
+    batches = iter(loader := recorded([2] * 6).dataloader(1, **options))
+    served = [int(next(batches)["_index"]) for _ in range(2)]
+    with pytest.raises(ZeroDivisionError, match="no good"):
+        next(batches)
+    assert loader.state_dict()["delivered"] == 3
+    assert [*served, *(int(batch["_index"]) for batch in batches)] == [0, 1, 3, 4, 5]
+
+
 # Nothing to read
 
 

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, flat
+from damage import rewrite_record
 
-from memmap_buffer import ConcatBuffer, Offsets, ReplayBuffer, Trajectory, Window
+from memmap_buffer import (
+    ConcatBuffer,
+    Offsets,
+    ReplayBuffer,
+    StaleEpisodeError,
+    Trajectory,
+    Window,
+)
 from memmap_buffer.reading import gather
+from memmap_buffer.store.storage import Storage
 
 LENGTHS = (3, 9, 12, 1, 7, 12, 5, 11)
 VIEWS = {
@@ -166,3 +175,26 @@ def test_a_batch_copied_before_a_change_is_looked_at_again_when_it_is_handed_out
         buffer.delete([0, 1])
         rest = [serial for batch in loader for serial in batch["_indices"][:, 0].tolist()]
         assert set(rest) <= {2, 3}
+
+
+def test_what_is_being_rewritten_when_it_is_copied_again_is_looked_at_again(recorded):
+    """The change counter moves when that is done; until then nothing but the generation tells."""
+    buffer = recorded(LENGTHS)
+    dataset = buffer.dataset(timestep_level=True, on_stale="raise")
+    parts = list(buffer.dataloader(4, dataset=dataset).batch_sampler)
+    assert all(len(dataset.__getitems__(part)) for part in parts)
+    slot = int(parts[-1].anchors.slot[0])
+    rewrite_record(buffer._storage.path, slot, generation=3)
+    with pytest.raises(StaleEpisodeError, match="were overwritten"):
+        dataset.__getitems__(parts[-1])
+
+
+def test_an_episode_that_fails_its_checksums_is_drawn_again_though_it_holds_what_is_no_text(recorded, together):
+    recorded([4] * 9, max_episodes=9, max_timesteps=4).close()
+    layout = (storage := Storage(recorded((), max_episodes=9, max_timesteps=4)._storage.path)).layout
+    with (storage.path / layout.arrays["text"].name).open("r+b") as file:
+        file.seek(layout.row_offset("text", 5 * 4))
+        file.write(b"\xff" * 4)
+    buffer = ReplayBuffer.from_folder(storage.path, read_only=True, verify="read")
+    batches = buffer.dataloader(4, timestep_level=True, shuffle=True, seed=0, return_indices=True)
+    assert {int(serial) for batch in batches for serial in batch["_indices"][:, 0]} == set(range(9)) - {5}

@@ -342,8 +342,8 @@ class TestErrors:
         [
             ({"reward_fn": 3}, "reward_fn: got 3, expected a function"),
             ({"strategy": "past"}, "strategy: got 'past', expected one of 'future', 'final'"),
-            ({"prob": 1.5}, "prob: got 1.5, expected 0 … 1"),
-            ({"gamma": 1.0}, "gamma: got 1.0, expected a number between 0 and 1"),
+            ({"prob": 1.5}, "prob: got 1.5, expected a number from 0 to 1"),
+            ({"gamma": 1.0}, "gamma: got 1.0, expected a number between 0 and 1, and neither"),
         ],
     )
     def test_what_cannot_be_meant_is_refused(self, how, match):

@@ -676,6 +676,20 @@ def test_text_that_is_no_text_is_one_of_our_errors(tmp_path: Path, name: str, po
         assert "no text" in found["read"]
 
 
+def test_text_that_is_no_text_costs_the_batch_that_it_is_in_and_no_other(tmp_path: Path) -> None:
+    """However many batches are worked out together."""
+    folder = tmp_path / "buffer"
+    with ReplayBuffer(folder, 31, 8, {"x": "int", "word": "U4"}) as buffer:
+        for _ in range(31):
+            buffer.store_episode(x=np.arange(8), word=["word"] * 8)
+    with (folder / "data" / "word.npy").open("r+b") as file:
+        file.seek(header_size(folder / "data" / "word.npy") + 16 * (8 * 14 + 5))
+        file.write(b"\xff\xff\xff\x7f")
+    batches = iter(ReplayBuffer.from_folder(folder, read_only=True).dataloader(4, timestep_level=True))
+    given = [error_of(lambda _: next(batches), folder) for _ in range(62)]
+    assert [i for i, error in enumerate(given) if error] == [29]
+
+
 def damage_file(name: str) -> str:
     return next(file for file, field in damage.FILES.items() if field == name)
 

@@ -1,8 +1,15 @@
-"""LeRobot data sets in and out: written here by pyarrow alone after the published layout, and read back by it."""
+"""LeRobot data sets in and out: written here by pyarrow alone after the published layout, and read back by it.
 
+Where LeRobot is installed, it reads what is exported, goes on recording there, and writes what is imported.
+"""
+
+import importlib.util
 import io
 import json
+import subprocess
+import sys
 
+import lerobot_peer
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +21,7 @@ from memmap_buffer.interop.lerobot import export_lerobot, import_lerobot
 
 LENGTHS = (4, 2, 5)
 TASKS = ("pick", "place it down")
-OF_EPISODES = (0, 1, 0)
+OF_EPISODES = (1, 0, 1)
 FEATURES = {
     "observation.state": {"dtype": "float32", "shape": [6], "names": ["a", "b", "c", "d", "e", "f"]},
     "observation.images.top": {"dtype": "image", "shape": [4, 5, 3], "names": ["height", "width", "channels"]},
@@ -26,6 +33,11 @@ FEATURES = {
     "task_index": {"dtype": "int64", "shape": [1], "names": None},
     **{name: {"dtype": "int64", "shape": [1], "names": None} for name in ("index", "frame_index", "episode_index")},
 }
+
+
+needs_lerobot = pytest.mark.skipif(
+    importlib.util.find_spec("lerobot") is None, reason="lerobot is not installed; it has torch and numpy of its own"
+)
 
 
 def png(picture):
@@ -158,3 +170,181 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         export_lerobot(buffer, tmp_path / "m", fps=3)
         with pytest.raises(SchemaError, match="there is a data set already"):
             export_lerobot(buffer, tmp_path / "m", fps=3)
+
+
+def column(tree, name):
+    for part in name.split("."):
+        tree = tree[part]
+    return tree
+
+
+def described(values, frames):
+    """The slow definition of a feature's statistics, of (n, channels)."""
+    values = np.asarray(values, np.float64).reshape(-1, np.shape(values)[-1])
+    found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
+    found |= {f"q{q:02d}": np.quantile(values, q / 100, axis=0) for q in (1, 10, 50, 90, 99)}
+    return found | {"count": np.array([frames])}
+
+
+def assert_described(got, values, frames, *, image=False):
+    expected = described(values, frames)
+    assert got.keys() == expected.keys()
+    for which, value in expected.items():
+        shaped = value.reshape(3, 1, 1) / 255 if image and which != "count" else value
+        np.testing.assert_allclose(got[which], shaped, rtol=1e-9, atol=1e-12, err_msg=which)
+        assert np.shape(got[which]) == shaped.shape
+
+
+@pytest.fixture
+def grey(tmp_path):
+    """A buffer with every kind of feature, and a data set made of it."""
+    rng, fields = np.random.default_rng(4), {"image": ("uint8", (4, 5, 1)), "one": ("float", 1), "half": "float16"}
+    with ReplayBuffer(tmp_path / "b", 3, 90, fields | {"n": "int8", "note": "U3"}, {"task": "U9"}) as buffer:
+        for i, length in enumerate((90, 1, 7)):
+            image = rng.integers(256, size=(length, 4, 5, 1), dtype=np.uint8)
+            numbers = {
+                "one": rng.normal(size=(length, 1)),
+                "half": rng.normal(size=length),
+                "n": rng.integers(9, size=length),
+            }
+            buffer.store_episode(image=image, note=["abc"] * length, task=f"task {i % 2}", **numbers)
+        export_lerobot(buffer, tmp_path / "m", fps=30)
+        yield buffer, tmp_path / "m"
+
+
+def test_statistics_are_those_of_all_frames_and_pixels(tmp_path):
+    written = write(tmp_path / "l")
+    with import_lerobot(tmp_path / "l", tmp_path / "b") as buffer:
+        export_lerobot(buffer, tmp_path / "m")
+    stats = json.loads((tmp_path / "m/meta/stats.json").read_text())
+    rows = pq.read_table(tmp_path / "m/meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    assert stats.keys() == FEATURES.keys()
+    for name in FEATURES:
+        arrays = [arrays[name] if arrays[name].ndim > 1 else arrays[name][:, None] for arrays in written]
+        assert_described(stats[name], np.concatenate(arrays), sum(LENGTHS), image="images" in name)
+        for row, array in zip(rows, arrays, strict=True):
+            found = {key.rpartition("/")[2]: row[key] for key in row if key.startswith(f"stats/{name}/")}
+            assert_described(found, array, len(array), image="images" in name)
+
+
+def test_grey_images_have_the_statistics_of_three_channels_and_text_has_none(grey):
+    buffer, root = grey
+    stats = json.loads((root / "meta/stats.json").read_text())
+    pixels = np.concatenate([buffer.episode(i)["image"] for i in range(3)])
+    assert_described(stats["image"], np.repeat(pixels, 3, axis=-1), 98, image=True)
+    assert "note" not in stats
+    assert [type(stats["n"][which][0]) for which in ("min", "max", "mean")] == [int, int, float]
+
+
+def test_a_single_number_has_no_axis_and_every_dtype_is_one_that_lerobot_knows(grey):
+    _, root = grey
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    assert {name: features[name]["dtype"] for name in ("image", "one", "half", "n", "note")} == {
+        "image": "image", "one": "float32", "half": "float16", "n": "int8", "note": "string",
+    }  # fmt: skip
+    assert pq.read_schema(root / "data/chunk-000/file-000.parquet").field("one").type == pa.float32()
+
+
+def test_the_tasks_of_frames_go_out_as_they_came(tmp_path):
+    write(tmp_path / "l")
+    path = tmp_path / "l/data/chunk-000/file-001.parquet"
+    table = pq.read_table(path)
+    place = table.column_names.index("task_index")
+    pq.write_table(table.set_column(place, "task_index", pa.array([1, 0, 0, 1, 0])), path)
+    with import_lerobot(tmp_path / "l", tmp_path / "b") as buffer:
+        export_lerobot(buffer, tmp_path / "m")
+        tasks = pq.read_table(tmp_path / "m/meta/tasks.parquet").to_pandas()
+        assert (tasks.index.tolist(), tasks["task_index"].tolist()) == (list(TASKS), [0, 1])
+        rows = pq.read_table(tmp_path / "m/meta/episodes/chunk-000/file-000.parquet").to_pydict()
+        assert rows["tasks"] == [[TASKS[1]], [TASKS[0]], [TASKS[1], TASKS[0]]]
+        data = pq.read_table(tmp_path / "m/data/chunk-000/file-000.parquet")
+        assert data["task_index"].to_pylist() == [1] * 4 + [0] * 2 + [1, 0, 0, 1, 0]
+        buffer.update(0, task_index=np.full(4, 2))
+        with pytest.raises(SchemaError, match="field 'task_index': got 2 to 2, expected 0 to 1"):
+            export_lerobot(buffer, tmp_path / "n")
+
+
+def test_what_lerobot_has_no_type_for_is_refused(tmp_path):
+    for name, field, message in (("z", "complex64", "no complex"), ("w", ("int8", (1,) * 6), "5 axes at most")):
+        with ReplayBuffer(tmp_path / name, 3, 5, {name: field}) as buffer:
+            buffer.store_episode(**{name: np.ones((2, *buffer.schema.fields[name].shape))})
+            with pytest.raises(SchemaError, match=message):
+                export_lerobot(buffer, tmp_path / "m", fps=3)
+    assert not (tmp_path / "m").exists()
+
+
+def lerobot(*arguments):
+    """What LeRobot does, in an interpreter of its own."""
+    done = subprocess.run([sys.executable, lerobot_peer.__file__, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def read(root):
+    lerobot("read", root, root / "found.npz")
+    with np.load(root / "found.npz") as found:
+        return dict(found)
+
+
+def assert_read(found, arrays, tasks):
+    """Every frame that LeRobot gives is the one that was stored; images are channels first, between 0 and 1."""
+    for name, array in arrays.items():
+        if name == "observation.images.top":
+            array = array.transpose(0, 3, 1, 2)
+        got = found[f"frames/{name}"]
+        expected = (array[:, 0] if array.shape[1:] == (1,) else array).astype(got.dtype)  # float64 comes out as float32
+        assert np.array_equal(np.rint(got * 255), array) if "images" in name else np.array_equal(got, expected), name
+    assert found["frames/task"].tolist() == tasks
+
+
+@needs_lerobot
+def test_what_lerobot_writes_is_imported_equal_to_the_bit(tmp_path):
+    lerobot("write", tmp_path / "l")
+    buffer = import_lerobot(tmp_path / "l", tmp_path / "b")
+    assert buffer.episode_lens.tolist() == list(lerobot_peer.LENGTHS)
+    ours = {"next.reward": "reward", "next.done": "done"}
+    for i, (arrays, tasks) in enumerate(lerobot_peer.episodes()):
+        episode = buffer.episode(i)
+        assert str(episode["task"]) == tasks[0]
+        for name, array in arrays.items():
+            got = column(episode, ours.get(name, name))
+            expected = array[:, 0] if array.shape[1:] == (1,) else array
+            assert (got.dtype.kind, got.shape, got.tolist()) == (expected.dtype.kind, expected.shape, expected.tolist())
+    buffer.close()
+
+
+@needs_lerobot
+def test_what_is_exported_is_read_by_lerobot_and_it_can_go_on_there(tmp_path):
+    lerobot("write", tmp_path / "l")
+    with import_lerobot(tmp_path / "l", tmp_path / "b") as buffer:
+        export_lerobot(buffer, tmp_path / "m")
+    episodes = list(lerobot_peer.episodes())
+    arrays = {name: np.concatenate([arrays[name] for arrays, _ in episodes]) for name in lerobot_peer.FEATURES}
+    tasks = [task for _, tasks in episodes for task in tasks]
+    found, theirs = read(tmp_path / "m"), read(tmp_path / "l")
+    assert_read(found, arrays, tasks)
+    for key in found.keys() - {key for key in found if key.startswith("stats/")}:
+        assert np.array_equal(found[key], theirs[key]), key
+    assert found.keys() == theirs.keys()
+    for key in (key for key in found if key.startswith("stats/")):
+        assert found[key].shape == theirs[key].shape, key  # LeRobot 0.4.4 squares images in uint8 for their deviation
+        if key.endswith(("min", "max", "mean", "count")) or (key.endswith("std") and "images" not in key):
+            np.testing.assert_allclose(found[key], theirs[key], rtol=1e-5, atol=1e-6, err_msg=key)
+    lerobot("append", tmp_path / "m")
+    first, first_tasks = episodes[0]
+    again = {name: np.concatenate([array, first[name]]) for name, array in arrays.items()}
+    assert_read(read(tmp_path / "m"), again, [*tasks, *first_tasks])
+    with import_lerobot(tmp_path / "m", tmp_path / "c") as buffer:
+        assert buffer.episode_lens.tolist() == [*lerobot_peer.LENGTHS, len(first_tasks)]
+
+
+@needs_lerobot
+def test_lerobot_reads_grey_images_single_numbers_and_half_floats(grey):
+    buffer, root = grey
+    found = read(root)
+    stored = [buffer.episode(i) for i in range(len(buffer))]
+    assert np.array_equal(
+        np.rint(found["frames/image"][:, 0] * 255), np.concatenate([e["image"][..., 0] for e in stored])
+    )
+    for name in ("one", "half", "n", "note"):
+        assert np.array_equal(found[f"frames/{name}"], np.concatenate([e[name].reshape(-1) for e in stored])), name
+    assert set(found["tasks"]) == {"task 0", "task 1"}

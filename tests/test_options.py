@@ -287,3 +287,29 @@ class TestBatches:
         """S5-03: ValueError"""
         with pytest.raises(ValueError, match=match):
             recorded().sample(timestep_level=True, replacement=False, **how)
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"view": 5}, r"view: got 5, expected a view, such as Timestep\(\)"),
+        ({"view": Window}, r"view: got <class .*, expected a view"),
+        ({"n_steps": 2, "gamma": "a"}, "gamma: got 'a', expected a number from 0 to 1"),
+        ({"n_steps": 2, "stack": 3}, "stack: got 3, expected a dict"),
+        ({"n_steps": 2, "stack": {"number": "a"}}, "stack of 'number': got 'a', expected a whole number from 1"),
+        ({"fieldname_map": ["number"]}, r"fieldname_map: got \['number'\], expected a dict"),
+        ({"fieldname_map": {"number": 5}}, "fieldname_map: 'number' is to be 5, expected a name"),
+        ({"fields": 3}, "fields: got 3, expected a name, or several"),
+        ({"to_named_tuple": 3}, "fields: got 3, expected a name, or several"),
+        ({"n_steps": 1, "hindsight": 4}, r"hindsight: got 4, expected Hindsight\(...\)"),
+        ({"split": {"a": "x"}, "part": "a"}, "split: got .*, expected fractions"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_by_its_name(recorded, how, match):
+    with pytest.raises(SchemaError, match=match):
+        recorded().dataset(**how)
+
+
+def test_how_much_can_be_sampled_is_asked_in_whole_numbers(recorded):
+    with pytest.raises(SchemaError, match="min_steps: got 'a', expected a whole number from 0"):
+        recorded().can_sample(min_steps="a")

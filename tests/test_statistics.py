@@ -9,7 +9,15 @@ import pytest
 import torch
 from faults import in_child, listing, system
 
-from memmap_buffer import ConcatBuffer, Field, NotEnoughDataError, ReplayBuffer, SchemaError, Statistics
+from memmap_buffer import (
+    ConcatBuffer,
+    Field,
+    NotEnoughDataError,
+    ReplayBuffer,
+    RunningStatistics,
+    SchemaError,
+    Statistics,
+)
 from memmap_buffer import statistics as module
 from memmap_buffer.store.records import STATE_WORD
 from memmap_buffer.store.storage import Storage
@@ -80,6 +88,28 @@ def test_statistics_are_those_of_numpy_over_everything_in_parts_of_any_size(buff
     assert list(found.fields) == NUMERIC and found.last_serial == 4 and found.num_episodes == 4
     for name in NUMERIC:
         check(found[name], column(buffer, name))
+
+
+def test_entries_from_anywhere_are_described_part_by_part_but_those_that_do_not_count():
+    values, rng = np.random.default_rng(5).normal(size=(100, 3)), np.random.default_rng(6)
+    good = rng.random(100) < 0.7
+    running = RunningStatistics((3,), 100, (0.1, 0.5))
+    assert running.found() is None
+    for start, stop in ((0, 1), (1, 40), (40, 40), (40, 100)):
+        running.add(values[start:stop], good[start:stop])
+    found, counted = running.found(), values[good]
+    assert (found.count, found.rank_error) == (len(counted), 0)
+    for got, expected in (
+        (found.mean, counted.mean(axis=0)),
+        (found.std, counted.std(axis=0)),
+        (found.min, counted.min(axis=0)),
+        (found.max, counted.max(axis=0)),
+        (found.quantiles[0.1], np.quantile(counted, 0.1, axis=0)),
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+    everything = RunningStatistics((3,), 100, (0.1, 0.5))
+    everything.add(values)
+    np.testing.assert_allclose(everything.found().quantiles[0.5], np.median(values, axis=0), rtol=1e-12)
 
 
 def test_several_folders_are_described_as_one(buffer, tmp_path):

@@ -94,7 +94,7 @@ def test_the_rewards_of_discounted_returns_are_left_as_they_are():
 
 
 def test_a_discount_beyond_one_is_refused():
-    with pytest.raises(SchemaError, match=r"gamma: got 1\.5, expected 0 … 1"):
+    with pytest.raises(SchemaError, match=r"gamma: got 1\.5, expected a number from 0 to 1"):
         discounted_returns(np.ones(3), 1.5)
 
 

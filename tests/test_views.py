@@ -372,7 +372,7 @@ class TestEveryView:
         [
             (lambda: NStep(0), "n_steps: got 0, expected a whole number from 1"),
             (lambda: NStep(True), "n_steps: got True"),
-            (lambda: NStep(1, gamma=1.1), "gamma: got 1.1, expected 0 … 1"),
+            (lambda: NStep(1, gamma=1.1), "gamma: got 1.1, expected a number from 0 to 1"),
             (lambda: Window(0), "length: got 0"),
             (lambda: Window(2.0), "length: got 2.0"),
             (lambda: Window(2, stride=0), "stride: got 0"),

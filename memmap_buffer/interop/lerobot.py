@@ -2,7 +2,8 @@
 
 A feature keeps its dotted name; `next.reward`, `next.done` and `next.success` become `reward`, `done` and `success`.
 The text of an episode's task is its meta field `task`. What LeRobot counts by itself (`index`, `frame_index`,
-`episode_index`) is not stored. Features that are videos are left out, as only a decoder could read them.
+`episode_index`) is not stored; `task_index` is, as the frames of an episode may have several tasks. Features that are
+videos are left out, as only a decoder could read them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from itertools import accumulate, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import numpy as np
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.interop.beside import read_beside, write_beside
+from memmap_buffer.interop.described import Described, is_picture
 from memmap_buffer.interop.extras import extra
 from memmap_buffer.interop.survey import flat
 from memmap_buffer.schema import Field
@@ -37,6 +41,8 @@ RENAMED = {"next.reward": "reward", "next.done": "done", "next.success": "succes
 DATA = "data/chunk-000/file-000.parquet"
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
+PICTURE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+MAX_AXES = 5  # of a feature: LeRobot has no type for more
 
 
 def import_lerobot(
@@ -79,21 +85,25 @@ def import_lerobot(
             first = int(table["task_index"][rows.start].as_py()) if "task_index" in table.column_names else -1
             buffer.store_episode(**episode, task=tasks.get(first, ""))
     assert buffer is not None
-    write_beside(buffer, "lerobot", {key: info.get(key) for key in ("fps", "robot_type", "features")})
+    kept = {key: info.get(key) for key in ("fps", "robot_type", "features")}
+    write_beside(buffer, "lerobot", kept | {"tasks": [tasks[number] for number in sorted(tasks)]})
     return buffer
 
 
 def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: float | None = None) -> None:
-    """Copy a buffer into a new LeRobot data set, but for final observations, for which it has no place.
+    """Copy a buffer into a new LeRobot data set, but for final observations and meta fields, for which it has no place.
 
-    Images, uint8 of shape (H, W, 1 or 3), become PNG.
+    Images, uint8 of shape (H, W, 1 or 3), become PNG. The statistics are of all frames and all their pixels, of the
+    whole and of each episode. The meta field `task` is an episode's task, unless the `task_index` of an imported data
+    set tells it of each frame.
 
     Args:
         buffer: a field `observation` that is not nested becomes `observation.state`.
         path: the new root.
         fps: steps a second; default: what the imported data set said. Timestamps are made of it, if there are none.
 
-    Raises: SchemaError: no `fps` is known, or there is a data set already.
+    Raises: SchemaError: no `fps` is known, there is a data set already, there are no episodes, a field is of complex
+        numbers or has more than five axes, or a `task_index` is of no task.
     """
     root, kept = Path(path), read_beside(buffer, "lerobot") or {}
     rate = fps or kept.get("fps")
@@ -101,64 +111,130 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
         raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
     if (root / "meta").exists():
         raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
-    names = {name: _feature_name(name) for name in buffer.fieldnames}
-    texts = [str(buffer.episode(i).get("task", "")) for i in range(len(buffer))]
-    tasks = {text: i for i, text in enumerate(dict.fromkeys(texts))}
-    writer, first, rows = None, 0, []
-    for i, length in enumerate(buffer.episode_lens.tolist()):
-        columns = {names[name]: column[:length] for name, column in _of_steps(buffer, i).items()}
-        columns |= (
-            {} if "timestamp" in columns else {"timestamp": np.arange(length, dtype=np.float32) / np.float32(rate)}
-        )
-        columns |= {} if "task_index" in columns else {"task_index": np.full(length, tasks[texts[i]])}
-        counted = (np.arange(first, first + length), np.arange(length), np.full(length, i))
-        table = pa.table(
-            {name: _arrow(column) for name, column in (columns | dict(zip(COUNTED, counted, strict=True))).items()}
-        )
-        if writer is None:
-            (root / DATA).parent.mkdir(parents=True)
-            writer = pq.ParquetWriter(root / DATA, table.schema)
-        writer.write_table(table)
-        rows.append(
-            {
-                "episode_index": i,
-                "tasks": [texts[i]],
-                "length": length,
-                "data/chunk_index": 0,
-                "data/file_index": 0,
-                "dataset_from_index": first,
-                "dataset_to_index": first + length,
-            }
-        )
-        first += length
-    if writer is None:
+    if not len(buffer):
         raise SchemaError(f"{buffer.folder}: it has no episodes; record one first")
-    writer.close()
-    _write_meta(root, rows, tasks, table, float(rate), kept)
+    _require_types(buffer)
+    known, tasks, described = kept.get("features") or {}, _Tasks(buffer, kept), Described(buffer.num_steps)
+    features: dict[str, Any] = {}
+    with ExitStack() as files:
+        data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
+        for row, columns in _exported(buffer, known, float(rate), tasks):
+            data.write(pa.table({name: _arrow(column) for name, column in columns.items()}))
+            episodes.write(pa.Table.from_pylist([row | described.add(columns)]))
+            features = features or {name: _feature(column, known.get(name)) for name, column in columns.items()}
+    pq.write_table(tasks.table(), root / TASKS)
+    counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
+    _write_json(root / "meta/stats.json", described.whole())
+    _write_json(root / "meta/info.json", _info_of(counts, float(rate), kept.get("robot_type"), features))
 
 
-def _write_meta(
-    root: Path, rows: list[dict[str, Any]], tasks: Mapping[str, int], table: Any, rate: float, kept: Mapping[str, Any]
-) -> None:
-    (root / EPISODES).parent.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), root / EPISODES)
-    pq.write_table(pa.table({"task_index": list(tasks.values()), "task": list(tasks)}), root / TASKS)
-    known: Mapping[str, Any] = kept.get("features") or {}
-    features = {name: known.get(name) or _about(table[name]) for name in table.column_names}
-    info = {
+def _exported(
+    buffer: ReplayBuffer, known: Mapping[str, Any], rate: float, tasks: _Tasks
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What `meta/episodes` says of each episode, and its features, (length, *shape); of images the channels last."""
+    bounds = pairwise(accumulate(buffer.episode_lens.tolist(), initial=0))
+    for i, (first, stop) in enumerate(bounds):
+        episode, length = flat(buffer.episode(i)), stop - first
+        columns = {_feature_name(name): episode[name][:length] for name in buffer.fieldnames}
+        columns = {name: _shaped(column, known.get(name)) for name, column in columns.items()}
+        columns.setdefault("timestamp", np.arange(length, dtype=np.float32) / np.float32(rate))
+        columns["task_index"] = tasks.numbers(episode, length)
+        columns |= zip(COUNTED, (np.arange(first, stop), np.arange(length), np.full(length, i)), strict=True)
+        numbers = dict.fromkeys(columns["task_index"].tolist())
+        row = {
+            "episode_index": i,
+            "tasks": [tasks.texts[number] for number in numbers],
+            "length": length,
+            "data/chunk_index": 0,
+            "data/file_index": 0,
+            "dataset_from_index": first,
+            "dataset_to_index": stop,
+            "meta/episodes/chunk_index": 0,
+            "meta/episodes/file_index": 0,
+        }
+        yield row, columns
+
+
+class _Tasks:
+    """The texts of tasks by their numbers; those of an imported data set, if its `task_index` is there."""
+
+    def __init__(self, buffer: ReplayBuffer, kept: Mapping[str, Any]) -> None:
+        self._told = bool(kept.get("tasks")) and "task_index" in buffer.fieldnames
+        self.texts: list[str] = list(kept["tasks"]) if self._told else []
+        self._numbers: dict[str, int] = {}
+
+    def numbers(self, episode: Mapping[str, Any], length: int) -> Any:
+        """(length,) int64 the number of each frame's task."""
+        if not self._told:
+            text = str(episode.get("task", ""))
+            if text not in self._numbers:
+                self._numbers[text] = len(self.texts)
+                self.texts.append(text)
+            return np.full(length, self._numbers[text])
+        numbers = episode["task_index"][:length].astype(np.int64)
+        if numbers.min() < 0 or numbers.max() >= len(self.texts):
+            raise SchemaError(
+                f"field 'task_index': got {numbers.min()} to {numbers.max()}, expected 0 to {len(self.texts) - 1}, the "
+                "tasks of the imported data set; drop the field to export the tasks of the meta field `task`"
+            )
+        return numbers
+
+    def table(self) -> Any:
+        """As pandas writes it, the texts as its index: LeRobot looks a task up by its place and its text."""
+        kinds = {"task_index": ("int64", "int64"), "task": ("unicode", "object")}
+        columns = [
+            {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": dtype, "metadata": None}
+            for name, (kind, dtype) in kinds.items()
+        ]
+        told = {"index_columns": ["task"], "column_indexes": [], "columns": columns}
+        table = pa.table({"task_index": pa.array(range(len(self.texts)), pa.int64()), "task": self.texts})
+        return table.replace_schema_metadata({"pandas": json.dumps(told)})
+
+
+class _Table:
+    """A Parquet file that has the columns of the first table written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer: Any = None
+
+    def write(self, table: Any) -> None:
+        if self._writer is None:
+            self._path.parent.mkdir(parents=True)
+            self._writer = pq.ParquetWriter(self._path, table.schema)
+        self._writer.write_table(table)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _info_of(counts: Mapping[str, int], rate: float, robot: Any, features: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "codebase_version": VERSION,
-        "robot_type": kept.get("robot_type"),
-        "total_episodes": len(rows),
-        "total_frames": rows[-1]["dataset_to_index"],
-        "total_tasks": len(tasks),
+        "robot_type": robot,
+        **counts,
         "chunks_size": 1000,
+        "data_files_size_in_mb": 100,
+        "video_files_size_in_mb": 200,
         "fps": int(rate) if rate.is_integer() else rate,
-        "splits": {"train": f"0:{len(rows)}"},
+        "splits": {"train": f"0:{counts['total_episodes']}"},
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
         "video_path": None,
         "features": features,
     }
-    (root / "meta/info.json").write_text(json.dumps(info, indent=4), encoding="utf-8")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=4), encoding="utf-8")
+
+
+def _require_types(buffer: ReplayBuffer) -> None:
+    for name, field in buffer.schema.fields.items():
+        if field.storage.kind == "c":
+            raise SchemaError(f"field {name!r}: Parquet has no complex numbers; export a copy with real fields")
+        if len(field.shape) > MAX_AXES:
+            raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
 
 
 def _info(root: Path) -> dict[str, Any]:
@@ -227,10 +303,19 @@ def _feature_name(name: str) -> str:
     return {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}.get(name, name)
 
 
+def _shaped(column: Any, known: Mapping[str, Any] | None) -> Any:
+    """A feature as LeRobot has it: one number a frame without an axis, the channels of images last."""
+    if column.shape[1:] == (1,):
+        return column[:, 0]
+    if known and known["dtype"] == "image" and not is_picture(column) and column.ndim == 4:
+        return column.transpose(0, 2, 3, 1)
+    return column
+
+
 def _arrow(column: Any) -> Any:
     """A column as Arrow has it: images as PNG, vectors as lists of a fixed length."""
-    if column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3):
-        return pa.array([{"bytes": _png(picture), "path": None} for picture in column])
+    if is_picture(column):
+        return pa.array([{"bytes": _png(picture), "path": None} for picture in column], PICTURE)
     return column_of(column)
 
 
@@ -240,18 +325,13 @@ def _png(picture: Any) -> bytes:
     return file.getvalue()
 
 
-def _about(column: Any) -> dict[str, Any]:
-    """What `meta/info.json` says of a feature."""
-    kind, shape = column.type, []
-    if pa.types.is_struct(kind):
-        first = np.asarray(Image.open(io.BytesIO(column[0].as_py()["bytes"])))
-        return {
-            "dtype": "image",
-            "shape": [*first.shape[:2], 3 if first.ndim == 3 else 1],
-            "names": ["height", "width", "channels"],
-        }
-    while pa.types.is_fixed_size_list(kind):
-        shape.append(kind.list_size)
-        kind = kind.value_type
-    dtype = {"double": "float64", "float": "float32"}.get(str(kind), str(kind))
-    return {"dtype": dtype, "shape": shape or [1], "names": None}
+def _feature(column: Any, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What `meta/info.json` says of a feature: what it said where it came from, unless that is not so any more."""
+    shape, kind, names = list(column.shape[1:]) or [1], column.dtype.name, None
+    if is_picture(column):
+        kind, names = "image", ["height", "width", "channels"]
+    elif column.dtype.kind == "U":
+        kind = "string"
+    if known and (known["dtype"], sorted(known["shape"])) == (kind, sorted(shape)):
+        return known
+    return {"dtype": kind, "shape": shape, "names": names}

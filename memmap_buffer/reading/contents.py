@@ -18,7 +18,7 @@ from memmap_buffer.reading.views import Trajectory
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.edits import positions_of
 from memmap_buffer.store.table import IntArray
-from memmap_buffer.values import Array, decode
+from memmap_buffer.values import Array, check_count, decode
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,6 +61,8 @@ class Contents:
 
     def can_sample(self, *, min_steps: int = 1, min_episodes: int = 1) -> bool:
         """Whether at least so many timesteps and episodes are visible; `sample` itself says why it has nothing."""
+        check_count("min_steps", min_steps, 0)
+        check_count("min_episodes", min_episodes, 0)
         return self.num_steps >= min_steps and self.num_episodes >= min_episodes
 
     @property

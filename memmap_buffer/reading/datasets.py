@@ -239,7 +239,7 @@ class EpisodeLoader(DataLoader[Any]):
             self._ahead = weakref.ref(ahead)
             return epoch.delivering(ahead)
         batches = epoch.delivering(batches)
-        return batches if self.device is None else (to_device(batch, self.device) for batch in batches)
+        return batches if self.device is None else map(partial(to_device, device=self.device), batches)
 
     def _made(self) -> Iterator[Any]:
         """Batches of this process. PyTorch's own iterator takes 15 µs for each besides."""

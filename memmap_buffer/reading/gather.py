@@ -44,6 +44,7 @@ class Take(NamedTuple):
 What: TypeAlias = Array | Take | Slices  # an array as it is; what is to be copied; a mask of the rows that exist
 Columns: TypeAlias = dict[str, Array]
 Make: TypeAlias = Callable[[Columns, int], list[dict[str, Any]]]  # columns (N, …), cut into batches of so many items
+Copied: TypeAlias = tuple[dict[str, Any], int | None]  # of a part, and the change counter at which it was all fresh
 
 
 def pieces(values: Array, size: int) -> list[Array]:
@@ -53,6 +54,11 @@ def pieces(values: Array, size: int) -> list[Array]:
     whole = len(values) - len(values) % size
     out = list(values[:whole].reshape(-1, size, *values.shape[1:]))  # half of what a slice for each would take
     return [*out, values[whole:]] if whole < len(values) else out
+
+
+def whole(columns: Columns, _size: int) -> list[Columns]:
+    """One batch of all, as it is."""
+    return [columns]
 
 
 def cut(columns: Columns, size: int) -> list[Columns]:
@@ -103,8 +109,7 @@ class Gather:
         if not self._all_there:
             self._set_aside(~self._there)
         self.batch: dict[str, What] = {}
-        self._ahead: dict[tuple[int, int], dict[str, Any]] = {}  # of parts, what was copied and is not yet read
-        self._seen: tuple[int, int, int] | None = None  # (first, stop, changes): items that were fresh then
+        self._ahead: dict[tuple[int, int], Copied] = {}  # of parts, what is not yet read
 
     def _set_aside(self, gone: BoolArray) -> None:
         """Cut what is not there from the first row of its slot, which always exists; it is drawn again afterwards."""
@@ -121,22 +126,32 @@ class Gather:
         """(B,) whether each anchor's episode ended by `terminated`."""
         return self.anchors.has(TERMINATED)
 
-    def read(self, part: slice = EVERY, make: Make = cut) -> dict[str, Any]:
+    def read(self, part: slice = EVERY, make: Make = whole) -> dict[str, Any]:
         """Copy some of the items: key -> what `make` makes of (b, …), which shares memory with no other part."""
+        return self._read(part, make)[0]
+
+    def read_fresh(self, part: slice, make: Make) -> dict[str, Any] | None:
+        """The same, or None where not all of them are `fresh`: known if they were and nothing changed since."""
+        batch, since = self._read(part, make)
+        same = since is not None and since == self.sources.changes
+        return batch if same or self.fresh(part).all() else None
+
+    def _read(self, part: slice, make: Make) -> Copied:
         start, stop, _ = part.indices(len(self.t))
-        small = self._ahead.pop((start, stop), None)
-        if small is not None and len(small) == len(self.batch):
-            return small
+        copied = self._ahead.pop((start, stop), None)
+        if copied is not None and len(copied[0]) == len(self.batch):
+            return copied
         begun = perf_counter()
-        if small is None:
-            small = self._copy_small(start, stop, make) if stop - start < len(self.t) else {}
+        if copied is None:
+            copied = self._copy_small(start, stop, make) if stop - start < len(self.t) else ({}, None)
+        small, since = copied
         if len(small) < len(self.batch):
             rest = [key for key in self.batch if key not in small]
             self._ask(rest, part)
             large = make({key: self._copy(self.batch[key], part) for key in rest}, stop - start)[0]
             small = {key: small[key] if key in small else large[key] for key in self.batch}
         self.sources.disk.took(perf_counter() - begun)
-        return small
+        return small, since
 
     def _ask(self, keys: Iterable[str], part: slice) -> None:
         """Have the system read the rows of some items, all at a time, if rows come from the disk."""
@@ -153,38 +168,33 @@ class Gather:
         for name, each in wanted.items():
             self.sources.will_need(name, *map(np.concatenate, zip(*each, strict=True)))
 
-    def _copy_small(self, start: int, stop: int, make: Make) -> dict[str, Any]:
+    def _copy_small(self, start: int, stop: int, make: Make) -> Copied:
         """What takes little memory of some items, and of as many parts behind them as lie in a cache together."""
         size, number = stop - start, len(self.t)
-        nbytes = {key: self._nbytes_of(what, size) for key, what in self.batch.items()}
-        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
+        small, parts = self._small
         if not small:
-            return {}
-        parts = max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
+            return {}, None
         block = slice(start, min(start + parts * size, number))
         self._ask(small, block)
         first, *others = make({key: self._copy(self.batch[key], block) for key in small}, size)
-        if len(small) == len(self.batch) and block.stop > stop:
-            changes = self.sources.changes
-            if changes is not None and self.fresh(block).all():
-                self._seen = block.start, block.stop, changes
+        since = self.sources.changes if others and len(small) == len(self.batch) else None
+        if since is not None and not self.fresh(block).all():
+            since = None
         for at, other in zip(range(stop, block.stop, max(1, size)), others, strict=True):
-            self._ahead[at, min(at + size, number)] = other
-        return first
+            self._ahead[at, min(at + size, number)] = other, since
+        return first, since
+
+    @cached_property
+    def _small(self) -> tuple[list[str], int]:
+        """The keys of what takes little memory of a part, and of how many parts that lies in a cache together."""
+        nbytes = {key: self._nbytes_of(what, self._size) for key, what in self.batch.items()}
+        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
+        return small, max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
 
     def _nbytes_of(self, what: What, items: int) -> int:
         if isinstance(what, Take):
             return items * math.prod(what.rows.shape[1:]) * self.schema.fields[what.name].itemsize
         return items * (what.steps if isinstance(what, Slices) else what.nbytes // max(1, len(what)))
-
-    def is_fresh(self, part: slice = EVERY) -> bool:
-        """Whether all of a part are `fresh`: known if they were when they were copied and nothing changed since."""
-        start, stop, _ = part.indices(len(self.t))
-        if self._seen is not None:
-            first, last, changes = self._seen
-            if first <= start and stop <= last and changes == self.sources.changes:
-                return True
-        return bool(self.fresh(part).all())
 
     def fresh(self, part: slice = EVERY) -> BoolArray:
         """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""

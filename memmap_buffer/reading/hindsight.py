@@ -8,6 +8,7 @@ from typing import Any
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Schema
+from memmap_buffer.values import check_number
 
 STRATEGIES = ("future", "final", "episode", "random", "geometric")
 
@@ -59,10 +60,10 @@ class Hindsight:
             )
         if self.strategy not in STRATEGIES:
             raise SchemaError(f"strategy: got {self.strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
-        if not 0 <= self.prob <= 1:
-            raise SchemaError(f"prob: got {self.prob!r}, expected 0 … 1")
-        if not 0 < self.gamma < 1:
-            raise SchemaError(f"gamma: got {self.gamma!r}, expected a number between 0 and 1")
+        check_number("prob", self.prob)
+        check_number("gamma", self.gamma)
+        if self.gamma in (0, 1):
+            raise SchemaError(f"gamma: got {self.gamma!r}, expected a number between 0 and 1, and neither of them")
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for fields that were not declared, or that cannot stand for one another."""

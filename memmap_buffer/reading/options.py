@@ -148,6 +148,10 @@ class Options:
         return options
 
     def _check(self) -> None:
+        for name, kind, expected in _KINDS:
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                raise SchemaError(f"{name}: got {given!r}, expected {expected}")
         kinds = [k for k in ("view", "n_steps", "window_length") if getattr(self, k) is not None]
         kinds += ["timestep_level"] * self.timestep_level
         steps = (
@@ -261,9 +265,11 @@ class Output:
         keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_weights", "_probabilities"] * by_priority]
         keys += ["_goal"] * (options.hindsight is not None)
         rename = dict(options.fieldname_map or {})
-        for name in rename:
+        for name, new in rename.items():
             if name not in keys:
                 raise schema.unknown(name, "fieldname_map", keys)
+            if not isinstance(new, str):
+                raise SchemaError(f"fieldname_map: {name!r} is to be {new!r}, expected a name")
         wanted = [rename.get(key, key) for key in keys]
         twice = sorted({key for key in wanted if wanted.count(key) > 1})
         if twice:
@@ -298,6 +304,14 @@ class Output:
         return batch
 
 
+_KINDS: tuple[tuple[str, type, str], ...] = (
+    ("view", View, "a view, such as Timestep() or Window(16)"),
+    ("stack", Mapping, "a dict: field -> how many timesteps stand for one"),
+    ("hindsight", Hindsight, "Hindsight(...)"),
+    ("fieldname_map", Mapping, "a dict: key of the batch -> the key wanted"),
+)
+
+
 def takes_rng(transform: Transform) -> bool:
     """Whether a transform has a parameter for chance."""
     try:
@@ -322,7 +336,11 @@ def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
 
 def names(given: Names | str | None) -> tuple[str, ...] | None:
     """Names as a tuple; a single one may stand alone."""
-    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
+    if given is None or isinstance(given, str):
+        return given if given is None else (given,)
+    if not isinstance(given, Iterable):
+        raise SchemaError(f"fields: got {given!r}, expected a name, or several")
+    return tuple(given)
 
 
 def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -127,16 +127,19 @@ class Reader:
         """
         make = make if self._is_plain else partial(self._finished, make)
         if isinstance(anchors, Part):
-            batch = anchors.gather.read(anchors.chosen, make)
-            if anchors.gather.is_fresh(anchors.chosen):
+            try:
+                batch = anchors.gather.read_fresh(anchors.chosen, make)
+            except CorruptBufferError:  # it may be of what is gone, or of a batch that is copied with it
+                batch = None
+            if batch is not None:
                 return batch
             anchors = anchors.anchors._replace(words=None)
         tries, damaged = 0, self._num_damaged()
         while tries < TRIES:
             gather = self.plan(anchors)
-            batch, fresh = gather.read(make=make), gather.fresh()
+            columns, fresh = gather.read(), gather.fresh()
             if fresh.all():
-                return batch
+                return make(columns, anchors.size)[0]
             anchors = self._again(anchors, np.flatnonzero(~fresh))
             before, damaged = damaged, self._num_damaged()
             tries += damaged == before  # what is found damaged is not drawn again, so that comes to an end by itself

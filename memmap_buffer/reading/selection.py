@@ -231,7 +231,8 @@ def _check_number(where: str, name: str | None, schema: Schema) -> None:
 
 def _check_split(split: object, part: str | None) -> None:
     fractions = list(split.values()) if isinstance(split, Mapping) else []
-    if not fractions or part not in split or min(fractions) < 0 or sum(fractions) > 1 + 1e-9:  # type: ignore[operator]
+    numbers = all(isinstance(fraction, (int, float, np.number)) for fraction in fractions)
+    if not fractions or not numbers or part not in split or min(fractions) < 0 or sum(fractions) > 1 + 1e-9:  # type: ignore[operator]
         raise SchemaError(
             f"split: got {split!r} and part={part!r}, expected fractions of at most 1 in all and the name of one of "
             "them, such as split={'train': 0.9, 'val': 0.1}, part='train'"

@@ -93,11 +93,11 @@ class Disk(threading.local):
     Memory that the system has to fill first stops a copy at every row. Whoever asks for all of them before has the disk
     read many at a time; but that is a system call each, so nobody asks as long as all is there.
 
-    Attributes: slow: whether something had to be read for the last batch.
+    Attributes: slow: whether something had to be read for the last batch; True before the first, as nobody knows.
     """
 
     def __init__(self) -> None:
-        self.slow = False
+        self.slow = True
         self._reads = disk_reads()
 
     def took(self, seconds: float) -> None:

@@ -15,7 +15,7 @@ from memmap_buffer.schema import Schema
 from memmap_buffer.store.records import FINAL, TERMINATED
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.transforms import n_step_return
-from memmap_buffer.values import check_count
+from memmap_buffer.values import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class NStep(View):
     timeline: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stack, (Mapping, tuple)):
+            raise SchemaError(f"stack: got {self.stack!r}, expected a dict: field -> how many timesteps stand for one")
         object.__setattr__(self, "stack", tuple(dict(self.stack).items()))
         for name, steps in dict(self.stack).items():
             check_count(f"stack of {name!r}", steps)
@@ -59,8 +61,8 @@ class NStep(View):
         if self.stack and self.timeline:
             raise SchemaError("stack and timeline exclude each other; cut windows by Offsets for both")
         check_count("n_steps", self.n)
-        if self.gamma is not None and not 0 <= self.gamma <= 1:
-            raise SchemaError(f"gamma: got {self.gamma}, expected 0 … 1")
+        if self.gamma is not None:
+            check_number("gamma", self.gamma)
 
     @property
     def terminal_field(self) -> str:  # type: ignore[override]

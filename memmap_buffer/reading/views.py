@@ -176,7 +176,8 @@ class Window(View):
         check_count("stride", self.stride)
         _check_boundary(self.boundary, (*BOUNDARIES, REPEAT))
         check_padding(self.padding)
-        if not 0 <= self.pad_before < self.length:
+        check_count("pad_before", self.pad_before, 0)
+        if self.pad_before >= self.length:
             raise SchemaError(
                 f"pad_before: got {self.pad_before}, expected 0 … length - 1, so that a window has a step"
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Schema
+from memmap_buffer.values import check_number
 
 NORMALIZE = ("batch", "buffer", None)
 VARIANTS = ("proportional", "rank")
@@ -63,9 +64,7 @@ class Prioritized:
                 expected = ", ".join(map(repr, allowed))
                 raise SchemaError(f"{name}: got {getattr(self, name)!r}, expected one of {expected}")
         for name, low, high in (("alpha", 0, 100), ("beta", 0, 1), ("epsilon", 1e-100, 1e100)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise SchemaError(f"{name}: got {value!r}, expected a number from {low} to {high}")
+            check_number(name, getattr(self, name), low, high)
         for name in ("beta_steps", "sort_interval"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -1,0 +1,88 @@
+"""What LeRobot itself writes and reads; run in an interpreter of its own, as it logs, warns and looks for its hub.
+
+python lerobot_peer.py write ROOT | append ROOT | read ROOT OUT.npz
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FPS = 20
+LENGTHS = (90, 3, 40)  # of 2 frames at least, as of one it cannot write a matrix; of up to 100 it describes all images
+TASKS = (("pick",), ("place", "pick"), ("look",))  # the frames of an episode take turns
+FEATURES: dict[str, Any] = {
+    "observation.state": {"dtype": "float32", "shape": (6,), "names": ["a", "b", "c", "d", "e", "f"]},
+    "observation.images.top": {"dtype": "image", "shape": (4, 5, 3), "names": ["height", "width", "channels"]},
+    "observation.images.side": {"dtype": "image", "shape": (3, 6, 5), "names": ["channels", "height", "width"]},
+    "observation.matrix": {"dtype": "float64", "shape": (2, 3), "names": None},
+    "action": {"dtype": "float32", "shape": (2,), "names": None},
+    "next.reward": {"dtype": "float32", "shape": (1,), "names": None},
+    "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+    "note": {"dtype": "string", "shape": (1,), "names": None},
+}
+
+
+def episodes() -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The arrays of each episode, (length, *shape), and its tasks."""
+    rng = np.random.default_rng(2)
+    for length, tasks in zip(LENGTHS, TASKS, strict=True):
+        arrays = {
+            "observation.state": rng.normal(size=(length, 6)).astype(np.float32),
+            "observation.images.top": rng.integers(256, size=(length, 4, 5, 3), dtype=np.uint8),
+            "observation.images.side": rng.integers(256, size=(length, 3, 6, 5), dtype=np.uint8),
+            "observation.matrix": rng.normal(size=(length, 2, 3)),
+            "action": rng.normal(size=(length, 2)).astype(np.float32),
+            "next.reward": rng.normal(size=(length, 1)).astype(np.float32),
+            "next.done": (np.arange(length) == length - 1)[:, None],
+            "note": np.array([f"step {t}" for t in range(length)]),
+        }
+        yield arrays, tuple(tasks[t % len(tasks)] for t in range(length))
+
+
+def write(root: str) -> None:
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    dataset = LeRobotDataset.create("some/name", fps=FPS, features=FEATURES, root=root, use_videos=False)
+    for arrays, tasks in episodes():
+        _record(dataset, arrays, tasks)
+    dataset.finalize()
+
+
+def append(root: str) -> None:
+    """Record the first episode once more."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    dataset = LeRobotDataset("some/name", root=root)
+    _record(dataset, *next(episodes()))
+    dataset.finalize()
+
+
+def read(root: str, out: str) -> None:
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    dataset = LeRobotDataset("some/name", root=root)
+    frames = [dataset[i] for i in range(len(dataset))]
+    found = {f"frames/{name}": np.stack([np.asarray(frame[name]) for frame in frames]) for name in frames[0]}
+    for name, stats in dataset.meta.stats.items():
+        found |= {f"stats/{name}/{which}": value for which, value in stats.items()}
+    found["lengths"] = np.array(dataset.meta.episodes["length"])
+    found["tasks"] = np.array([",".join(tasks) for tasks in dataset.meta.episodes["tasks"]])
+    np.savez(out, **found)
+
+
+def _record(dataset: Any, arrays: dict[str, Any], tasks: tuple[str, ...]) -> None:
+    for t, task in enumerate(tasks):
+        frame = {name: str(array[t]) if name == "note" else array[t] for name, array in arrays.items()}
+        dataset.add_frame(frame | {"task": task})
+    dataset.save_episode()
+
+
+if __name__ == "__main__":
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(Path(sys.argv[2]).parent / "hub")}
+    {"write": write, "append": append, "read": read}[sys.argv[1]](*sys.argv[2:])
