@@ -99,6 +99,7 @@ class Gather:
     def __init__(self, sources: Sources, anchors: Anchors, size: int | None = None) -> None:
         self.sources = sources
         self.schema = sources.schema
+        self._since = sources.tables[0].changes if sources.single and anchors.words is None else None
         if not sources.trust(anchors) or anchors.words is None:
             anchors = sources.look_up(anchors)
         self.anchors = anchors
@@ -200,7 +201,7 @@ class Gather:
 
     def fresh(self, part: slice = EVERY) -> BoolArray:
         """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""
-        same = self.sources.unchanged(self.anchors.where(part), self._words[part, GENERATION])
+        same = self.sources.unchanged(self.anchors.where(part), self._words[part, GENERATION], self._since)
         return same if self._all_there else same & self._there[part]
 
     @property

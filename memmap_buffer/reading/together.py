@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.reading.spans import Span
-from memmap_buffer.store.records import CHECK, GENERATION, SERIAL, STATE_WORD, Words
+from memmap_buffer.store.records import CHECK, DELETED, FLAGS, GENERATION, SERIAL, STATE_WORD, Words
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array
@@ -77,12 +77,9 @@ class Together:
 
     def unmoved(self, source: IntArray, slots: IntArray, serials: IntArray, generations: Words) -> BoolArray:
         """As `Storage.unmoved`."""
-        same = np.equal(self._words.take(source, slots)[:, GENERATION], generations)
-        moved = self._state("changes", source) != self._changes.take(source)
-        for number in np.unique(source[moved]).tolist() if moved.any() else ():
-            mine = np.flatnonzero(source == number)
-            same[mine] = self._storages[number].unmoved(slots[mine], serials[mine], generations[mine])
-        return same
+        words = self._words.take(source, slots)
+        same = np.equal(words[:, GENERATION], generations) & (words.view(np.uint32)[:, FLAGS] & np.uint32(DELETED) == 0)
+        return np.asarray(same & (serials.view(np.uint64) >= self._state("base", source)))
 
     def rows(self, name: str) -> Span | None:
         """The rows of a field, or None where they are too large to be taken so."""
