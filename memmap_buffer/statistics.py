@@ -277,7 +277,7 @@ def _parts(storage: Storage, table: EpisodeTable, name: str) -> Iterator[tuple[A
         good = storage.table.shows(slots, table.serial[slots])
         begun = zip(first.tolist(), pieces, strict=True)
         rows = np.concatenate([source[row + start : row + stop] for row, (_, start, stop) in begun])
-        good &= storage.unmoved(slots, table.serial[slots], table.generation[slots])
+        good &= storage.unmoved(slots, table.serial[slots], table.generation[slots], table.changes)
         yield rows, np.repeat(good, [stop - start for _, start, stop in pieces])
 
 

@@ -103,6 +103,11 @@ def test_every_episode_is_a_row_whole_and_unpadded_whatever_the_number_of_tasks(
         assert row["_lens"] == len(content(number)["number"])
 
 
+def test_rows_end_with_their_episodes_whatever_the_lengths_are_called(root):
+    rows = read_ray(root, fieldname_map={"_lens": "length"}).take_all()
+    assert all(len(row["number"]) == row["length"] for row in rows)
+
+
 def test_one_folder_is_read_as_a_root_is(root):
     rows = read_ray(shard_folder(root, 1)).take_all()
     assert [row["name"] for row in rows] == [f"e{number}" for number in range(9, 18)]

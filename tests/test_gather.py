@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, flat
+from conftest import assert_same, flat, record_episode
 from damage import rewrite_record
 
 from memmap_buffer import (
@@ -172,9 +172,26 @@ def test_a_batch_copied_before_a_change_is_looked_at_again_when_it_is_handed_out
             next(loader)
         buffer.update(None, x=np.full((4, 8), 7))
         assert set(next(loader)["x"].tolist()) == {7}
-        buffer.delete([0, 1])
-        rest = [serial for batch in loader for serial in batch["_indices"][:, 0].tolist()]
-        assert set(rest) <= {2, 3}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(
+    "remove", [lambda ring: ring.delete([0, 1]), lambda ring: ring.clear()], ids=["delete", "clear"]
+)
+def test_what_is_removed_after_it_was_copied_is_not_served_though_the_table_was_read_again(recorded, remove, both):
+    """Its rows and its generation stay as they are."""
+    ring = recorded([8] * 4)
+    buffer = ConcatBuffer([ring, recorded([8] * 4, name="other")]) if both else ring
+    loader = iter(buffer.dataloader(1, timestep_level=True, shuffle=True, seed=0, return_indices=True))
+    for _ in range(10):  # by then several are copied together
+        next(loader)
+    remove(ring)
+    if not len(buffer):
+        record_episode(ring, 4, 8)
+    buffer.refresh()
+    served = {tuple(index) for batch in loader for index in batch["_indices"][:, :-1].tolist()}
+    gone = {(0, serial) if both else (serial,) for serial in range(4)} - {(*[0] * both, int(n)) for n in ring.serials}
+    assert served and not served & gone
 
 
 def test_what_is_being_rewritten_when_it_is_copied_again_is_looked_at_again(recorded):

@@ -47,7 +47,7 @@ def laps(ring, count: int = 3 * RING) -> None:
 
 def unchecked(monkeypatch) -> None:
     """Readers believe what they copied."""
-    monkeypatch.setattr(Sources, "unchanged", lambda self, anchors, generation: np.ones(len(generation), bool))
+    monkeypatch.setattr(Sources, "unchanged", lambda self, anchors, generation, *_: np.ones(len(generation), bool))
 
 
 # In processes of their own

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from memmap_buffer import Field, Schema
+from memmap_buffer import Field, Schema, Trajectory
 from memmap_buffer.interop.rows import as_episode, columns_of
 
 
@@ -25,6 +25,16 @@ def test_ragged_sequences_keep_their_own_lengths(recorded):
     assert all([len(row) for row in columns[name]] == lens for name in ("t", "half", "text"))
     assert all((row == np.arange(len(row))).all() for row in columns["t"])
     assert columns["half"][0].dtype == np.float32
+
+
+def test_whole_episodes_lose_their_padding_whatever_their_keys_are_called(recorded):
+    names = {"_lens": "length", "_has_final": "complete", "observation": "seen"}
+    whole = Trajectory(("observation", "t"), final_observation=True)
+    batch = recorded().sample(5, view=whole, fieldname_map=names, seed=1)
+    columns = columns_of(batch, {"seen": True, "t": False}, lens="length", has_final="complete")
+    assert [len(row) for row in columns["t"]] == columns["length"].tolist() == batch["length"].tolist()
+    assert [len(row) for row in columns["seen"]] == (batch["length"] + batch["complete"].long()).tolist()
+    assert "complete" not in columns
 
 
 @pytest.mark.parametrize("with_next", [True, False])

@@ -97,8 +97,12 @@ class _Items(Datasource):  # type: ignore[misc]
         self._dataset = buffer.dataset(**options)
         self._row_bytes = _row_bytes(buffer, options)
         renamed = options.get("fieldname_map") or {}
-        fields = buffer.schema.fields if getattr(options.get("view"), "final_observation", False) else {}
-        self._finals = {renamed.get(name, name): field.final for name, field in fields.items()}
+        view = options.get("view")
+        whole = getattr(view, "final_observation", False) and getattr(view, "return_lens", False)
+        fields = buffer.schema.fields if whole else {}
+        finals = {renamed.get(name, name): field.final for name, field in fields.items()}
+        told = {key: renamed.get(f"_{key}", f"_{key}") for key in ("lens", "has_final")}
+        self._columns_of = partial(columns_of, finals=finals, **told)
 
     def estimate_inmemory_data_size(self) -> int:
         return self._row_bytes * len(self._dataset)
@@ -114,7 +118,7 @@ class _Items(Datasource):  # type: ignore[misc]
         for start, stop in pairwise(bounds):
             size = self._row_bytes * (stop - start)
             about = BlockMetadata(num_rows=stop - start, size_bytes=size, input_files=None, exec_stats=None)
-            read = partial(_read, shared, range(start, stop), most, self._finals)
+            read = partial(_read, shared, range(start, stop), most, self._columns_of)
             tasks.append(ReadTask(read, about, per_task_row_limit=per_task_row_limit))
         return tasks
 
@@ -139,11 +143,11 @@ def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:
     return max(1, total)
 
 
-def _read(shared: Any, items: range, most: int, finals: Mapping[str, bool]) -> Iterator[Any]:
+def _read(shared: Any, items: range, most: int, columns: Callable[[Any], Any]) -> Iterator[Any]:
     dataset = ray.get(shared)
     for start in range(0, len(items), most):
         batch = dataset.__getitems__(items[start : start + most]).data
-        yield BlockAccessor.batch_to_arrow_block(columns_of(flat(batch), finals))
+        yield BlockAccessor.batch_to_arrow_block(columns(flat(batch)))
 
 
 # Writing

@@ -12,13 +12,19 @@ from memmap_buffer.schema import Schema
 INDICES = {"_index": ("_source", "_serial"), "_indices": ("_source", "_serial", "_t")}
 
 
-def columns_of(batch: dict[str, Any], finals: Mapping[str, bool]) -> dict[str, Any]:
-    """A batch as columns: whole episodes without their padding, indices as numbers."""
+def columns_of(
+    batch: dict[str, Any], finals: Mapping[str, bool], lens: str = "_lens", has_final: str = "_has_final"
+) -> dict[str, Any]:
+    """A batch as columns: whole episodes without their padding, indices as numbers.
+
+    Args: finals: of whole episodes, key -> whether it goes on to the final observation. lens, has_final: what these
+        keys are called.
+    """
     columns = {name: _column(values) for name, values in batch.items()}
     if finals:
-        steps, has_final = columns["_lens"], columns.pop("_has_final")
+        steps, ends = columns[lens], columns.pop(has_final)
         for name in columns.keys() & finals.keys():
-            stops = (steps + (has_final & finals[name])).tolist()
+            stops = (steps + (ends & finals[name])).tolist()
             columns[name] = _objects([row[:stop] for row, stop in zip(batch[name], stops, strict=True)])
     for name, parts in INDICES.items():
         if name in columns:

@@ -98,6 +98,7 @@ class Gather:
 
     def __init__(self, sources: Sources, anchors: Anchors, size: int | None = None) -> None:
         self.schema = sources.schema
+        self._since = sources.tables[0].changes if sources.single else None
         self.sources, anchors = sources.find(anchors)
         self.anchors = anchors
         self._words: Words = anchors.words  # type: ignore[assignment]
@@ -198,7 +199,7 @@ class Gather:
 
     def fresh(self, part: slice = EVERY) -> BoolArray:
         """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""
-        same = self.sources.unchanged(self.anchors.where(part), self._words[part, GENERATION])
+        same = self.sources.unchanged(self.anchors.where(part), self._words[part, GENERATION], self._since)
         return same if self._all_there else same & self._there[part]
 
     @property

@@ -245,11 +245,13 @@ class Sources:
         elif not self._together.trusted and not self._each(anchors.source, anchors.size, trust)[0].all():
             self._together.refresh(again=True)
 
-    def unchanged(self, anchors: Anchors, generation: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """(B,) whether each episode is still as it was seen before its rows were copied."""
-        if anchors.source is None:
-            return self.storages[0].unmoved(anchors.slot, anchors.serial, generation)
+    def unchanged(self, anchors: Anchors, generation: Words, since: int | None) -> BoolArray:
+        """(B,) whether each episode is still as it was seen before its rows were copied.
 
+        Args: since: what the table of the one folder that they were looked up in knew of; None if nobody knows.
+        """
+        if anchors.source is None:
+            return self.storages[0].unmoved(anchors.slot, anchors.serial, generation, since)
         return self._together.unmoved(anchors.source, anchors.slot, anchors.serial, generation)
 
     def first_rows(self, anchors: Anchors) -> IntArray:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.reading.spans import Span
-from memmap_buffer.store.records import CHECK, GENERATION, SERIAL, STATE_WORD, Words
+from memmap_buffer.store.records import CHECK, DELETED, FLAGS, GENERATION, SERIAL, STATE_WORD, Words
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
 
@@ -50,8 +50,10 @@ class Together:
         self._every = np.arange(len(storages))
         self._seen = Seen.of(tuple(storage.refresh() for storage in storages))
         self._words = Span([storage.maps.words for storage in storages])
-        word = STATE_WORD["changes"]
-        self._changes = Span([storage.maps.state[word : word + 1] for storage in storages])
+        self._changes, self._base = (
+            Span([storage.maps.state[word : word + 1] for storage in storages])
+            for word in (STATE_WORD["changes"], STATE_WORD["base"])
+        )
         self._last = np.array([len(storage.maps.words) - 1 for storage in storages])
         self._fields: dict[tuple[str, str], Span | None] = {}
         self.trusted = all(storage.trusted for storage in storages)
@@ -85,12 +87,9 @@ class Together:
 
     def unmoved(self, source: IntArray, slots: IntArray, serials: IntArray, generations: Words) -> BoolArray:
         """As `Storage.unmoved`."""
-        same = np.equal(self._words.take(source, slots)[:, GENERATION], generations)
-        moved = self._changes.first(source) != self._seen.changes.take(source)
-        for number in np.unique(source[moved]).tolist() if moved.any() else ():
-            mine = np.flatnonzero(source == number)
-            same[mine] = self.storages[number].unmoved(slots[mine], serials[mine], generations[mine])
-        return same
+        words = self._words.take(source, slots)
+        same = np.equal(words[:, GENERATION], generations) & (words.view(np.uint32)[:, FLAGS] & np.uint32(DELETED) == 0)
+        return np.asarray(same & (serials.view(np.uint64) >= self._base.first(source)))
 
     def rows(self, name: str) -> Span | None:
         """The rows of a field, or None where they are too large to be taken so."""

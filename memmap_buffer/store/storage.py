@@ -276,10 +276,15 @@ class Storage:
         first = self.maps.words.reshape(-1)[slots * WORDS + 3].astype(np.int64)
         return first + slots if final else first
 
-    def unmoved(self, slots: IntArray, serials: IntArray, generations: Words) -> npt.NDArray[np.bool_]:
-        """Whether episodes that the table shows are as they were then: not rewritten, cleared or deleted since."""
+    def unmoved(
+        self, slots: IntArray, serials: IntArray, generations: Words, since: int | None
+    ) -> npt.NDArray[np.bool_]:
+        """Whether episodes that were shown are as they were: not rewritten, cleared or deleted.
+
+        Args: since: `changes` of the table that showed them, None if nobody knows.
+        """
         same: npt.NDArray[np.bool_] = self.generations(slots) == generations
-        if self.state("changes") != self.table.changes:
+        if self.state("changes") != since:
             flags = self.maps.words.reshape(-1).take(slots * WORDS + 2)  # length and flags
             same &= (serials >= self.state("base")) & (flags & _DELETED_WORD == 0)
         return same
