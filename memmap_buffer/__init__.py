@@ -8,7 +8,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 3   store.files, store.records, store.staging, store.tree, interop.gymnasium, interop.rows
     level 4   store.layout, store.host, store.folder, store.table
     level 5   store.storage, store.creation
-    level 6   store.lock, store.episode, store.ring, store.nodes
+    level 6   store.lock, store.episode, store.ring, store.nodes, store.cold
     level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile, store.shards
     level 8   store.stream, store.columns, store.redo, store.pack, store.priority
     level 9   store.recovery, store.checkup

@@ -11,6 +11,7 @@ from faults import listing
 
 from memmap_buffer import ReplayBuffer, pack
 from memmap_buffer.cli import app, measure
+from memmap_buffer.store.cold import FromDisk
 from memmap_buffer.store.folder import Folder
 
 SHORT = ["--seconds", "0.1"]
@@ -68,6 +69,29 @@ def test_doctor_advises_blocks_where_memory_is_less_than_the_data(
     assert "shuffle='block'" in doctor(capsys, case.folder)["memory"]["advice"]
     monkeypatch.setattr(measure, "available_memory", lambda: None)
     assert "does not say" in doctor(capsys, case.folder)["memory"]["found"]
+
+
+def test_doctor_says_how_fast_rows_come_from_the_disk_where_they_are_not_in_memory(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[float, bool]] = []
+
+    def from_disk(path: Path, seconds: float, *, larger: bool) -> FromDisk | None:
+        asked.append((seconds, larger))
+        return found
+
+    monkeypatch.setattr(measure, "from_disk", from_disk)
+    found: FromDisk | None = FromDisk(0.25, 256, 4000, 512)
+    told = "4,000 random timesteps a second, 2.0 MiB/s, 256 asked for at once; 25% of a random sample were in memory"
+    assert doctor(capsys, case.folder)["speed from disk"] == {"found": told, "advice": "", "bad": False}
+    assert app.main(["doctor", str(case.folder), *SHORT]) == 0
+    assert f"ok    speed from disk: {told}\n" in capsys.readouterr().out
+    found = FromDisk(1, 0, 0, 512)
+    assert "could not be dropped" in doctor(capsys, case.folder)["speed from disk"]["found"]
+    found = None
+    monkeypatch.setattr(measure, "available_memory", lambda: 1000)
+    assert "speed from disk" not in doctor(capsys, case.folder)
+    assert asked == [(0.025, False)] * 3 + [(0.025, True)]
 
 
 def test_available_memory_is_less_than_all_of_it() -> None:

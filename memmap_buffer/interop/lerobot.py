@@ -42,6 +42,7 @@ DATA = "data/chunk-000/file-000.parquet"
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
 PICTURE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+GROUP = 256  # episodes
 MAX_AXES = 5  # of a feature: LeRobot has no type for more
 
 
@@ -120,7 +121,7 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
         for row, columns in _exported(buffer, known, float(rate), tasks):
             data.write(pa.table({name: _arrow(column) for name, column in columns.items()}))
-            episodes.write(pa.Table.from_pylist([row | described.add(columns)]))
+            episodes.add(row | described.add(columns))
             features = features or {name: _feature(column, known.get(name)) for name, column in columns.items()}
     pq.write_table(tasks.table(), root / TASKS)
     counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
@@ -197,6 +198,13 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._writer: Any = None
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write a row, together with others: a group of its own would take some milliseconds."""
+        self._rows.append(row)
+        if len(self._rows) == GROUP:
+            self._flush()
 
     def write(self, table: Any) -> None:
         if self._writer is None:
@@ -204,7 +212,13 @@ class _Table:
             self._writer = pq.ParquetWriter(self._path, table.schema)
         self._writer.write_table(table)
 
+    def _flush(self) -> None:
+        if self._rows:
+            self.write(pa.Table.from_pylist(self._rows))
+            self._rows = []
+
     def close(self) -> None:
+        self._flush()
         if self._writer is not None:
             self._writer.close()
 

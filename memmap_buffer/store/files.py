@@ -144,6 +144,8 @@ _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 _mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+CAN_FORGET = hasattr(os, "posix_fadvise")
 
 
 class System:
@@ -270,6 +272,17 @@ def will_need(address: int, size: int) -> None:
     """Ask the system to read mapped pages into memory, without waiting."""
     if hasattr(mmap, "MADV_WILLNEED"):
         _libc.madvise(address, size, mmap.MADV_WILLNEED)
+
+
+def in_memory(address: int, size: int) -> bool:
+    """Whether mapped pages, from the begin of one, are in the cache; True of another user's files (mincore(2))."""
+    told = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    return bool(_libc.mincore(address, size, told)) or all(page & 1 for page in told)
+
+
+def forget(fd: int, start: int, size: int) -> None:
+    """Drop pages from the cache, but for those that any process has mapped, and those not written to the disk yet."""
+    os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
 
 
 def has_hole(fd: int, start: int, stop: int) -> bool:

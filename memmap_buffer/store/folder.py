@@ -132,6 +132,15 @@ class Folder:
         """A descriptor to copy from; the caller closes it."""
         return self._checked(name, os.O_RDONLY, header, size)
 
+    def forget(self, name: str, header: bytes, size: int, stretches: Iterable[tuple[int, int]]) -> None:
+        """Drop the pages of bytes (first, stop) from the system's cache, where nobody uses them."""
+        fd = self._checked(name, os.O_RDONLY, header, size)
+        try:
+            for first, stop in stretches:
+                files.forget(fd, *_pages(first, stop))
+        finally:
+            os.close(fd)
+
     @contextmanager
     def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
         """A descriptor for `write_all`, on the disk and closed at the end of the block."""
@@ -336,6 +345,18 @@ def will_need(array: Array, stretches: Iterable[tuple[int, int]]) -> None:
         end = start + min(stop * row, array.nbytes)
         for begin in range((start + max(first, 0) * row) // mmap.PAGESIZE * mmap.PAGESIZE, end, ASKED_BYTES):
             files.will_need(begin, min(ASKED_BYTES, end - begin))
+
+
+def in_memory(array: Array, rows: Iterable[int]) -> list[bool]:
+    """Whether each of these rows of an array of `Folder.map` is in memory, whole."""
+    start, width = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
+    return [files.in_memory(*_pages(start + row * width, start + (row + 1) * width)) for row in rows]
+
+
+def _pages(first: int, stop: int) -> tuple[int, int]:
+    """The whole pages that hold some bytes: where they begin, and their size."""
+    begin, end = first // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
+    return begin * mmap.PAGESIZE, max(1, end - begin) * mmap.PAGESIZE
 
 
 def disk_reads() -> int:
