@@ -168,7 +168,7 @@ def test_lightning_gives_two_processes_disjoint_parts(buffer, tmp_path):
             assert len(numbers) == (52 if name == "fit pad" else 50)
             assert len(set(numbers)) == (51 if name == "fit pad" else 50)
         assert epochs[0] != epochs[1]
-    for name in ("validate", "test", "predict", "predict workers", "predict without last", "predict hooked"):
+    for name in ("validate", "test", "predict", "predict workers", "predict without last", "predict hooked", "fabric"):
         assert sorted(joined(ranks[0][name] + ranks[1][name])) == ITEMS, name
     for name in ("", " workers", " without last"):
         assert [rank["indices" + name] for rank in ranks] == [rank["predict" + name] for rank in ranks]

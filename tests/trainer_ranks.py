@@ -112,6 +112,10 @@ def with_lightning(buffer, rank):
         writer = Indices(buffer.dataset(timestep_level=True))
         predicted = trainer(callbacks=[writer]).predict(Model(), loader(**ORDERED, **options))
         out[f"predict{name}"], out[f"indices{name}"] = lists(predicted), writer.seen
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    prepared = fabric.setup_dataloaders(loader(tail="uneven", num_workers=1))
+    out["fabric"] = [batch["number"].tolist() for batch in prepared]
     model = Hooked(loader)
     trainer().fit(model)
     out["fit hooked"], out["predict hooked"] = model.seen, lists(trainer().predict(model))
