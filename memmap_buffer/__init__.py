@@ -20,7 +20,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 15  reading.views, reading.relabelling
     level 16  reading.selection, reading.transitions
     level 17  reading.options, reading.order, reading.extent, reading.transport, reading.masses
-    level 18  reading.reader, reading.readahead
+    level 18  reading.reader, reading.readahead, reading.epoch
     level 19  reading.samplers, reading.distributed, reading.prefetch, reading.prioritized
     level 20  reading.datasets, interop.pandas
     level 21  reading.contents
@@ -28,7 +28,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 23  buffer
     level 24  concat, cli.plain, interop.lanes, interop.beside, interop.survey, interop.described
     level 25  interop.parquet, interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
-    level 26  interop.upstream, interop.torchrl, interop.trainers, interop.lerobot, interop.ray, cli.terminal
+    level 26  interop.upstream, interop.torchrl, interop.lerobot, interop.ray, cli.terminal
     level 27  cli.episodes
     level 28  cli.look, cli.mend, cli.measure
     level 29  cli.change, cli.draw

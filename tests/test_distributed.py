@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
-from memmap_buffer import ConcatBuffer, MemmapBufferError, ReplayBuffer
-from memmap_buffer.reading.distributed import ProcessRanks
+from memmap_buffer import ConcatBuffer, MemmapBufferError, Prioritized, ReplayBuffer, SchemaError
+from memmap_buffer.reading.distributed import EpochBatches, ProcessRanks
 
 WORLD = 2
 STEPS = {"timestep_level": True, "return_indices": True}
@@ -99,6 +101,22 @@ def workers(rank, folder, _):
     return [items(buffer.dataloader(4, shuffle=True, seed=3, num_workers=n, **STEPS)) for n in (0, 1)]
 
 
+def uneven(rank, folder, _):
+    """Two epochs in which nothing is repeated."""
+    loader = ReplayBuffer.from_folder(folder, read_only=True).dataloader(
+        4, seed=1, shuffle=True, tail="uneven", **STEPS
+    )
+    return [items([batch]) for _ in range(2) for batch in loader]
+
+
+def taken_apart(rank, folder, _):
+    """What another DataLoader gives of a batch sampler whose seed would differ."""
+    torch.manual_seed(rank)
+    loader = ReplayBuffer.from_folder(folder, read_only=True).dataloader(4, shuffle=True, **STEPS)
+    other = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
+    return [items(other) for _ in range(2)], len(other), len(loader)
+
+
 def refused(batches):
     """What they raise."""
     try:
@@ -132,7 +150,8 @@ def sharded(rank, folder, _):
     return head, loader.state_dict(), items(batches)
 
 
-ACTS = {act.__name__: act for act in (epochs, later, stop, resume, alone, given, workers, fewer, unequal, sharded)}
+ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, fewer, unequal, sharded)
+ACTS = {act.__name__: act for act in ALL}
 
 
 def rank_main(rank, folder, results):
@@ -228,6 +247,66 @@ def test_ranks_given_as_they_are_agree_all_the_same(both):
     first, second = both["given"]
     assert {*first, *second} == everything(0, 1, 2, 3, 4)
     assert len(first) == len(second) == 17
+
+
+def test_uneven_ranks_give_every_item_once(both):
+    first, second = both["uneven"]
+    assert [len(batch) for batch in first] == [len(batch) for batch in second] == 2 * [4, 4, 4, 4, 1]
+    assert sorted(item for batch in first[:5] + second[:5] for item in batch) == sorted(everything(0, 1, 2, 3, 4))
+
+
+def test_ranks_agree_on_the_whole_epochs_that_a_batch_sampler_gives(both):
+    (first, *lengths), same = both["taken_apart"]
+    assert (first, *lengths) == same
+    assert lengths == [9, 5]
+    assert [sorted(epoch) for epoch in first] == 2 * [sorted(everything(0, 1, 2, 3, 4))]
+    assert first[0] != first[1]
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    with ReplayBuffer(tmp_path, len(LENGTHS), 12, {"t": "int"}, circular=True) as buffer:
+        record(buffer, *LENGTHS)
+        yield buffer
+
+
+HOW = [{"shuffle": True}, {"num_workers": 1}, {"shuffle": True, "window_length": 3}, {"prioritized": Prioritized()}]
+
+
+@pytest.mark.parametrize("options", HOW, ids=str)
+def test_batches_may_be_split_and_joined_and_are_the_same_items(recorded, options):
+    level = {} if "window_length" in options else {"timestep_level": True}
+    loader = recorded.dataloader(4, seed=1, return_indices=True, **level, **options)
+
+    def read(batch):
+        return loader.collate_fn(loader.dataset.__getitems__(batch))
+
+    batches = list(loader.batch_sampler)
+    whole = [read(batch) for batch in batches]
+    for batch, expected in zip(batches, whole, strict=True):
+        assert len(batch) == len(expected["t"])
+        for part, rows in ((batch[1:3], slice(1, 3)), ([*batch[:1]], slice(1)), ([batch[-1]], slice(-1, None))):
+            for key, values in read(part).items():
+                assert torch.equal(values, expected[key][rows]), key
+    joined = read(batches[0] + batches[1])
+    first, second = (batch["_indices" if level else "_index"] for batch in whole[:2])
+    assert torch.equal(joined["_indices" if level else "_index"], torch.cat([first, second]))
+
+
+def test_a_sampler_gives_the_items_of_its_batches(recorded):
+    loader = recorded.dataloader(4, seed=1, shuffle=True, **STEPS)
+    assert isinstance(loader.sampler, DistributedSampler)
+    assert len(loader.sampler) == 34
+    loader.sampler.set_epoch(3)
+    one_by_one = items([loader.dataset.__getitems__([item]).data for item in loader.sampler])
+    loader.sampler.set_epoch(3)
+    assert one_by_one == items(loader)
+
+
+def test_another_sampler_in_the_place_of_ours_is_refused(recorded):
+    loader = recorded.dataloader(4, **STEPS)
+    with pytest.raises(SchemaError, match=r"sampler: got a RandomSampler, expected the loader's own"):
+        EpochBatches(RandomSampler(loader.dataset), batch_size=4, drop_last=False)
 
 
 def test_workers_of_a_rank_change_nothing(both):

@@ -95,7 +95,7 @@ def test_what_is_gone_is_drawn_again_from_episodes_that_live(scene, in_the_middl
     else:
         in_the_middle(getattr(scene, what))
     batch = read(dataset, anchors)
-    assert len(serials(batch)) == anchors.size
+    assert len(serials(batch)) == len(anchors)
     assert set(serials(batch)) <= scene.live
     assert_of_one_episode(batch)
 

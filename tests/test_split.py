@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,10 @@ def slow(items, begin, batch_size, world, drop_last, tail):
             out[rank].append(list(range(at, at + batch_size)))
             at += batch_size
     left = max(0, items - at)
+    if tail == "uneven":
+        for rank, part in enumerate(np.array_split(np.arange(at, at + left), world)):
+            out[rank] += [part.tolist()] if len(part) and not (drop_last and len(part) < batch_size) else []
+        return out
     size = left // world + (tail == "pad" and left % world > 0)
     for rank in range(world if size and (size == batch_size or not drop_last) else 0):
         out[rank].append(list(range(at + rank * size, at + (rank + 1) * size)))
@@ -30,7 +35,7 @@ sizes = {
     "batch_size": st.integers(1, 20),
     "world": st.integers(1, 6),
     "drop_last": st.booleans(),
-    "tail": st.sampled_from(["pad", "drop"]),
+    "tail": st.sampled_from(["pad", "drop", "uneven"]),
 }
 
 
@@ -77,7 +82,7 @@ def buffer(tmp_path):
     [
         ({"rank": 0, "seed": 1}, "rank, world_size: got 0, None; give both"),
         ({"rank": 3, "world_size": 2, "seed": 1}, "0 ≤ rank < world_size"),
-        ({"tail": "keep"}, "tail: got 'keep', expected one of 'pad', 'drop'"),
+        ({"tail": "keep"}, "tail: got 'keep', expected one of 'pad', 'drop', 'uneven'"),
         ({"rank": 0, "world_size": 2, "shuffle": True}, "seed: got None, and the ranks that were given cannot agree"),
         ({"rank": 0, "world_size": 2, "window_length": 2}, "seed: got None"),
         ({"shuffle": "blocks"}, "shuffle: got 'blocks', expected one of False, True, 'block'"),
@@ -100,7 +105,7 @@ def test_ranks_without_a_batch_each_are_told_so(buffer):
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "block"])
-@pytest.mark.parametrize(("tail", "counts"), [("pad", [4, 4, 4]), ("drop", [3, 3, 3])])
+@pytest.mark.parametrize(("tail", "counts"), [("pad", [4, 4, 4]), ("drop", [3, 3, 3]), ("uneven", [4, 3, 3])])
 def test_ranks_do_not_overlap_but_for_the_padding(buffer, shuffle, tail, counts):
     options = {"timestep_level": True, "shuffle": shuffle, "seed": 2, "tail": tail, "world_size": 3}
     loaders = [buffer.dataloader(2, rank=rank, **options) for rank in range(3)]

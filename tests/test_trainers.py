@@ -9,10 +9,9 @@ import lightning
 import pytest
 import torch
 from accelerate import Accelerator
-from trainer_ranks import QUIET, Model
+from trainer_ranks import FITS, QUIET, WAYS, Indices, Model
 
-from memmap_buffer import Field, ReplayBuffer
-from memmap_buffer.interop.trainers import Batches
+from memmap_buffer import Field, ReplayBuffer, SchemaError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -54,10 +53,9 @@ def numbers_of(loader, epochs=1):
     return [batch["number"].tolist() for _ in range(epochs) for batch in loader]
 
 
-@pytest.mark.parametrize("wrap", [lambda loader: loader, Batches], ids=["loader", "Batches"])
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"prefetch": 2}, {"num_workers": 1}], ids=str)
-def test_lightning_sees_the_batches_of_every_epoch(buffer, tmp_path, wrap, options):
-    seen = fit(Model(), wrap(loader(buffer, **options)), tmp_path)
+def test_lightning_sees_the_batches_of_every_epoch(buffer, tmp_path, options):
+    seen = fit(Model(), loader(buffer, **options), tmp_path)
     assert seen == numbers_of(loader(buffer, **options), 2)
     assert sorted(joined(seen[:12])) == sorted(joined(seen[12:]))
     assert len(seen) == 24
@@ -88,10 +86,35 @@ def test_lightning_trains_on_transitions_and_validates_on_trajectories(buffer, t
     assert model.seen == [[12, 12], [12, 12]]
 
 
-def test_lightning_predicts_on_what_it_does_not_take_apart(buffer, tmp_path):
-    trainer = lightning.Trainer(default_root_dir=tmp_path, **QUIET)
-    predicted = trainer.predict(Model(), Batches(loader(buffer, shuffle=False)))
-    assert [batch.tolist() for batch in predicted] == numbers_of(loader(buffer, shuffle=False))
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"prefetch": 2}, {"drop_last": True}], ids=str)
+def test_lightning_predicts_on_every_item_and_says_which(buffer, tmp_path, options):
+    add(buffer, 4, 3)
+    writer = Indices(buffer.dataset(timestep_level=True))
+    trainer = lightning.Trainer(default_root_dir=tmp_path, callbacks=[writer], **QUIET)
+    predicted = trainer.predict(Model(), loader(buffer, shuffle=False, **options))
+    assert [batch.tolist() for batch in predicted] == numbers_of(loader(buffer, shuffle=False)) == writer.seen
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit:lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:You requested to overfit:UserWarning")
+def test_lightning_overfits_to_what_is_in_order(buffer, tmp_path):
+    seen = fit(Model(), loader(buffer, shuffle=False), tmp_path, overfit_batches=3)
+    assert seen == 2 * numbers_of(loader(buffer, shuffle=False))[:3]
+    with pytest.raises(SchemaError, match=r"sampler: got a SequentialSampler.*give the loader shuffle=False"):
+        fit(Model(), loader(buffer), tmp_path, overfit_batches=3)
+
+
+def test_lightning_goes_on_in_the_middle_of_an_epoch(buffer, tmp_path):
+    class Saving(Model):
+        def on_train_batch_end(self, *_):
+            if len(self.seen) == 17:
+                self.trainer.save_checkpoint(tmp_path / "place.ckpt")
+
+    expected = fit(Saving(), loader(buffer), tmp_path)
+    resumed = Model()
+    trainer = lightning.Trainer(default_root_dir=tmp_path, max_epochs=2, **QUIET)
+    trainer.fit(resumed, loader(buffer), ckpt_path=tmp_path / "place.ckpt", weights_only=False)
+    assert resumed.seen == expected[17:]
 
 
 def test_accelerate_prepares_a_loader_in_one_process(buffer):
@@ -107,34 +130,61 @@ def test_accelerate_prepares_a_loader_in_one_process(buffer):
     assert seen == numbers_of(loader(buffer))
 
 
-def test_accelerate_gives_back_what_is_no_dataloader(buffer):
-    batches = Batches(loader(buffer))
-    assert Accelerator(cpu=True).prepare(batches) is batches
-    assert len(batches) == 12
+def test_accelerate_counts_the_epochs_of_a_shuffle(buffer):
+    prepared = Accelerator(cpu=True).prepare(loader(buffer))
+    assert numbers_of(prepared, 2) == numbers_of(loader(buffer), 2)
+    prepared.set_epoch(7)
+    again = loader(buffer)
+    again.batch_sampler.set_epoch(7)
+    assert numbers_of(prepared) == numbers_of(again)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["lightning", "accelerate"])
-def test_two_processes_share_every_epoch(buffer, tmp_path, how):
+def test_accelerate_skips_the_batches_that_were_seen(buffer):
+    accelerator = Accelerator(cpu=True)
+    skipping = accelerator.skip_first_batches(accelerator.prepare(loader(buffer)), 5)
+    assert numbers_of(skipping) == numbers_of(loader(buffer))[5:]
+
+
+def in_two_processes(buffer, folder, how):
+    """Of each rank what `trainer_ranks` writes down; there are 51 items."""
+    add(buffer, 4, 3)
     buffer.close()
     script = Path(__file__).with_name("trainer_ranks.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*launch, str(tmp_path / "b"), str(tmp_path), how], check=True, capture_output=True, timeout=250)
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [len(seen) for seen in ranks] == [12, 12]
-    for epoch in range(2):
-        numbers = [n for seen in ranks for batch in seen[6 * epoch : 6 * epoch + 6] for n in batch]
-        assert sorted(numbers) == [100 * episode + t for episode in range(4) for t in range(12)]
+    subprocess.run([*launch, str(folder / "b"), str(folder), how], check=True, capture_output=True, timeout=250)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_the_place_in_an_epoch_is_kept_beside_the_model(buffer):
-    batches = Batches(loader(buffer))
-    expected = numbers_of(loader(buffer))
-    epoch = iter(batches)
-    first = [next(epoch)["number"].tolist() for _ in range(5)]
-    resumed = Batches(loader(buffer))
-    resumed.load_state_dict(batches.state_dict())
-    assert first + numbers_of(resumed) == expected
+ITEMS = [100 * episode + t for episode in range(4) for t in range(12)] + [400, 401, 402]
+
+
+@pytest.mark.slow
+def test_lightning_gives_two_processes_disjoint_parts(buffer, tmp_path):
+    ranks = in_two_processes(buffer, tmp_path, "lightning")
+    for name in [*(f"fit {name}" for name in FITS), "fit hooked"]:
+        epochs = [[n for rank in ranks for n in joined(rank[name][at : at + 7])] for at in (0, 7)]
+        assert [len(rank[name]) for rank in ranks] == [14, 14], name
+        for numbers in epochs:
+            assert len(numbers) == (52 if name == "fit pad" else 50)
+            assert len(set(numbers)) == (51 if name == "fit pad" else 50)
+        assert epochs[0] != epochs[1]
+    for name in ("validate", "test", "predict", "predict workers", "predict without last", "predict hooked", "fabric"):
+        assert sorted(joined(ranks[0][name] + ranks[1][name])) == ITEMS, name
+    for name in ("", " workers", " without last"):
+        assert [rank["indices" + name] for rank in ranks] == [rank["predict" + name] for rank in ranks]
+
+
+@pytest.mark.slow
+def test_accelerate_gives_two_processes_what_it_gives_of_a_plain_loader(buffer, tmp_path):
+    ranks = in_two_processes(buffer, tmp_path, "accelerate")
+    for name in WAYS:
+        assert [rank[f"ordered {name}"] for rank in ranks] == [rank[f"expected {name}"] for rank in ranks], name
+        epochs = [[joined(rank[f"gathered {name} {epoch}"]) for rank in ranks] for epoch in range(2)]
+        assert epochs[0] != epochs[1]
+        for first, second in epochs:
+            numbers = first + second if name == "uneven" else first
+            assert name == "uneven" or first == second
+            assert len(numbers) == len(set(numbers)) == (48 if name == "drop_last" else 51)
 
 
 @pytest.mark.parametrize("names", [None, ("observation", "next_observation", "reward")], ids=["dict", "named tuple"])

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
-from memmap_buffer.reading.distributed import ranks_of
+from memmap_buffer.reading.distributed import Drawn, EpochBatches, anchors_of, ranks_of, taken_apart
 from memmap_buffer.reading.gather import BFloat16Bits, Part, pieces
 from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
 from memmap_buffer.reading.prefetch import Device, Move, Prefetched, to_device
@@ -129,13 +129,15 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
         item: dict[str, Any] = self.__getitems__([i])[0]
         return item
 
-    def __getitems__(self, indices: Sequence[int] | Anchors | Part) -> Batch:
+    def __getitems__(self, indices: Sequence[int] | Anchors | Part | Drawn) -> Batch:
         """Many items at once, gathered once: by position, or at anchors."""
-        anchors = indices if isinstance(indices, (Anchors, Part)) else self._locate(indices)
+        anchors = anchors_of(indices)
+        anchors = self._locate(indices) if anchors is None else anchors  # type: ignore[arg-type]
         return Batch(read(self.reader, anchors, partial(_rng_of, anchors)), anchors.size)
 
     def together(self, batches: Sequence[Anchors]) -> Sequence[Anchors | Part]:
         """Batches that are read one after another, planned at once where nothing speaks against it."""
+        batches = [anchors_of(batch) for batch in batches]  # type: ignore[misc]
         size = batches[0].size
         even = all(batch.size == size for batch in batches[:-1]) and batches[-1].size <= size
         if not even or not self.reader.plans or any(batch.chance is not None for batch in batches):
@@ -195,32 +197,51 @@ class EpisodeLoader(DataLoader[Any]):
     Args:
         dataset, sampler: what, and in which order. device: where batches go, from this process.
         prefetch: how many batches a thread of this process keeps ready, pinned and moved; 0 for no thread.
-        kwargs: any other argument of `torch.utils.data.DataLoader`.
+        batch_sampler: in the place of `sampler`, what a trainer made of a loader's own, or put around it.
+        kwargs: any other argument of `torch.utils.data.DataLoader`. What the order decides is left out.
     """
 
     def __init__(
         self,
         dataset: EpisodeDataset,
-        sampler: EpochSampler | PrioritizedSampler,
+        sampler: EpochSampler | PrioritizedSampler | None = None,
         *,
         device: Device = None,
         prefetch: int = 0,
+        batch_sampler: EpochBatches | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("batch_size", "shuffle", "drop_last")}
         kwargs.setdefault("collate_fn", Collate(dataset.reader.output))
-        super().__init__(dataset, batch_sampler=sampler, **kwargs)  # type: ignore[arg-type]
+        order: Any = sampler if batch_sampler is None else batch_sampler.order
+        items, whole = taken_apart(dataset, order, order.shuffle)
+        super().__init__(dataset, order.batch_size, sampler=items, drop_last=order.drop_last, **kwargs)
+        # Here, as PyTorch takes no two samplers, and its own batch sampler would ask for the items one by one.
+        vars(self)["batch_sampler"] = whole if batch_sampler is None else batch_sampler
         self.device = device
-        self._order = sampler
-        sampler.plans = not self.num_workers
+        self._order: EpochSampler | PrioritizedSampler = order
+        self._drawn: EpochBatches | EpochSampler | PrioritizedSampler = (
+            order if batch_sampler is None else batch_sampler
+        )
+        order.plans = not self.num_workers and batch_sampler is None
         # Pinning would hold up the loop; PyTorch leaves it to a thread too, where there are workers.
         self._pinned = bool(self.num_workers and self.pin_memory and torch.cuda.is_available())
         self.prefetch = prefetch or int(self._pinned)
-        self._tasks = Tasks(sampler, self.num_workers)
+        self._tasks = Tasks(self._drawn, self.num_workers)
         self._processes = self._carriers(kwargs) if self.num_workers else None
         self._ahead: weakref.ref[Prefetched] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_ahead": None}
+
+    def __len__(self) -> int:
+        """Batches of this rank's part of the next epoch."""
+        return len(self._drawn)
+
+    @property
+    def _index_sampler(self) -> Any:
+        """What PyTorch's own iterators draw from: this rank's part."""
+        return self._drawn
 
     def _carriers(self, kwargs: dict[str, Any]) -> DataLoader[Any]:
         """The loader that has the worker processes: of the same options, but what crosses is packed."""
@@ -247,7 +268,7 @@ class EpisodeLoader(DataLoader[Any]):
             return super().__iter__()
         gather: Callable[[Any], Any] = self.dataset.__getitems__  # type: ignore[attr-defined]
         collate = self.collate_fn
-        return map(lambda anchors: collate(gather(anchors)), self._order)
+        return map(lambda anchors: collate(gather(anchors)), self._drawn)
 
     def _arriving(self, processes: DataLoader[Any]) -> Iterator[Any]:
         """Batches of the worker processes."""
@@ -328,7 +349,7 @@ def make_loader(
             f"drop_last={drop_last}, tail={tail!r} and batch_size={batch_size} for {world} ranks give no batch of "
             f"{have} items; lower one"
         )
-    return EpisodeLoader(dataset, sampler, device=device, prefetch=prefetch, **kwargs)
+    return EpisodeLoader(dataset, sampler=sampler, device=device, prefetch=prefetch, **kwargs)
 
 
 def sample(

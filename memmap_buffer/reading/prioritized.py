@@ -19,6 +19,7 @@ from memmap_buffer.reading.masses import NOTHING, Found, Heap, Mass, Steps
 from memmap_buffer.reading.order import Quota
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.reading.split import Ranks
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.storage import Storage
@@ -244,10 +245,25 @@ class PrioritizedSampler:
     """
 
     plans = False
+    shuffle = True
 
     def __init__(self, draws: PrioritizedDraws, *, batch_size: int, drop_last: bool, seed: int, rank: int = 0) -> None:
         self.draws, self.batch_size, self.drop_last, self.seed, self.rank = draws, batch_size, drop_last, seed, rank
         self.epoch = 0
+
+    def num_batches(self, ranks: Ranks) -> int:
+        """As many for each rank, which draws for itself."""
+        return len(self)
+
+    def whole(self) -> Iterator[Anchors]:
+        """The batches of an epoch; who takes some of them has drawn by priority too."""
+        return iter(self)
+
+    def complete(self, batch_size: int, drop_last: bool) -> PrioritizedSampler:
+        """Another of the same draws; see `EpochSampler.complete`."""
+        return PrioritizedSampler(
+            self.draws, batch_size=batch_size, drop_last=drop_last, seed=self.seed, rank=self.rank
+        )
 
     def begin(self) -> PrioritizedSampler:
         """Nothing is fixed before a batch is drawn, as priorities change; see `EpochSampler.begin`."""

@@ -94,7 +94,8 @@ class Readable(Contents):
             rank, world_size: which part of every epoch this process gives, and of how many; default: those of
                 torch.distributed if it is initialised, and then every rank must begin each epoch, where rank 0 tells
                 the others its seed and which episodes there are. Give 0 and 1 to a loader that only one rank uses.
-            tail: where the items do not divide by the ranks, "pad" repeats a few, "drop" leaves a few out.
+            tail: where the items do not divide by the ranks, "pad" repeats a few, "drop" leaves a few out, and "uneven"
+                gives every item once, so that some ranks have one more, or a batch: to validate with.
             device: move batches there.
             prefetch: keep this many batches ready, by a thread of this process that gathers, pins and moves them.
             dataset: read this one, instead of one made from the options.

@@ -6,6 +6,7 @@ order, from which `Order` computes its position; so any part of it can be drawn 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer.reading.epoch import Epoch
 from memmap_buffer.reading.extent import Extent
 from memmap_buffer.reading.gather import Part
 from memmap_buffer.reading.index import Index
@@ -22,53 +24,11 @@ from memmap_buffer.reading.readahead import Readahead
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks, Split, check_tail
-from memmap_buffer.store.table import EpisodeTable
 
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
 AHEAD, AHEAD_BYTES = 32, 2 << 20  # the most batches that are planned together, and what that may take
 WINDOW_BYTES = 256 << 20  # what `shuffle="block"` shuffles together unless told otherwise
 SHUFFLES = (False, True, "block")
-
-
-class Epoch:
-    """One epoch as it is being given.
-
-    Args:
-        seed, number, shuffle: fix its order. index: its items. tables: what they were chosen from.
-        extent: what it covers, where that is known already. begun: how many items were given before.
-    """
-
-    def __init__(
-        self,
-        seed: int,
-        number: int,
-        shuffle: Shuffle,
-        index: Index,
-        *,
-        tables: Sequence[EpisodeTable] = (),
-        extent: Extent | None = None,
-        begun: int = 0,
-    ) -> None:
-        self.seed, self.number, self.shuffle, self.index, self.begun = seed, number, shuffle, index, begun
-        self.split: Split | None = None
-        self.batches = 0
-        self.over = False
-        self._tables, self._extent = tables, extent
-
-    def state(self) -> dict[str, Any]:
-        if self._extent is None:  # not before it is asked for: it costs a look at every episode
-            self._extent, self._tables = Extent.of(self._tables, self.index), ()
-        delivered = self.begun if self.split is None else self.split.given(self.batches)
-        order = {"shuffle": self.shuffle.kind, "window": self.shuffle.window}
-        return {"seed": self.seed, "epoch": self.number, "delivered": delivered, **order, **self._extent.state()}
-
-    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches that were made of it, counted as they are handed out."""
-        return _Delivery(self, batches)
-
-    def generator(self, first: int) -> np.random.Generator:
-        """Chance for the items from number `first` on, one number for each."""
-        return np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, self.number))).advance(first))
 
 
 class Ahead:
@@ -98,28 +58,6 @@ class Ahead:
             group = slice(at, at + self.count * size)
             yield from self.parts(anchors.where(group), size)
             at = group.stop
-
-
-class _Delivery:
-    """Counts the batches of an epoch. No generator, as that would end with the first batch that fails."""
-
-    def __init__(self, epoch: Epoch, batches: Iterator[Any]) -> None:
-        self._epoch, self._batches = epoch, batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._epoch.over = True
-            raise
-        except Exception:
-            self._epoch.batches += 1  # it had its turn, and the next call gives the one after it
-            raise
-        self._epoch.batches += 1
-        return batch
 
 
 class EpochSampler:
@@ -178,14 +116,39 @@ class EpochSampler:
             self._loaded = None
 
     def __len__(self) -> int:
-        """Batches of the next epoch, as far as it can be told now."""
-        return len(self._split(self._loaded or self._new()))
+        """Batches of the next epoch, as far as it can be told now.
+
+        Of one that is gone on with all are counted, as PyTorch's stateful loaders do, by which Lightning ends its loop.
+        """
+        return self.num_batches(self.ranks.now())
+
+    def num_batches(self, ranks: Ranks) -> int:
+        """The same for any ranks; of the whole epoch for `Ranks()`."""
+        split = self._split(self._loaded or self._new(), ranks)
+        return split.before + len(split)
 
     def __iter__(self) -> Iterator[Anchors | Part]:
         epoch = self._begun if self._ready else None
         epoch, self._ready = epoch or self.begin(), False
-        self.epoch, self._loaded, self._on_stale = epoch.number + 1, None, self.reader.on_stale
-        yield from self._draw(epoch)
+        yield from self._given(epoch, self.plans)
+
+    def whole(self) -> Iterator[Anchors | Part]:
+        """All batches of the next epoch, for a trainer that shares them among the ranks itself.
+
+        What it covers is fixed at once, as `begin` does, and all ranks must call it. `state_dict` does not count them.
+        """
+        epoch = self._agreed()
+        epoch.split = self._split(epoch, Ranks())
+        self._begun, self._ready = None, False
+        # Of several ranks each throws away what the others take.
+        return self._given(epoch, self.plans and self.ranks.now().world_size == 1)
+
+    def complete(self, batch_size: int, drop_last: bool) -> EpochSampler:
+        """Another of the same order of which no item is left out or repeated, to predict with."""
+        other = copy.copy(self)
+        other.batch_size, other.drop_last, other.tail = batch_size, drop_last, "uneven"
+        other._begun, other._ready = None, False
+        return other
 
     def begin(self) -> Epoch:
         """Fix what the next iteration draws.
@@ -193,11 +156,9 @@ class EpochSampler:
         A loader does so at once, and not when its first batch is drawn: the ranks talk here, another thread may draw,
         and with workers a DataLoader asks for two iterators, of which it uses one.
         """
-        epoch, ranks = self._loaded or self._new(), self.ranks.now()
-        if ranks.connected:
-            epoch = self._agreed(epoch, ranks)
-        epoch.split = self._split(epoch)
-        self.seed, self._begun, self._ready = epoch.seed, epoch, True
+        epoch = self._agreed()
+        epoch.split = self._split(epoch, self.ranks.now())
+        self._begun, self._ready = epoch, True
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,8 +208,11 @@ class EpochSampler:
         window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
         return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=self.reader.tables)
 
-    def _agreed(self, epoch: Epoch, ranks: Ranks) -> Epoch:
-        """This epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
+    def _agreed(self) -> Epoch:
+        """The next epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
+        epoch, ranks = self._loaded or self._new(), self.ranks.now()
+        if not ranks.connected:
+            return epoch
         state = ranks.agree(epoch.state())
         try:
             if state != epoch.state():
@@ -256,22 +220,28 @@ class EpochSampler:
         except MemmapBufferError as error:
             ranks.require_equal(0, error)
             raise
-        ranks.require_equal(len(self._split(epoch)))
+        ranks.require_equal(0 if self.tail == "uneven" else len(self._split(epoch, ranks)))
+        self.seed = epoch.seed
         return epoch
 
-    def _split(self, epoch: Epoch) -> Split:
-        items = len(epoch.index)
-        return Split(items, epoch.begun, self.batch_size, self.ranks.now(), self.drop_last, self.tail)
+    def _split(self, epoch: Epoch, ranks: Ranks) -> Split:
+        return Split(len(epoch.index), epoch.begun, self.batch_size, ranks, self.drop_last, self.tail)
 
-    def _draw(self, epoch: Epoch) -> Iterator[Anchors | Part]:
+    def _given(self, epoch: Epoch, plans: bool) -> Iterator[Anchors | Part]:
+        """The batches of an epoch, which counts from the first on: a DataLoader drops the first of two iterators."""
+        self.epoch, self._loaded, self._on_stale = epoch.number + 1, None, self.reader.on_stale
+        yield from self._draw(epoch, plans)
+
+    def _draw(self, epoch: Epoch, plans: bool) -> Iterator[Anchors | Part]:
+        assert epoch.split is not None
         bounds: Sequence[int] = ()
         quota = None
         if self.weights is not None:
             bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
         ahead, selection = self._ahead(epoch), self.reader.selection
-        together = Ahead(self.reader) if self.plans and not (selection.random or selection.mixes) else None
-        for numbers in self._split(epoch).chunks(CHUNK):
+        together = Ahead(self.reader) if plans and not (selection.random or selection.mixes) else None
+        for numbers in epoch.split.chunks(CHUNK):
             if ahead is not None:
                 ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
             anchors, size = epoch.index.locate(order.positions(numbers.ravel())), numbers.shape[1]

@@ -11,7 +11,7 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.store.table import IntArray
 
-TAILS = ("pad", "drop")
+TAILS = ("pad", "drop", "uneven")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Split:
     Args:
         items: in the whole epoch. begin: how many of them were given before.
         batch_size: of one rank. ranks: which this is, of how many. drop_last: leave out an incomplete last batch.
-        tail: items of the last turn that do not divide by the ranks: "pad" repeats a few more, "drop" leaves them out.
+        tail: items of the last turn that do not divide by the ranks: "pad" repeats a few more, "drop" leaves them out,
+            "uneven" gives each once, so that the first ranks have one item more, or a batch.
     """
 
     items: int
@@ -78,9 +79,14 @@ class Split:
     @property
     def last(self) -> int:
         """Items of this rank's last batch, if it is not full; 0 if there is none."""
-        rest = max(0, self.items - self.begin) % self._turn
-        size = -(-rest // self.ranks.world_size) if self.tail == "pad" else rest // self.ranks.world_size
+        each, more = self._rest
+        size = each + {"pad": more > 0, "drop": False, "uneven": self.ranks.rank < more}[self.tail]
         return 0 if self.drop_last and size < self.batch_size else size
+
+    @property
+    def before(self) -> int:
+        """Batches that this rank gave before, if the ranks were as many then."""
+        return self.begin // self._turn
 
     def __len__(self) -> int:
         """Batches of this rank."""
@@ -99,7 +105,14 @@ class Split:
             yield self._first(turns, self.batch_size)[:, None] + within
             at, step = at + step, min(4 * step, most)
         if self.last:
-            yield self._first(np.array([self.full]), self.last)[:, None] + np.arange(self.last)
+            extra = min(self.ranks.rank, self._rest[1]) if self.tail == "uneven" else 0
+            size = self._rest[0] if self.tail == "uneven" else self.last
+            yield self._first(np.array([self.full]), size)[:, None] + extra + np.arange(self.last)
+
+    @property
+    def _rest(self) -> tuple[int, int]:
+        """Of the last turn: items for each rank, and how many are left over."""
+        return divmod(max(0, self.items - self.begin) % self._turn, self.ranks.world_size)
 
     @property
     def _turn(self) -> int:

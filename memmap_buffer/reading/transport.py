@@ -99,7 +99,8 @@ class Tasks:
 
     def __iter__(self) -> Iterator[Task]:
         self._epoch += 1
-        batches, most = iter(self._sampler), max(1, len(self._sampler) // (self._workers * WORKER_TASKS))
+        most = max(1, len(self._sampler) // (self._workers * WORKER_TASKS))
+        batches = (batch for batch in self._sampler)  # Lightning's iterator begins anew at `iter`, which islice calls
         while group := list(islice(batches, min(self._size, most))):
             yield Task(self._epoch, group)
 
