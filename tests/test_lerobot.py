@@ -266,6 +266,20 @@ def test_the_tasks_of_frames_go_out_as_they_came(tmp_path):
             export_lerobot(buffer, tmp_path / "n")
 
 
+def test_tasks_with_gaps_in_their_numbers_are_counted_anew(tmp_path):
+    write(tmp_path / "l")
+    for path in (tmp_path / "l/data/chunk-000").iterdir():
+        table = pq.read_table(path)
+        numbers = pa.array([7 * number for number in table["task_index"].to_pylist()])
+        pq.write_table(table.set_column(table.column_names.index("task_index"), "task_index", numbers), path)
+    pq.write_table(pa.table({"task_index": [0, 7], "task": list(TASKS)}), tmp_path / "l/meta/tasks.parquet")
+    with import_lerobot(tmp_path / "l", tmp_path / "b") as buffer:
+        export_lerobot(buffer, tmp_path / "m")
+    with import_lerobot(tmp_path / "m", tmp_path / "c") as buffer:
+        assert [str(buffer.episode(i)["task"]) for i in range(3)] == [TASKS[number] for number in OF_EPISODES]
+        assert [int(buffer.episode(i)["task_index"][0]) for i in range(3)] == [0, 1, 0]
+
+
 def test_what_lerobot_has_no_type_for_is_refused(tmp_path):
     for name, field, message in (("z", "complex64", "no complex"), ("w", ("int8", (1,) * 6), "5 axes at most")):
         with ReplayBuffer(tmp_path / name, 3, 5, {name: field}) as buffer:

@@ -87,7 +87,8 @@ def import_lerobot(
             buffer.store_episode(**episode, task=tasks.get(first, ""))
     assert buffer is not None
     kept = {key: info.get(key) for key in ("fps", "robot_type", "features")}
-    write_beside(buffer, "lerobot", kept | {"tasks": [tasks[number] for number in sorted(tasks)]})
+    texts = [tasks[number] for number in range(len(tasks)) if number in tasks]  # LeRobot finds a text by its place
+    write_beside(buffer, "lerobot", kept | {"tasks": texts if len(texts) == len(tasks) else None})
     return buffer
 
 
