@@ -49,7 +49,7 @@ class Taker:
     def __init__(self, copies: bool) -> None:
         self.copies = copies
 
-    def record(self, *episodes: dict[str, Any]) -> int:
+    def record_all(self, episodes: list[dict[str, Any]]) -> int:
         if self.copies:
             for columns in episodes:
                 for column in columns.values():

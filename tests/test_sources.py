@@ -165,6 +165,22 @@ def test_a_shard_that_is_overwritten_is_another_to_who_reads_the_root(root):
         assert check(buffer.sample(100, return_indices=True, **OPTIONS["timesteps"])) == {life}
 
 
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_that_go_on_read_the_shard_that_took_the_place_of_another(root, context):
+    loader = ConcatBuffer.from_root(root).dataloader(
+        4,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context=context,
+        return_indices=True,
+        **OPTIONS["timesteps"],
+    )
+    for life in range(3):
+        assert [check(batch) for batch in loader] == [{life}] * 9
+        for number in range(3):
+            replaced(root, number, life=life + 1)
+
+
 def test_a_shard_of_other_fields_is_refused_until_it_is_removed(root):
     buffer = ConcatBuffer.from_root(root)
     check(buffer.sample(9, return_indices=True, **OPTIONS["timesteps"]))
@@ -211,7 +227,7 @@ def test_a_field_that_one_shard_adds_is_not_missed_and_one_that_it_drops_is_told
             buffer.sample(9, **OPTIONS["timesteps"])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     word=st.sampled_from([SERIAL, LENGTH // 2, FIRST_ROW]),
     value=st.integers(0, 2**64 - 1) | st.integers(0, 60),

@@ -275,6 +275,10 @@ class Recorder:
         Returns: how many were new.
         Raises: as `store_episode`; SchemaError: one has no id. Those before the one that is refused are published.
         """
+        return self.record_all(episodes)
+
+    def record_all(self, episodes: Sequence[Mapping[str, Any]]) -> int:
+        """`record` of a sequence: Ray carries one argument at less cost than many (four of 200 steps: 0.7)."""
         stored: dict[str, None] = {}
         try:
             for episode in episodes:
@@ -374,7 +378,7 @@ class Outbox:
         while len(self._pending) >= self._max_pending:
             self._receive()
         named = [{ID: uuid.uuid4().hex, **episode} for episode in episodes]
-        self._pending[self._recorder.record.remote(*named)] = len(named)
+        self._pending[self._recorder.record_all.remote(named)] = len(named)
 
     def flush(self) -> None:
         """Wait until everything that was sent is published; `num_published` counts it. Raises as `send`."""

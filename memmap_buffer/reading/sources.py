@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from os import PathLike
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import SchemaMismatchError
+from memmap_buffer.errors import MemmapBufferError, SchemaMismatchError
 from memmap_buffer.reading.memory import Pool
 from memmap_buffer.reading.slices import Slices, joined
 from memmap_buffer.reading.together import Together
@@ -125,7 +126,7 @@ class Sources:
         self._path, self._layout = storages[0].path, storages[0].layout
         self.schema = self._layout.schema
         self._lock = threading.Lock()
-        self._of_root = shards is not None
+        self._of_root, self._looked = shards is not None, True
         self._listed: Sources | None = None  # a root's folders of now
         self._take_in(tuple(storages))
 
@@ -184,11 +185,30 @@ class Sources:
         if self.single:
             return (self.storages[0].refresh(),)
         with self._lock:
-            if self.shards is not None:
-                found = self.shards.look()
-                if found is not self.storages:
-                    self._take_in(found)
+            self._look()
+            self._looked = True
             return self._present._together.refresh()
+
+    def _look(self) -> None:
+        """Read the shards that the root has now."""
+        if self.shards is not None:
+            found = self.shards.look()
+            if found is not self.storages:
+                self._take_in(found)
+
+    def _look_on(self) -> None:
+        """The same for who reads and never refreshes, as workers do: an old shard is whole for as long as it is mapped.
+
+        What hinders it is raised by the next refresh; until then the shards of before are read.
+        """
+        wanted = self.shards is not None and not self._looked  # a batch that is drawn has just done so
+        if wanted and self._lock.acquire(blocking=False):  # a worker may be forked while another thread holds it
+            try:
+                with suppress(MemmapBufferError, OSError):
+                    self._look()
+            finally:
+                self._lock.release()
+        self._looked = False
 
     def reach(self, count: int) -> None:
         """Have at least so many folders, where they are a root's."""
@@ -211,6 +231,7 @@ class Sources:
         Args: trusted: check those episodes whose content is still to be checked; one that fails is not there.
         """
         if anchors.source is not None and anchors.size:
+            self._look_on()
             self.reach(int(anchors.source.max()) + 1)
         present, anchors, fresh = self._found(anchors, trusted)
         if not fresh.all():
