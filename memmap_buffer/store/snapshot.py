@@ -152,7 +152,9 @@ def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) ->
                 copied[slot] = record
         whole &= source.generations(slots) == table.generation[slots]
         enough = len(slots) * (1 - (attempt / ROUNDS) ** 3)
-        if whole.sum() >= enough and (whole.any() or not len(table)) and _retired(source, table.serial[slots[~whole]]):
+        oldest_left = not (whole[:-1] & ~whole[1:]).any()  # by age; else one was changed in place, and may retire later
+        some = oldest_left and whole.sum() >= enough and (whole.any() or not len(table))
+        if some and _retired(source, table.serial[slots[~whole]]):
             return {slot: copied[slot] for slot in slots[whole].tolist()}
     raise StaleEpisodeError(
         f"{source.path}: the ring turns faster than it can be copied; pause its writer, or make the ring larger"
