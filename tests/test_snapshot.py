@@ -207,6 +207,31 @@ def test_an_episode_that_is_updated_meanwhile_is_copied_whole_before_or_after(
     assert assert_one_moment(tmp_path / "copy", 5, 2) == [2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("position", range(1, 4))
+def test_an_episode_that_is_updated_meanwhile_and_then_retires_is_not_missing_among_older_ones(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, position: int
+) -> None:
+    """The ring turns between the look at what was copied and the question whether the rest has retired."""
+    monkeypatch.setattr(module, "ROUNDS", 8)  # so that three of four are enough in some round with an update
+    real = module._retired
+    with ReplayBuffer.from_folder(folder) as buffer:
+        serial, length = int(buffer.serials[position]), int(buffer.episode_lens[position])
+
+        def update(n: int) -> None:
+            if 3 <= n < 10:
+                buffer.update(position, number=10**6 * (n + 1) + 100 * serial + np.arange(length))
+
+        def late(*arguments: Any) -> bool:
+            for number in range(6, 12):
+                damage.record(buffer, number, 1)
+            return real(*arguments)
+
+        monkeypatch.setattr(module, "_retired", late)
+        with after_each_slot(monkeypatch, update):
+            copy(folder, tmp_path / "copy")
+    assert damage.serials_of_exact(tmp_path / "copy") == [2, 3, 4, 5]
+
+
 def test_episodes_deleted_or_cleared_meanwhile_leave_what_was_there(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
