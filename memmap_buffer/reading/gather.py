@@ -56,11 +56,6 @@ def pieces(values: Array, size: int) -> list[Array]:
     return [*out, values[whole:]] if whole < len(values) else out
 
 
-def whole(columns: Columns, _size: int) -> list[Columns]:
-    """One batch of all, as it is."""
-    return [columns]
-
-
 def cut(columns: Columns, size: int) -> list[Columns]:
     """Batches of `size` items each, the last one of what is left; views of the columns."""
     parts = (pieces(values, size) for values in columns.values())
@@ -127,7 +122,7 @@ class Gather:
         """(B,) whether each anchor's episode ended by `terminated`."""
         return self.anchors.has(TERMINATED)
 
-    def read(self, part: slice = EVERY, make: Make = whole) -> dict[str, Any]:
+    def read(self, part: slice = EVERY, make: Make = cut) -> dict[str, Any]:
         """Copy some of the items: key -> what `make` makes of (b, …), which shares memory with no other part."""
         return self._read(part, make)[0]
 

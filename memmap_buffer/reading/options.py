@@ -194,12 +194,13 @@ class Options:
 
     def make_view(self, max_timesteps: int) -> View:
         """The view that these options name."""
-        chosen = names(self.fields)
+        chosen = names("fields", self.fields)
         if self.view is not None:
             return self.view
         if self.n_steps is not None:
-            sequence = () if self.sequence_fields is None else names(self.sequence_fields)
-            current, following = names(self.current_fields), names(self.next_fields)
+            sequence = () if self.sequence_fields is None else names("sequence_fields", self.sequence_fields)
+            current = names("current_fields", self.current_fields)
+            following = names("next_fields", self.next_fields)
             ends, stack = (self.reward, self.terminated), self.stack or {}
             n, gamma = self.n_steps, self.gamma
             return NStep(n, current, following, sequence, gamma, *ends, stack, self.padding, self.timeline)
@@ -284,7 +285,7 @@ class Output:
                 f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
                 "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
             )
-        named, nested = names(options.to_named_tuple) or (), any("." in key for key in wanted)
+        named, nested = names("to_named_tuple", options.to_named_tuple) or (), any("." in key for key in wanted)
         output = cls(meta, indices, rename, named, transforms, widened, ragged, nested)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
@@ -306,7 +307,6 @@ class Output:
 
 _KINDS: tuple[tuple[str, type, str], ...] = (
     ("view", View, "a view, such as Timestep() or Window(16)"),
-    ("stack", Mapping, "a dict: field -> how many timesteps stand for one"),
     ("hindsight", Hindsight, "Hindsight(...)"),
     ("fieldname_map", Mapping, "a dict: key of the batch -> the key wanted"),
 )
@@ -334,12 +334,12 @@ def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
     return SchemaError(f"option {name!r} is unknown; {hint}")
 
 
-def names(given: Names | str | None) -> tuple[str, ...] | None:
+def names(option: str, given: Names | str | None) -> tuple[str, ...] | None:
     """Names as a tuple; a single one may stand alone."""
     if given is None or isinstance(given, str):
         return given if given is None else (given,)
     if not isinstance(given, Iterable):
-        raise SchemaError(f"fields: got {given!r}, expected a name, or several")
+        raise SchemaError(f"{option}: got {given!r}, expected a name, or several")
     return tuple(given)
 
 
