@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from memmap_buffer import CorruptBufferError, Field, ReplayBuffer, Schema
 from memmap_buffer.store import files
-from memmap_buffer.store.files import npy_header, write_all, write_word
+from memmap_buffer.store.files import is_hole, npy_header, write_all, write_word
 from memmap_buffer.store.layout import ArrayFile, Layout
 from memmap_buffer.store.records import RECORD, STATE
 from memmap_buffer.store.storage import Storage
@@ -383,3 +383,17 @@ def test_the_folder_itself_may_be_reached_through_a_link(folder: Path) -> None:
     with ReplayBuffer.from_folder(folder.parent / "link") as buffer:
         buffer.store_episode(a=[1.0], b=np.ones((2, 2, 2)))
         assert len(buffer) == 2
+
+
+def test_a_hole_is_one_only_where_nothing_was_written(tmp_path):
+    with (tmp_path / "x").open("w+b") as file:
+        file.truncate(1 << 22)
+        fd = file.fileno()
+        if not is_hole(fd, 0, 1 << 22):
+            pytest.skip("this file system does not tell of holes")
+        file.seek(1 << 21)
+        file.write(b"x")
+        file.flush()
+        assert is_hole(fd, 0, 1 << 21) and not is_hole(fd, 0, (1 << 21) + 1)
+        assert is_hole(fd, (1 << 21) + (1 << 16), 1 << 22)
+        assert not is_hole(fd, 1 << 20, 1 << 22)

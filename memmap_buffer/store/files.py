@@ -293,6 +293,14 @@ def has_hole(fd: int, start: int, stop: int) -> bool:
         return True
 
 
+def is_hole(fd: int, start: int, stop: int) -> bool:
+    """Whether no block between two offsets is written yet; False where the file system cannot tell."""
+    try:
+        return hasattr(os, "SEEK_DATA") and os.lseek(fd, start, os.SEEK_DATA) >= stop
+    except OSError as error:
+        return error.errno == errno.ENXIO  # there is nothing behind it, either
+
+
 def punch(fd: int, start: int, stop: int) -> None:
     """Give the whole blocks between two offsets back, where the system can: zeros are read there from then on."""
     start, stop = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
