@@ -3,9 +3,9 @@
 The layers; a module imports only from levels above its own line, never sideways:
 
     level 0   errors, interop.extras, progress
-    level 1   values, interop.plain
+    level 1   values, interop.plain, store.records
     level 2   schema, transforms, reading.memory, store.kernels
-    level 3   store.files, store.records, store.staging, store.tree, interop.gymnasium, interop.rows
+    level 3   store.files, store.staging, store.tree, interop.gymnasium, interop.rows
     level 4   store.layout, store.host, store.folder, store.table
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes, store.cold

@@ -5,6 +5,7 @@ import torch
 
 from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.reading.sources import Sources
+from memmap_buffer.store import kernels
 
 FIELDS = {
     "number": "int",
@@ -36,6 +37,24 @@ def record_episode(buffer, number, length):
         if number % 2 == 0:
             episode.final(observation=[number, length, 1])
         episode["success"] = True
+
+
+@pytest.fixture(autouse=True)
+def no_loops(monkeypatch):
+    """Each test begins without the loops of `kernels`, as a process does."""
+    monkeypatch.setattr(kernels, "now", None)
+
+
+def loops():
+    """Those of `kernels` as numba compiles them, or where there is none as the Python that they are."""
+    return kernels.compiled() or kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))
+
+
+@pytest.fixture(params=["numpy", "loops"])
+def both_ways(request, monkeypatch, no_loops):
+    """Once by numpy, once by the loops."""
+    if request.param == "loops":
+        monkeypatch.setattr(kernels, "now", loops())
 
 
 @pytest.fixture

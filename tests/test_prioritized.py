@@ -26,6 +26,7 @@ from memmap_buffer import (
 from memmap_buffer.reading import masses
 from memmap_buffer.reading.masses import Heap, Steps
 
+pytestmark = pytest.mark.usefixtures("both_ways")
 EPSILON = 1e-6
 FIELDS = {"number": "int", "t": "int", "reward": "float", "terminated": "bool", "o": Field("float", (2,), final=True)}
 META = {"task": "int", "score": "float"}

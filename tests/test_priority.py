@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import conftest
 import mounts
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from memmap_buffer import (
     SchemaError,
     WriterLostError,
 )
-from memmap_buffer.store import host, nodes
+from memmap_buffer.store import host, kernels, nodes
 from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.tree import SumTree
@@ -82,7 +83,7 @@ def powered(errors):
 
 
 @pytest.fixture(params=["shared", "private"])
-def kind(request, monkeypatch):
+def kind(request, monkeypatch, both_ways):
     """Where the file system overwrites in place, and where it does not."""
     if request.param == "private":
         monkeypatch.setattr(nodes, "IN_PLACE", ())
@@ -117,6 +118,7 @@ def test_retired_steps_leave_and_an_update_of_them_is_dropped_and_counted(tmp_pa
     assert priorities.tree.total == 0
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_growing_episode_keeps_the_priorities_of_its_first_steps(tmp_path):
     buffer = make(tmp_path, publish="step")
     priorities = opened(tmp_path)
@@ -127,6 +129,7 @@ def test_a_growing_episode_keeps_the_priorities_of_its_first_steps(tmp_path):
     assert list(content(priorities).values()) == powered([2, 3, 4, 5])
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), -float("inf"), 1e300])
 def test_an_error_that_is_no_finite_number_is_refused_by_its_place(tmp_path, error):
     make(tmp_path, 3)
@@ -180,6 +183,10 @@ class Life(RuleBasedStateMachine):
                 self.want[step] = abs(error) + EPSILON
                 self.highest = max(self.highest, self.want[step])
 
+    @rule(loops=st.booleans())
+    def go_by(self, loops):
+        kernels.now = conftest.loops() if loops else None
+
     @rule(alpha=st.sampled_from([None, 0.25, 1.0]))
     def reopen(self, alpha):
         self.priorities.close()
@@ -196,13 +203,24 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "before"):
-            nodes.IN_PLACE = self.before
+            nodes.IN_PLACE, kernels.now = self.before, None
             self.priorities.close()
             shutil.rmtree(self.folder)
 
 
 Life.TestCase.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
 TestLife = Life.TestCase
+
+
+def test_changes_are_kept_only_once_somebody_asked_for_them(tmp_path):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 1)], [3])
+    assert not priorities.changes
+    priorities.keep_changes()
+    update(priorities, [(0, 2)], [3])
+    ((slots, t),) = priorities.changes
+    assert (slots.tolist(), t.tolist()) == ([0], [2])
 
 
 # Opening again
@@ -400,6 +418,7 @@ def test_a_link_in_the_place_of_a_file_is_refused_and_left_alone(tmp_path, name)
     assert path.is_symlink()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_sums_that_are_nonsense_are_found_when_a_draw_meets_them(tmp_path, caplog):
     make(tmp_path, 6, 6, 6, 6, max_timesteps=1000)
     priorities = opened(tmp_path)
@@ -490,9 +509,12 @@ def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatc
 
     def work(_):
         priorities = opened(tmp_path)
+        priorities.keep_changes()
         update(priorities, [(0, 1)], [3])
         priorities.checkpoint()
         monkeypatch.setattr(place, call, lambda *_: os._exit(KILLED))
+        if place is SumTree:
+            monkeypatch.setattr(kernels, "now", None)  # as one loop does both
         update(priorities, [(0, 0), (1, 1)], [8, 8])
 
     assert in_child(work).status == KILLED

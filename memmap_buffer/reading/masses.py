@@ -8,7 +8,7 @@ cannot be drawn, and takes no memory. It follows the index and the changes of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +26,16 @@ BLOCK = 1 << 20  # leaves that are looked at together
 _U64 = np.uint64
 
 
-class Found(NamedTuple):
-    """Anchors that were drawn, (B,) each, and what they weigh."""
-
-    slot: IntArray
-    serial: IntArray
-    t: IntArray
-    mass: FloatArray
+Found: TypeAlias = tuple[IntArray, IntArray, IntArray, FloatArray]  # (B,) slots, serials and t drawn, what they weigh
 
 
 class Nothing:
     """The mass of a folder that is not there."""
 
     count, total = 0, 0.0
+
+    def follow(self, index: Index) -> None:
+        """It stays so."""
 
     def minimum(self) -> float:
         """There is none."""
@@ -47,7 +44,7 @@ class Nothing:
     def find(self, values: FloatArray) -> Found:
         """Never asked for anything."""
         none = np.empty(0, np.int64)
-        return Found(none, none, none, np.empty(0))
+        return none, none, none, np.empty(0)
 
 
 NOTHING = Nothing()
@@ -78,7 +75,7 @@ class Steps:
 
     def find(self, values: FloatArray) -> Found:
         """The anchors at values of the cumulative mass."""
-        return Found(*self._priorities.find(values))
+        return self._priorities.find(values)
 
 
 class Heap:
@@ -102,6 +99,8 @@ class Heap:
         self._serial = np.full(layout.slots, -1)
         self._doubtful = np.ones(layout.slots, np.bool_)  # slots to be looked at again
         self._seen = 0
+        if priorities is not None:
+            priorities.keep_changes()
         self._sorted: FloatArray | None = None
         self._unsorted = 0
 
@@ -119,9 +118,9 @@ class Heap:
 
     def find(self, values: FloatArray) -> Found:
         """The anchors at values of the cumulative mass."""
-        leaves = self._tree.find(values)
+        leaves, mass = self._tree.find(values)
         slots = self._slots_of(leaves)
-        return Found(slots, self._serial[slots], leaves - self._leaves(slots, 0), self._tree.get(leaves))
+        return slots, self._serial[slots], leaves - self._leaves(slots, 0), mass
 
     def follow(self, index: Index) -> None:
         """Take in what changed in the index of this folder, and in the priorities."""

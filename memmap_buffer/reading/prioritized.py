@@ -111,7 +111,7 @@ class PrioritizedDraws:
         self._quota = None if weights is None else Quota(weights)
         self._shared = 0
         self._masses: dict[Storage, Steps | Heap] = {}
-        self._parts: tuple[Index, list[Index]] | None = None
+        self._followed: tuple[Index, list[tuple[Mass, Index]]] | None = None
         self._lock = threading.Lock()
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
@@ -124,11 +124,11 @@ class PrioritizedDraws:
             totals = [mass.total for mass in masses]
             if not sum(totals) > 0:
                 raise NotEnoughDataError(f"{self._path}: nothing to draw: every item has priority 0", episodes=0)
-            sources, found, shares = self._draw(masses, totals, batch_size, rng, alone)
-            probability = found.mass * shares[0 if sources is None else sources]
+            sources, (slot, serial, t, mass), shares = self._draw(masses, totals, batch_size, rng, alone)
+            probability = mass * shares[0 if sources is None else sources]
             weight = self._weigh(probability, masses, shares)
             self.num_drawn += not alone
-        anchors = Anchors(sources, found.slot, found.serial, found.t, weight.astype(np.float32), probability)
+        anchors = Anchors(sources, slot, serial, t, weight.astype(np.float32), probability)
         return self.reader.crop(anchors, lambda: rng)
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
@@ -144,26 +144,29 @@ class PrioritizedDraws:
         return self.reader.sources.storages[0].path
 
     def _follow(self) -> list[Mass]:
+        """What the anchors of each source weigh, as of now."""
         index = self.reader.index(refresh=True)
-        self.reader.require(index)
-        gone = self._masses.keys() - set(self.reader.sources.storages)
-        if gone:
-            self._masses = {storage: mass for storage, mass in self._masses.items() if storage not in gone}
-            if self._priorities is not None:
-                self._priorities.prune()
-        return [self._mass(number, part) for number, part in enumerate(self._by_source(index))]
+        if self._followed is None or self._followed[0] is not index:
+            self.reader.require(index)
+            gone = self._masses.keys() - set(self.reader.sources.storages)
+            if gone:
+                self._masses = {storage: mass for storage, mass in self._masses.items() if storage not in gone}
+                if self._priorities is not None:
+                    self._priorities.prune()
+            parts = self._by_source(index)
+            self._followed = index, [(self._mass(number, part), part) for number, part in enumerate(parts)]
+        for mass, part in self._followed[1]:
+            mass.follow(part)
+        return [mass for mass, _ in self._followed[1]]
 
     def _by_source(self, index: Index) -> list[Index]:
         """The index of each source by itself."""
         if index.source is None:
             return [index]
-        if self._parts is None or self._parts[0] is not index:
-            cuts = np.searchsorted(index.source, np.arange(len(self.reader.tables) + 1))
-            self._parts = index, [_part(index, int(a), int(b)) for a, b in pairwise(cuts)]
-        return self._parts[1]
+        cuts = np.searchsorted(index.source, np.arange(len(self.reader.tables) + 1))
+        return [_part(index, int(a), int(b)) for a, b in pairwise(cuts)]
 
     def _mass(self, number: int, index: Index) -> Mass:
-        """What the anchors of one source weigh, as of now."""
         storage, table = self.reader.sources.storages[number], self.reader.tables[number]
         if storage.withdrawn:
             return NOTHING
@@ -176,7 +179,6 @@ class PrioritizedDraws:
             else:
                 mass = Heap(storage, priorities, self.how, self.reader.selection.view)
             self._masses[storage] = mass
-        mass.follow(index)
         return mass
 
     @property
@@ -192,11 +194,8 @@ class PrioritizedDraws:
         """(the source of each or None, what was drawn, what a mass of 1 of each source is in probability)."""
         stratified = self.how.stratified
         if self.reader.sources.single:
-            return (
-                None,
-                masses[0].find(spread(batch_size, each[0], rng, stratified=stratified)),
-                np.array([1 / each[0]]),
-            )
+            values = spread(batch_size, each[0], rng, stratified=stratified)
+            return None, masses[0].find(values), np.array([1 / each[0]])
         totals = np.array(each)
         if self._weights is None:
             values = spread(batch_size, float(totals.sum()), rng, stratified=stratified)
@@ -215,8 +214,8 @@ class PrioritizedDraws:
             shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
         found = [masses[s].find(np.clip(part, 0, totals[s])) for s, part in enumerate(parts) if len(part)]
         order = np.argsort(sources, kind="stable")
-        joined = Found(*(_placed(columns, order) for columns in zip(*found, strict=True)))
-        return sources, joined, shares
+        slot, serial, t, mass = (_placed(columns, order) for columns in zip(*found, strict=True))
+        return sources, (slot, serial, t, mass), shares
 
     def _require_all(self, totals: FloatArray) -> None:
         for number in np.flatnonzero(totals == 0).tolist():
@@ -225,12 +224,13 @@ class PrioritizedDraws:
 
     def _weigh(self, probability: FloatArray, masses: list[Mass], shares: FloatArray) -> FloatArray:
         """Importance weights (B,), normalised as `how` says. Source: Schaul et al. 2016, section 3.4."""
-        beta, count = self.how.beta_at(self.num_drawn), sum(mass.count for mass in masses)
+        beta = self.how.beta_at(self.num_drawn)
         if self.how.normalize is None:
+            count = sum(mass.count for mass in masses)
             return np.asarray(compute_importance_weights(probability, count, beta))
         # The number of items cancels out of a quotient of two weights.
         if self.how.normalize == "batch":
-            lowest = float(probability.min())
+            lowest = float(np.minimum.reduce(probability))
         else:
             each = [mass.minimum() * share for mass, share in zip(masses, shares, strict=True) if mass.total > 0]
             lowest = min(each)
@@ -345,7 +345,7 @@ def _update(priorities: Priorities, columns: IntArray, errors: FloatArray) -> in
     serials, whole = columns[:, 0], columns.shape[1] == 1
     start = np.zeros_like(serials) if whole else columns[:, 1]
     if errors.ndim == 1 and not whole:
-        return priorities.update(serials, np.maximum(start, 0), errors)  # a window may begin before its episode
+        return priorities.update(serials, start, errors)
     lengths, here = priorities.lengths_of(serials)
     if errors.ndim == 1:
         serials = np.repeat(serials, lengths)

@@ -1,9 +1,10 @@
-"""The loops of the sum tree as machine code, where numba is installed; without it numpy goes the same steps.
+"""What is done for each item of a batch as loops of machine code, where numba is installed; else numpy does it.
 
-Both give the same bits. Each step is taken for all of a batch, so that their cache misses overlap.
+Both give the same bits. Numpy needs a dozen calls for what one loop does, and for a batch of 256 the calls are what it
+costs. Each step is taken for all of a batch, so that their cache misses overlap.
 
-numba is loaded and the loops are compiled (about a second) only by who asks for them, which the tree does after some
-draws, so that a program that draws a batch or two does not wait for it.
+numba is loaded and the loops are compiled (some three seconds) when `load` is called, which a sum tree does after some
+draws, so that a program that draws a batch or two does not wait for it. Until then, and without numba, `now` is None.
 """
 
 from __future__ import annotations
@@ -14,12 +15,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memmap_buffer.store.records import CHECK, GENERATION, SERIAL, WORDS
+
 
 class Kernels(NamedTuple):
-    """`find` and `put`, compiled."""
+    """The functions of this module, compiled."""
 
+    accumulate: Any
     find: Any
     put: Any
+    locate: Any
+    leaves: Any
+    look_up: Any
+    nearest: Any
+
+
+now: Kernels | None = None  # what is gone by, once somebody has called `load`
+
+
+def load() -> None:
+    """Go by the kernels from now on, if numba is installed."""
+    global now
+    now = compiled()
 
 
 @lru_cache(maxsize=1)
@@ -29,16 +46,32 @@ def compiled() -> Kernels | None:
         numba = importlib.import_module("numba")
     except ImportError:
         return None
-    floats, integers = numba.float64[::1], numba.int64[::1]
-    make = numba.njit
-    return Kernels(
-        make(numba.boolean(floats, floats, floats, integers, floats), nogil=True)(find),
-        make(numba.void(floats, numba.int64, integers, floats), nogil=True)(put),
-    )
+    floats, integers, integer, yes = numba.float64[::1], numba.int64[::1], numba.int64, numba.boolean
+    words, records, masks = numba.uint64[::1], numba.uint64[:, ::1], numba.boolean[::1]
+    some, known = integers.copy(layout="A"), records.copy(readonly=True)
+    signatures = {
+        accumulate: numba.void(floats, floats),
+        find: yes(floats, floats, floats, integers, floats),
+        put: numba.void(floats, integer, integers, floats),
+        locate: yes(integers, integer, integers, integers, integers, integers, integers),
+        leaves: yes(some, some, integer, integers, integers, integer, integers),
+        look_up: numba.void(known, words, masks, some, some, records, masks),
+        nearest: yes(some, some, some, integers, masks),
+    }
+    return Kernels(*(numba.njit(signature, nogil=True)(loop) for loop, signature in signatures.items()))
+
+
+def accumulate(nodes: Any, sums: Any) -> None:
+    """0, then the sums of nodes (top,) up to each, into sums (top + 1,)."""
+    total = 0.0
+    sums[0] = total
+    for i in range(len(nodes)):
+        total += nodes[i]
+        sums[i + 1] = total
 
 
 def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
-    """The leaf nodes at values of the cumulative sum; False where one of them has priority 0.
+    """The leaves at values of the cumulative sum, and their priorities; False where one of these is 0.
 
     Args: heap: (2 * capacity,). sums: (top + 1,) cumulative, from 0. values: (B,). nodes, rest: (B,) to be filled.
     """
@@ -57,7 +90,11 @@ def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
     nodes += top
     while top << levels < len(heap) >> 1:
         levels += 3
+    touched = 0.0
     for _ in range(levels // 3):
+        # Nothing but reads, so that the processor has more of them under way than while it decides on each.
+        for i in range(count):
+            touched += heap[8 * nodes[i]]
         for i in range(count):
             node, value = 8 * nodes[i], rest[i]
             left = (heap[node] + heap[node + 1]) + (heap[node + 2] + heap[node + 3])
@@ -72,7 +109,12 @@ def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
             right = int(value >= left)
             rest[i] = value - left * right
             nodes[i] = node + right
-    return bool((heap[nodes] > 0).all())
+    found = touched >= 0
+    for i in range(count):
+        rest[i] = heap[nodes[i]]
+        nodes[i] -= len(heap) >> 1
+        found &= rest[i] > 0
+    return found
 
 
 def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
@@ -87,3 +129,60 @@ def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
             low, high = 8 * node, 8 * node + 4
             left = (heap[low] + heap[low + 1]) + (heap[low + 2] + heap[low + 3])
             heap[node] = left + ((heap[high] + heap[high + 1]) + (heap[high + 2] + heap[high + 3]))
+
+
+def locate(leaves: Any, per_slot: int, length: Any, serial: Any, slots: Any, serials: Any, t: Any) -> bool:
+    """Whose steps leaves (B,) are, where each slot has `per_slot`; False where one is beyond its episode's end.
+
+    Args: length, serial: (slots,) of the episodes. slots, serials, t: (B,) to be filled.
+    """
+    for i in range(len(leaves)):
+        slot = leaves[i] // per_slot
+        if slot < 0 or slot >= len(length) or leaves[i] - slot * per_slot >= length[slot]:
+            return False
+        slots[i], serials[i], t[i] = slot, serial[slot], leaves[i] - slot * per_slot
+    return True
+
+
+def leaves(serials: Any, t: Any, oldest: int, visible: Any, length: Any, per_slot: int, out: Any) -> bool:
+    """The leaves (B,) of steps; False where one is of no visible episode, or beyond its end.
+
+    Args: oldest: the serial of the first of `visible` (E,), the slots of episodes whose serials follow one another.
+    """
+    for i in range(len(serials)):
+        if serials[i] < oldest or serials[i] - oldest >= len(visible):
+            return False
+        slot = visible[serials[i] - oldest]
+        if t[i] < 0 or t[i] >= length[slot]:
+            return False
+        out[i] = slot * per_slot + t[i]
+    return True
+
+
+def look_up(words: Any, check: Any, shown: Any, slots: Any, serials: Any, records: Any, same: Any) -> None:
+    """`Storage.look_up`, into records (B, 8) and same (B,); of a slot that is none, an empty record.
+
+    Args: words: (slots, 8) as mapped. check, shown: (slots,) of the table. slots, serials: (B,).
+    """
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot < 0 or slot >= len(words):
+            records[i, :], same[i] = 0, False
+            continue
+        for word in range(WORDS):
+            records[i, word] = words[slot, word]
+        unlike = (records[i, CHECK] ^ check[slot]) | (records[i, SERIAL] ^ np.uint64(serials[i]))
+        same[i] = shown[slot] and (unlike | (records[i, GENERATION] & np.uint64(1))) == 0
+
+
+def nearest(first: Any, t: Any, limit: Any, rows: Any, missing: Any) -> bool:
+    """The rows (B,) of the nearest timesteps to t that exist, and which of t do not; whether any does not.
+
+    Args: first, limit: (B,) the row of step 0, and how many timesteps each episode has. rows, missing: to be filled.
+    """
+    any_missing = False
+    for i in range(len(t)):
+        near = min(max(t[i], 0), limit[i] - 1)
+        rows[i], missing[i] = first[i] + near, near != t[i]
+        any_missing |= near != t[i]
+    return any_missing

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.store import kernels
 from memmap_buffer.store.files import process_id
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.store.tree import MAX_PRIORITY, FloatArray, SumTree
 from memmap_buffer.store.treefile import TreeFile
+from memmap_buffer.values import all_of, any_of
 
 REMEMBERED = 4096  # changes that one who keeps a heap of its own may be behind
 
@@ -30,14 +32,14 @@ class Priorities:
     """The priorities of every step of one folder, under one name; made by `open`.
 
     Attributes:
-        changes: (slots, t, or None for all their steps) of the last changes, of which there were `num_changes` in all.
+        changes: (slots, t, or None for all their steps) of the last of `num_changes`, since somebody wanted them kept.
     """
 
     def __init__(self, file: TreeFile) -> None:
         self._file = file
         self.storage = file.storage
         self.lock = threading.RLock()
-        self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=REMEMBERED)
+        self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=0)
         self.num_changes = 0
         self._users = 0
         self._inode = file.storage.folder.inode("state.npy")
@@ -134,13 +136,18 @@ class Priorities:
             return found
 
     def _found(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
-        leaves = np.minimum(self.tree.find(values), self._file.leaves - 1)
-        slots, t = self._steps(leaves)
-        assert self._table is not None
-        priorities = self.tree.get(leaves)
-        if not ((t < self._table.length.take(slots)) & (priorities > 0)).all():
-            return None
-        return slots, self._table.serial.take(slots), t, priorities
+        """None where a value leads to what is no step, as the sums are damaged."""
+        table, compiled, layout = self._table, kernels.now, self.storage.layout
+        assert table is not None
+        leaves, priorities = self._file.tree.find(values)
+        if compiled is not None and layout.rows is None:
+            slots, serials, t = np.empty((3, len(leaves)), np.int64)
+            there = compiled.locate(leaves, layout.max_timesteps, table.length, table.serial, slots, serials, t)
+        else:
+            inside = np.minimum(leaves, self._file.leaves - 1)
+            slots, t = self._steps(inside)
+            there, serials = all_of((t < table.length.take(slots)) & (inside == leaves)), table.serial.take(slots)
+        return (slots, serials, t, priorities) if there and all_of(priorities > 0) else None
 
     def _steps(self, leaves: IntArray) -> tuple[IntArray, IntArray]:
         if self.storage.layout.rows is None:
@@ -168,27 +175,42 @@ class Priorities:
     def update(self, serials: IntArray, t: IntArray, td_errors: FloatArray) -> int:
         """Give steps the priorities of their errors.
 
-        Args: serials, t: (B,) int64. td_errors: (B,) δ; of a step that stands twice the last counts.
+        Args:
+            serials, t: (B,) int64; t below 0, where a window began before its episode, is step 0.
+            td_errors: (B,) δ; of a step that stands twice the last counts.
         Returns: how many were dropped because their episode is gone.
         Raises: SchemaError: an error is NaN, infinite or too large, or a step is none of its episode's.
         """
-        raw = self._raw(td_errors)
+        raw, highest = self._raw(td_errors)
         with self.lock:
             self.follow()
-            assert self._table is not None
-            slots, here = self._slots(serials)
-            if not here.all():
-                slots, t, raw = slots[here], t[here], raw[here]
-            lengths = self._table.length.take(slots)
-            outside = t.view(np.uint64) >= lengths.view(np.uint64)  # as unsigned, one below 0 is beyond any length
-            if outside.any():
-                i = np.flatnonzero(outside)[0]
-                raise SchemaError(
-                    f"update_priorities: episode {self.serials_of(slots)[i]} has steps 0 … {lengths[i] - 1}, got {t[i]}"
-                )
-            if len(slots):
-                self._set(slots, t, raw)
-            return len(here) - len(slots)
+            leaves, here = self._leaves_of(serials, t)
+            if here is not None:
+                raw = raw[here]
+                highest = float(raw.max(initial=0))
+            if len(leaves):
+                self._set(leaves, raw, highest)
+            return len(serials) - len(leaves)
+
+    def _leaves_of(self, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
+        """(the leaves of those steps whose episode is there; (B,) which they are, None for all). Raises SchemaError."""
+        table, layout, compiled = self._table, self.storage.layout, kernels.now
+        assert table is not None
+        if compiled is not None and self._gapless and layout.rows is None:
+            leaves, oldest = np.empty(len(serials), np.int64), self._known.item(0)
+            if compiled.leaves(serials, t, oldest, table.visible, table.length, layout.max_timesteps, leaves):
+                return leaves, None
+        slots, here = self._slots(serials)
+        if not all_of(here):
+            slots, t = slots[here], t[here]
+        t, lengths = np.maximum(t, 0), table.length.take(slots)
+        outside = t >= lengths
+        if any_of(outside):
+            i = np.flatnonzero(outside)[0]
+            raise SchemaError(
+                f"update_priorities: episode {self.serials_of(slots)[i]} has steps 0 … {lengths[i] - 1}, got {t[i]}"
+            )
+        return self.leaves(slots, t), here
 
     def lengths_of(self, serials: IntArray) -> tuple[IntArray, Any]:
         """(steps of each episode (B,), 0 where it is gone; whether it is there)."""
@@ -196,6 +218,11 @@ class Priorities:
             self.follow()
             slots, here = self._slots(serials)
             return np.where(here, self.lengths[slots * here], 0), here
+
+    def keep_changes(self) -> None:
+        """From now on `changes` are kept; for nobody they would be 16 MB of memory, and a page fault an update."""
+        with self.lock:
+            self.changes = deque(self.changes, REMEMBERED)
 
     def keep_minima(self) -> None:
         """From now on `tree.minimum` is kept; the first time this looks at every step."""
@@ -223,23 +250,25 @@ class Priorities:
         place = np.minimum(np.searchsorted(known, serials), len(known) - 1)
         return visible[place], known[place] == serials
 
-    def _raw(self, td_errors: FloatArray) -> FloatArray:
-        """|δ| + ε."""
+    def _raw(self, td_errors: FloatArray) -> tuple[FloatArray, float]:
+        """(|δ| + ε, the highest of them)."""
         raw: FloatArray = np.abs(td_errors)
         raw += self._file.epsilon
+        highest = float(np.maximum.reduce(raw)) if len(raw) else 0.0
         limit = MAX_PRIORITY ** (1 / max(1.0, self._file.alpha))
-        if len(raw) and not raw.max() <= limit:  # true for NaN, too
+        if not highest <= limit:  # true for NaN, too
             i = np.flatnonzero(~(raw <= limit))[0]
             raise SchemaError(f"td_errors[{i}]: got {td_errors[i]}, expected a finite number below {limit:.3g}")
-        return raw
+        return raw, highest
 
-    def _set(self, slots: IntArray, t: IntArray, raw: FloatArray) -> None:
-        file, leaves = self._file, self.leaves(slots, t)
+    def _set(self, leaves: IntArray, raw: FloatArray, highest: float) -> None:
+        file = self._file
         file.prepare(leaves)
-        with file.storing():
-            self.tree.put(leaves, raw**file.alpha)
-            file.raise_maximum(float(raw.max()))
-        self._changed(slots, t)
+        with file.storing:
+            file.tree.put(leaves, raw**file.alpha)
+            file.raise_maximum(highest)
+        if self.changes.maxlen:
+            self._changed(*self._steps(leaves))
 
     def _enter(self, table: EpisodeTable) -> None:
         """Make the leaves those of a table's visible episodes."""
@@ -262,7 +291,7 @@ class Priorities:
         for steps in (gone, come):  # a full disk is met before anything has changed
             for leaves in file.blocks(*steps):
                 file.prepare(leaves)
-        with file.storing():
+        with file.storing:
             for steps, priority in ((gone, 0.0), (come, file.default)):
                 for leaves in file.blocks(*steps):
                     self.tree.put(leaves, np.full(len(leaves), priority))

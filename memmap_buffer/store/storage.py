@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
+from memmap_buffer.store import kernels
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -261,12 +262,18 @@ class Storage:
 
         Returns: their words (B, 8); (B,) whether each is, unchanged, that of the visible episode of that serial.
         """
-        words = self.maps.words.take(slots, axis=0)
-        differs = words[:, CHECK] ^ self.table.check.take(slots)
+        mapped, table, compiled = self.maps.words, self.table, kernels.now
+        same: npt.NDArray[np.bool_]
+        if compiled is not None:
+            words, same = np.empty((len(slots), WORDS), np.uint64), np.empty(len(slots), np.bool_)
+            compiled.look_up(mapped, table.check, table.shown, slots, serials, words, same)
+            return words, same
+        words = mapped.take(slots, axis=0)
+        differs = words[:, CHECK] ^ table.check.take(slots)
         differs |= words[:, SERIAL] ^ serials.view(np.uint64)
         differs |= words[:, GENERATION] & np.uint64(1)
-        same: npt.NDArray[np.bool_] = differs == 0
-        same &= self.table.shown.take(slots)
+        same = differs == 0
+        same &= table.shown.take(slots)
         return words, same
 
     def first_row(self, slots: IntArray, final: bool) -> IntArray:

@@ -7,16 +7,19 @@ incremented, so nothing drifts. The at most 2048 nodes of the top level are take
 lie above them is not kept. Behind the heap lies a second one for the minimum over positive leaves, which is written
 only where it is asked for.
 
-A tree that is drawn from again and again goes over to the loops of `kernels`, if numba is installed.
+Who draws again and again goes over to the loops of `kernels`, if numba is installed.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.store.kernels import Kernels, compiled
+from memmap_buffer.store import kernels
+from memmap_buffer.values import all_of
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -63,7 +66,6 @@ class SumTree:
         self._keys_below = self._keys[: self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._sums: FloatArray | None = None
         self._num_found = 0
-        self._kernels: Kernels | None = None
 
     @property
     def total(self) -> float:
@@ -94,8 +96,9 @@ class SumTree:
 
     def put(self, leaves: IntArray, priorities: FloatArray) -> None:
         """`set` of what is known to be right."""
-        if self._kernels is not None and not self.minima:
-            self._kernels.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
+        compiled = kernels.now
+        if compiled is not None and not self.minima:
+            compiled.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
             self._sums = None
             return
         self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
@@ -123,32 +126,32 @@ class SumTree:
                 self._keys[nodes] = keys.max(axis=1)
         self._sums = None
 
-    def find(self, values: FloatArray) -> IntArray:
-        """The leaves (B,) at values (B,) in [0, total] of the cumulative sum; never one of priority 0.
+    def find(self, values: FloatArray) -> tuple[IntArray, FloatArray]:
+        """The leaves (B,) at values (B,) in [0, total] of the cumulative sum; never one of priority 0. The priorities.
 
         The tree must not be empty.
         """
         self._num_found += 1
         if self._num_found == PATIENCE:
-            self._kernels = compiled()
-        sums = self._cumulative()
-        if self._kernels is not None:
-            nodes, rest = np.empty(len(values), np.int64), np.empty(len(values))
-            if self._kernels.find(self._heap, sums, np.ascontiguousarray(values), nodes, rest):
-                return nodes - self.capacity
+            kernels.load()
+        sums, compiled = self._cumulative(), kernels.now
+        if compiled is not None:
+            leaves, priorities = np.empty(len(values), np.int64), np.empty(len(values))
+            if compiled.find(self._heap, sums, np.ascontiguousarray(values), leaves, priorities):
+                return leaves, priorities
         # A value that rounding brought to the end belongs to the last node that adds something.
         last = np.searchsorted(sums[1:], sums[-1])
         nodes = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
         left_over = values - sums.take(nodes)
         nodes += self._top
         found = self._descend(nodes, left_over, careful=False)
-        if not self._heap.take(found).all():
+        if not all_of(self._heap.take(found) > 0):
             found = self._descend(nodes, left_over, careful=True)
-        return found - self.capacity
+        return found - self.capacity, self._heap.take(found)
 
     def draw(self, count: int, rng: np.random.Generator, *, stratified: bool = True) -> IntArray:
         """Leaves (count,) drawn with replacement, each in proportion to its priority; see `spread`."""
-        return self.find(spread(count, self.total, rng, stratified=stratified))
+        return self.find(spread(count, self.total, rng, stratified=stratified))[0]
 
     def _descend(self, nodes: IntArray, left_over: FloatArray, *, careful: bool) -> IntArray:
         """The leaf nodes below; `careful` also where rounding left a value at the very end of a node."""
@@ -172,10 +175,12 @@ class SumTree:
     def _cumulative(self) -> FloatArray:
         """0, then the sums of the top level's nodes up to each."""
         if self._sums is None:
-            sums = np.empty(self._top + 1)
-            sums[0] = 0
-            np.add.accumulate(self._heap[self._top : 2 * self._top], out=sums[1:])
-            self._sums = sums
+            self._sums, nodes = np.empty(self._top + 1), self._heap[self._top : 2 * self._top]
+            if kernels.now is not None:
+                kernels.now.accumulate(nodes, self._sums)
+            else:
+                self._sums[0] = 0
+                np.add.accumulate(nodes, out=self._sums[1:])
         return self._sums
 
     def _check(self, leaves: IntArray, priorities: FloatArray) -> None:
@@ -212,8 +217,14 @@ def spread(count: int, total: float, rng: np.random.Generator, *, stratified: bo
     """
     values = rng.random(count)
     if stratified:
-        values += np.arange(count)
+        values += _ramp(count) if count <= MANY else np.arange(count)
         values *= total / max(count, 1)
     else:
         values *= total
     return values
+
+
+@lru_cache(maxsize=8)
+def _ramp(count: int) -> FloatArray:
+    """0 … count - 1."""
+    return np.arange(count, dtype=np.float64)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,20 @@ GENERATION, EPSILON, MAXIMUM, MINIMA, CLEAN, BOOT, INODE, ARRANGEMENT = 0, 1, 2,
 WORDS = 16
 BLOCK_STEPS = 1 << 20  # steps that are stored together
 NEW = "it is new"
+
+
+class Storing:
+    """A block that stores to the tree of a file."""
+
+    def __init__(self, file: TreeFile) -> None:
+        self._file = weakref.proxy(file)
+
+    def __enter__(self) -> None:
+        self._file.begin()
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is None:
+            self._file.end()
 
 
 class TreeFile:
@@ -64,6 +77,7 @@ class TreeFile:
         self._fd: dict[str, int] = {}
         self._locks: list[Any] = []
         self._pid, self._closed = process_id(), False
+        self.storing = Storing(self)
         self._finalizer = weakref.finalize(self, _release, self._fd, self._locks)
         self._finalizer.atexit = False
 
@@ -111,9 +125,8 @@ class TreeFile:
         if self._nodes is not None:
             self._nodes.prepare(leaves)
 
-    @contextmanager
-    def storing(self) -> Iterator[None]:
-        """A block that stores to the tree; if it does not end, the tree is made anew of its leaves."""
+    def begin(self) -> None:
+        """Begin to store to the tree; unless that ends, it is made anew of its leaves. See `storing`."""
         if self._closed:
             raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
         if process_id() != self._pid:
@@ -123,10 +136,11 @@ class TreeFile:
                 reason="forked",
             )
         self.whole = False
-        generation = int(self._head[GENERATION]) | 1
-        self._put(GENERATION, generation)
-        yield
-        self._put(GENERATION, generation + 1)
+        self._put(GENERATION, self._head.item(GENERATION) | 1)
+
+    def end(self) -> None:
+        """All is stored."""
+        self._put(GENERATION, self._head.item(GENERATION) + 1)
         self.whole = True
 
     def raise_maximum(self, value: float) -> None:
@@ -153,7 +167,7 @@ class TreeFile:
         steps = slots, np.zeros_like(slots), self.pairs[slots, 1].astype(np.int64)
         for leaves in self.blocks(*steps):
             self.prepare(leaves)
-        with self.storing():
+        with self.storing:
             for leaves in self.blocks(*steps):
                 self.tree.refresh(leaves)
             self._put(MINIMA, 1)
