@@ -134,6 +134,11 @@ class Schema:
         return {**self.fields, **self.meta_fields}
 
     @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest entry of a field."""
+        return max(field.itemsize for field in self.fields.values())
+
+    @cached_property
     def defaults(self) -> dict[str, Array]:
         """What a step that leaves a field out gets, where there is a default. Read-only: all steps share it."""
         defaults = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is not None}

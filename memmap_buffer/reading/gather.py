@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,9 +17,10 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.slices import Slices
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
+from memmap_buffer.store import kernels
 from memmap_buffer.store.records import FINAL, FIRST_ROW, GENERATION, TERMINATED, Words
 from memmap_buffer.store.table import IntArray
-from memmap_buffer.values import Array, decode
+from memmap_buffer.values import Array, all_of, any_of, decode
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # what finding one row takes
@@ -41,6 +42,8 @@ class Take(NamedTuple):
     padding: str = "zero"
 
 
+_take = partial(tuple.__new__, Take)  # of all its values, without the Python that a named tuple's own call goes through
+
 What: TypeAlias = Array | Take | Slices  # an array as it is; what is to be copied; a mask of the rows that exist
 Columns: TypeAlias = dict[str, Array]
 Make: TypeAlias = Callable[[Columns, int], list[dict[str, Any]]]  # columns (N, …), cut into batches of so many items
@@ -54,6 +57,11 @@ def pieces(values: Array, size: int) -> list[Array]:
     whole = len(values) - len(values) % size
     out = list(values[:whole].reshape(-1, size, *values.shape[1:]))  # half of what a slice for each would take
     return [*out, values[whole:]] if whole < len(values) else out
+
+
+def whole(columns: Columns, size: int) -> list[Columns]:
+    """The columns as they are, as of one batch."""
+    return [columns]
 
 
 def cut(columns: Columns, size: int) -> list[Columns]:
@@ -93,15 +101,16 @@ class Gather:
 
     def __init__(self, sources: Sources, anchors: Anchors, size: int | None = None) -> None:
         self.schema = sources.schema
-        self._since = sources.tables[0].changes if sources.single else None
+        self._since = sources.seen
         self.sources, anchors = sources.find(anchors)
         self.anchors = anchors
         self._words: Words = anchors.words  # type: ignore[assignment]
         self.t, self.length = anchors.t, anchors.length
         self._size = anchors.size if size is None else min(size, anchors.size)
         self._first = self._words.view(np.int64)[:, FIRST_ROW]
+        self._first_of_final: IntArray | None = None
         self._there = self.t < self.length
-        self._all_there = bool(self._there.all())
+        self._all_there = all_of(self._there)
         if not self._all_there:
             self._set_aside(~self._there)
         self.batch: dict[str, What] = {}
@@ -130,7 +139,7 @@ class Gather:
         """The same, or None where not all of them are `fresh`: known if they were and nothing changed since."""
         batch, since = self._read(part, make)
         same = since is not None and since == self.sources.changes
-        return batch if same or self.fresh(part).all() else None
+        return batch if same or all_of(self.fresh(part)) else None
 
     def _read(self, part: slice, make: Make) -> Copied:
         start, stop, _ = part.indices(len(self.t))
@@ -142,10 +151,10 @@ class Gather:
             copied = self._copy_small(start, stop, make) if stop - start < len(self.t) else ({}, None)
         small, since = copied
         if len(small) < len(self.batch):
-            rest = [key for key in self.batch if key not in small]
+            rest = {key: what for key, what in self.batch.items() if key not in small} if small else self.batch
             self._ask(rest, part)
-            large = make({key: self._copy(self.batch[key], part) for key in rest}, stop - start)[0]
-            small = {key: small[key] if key in small else large[key] for key in self.batch}
+            large = make({key: self._copy(what, part) for key, what in rest.items()}, stop - start)[0]
+            small = {key: small[key] if key in small else large[key] for key in self.batch} if small else large
         self.sources.disk.took(perf_counter() - begun)
         return small, since
 
@@ -174,7 +183,7 @@ class Gather:
         self._ask(small, block)
         first, *others = make({key: self._copy(self.batch[key], block) for key in small}, size)
         since = self.sources.changes if others and len(small) == len(self.batch) else None
-        if since is not None and not self.fresh(block).all():
+        if since is not None and not all_of(self.fresh(block)):
             since = None
         for at, other in zip(range(stop, block.stop, max(1, size)), others, strict=True):
             self._ahead[at, min(at + size, number)] = other, since
@@ -194,7 +203,8 @@ class Gather:
 
     def fresh(self, part: slice = EVERY) -> BoolArray:
         """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""
-        same = self.sources.unchanged(self.anchors.where(part), self._words[part, GENERATION], self._since)
+        anchors = self.anchors if part is EVERY else self.anchors.where(part)
+        same = self.sources.unchanged(anchors, self._words[part, GENERATION], self._since)
         return same if self._all_there else same & self._there[part]
 
     @property
@@ -208,12 +218,14 @@ class Gather:
         Args: names: per-timestep fields, put under `prefix` + name.  t: (B,).
         """
         plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
+        fields, large = self.schema.fields, self._size * max(self.schema.largest, INDEX_BYTES) > MAX_BATCH_BYTES
         for name in names:
-            self._require_size(name, 1)
-            final = self.schema.fields[name].final
+            if large:
+                self._require_size(name, 1)
+            final = fields[name].final
             if final not in plans:
-                plans[final] = self._plan(t, final, self.limit(final))
-            self.batch[prefix + name] = Take(name, *plans[final])
+                plans[final] = self._plan(t, final)
+            self.batch[prefix + name] = _take((name, *plans[final], "zero"))
 
     def put(
         self,
@@ -276,17 +288,30 @@ class Gather:
         """(B,) how many entries each anchor's episode has of fields with or without `final`."""
         return self.length + self.has_final if final else self.length
 
+    def first(self, final: bool) -> IntArray:
+        """(B,) the row of step 0 of each anchor's episode, of fields with or without `final`."""
+        if not final:
+            return self._first
+        if self._first_of_final is None:
+            self._first_of_final = self._first + self.anchors.slot
+        return self._first_of_final
+
     def _rows(self, t: IntArray, final: bool) -> IntArray:
-        first = self._first + self.anchors.slot if final else self._first
+        first = self.first(final)
         return (first if t.ndim == 1 else first[:, None]) + t
 
-    def _plan(self, wanted: IntArray, final: bool, limit: IntArray) -> tuple[IntArray, BoolArray | None]:
+    def _plan(self, wanted: IntArray, final: bool, limit: IntArray | None = None) -> tuple[IntArray, BoolArray | None]:
         """The rows of the nearest timesteps that exist, and which are not those that were wanted, if any."""
         if wanted is self.t:
             return self._rows(wanted, final), None
+        limit, compiled = self.limit(final) if limit is None else limit, kernels.now
+        if compiled is not None and wanted.ndim == 1:
+            rows, missing = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.bool_)
+            some = compiled.nearest(self.first(final), wanted, limit, rows, missing)
+            return rows, missing if some else None
         clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
         missing = wanted != clipped
-        return self._rows(clipped, final), missing if missing.any() else None
+        return self._rows(clipped, final), missing if any_of(missing) else None
 
     def _take_of(
         self,
@@ -304,19 +329,19 @@ class Gather:
 
     def _copy(self, what: What, part: slice) -> Array:
         """Copy some of the items."""
-        if isinstance(what, Slices):
-            return what[part].exist()
         if not isinstance(what, Take):
-            kept = part is not EVERY or any(what is column for column in self.anchors)
-            return what[part].copy() if kept else what
+            if isinstance(what, Slices):
+                return what[part].exist()
+            return what if part is EVERY else what[part].copy()
         source, name = self.anchors.source, what.name
-        values = self.sources.take(name, source if source is None else source[part], what.rows[part])
+        rows = what.rows if part is EVERY else what.rows[part]
+        values = self.sources.take(name, source if source is None else source[part], rows)
         if what.missing is not None and what.padding != "edge":
             missing = what.missing[part]
             if missing.any():
                 fill = values.dtype.type() if what.padding == "zero" else self.schema.fields[name].fill
                 values[missing] = fill
-        return self._marked(name, values)
+        return values if self.schema.all[name].dtype != "bfloat16" else values.view(BFloat16Bits)
 
     def _slices(
         self, offsets: range, final: bool, limit: IntArray, padding: str, needed: IntArray | None = None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
-from memmap_buffer.reading.gather import BFloat16Bits, Columns, Gather, Make, Part, cut
+from memmap_buffer.reading.gather import BFloat16Bits, Columns, Gather, Make, Part, cut, whole
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
@@ -20,7 +20,7 @@ from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.files import process_id
 from memmap_buffer.store.table import EpisodeTable, IntArray
-from memmap_buffer.values import Array
+from memmap_buffer.values import Array, all_of
 
 TRIES = 8
 
@@ -134,11 +134,11 @@ class Reader:
             if batch is not None:
                 return batch
             anchors = anchors.anchors._replace(words=None)
-        tries, damaged = 0, self._num_damaged()
+        tries, damaged = 0, -1  # how many were damaged is not asked before a try has failed
         while tries < TRIES:
             gather = self.plan(anchors)
-            columns, fresh = gather.read(), gather.fresh()
-            if fresh.all():
+            columns, fresh = gather.read(make=whole), gather.fresh()
+            if all_of(fresh):
                 return make(columns, anchors.size)[0]
             anchors = self._again(anchors, np.flatnonzero(~fresh))
             before, damaged = damaged, self._num_damaged()
@@ -222,7 +222,7 @@ class Reader:
         if self.output.indices:
             columns = [anchors.serial] if self.output.indices == "_index" else [anchors.serial, anchors.t]
             columns = columns if anchors.source is None else [anchors.source, *columns]
-            out[self.output.indices] = columns[0] if len(columns) == 1 else _beside(columns)
+            out[self.output.indices] = columns[0].copy() if len(columns) == 1 else _beside(columns)
         if anchors.weight is not None and anchors.probability is not None:
             out |= {"_weights": anchors.weight, "_probabilities": anchors.probability}
         return out

@@ -138,6 +138,5 @@ class Relabelling(Gather):
 
     def _rows_of(self, name: str, item: IntArray, t: IntArray) -> Array:
         """Rows of a field as stored, (N, *field): timestep t of the episodes of some items."""
-        source, first = self.anchors.source, self._first
-        first = first + self.anchors.slot if self.schema.fields[name].final else first
+        source, first = self.anchors.source, self.first(self.schema.fields[name].final)
         return self.sources.take(name, None if source is None else source[item], first[item] + t)

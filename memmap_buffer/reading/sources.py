@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import MemmapBufferError, SchemaMismatchError
-from memmap_buffer.reading.memory import Pool
+from memmap_buffer.reading.memory import SMALL, Pool
 from memmap_buffer.reading.slices import Slices, joined
 from memmap_buffer.reading.together import Together
 from memmap_buffer.store.folder import disk_reads, will_need
@@ -21,7 +21,7 @@ from memmap_buffer.store.records import FLAGS, LENGTH, Words
 from memmap_buffer.store.shards import Shards
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
-from memmap_buffer.values import Array
+from memmap_buffer.values import Array, all_of
 
 BoolArray = npt.NDArray[np.bool_]
 ANSWER_SECONDS = 2e-4  # a batch that waited for several rows took longer, as no disk answers much sooner
@@ -85,7 +85,8 @@ class Anchors(NamedTuple):
 
     def has(self, flags: int) -> BoolArray:
         """(B,) whether some of these flags of `records` is set of each episode that was looked up."""
-        return np.asarray(self.words.view(np.uint32)[:, FLAGS] & np.uint32(flags) != 0)  # type: ignore[union-attr]
+        of: npt.NDArray[np.uint32] = self.words.view(np.uint32)[:, FLAGS]  # type: ignore[union-attr]
+        return (of & flags).astype(np.bool_)
 
 
 class Disk(threading.local):
@@ -115,6 +116,7 @@ class Sources:
     moment (`find`), a list that stays the same, and holds it until all is copied: no row is looked up here, read there.
 
     Args: storages: the folders. shards: where they come from, if that is a root in which more may appear.
+    Attributes: single: whether there is one folder, and never another.
     Raises: SchemaMismatchError: the fields differ; the text lists how.
     """
 
@@ -126,6 +128,7 @@ class Sources:
         self._path, self._layout = storages[0].path, storages[0].layout
         self.schema = self._layout.schema
         self._lock = threading.Lock()
+        self.single = shards is None and len(storages) == 1
         self._of_root, self._looked = shards is not None, True
         self._listed: Sources | None = None  # a root's folders of now
         self._take_in(tuple(storages))
@@ -166,14 +169,14 @@ class Sources:
         return max(storage.layout.max_timesteps for storage in self.storages)
 
     @property
-    def single(self) -> bool:
-        """Whether there is one folder, and never another."""
-        return self.shards is None and len(self.storages) == 1
-
-    @property
     def tables(self) -> tuple[EpisodeTable, ...]:
         """The episode tables as last read; of folders that were found since, too."""
         return tuple(storage.table for storage in self.storages)
+
+    @property
+    def seen(self) -> int | None:
+        """What the table of the one folder knew of the change counter; None where there are several."""
+        return self.storages[0].table.changes if self.single else None
 
     @property
     def changes(self) -> int | None:
@@ -234,36 +237,34 @@ class Sources:
             self._look_on()
             self.reach(int(anchors.source.max()) + 1)
         present, anchors, fresh = self._found(anchors, trusted)
-        if not fresh.all():
+        if not all_of(fresh):
             self.refresh()
             present, anchors, fresh = self._found(anchors, trusted)
             anchors.words[~fresh] = 0  # type: ignore[index]
         return present, anchors
 
     def _found(self, anchors: Anchors, trusted: bool) -> tuple[Sources, Anchors, BoolArray]:
-        present = self._present
-        if anchors.source is not None:
-            anchors = anchors._replace(slot=present._together.slots(anchors.source, anchors.slot))
-        if trusted:
-            present._trust(anchors)
-        words, fresh = present._look_up(anchors)
-        return present, anchors._replace(words=words), fresh
+        present, source = self._present, anchors.source
+        if source is None:
+            storage = present.storages[0]
+            if trusted:
+                storage.trust(anchors.slot)
+            words, fresh = storage.look_up(anchors.slot, anchors.serial)
+        else:
+            together = present._together
+            anchors = anchors._replace(slot=together.slots(source, anchors.slot))
+            if trusted:
+                present._trust(source, anchors.slot)
+            words, fresh = together.look_up(source, anchors.slot, anchors.serial)
+        return present, Anchors(*anchors[:-1], words), fresh
 
-    def _look_up(self, anchors: Anchors) -> tuple[Words, BoolArray]:
-        if anchors.source is None:
-            return self.storages[0].look_up(anchors.slot, anchors.serial)
-        return self._together.look_up(anchors.source, anchors.slot, anchors.serial)
-
-    def _trust(self, anchors: Anchors) -> None:
+    def _trust(self, source: IntArray, slots: IntArray) -> None:
         """Check those episodes whose content is still to be checked; one that fails is void from now on."""
 
         def trust(storage: Storage, i: Any) -> tuple[Array]:
-            slot = anchors.slot[i]
-            return (np.full(len(slot), storage.trust(slot)),)
+            return (np.full(len(slots[i]), storage.trust(slots[i])),)
 
-        if anchors.source is None:
-            self.storages[0].trust(anchors.slot)
-        elif not self._together.trusted and not self._each(anchors.source, anchors.size, trust)[0].all():
+        if not self._together.trusted and not self._each(source, len(slots), trust)[0].all():
             self._together.refresh(again=True)
 
     def unchanged(self, anchors: Anchors, generation: Words, since: int | None) -> BoolArray:
@@ -301,8 +302,10 @@ class Sources:
         if isinstance(rows, Slices):
             return rows.copy(storage, name, self.pool)
         stored = storage.maps.rows[name]
+        if rows.size * stored.strides[0] < SMALL:
+            return stored.take(rows, 0, None, "clip")
         out = self.pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype)
-        return stored.take(rows, axis=0, mode="clip", out=out)
+        return stored.take(rows, 0, out, "clip")
 
     def take_meta(self, name: str, anchors: Anchors) -> Array:
         """Copy a meta field of each anchor's episode: (B, *field)."""

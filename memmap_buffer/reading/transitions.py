@@ -97,14 +97,19 @@ class NStep(View):
 
     def cut(self, gather: Gather) -> None:
         schema, t, length = gather.schema, gather.t, gather.length
-        k = np.minimum(np.maximum(length - t - ~_goes_on(gather, self.terminated), 1), self.n)
+        if self.n == 1:
+            k = np.empty(len(t), np.int64)
+            k.fill(1)
+        else:
+            k = np.minimum(np.maximum(length - t - ~_goes_on(gather, self.terminated), 1), self.n)
         steps, following = range(self.n), named(schema, self.next_fields, "next_fields")
         self._put(gather, named(schema, self.current_fields, "current_fields"), t)
         if self.timeline:
             gather.put(following, range(1, self.n + 1), prefix="next_")
         else:
             self._put(gather, following, t + k, prefix="next_")
-        gather.put(named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
+        if self.sequence_fields != ():
+            gather.put(named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
         gather.batch["n_step_lens"] = k
         if self.gamma is not None:
             self._put_return(gather, steps, k, _ended(gather, self.terminated) & (t + k == length))
@@ -117,6 +122,9 @@ class NStep(View):
 
     def _put(self, gather: Gather, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
         """Put fields at t (B,), with the timesteps before it where they are stacked."""
+        if not self.stack:
+            gather.put_at(names, t, prefix=prefix)
+            return
         require = gather.schema.require
         stacks = {name: size for group, size in dict(self.stack).items() for name in require([group], "stack")}
         gather.put_at([name for name in names if name not in stacks], t, prefix=prefix)
