@@ -328,7 +328,7 @@ def update_priorities(priorities: Trees, indices: Array, td_errors: Array) -> in
         )
     if td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(f"update_priorities: got errors {td_errors.dtype} {td_errors.shape}, expected (B,) or (B, L)")
-    columns, errors = columns.astype(np.int64, copy=False), td_errors.astype(np.float64, copy=False)
+    columns, errors = np.asarray(columns, np.int64), np.asarray(td_errors, np.float64)
     if not by_source and (only := priorities.numbered(0)) is not None:
         return _update(only, columns, errors)
     dropped, numbers = 0, columns[:, 0]
