@@ -375,3 +375,20 @@ def test_a_loader_over_a_dataset_refuses_options_that_it_would_ignore(recorded):
 def test_an_unknown_option_of_a_loader_names_the_closest(recorded):
     with pytest.raises(SchemaError, match="did you mean 'timestep_level'"):
         recorded().dataloader(2, timestep_levle=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"view": Window(3)}, {"view": Trajectory()}, {"n_steps": 2}, {"timestep_level": True}], ids=repr
+)
+def test_what_is_written_into_a_batch_is_not_in_the_anchors_that_it_was_read_of(recorded, options):
+    reader = recorded().dataset(**options, return_indices=True).reader
+    anchors = reader.index().locate(np.arange(4))
+    weight, probability = np.full(4, 0.5, np.float32), np.full(4, 0.25)
+    anchors = anchors._replace(weight=weight, probability=probability)
+    first = reader.read(anchors)
+    before = {key: values.copy() for key, values in first.items()}
+    for values in first.values():
+        values[...] = values.dtype.type(7)
+    again = reader.read(anchors)
+    for key, values in again.items():
+        np.testing.assert_array_equal(values, before[key], err_msg=key)

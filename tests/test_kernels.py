@@ -115,6 +115,16 @@ def test_without_numba_there_are_none(monkeypatch):
         kernels.compiled.cache_clear()
 
 
+def test_an_interrupt_while_sums_are_taken_leaves_none_that_are_half_done():
+    def interrupted(nodes, sums):
+        raise KeyboardInterrupt("stopped")
+
+    one = two_trees(3000, 2)[0]
+    with going_by(PYTHON._replace(accumulate=interrupted)), pytest.raises(KeyboardInterrupt, match="stopped"):
+        _ = one.total
+    assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
+
+
 # Episodes
 
 
@@ -147,6 +157,16 @@ def test_a_slot_that_is_none_has_no_record(recorded, loops):
         records, same = storage.look_up(np.array([0, -1, 8, 2**40]), np.zeros(4, np.int64))
     assert same.tolist() == [True, False, False, False]
     assert records[0].any() and not records[1:].any()
+
+
+def test_what_is_read_only_is_taken_as_it_is(recorded, loops):
+    buffer = recorded([3, 4, 5])
+    with going_by(loops):
+        indices = buffer.sample(8, seed=0, prioritized=Prioritized(), timestep_level=True)["_indices"].numpy()
+        errors = np.linspace(0, 1, 8)
+        indices.flags.writeable = errors.flags.writeable = False
+        assert buffer.update_priorities(indices, errors) == 0
+        assert buffer.update_priorities(np.broadcast_to(indices[:1], (8, 2)), errors) == 0
 
 
 @pytest.mark.parametrize("leaf", [-1, 2, 10, 15, 2**40])

@@ -3,6 +3,9 @@
 import json
 import math
 import pickle
+import threading
+import time
+from functools import partial
 
 import damage
 import numpy as np
@@ -19,6 +22,7 @@ from memmap_buffer import (
     Prioritized,
     ReplayBuffer,
     SchemaError,
+    Timestep,
     Trajectory,
     Window,
     compute_importance_weights,
@@ -607,3 +611,37 @@ def test_a_state_from_before_beta_was_kept_begins_with_it_anew(tmp_path):
     loader = make(tmp_path, (5, 4)).dataloader(3, prioritized=True, seed=1, **STEP)
     loader.load_state_dict({"seed": 2, "epoch": 3})
     assert loader.state_dict() == {"seed": 2, "epoch": 3, "num_drawn": 0}
+
+
+def test_threads_draw_and_update_beside_each_other(tmp_path):
+    buffer, errors, seen = make(tmp_path, [9, 8, 7, 9, 9], max_timesteps=500), [], []
+    until = time.monotonic() + 1.5
+
+    def work(call):
+        rng = np.random.default_rng(0)
+        try:
+            while time.monotonic() < until:
+                call(rng)
+        except BaseException as error:
+            errors.append(error)
+
+    def draw(view):
+        batch = buffer.sample(32, prioritized=Prioritized(), view=view)
+        seen.append(float(batch["_probabilities"].max()))
+        assert batch["_probabilities"].min() > 0 and batch["_probabilities"].max() < 1
+        assert (batch["t"] == batch["_indices"][:, 1]).all() and (batch["number"] == batch["_indices"][:, 0]).all()
+
+    def update(rng):
+        serials = rng.integers(0, 5, 16)
+        buffer.update_priorities(np.stack([serials, rng.integers(0, 7, 16)], axis=1), rng.random(16))
+
+    draw(Timestep())
+    views = Timestep(), Timestep(("number", "t"))
+    calls = [*(partial(lambda view, rng: draw(view), view) for view in views), update, update]
+    threads = [threading.Thread(target=work, args=[call]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(seen) > 50
+    buffer.close()

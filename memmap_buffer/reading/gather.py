@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -41,8 +41,6 @@ class Take(NamedTuple):
     missing: BoolArray | None = None
     padding: str = "zero"
 
-
-_take = partial(tuple.__new__, Take)  # of all its values, without the Python that a named tuple's own call goes through
 
 What: TypeAlias = Array | Take | Slices  # an array as it is; what is to be copied; a mask of the rows that exist
 Columns: TypeAlias = dict[str, Array]
@@ -225,7 +223,7 @@ class Gather:
             final = fields[name].final
             if final not in plans:
                 plans[final] = self._plan(t, final)
-            self.batch[prefix + name] = _take((name, *plans[final], "zero"))
+            self.batch[prefix + name] = Take(name, *plans[final])
 
     def put(
         self,

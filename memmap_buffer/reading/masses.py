@@ -66,12 +66,14 @@ class Steps:
 
     @property
     def total(self) -> float:
-        return self._priorities.tree.total
+        with self._priorities.lock:  # others update them
+            return self._priorities.tree.total
 
     def minimum(self) -> float:
         """The smallest mass of an anchor."""
-        self._priorities.keep_minima()
-        return self._priorities.tree.minimum
+        with self._priorities.lock:
+            self._priorities.keep_minima()
+            return self._priorities.tree.minimum
 
     def find(self, values: FloatArray) -> Found:
         """The anchors at values of the cumulative mass."""

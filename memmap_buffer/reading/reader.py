@@ -134,7 +134,8 @@ class Reader:
             if batch is not None:
                 return batch
             anchors = anchors.anchors._replace(words=None)
-        tries, damaged = 0, -1  # how many were damaged is not asked before a try has failed
+        tries = 0
+        damaged: int | None = None
         while tries < TRIES:
             gather = self.plan(anchors)
             columns, fresh = gather.read(make=whole), gather.fresh()
@@ -142,7 +143,8 @@ class Reader:
                 return make(columns, anchors.size)[0]
             anchors = self._again(anchors, np.flatnonzero(~fresh))
             before, damaged = damaged, self._num_damaged()
-            tries += damaged == before  # what is found damaged is not drawn again, so that comes to an end by itself
+            # What is found damaged is not drawn again, so that comes to an end by itself. The first try always counts.
+            tries += before is None or damaged == before
         raise self._gone(anchors.serial[~fresh])
 
     def plan(self, anchors: Anchors, size: int | None = None) -> Gather:
@@ -224,7 +226,7 @@ class Reader:
             columns = columns if anchors.source is None else [anchors.source, *columns]
             out[self.output.indices] = columns[0].copy() if len(columns) == 1 else _beside(columns)
         if anchors.weight is not None and anchors.probability is not None:
-            out |= {"_weights": anchors.weight, "_probabilities": anchors.probability}
+            out |= {"_weights": anchors.weight.copy(), "_probabilities": anchors.probability.copy()}
         return out
 
     def _finished(self, make: Make, columns: Columns, size: int) -> list[dict[str, Any]]:

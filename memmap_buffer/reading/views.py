@@ -208,7 +208,7 @@ class Window(View):
         rest = gather.length - t
         lens = np.minimum(rest, self.length) + np.minimum(t, 0)
         ends = rest <= self.length
-        gather.batch |= {"_lens": lens, "_mask": gather.exists(steps), "_start": t, "_reaches_episode_end": ends}
+        gather.batch |= {"_lens": lens, "_mask": gather.exists(steps), "_start": t.copy(), "_reaches_episode_end": ends}
 
 
 @dataclass(frozen=True)

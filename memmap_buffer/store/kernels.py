@@ -48,15 +48,16 @@ def compiled() -> Kernels | None:
         return None
     floats, integers, integer, yes = numba.float64[::1], numba.int64[::1], numba.int64, numba.boolean
     words, records, masks = numba.uint64[::1], numba.uint64[:, ::1], numba.boolean[::1]
-    some, known = integers.copy(layout="A"), records.copy(readonly=True)
+    given, known = integers.copy(layout="A", readonly=True), records.copy(readonly=True)  # of whatever kind they are
+    chosen, values = integers.copy(readonly=True), floats.copy(readonly=True)
     signatures = {
         accumulate: numba.void(floats, floats),
-        find: yes(floats, floats, floats, integers, floats),
-        put: numba.void(floats, integer, integers, floats),
+        find: yes(floats, floats, values, integers, floats),
+        put: numba.void(floats, integer, chosen, values),
         locate: yes(integers, integer, integers, integers, integers, integers, integers),
-        leaves: yes(some, some, integer, integers, integers, integer, integers),
-        look_up: numba.void(known, words, masks, some, some, records, masks),
-        nearest: yes(some, some, some, integers, masks),
+        leaves: yes(given, given, integer, integers, integers, integer, integers),
+        look_up: numba.void(known, words, masks, given, given, records, masks),
+        nearest: yes(given, given, given, integers, masks),
     }
     return Kernels(*(numba.njit(signature, nogil=True)(loop) for loop, signature in signatures.items()))
 
@@ -73,7 +74,9 @@ def accumulate(nodes: Any, sums: Any) -> None:
 def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
     """The leaves at values of the cumulative sum, and their priorities; False where one of these is 0.
 
-    Args: heap: (2 * capacity,). sums: (top + 1,) cumulative, from 0. values: (B,). nodes, rest: (B,) to be filled.
+    Args:
+        heap: (2 * capacity,). sums: (top + 1,) cumulative, from 0. values: (B,).
+        nodes, rest: (B,) to be filled: with leaves and priorities at last.
     """
     top, count, levels = len(sums) - 1, len(values), 0
     last = top - 1
@@ -160,13 +163,13 @@ def leaves(serials: Any, t: Any, oldest: int, visible: Any, length: Any, per_slo
 
 
 def look_up(words: Any, check: Any, shown: Any, slots: Any, serials: Any, records: Any, same: Any) -> None:
-    """`Storage.look_up`, into records (B, 8) and same (B,); of a slot that is none, an empty record.
+    """`Storage.look_up`, into records (B, 8) and same (B,).
 
     Args: words: (slots, 8) as mapped. check, shown: (slots,) of the table. slots, serials: (B,).
     """
     for i in range(len(slots)):
         slot = slots[i]
-        if slot < 0 or slot >= len(words):
+        if slot < 0 or slot >= len(words):  # nobody asks for one; but nothing else would keep this from reading there
             records[i, :], same[i] = 0, False
             continue
         for word in range(WORDS):

@@ -5,8 +5,9 @@ that lies above it in the tree are written by `pwrite`, which raises where the d
 written block allocates nothing, where the file system overwrites in place (`IN_PLACE`). Elsewhere the map is private:
 what was stored is in memory, and written by `pwrite` at `checkpoint`.
 
-Chunks lie in the file at multiples of 2 MiB, and one that was a hole is written at once: then Linux keeps it in one
-large page, where it can (ext4 from 6.16 on), and a draw from a large tree waits for half as many addresses.
+Chunks lie in the file at multiples of 2 MiB, and one that was a hole, as all but the first one are, is written by one
+call: then Linux keeps it in one large page, where it can (ext4 from 6.16 on), and an update of a large tree waits for
+fewer addresses.
 """
 
 from __future__ import annotations

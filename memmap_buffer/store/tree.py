@@ -127,7 +127,7 @@ class SumTree:
         self._sums = None
 
     def find(self, values: FloatArray) -> tuple[IntArray, FloatArray]:
-        """The leaves (B,) at values (B,) in [0, total] of the cumulative sum; never one of priority 0. The priorities.
+        """The leaves (B,) at values (B,) in [0, total] of the cumulative sum, and their priorities; never one of 0.
 
         The tree must not be empty.
         """
@@ -175,12 +175,13 @@ class SumTree:
     def _cumulative(self) -> FloatArray:
         """0, then the sums of the top level's nodes up to each."""
         if self._sums is None:
-            self._sums, nodes = np.empty(self._top + 1), self._heap[self._top : 2 * self._top]
-            if kernels.now is not None:
-                kernels.now.accumulate(nodes, self._sums)
+            sums, nodes, compiled = np.empty(self._top + 1), self._heap[self._top : 2 * self._top], kernels.now
+            if compiled is not None:
+                compiled.accumulate(nodes, sums)
             else:
-                self._sums[0] = 0
-                np.add.accumulate(nodes, out=self._sums[1:])
+                sums[0] = 0
+                np.add.accumulate(nodes, out=sums[1:])
+            self._sums = sums  # when they are whole: an interrupt may come in between
         return self._sums
 
     def _check(self, leaves: IntArray, priorities: FloatArray) -> None:

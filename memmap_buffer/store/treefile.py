@@ -60,7 +60,7 @@ class TreeFile:
 
     Attributes:
         tree: the sums. pairs: (slots, 2) u8, each slot's serial + 1 and length. maximum: of |δ| + ε so far.
-        whole: false after a block of `storing` that did not end; then `load` again.
+        storing: what to store in, by `with`. whole: false after such a block that did not end; then `load` again.
     """
 
     def __init__(self, storage: Storage, name: str, *, alpha: float, epsilon: float) -> None:
