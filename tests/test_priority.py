@@ -83,7 +83,7 @@ def powered(errors):
 
 
 @pytest.fixture(params=["shared", "private"])
-def kind(request, monkeypatch, both_ways):
+def kind(request, monkeypatch):
     """Where the file system overwrites in place, and where it does not."""
     if request.param == "private":
         monkeypatch.setattr(nodes, "IN_PLACE", ())
@@ -93,6 +93,7 @@ def kind(request, monkeypatch, both_ways):
 # Following the episodes
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_new_steps_have_the_highest_priority_so_far_which_begins_at_one(tmp_path, kind):
     buffer = make(tmp_path, 2, 3)
     priorities = opened(tmp_path)
@@ -103,6 +104,7 @@ def test_new_steps_have_the_highest_priority_so_far_which_begins_at_one(tmp_path
     assert content(priorities) == {(0, 0): 1, (0, 1): high, (1, 0): low, (1, 1): 1, (1, 2): 1, (2, 0): high}
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_retired_steps_leave_and_an_update_of_them_is_dropped_and_counted(tmp_path, kind):
     buffer = make(tmp_path, 2, 2, 2, 2)
     priorities = opened(tmp_path)
@@ -243,6 +245,7 @@ def test_priorities_and_their_maximum_outlive_the_process_that_set_them(tmp_path
     assert got == {(0, 0): 1, (0, 1): five, (1, 0): 1, (1, 1): 1, (1, 2): two, (2, 0): five}
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_what_was_reused_while_nobody_looked_has_the_default_priority(tmp_path, kind):
     buffer = make(tmp_path, 6, 6, 6, 6)
     priorities = opened(tmp_path)
@@ -495,6 +498,7 @@ def check_after_kill(folder, reached):
     priorities.close()
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("place", "call", "stored"),
     [
@@ -598,6 +602,7 @@ def test_a_tree_takes_disk_space_only_where_steps_are(tmp_path):
     assert status.st_blocks * 512 < 2**27
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_the_minimum_is_kept_once_it_was_asked_for(tmp_path, kind):
     buffer = make(tmp_path, 2, 2, max_episodes=40, max_timesteps=6000)
     priorities = opened(tmp_path)
