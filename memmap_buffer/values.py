@@ -161,13 +161,8 @@ def _without_tensors(value: Any, torch: Any) -> Any:
         return [_without_tensors(item, torch) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
-    value = value.float() if value.dtype is torch.bfloat16 else value
     try:
-        return value.numpy()
-    except (TypeError, RuntimeError):  # it is on another device, has a gradient or a lazy conjugate
-        pass
-    try:
-        return value.numpy(force=True)
+        return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)
     except (TypeError, NotImplementedError, RuntimeError) as error:
         raise SchemaError(f"got a tensor of {value.dtype} ({value.layout}) that numpy cannot hold: {error}") from None
 

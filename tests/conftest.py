@@ -45,9 +45,12 @@ def no_loops(monkeypatch):
     monkeypatch.setattr(kernels, "now", None)
 
 
+LOOPS = kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))  # as the Python that they are
+
+
 def loops():
-    """Those of `kernels` as numba compiles them, or where there is none as the Python that they are."""
-    return kernels.compiled() or kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))
+    """Those of `kernels` as numba compiles them, or where there is none as they are."""
+    return kernels.compiled() or LOOPS
 
 
 @pytest.fixture(params=["numpy", "loops"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import assert_same
+from conftest import LOOPS, assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +15,10 @@ from memmap_buffer.store import kernels, tree
 from memmap_buffer.store.records import CHECK, FIRST_ROW, GENERATION, SERIAL
 from memmap_buffer.store.tree import SumTree, num_nodes, spread
 
-PYTHON = kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))
-
 
 @pytest.fixture(params=["python", "compiled"])
 def loops(request):
-    found = PYTHON if request.param == "python" else kernels.compiled()
+    found = LOOPS if request.param == "python" else kernels.compiled()
     return found or pytest.skip("numba is not installed")
 
 
@@ -88,11 +86,11 @@ def test_with_minima_the_loops_leave_updates_to_numpy(loops):
 
 def test_a_tree_goes_over_to_loops_after_some_draws(monkeypatch):
     plain, quick, rng = two_trees(3000, 1)
-    monkeypatch.setattr(kernels, "compiled", lambda: PYTHON)
+    monkeypatch.setattr(kernels, "compiled", lambda: LOOPS)
     for number in range(1, tree.PATIENCE + 3):
         values = spread(8, plain.total, rng, stratified=False)
         found = quick.find(values)[0]
-        assert (kernels.now is PYTHON) == (number >= tree.PATIENCE)
+        assert (kernels.now is LOOPS) == (number >= tree.PATIENCE)
         with going_by(None):
             plain._num_found = -1
             np.testing.assert_array_equal(found, plain.find(values)[0])
@@ -116,7 +114,7 @@ def test_an_interrupt_while_sums_are_taken_leaves_none_that_are_half_done():
         raise KeyboardInterrupt("stopped")
 
     one = two_trees(3000, 2)[0]
-    with going_by(PYTHON._replace(accumulate=interrupted)), pytest.raises(KeyboardInterrupt, match="stopped"):
+    with going_by(LOOPS._replace(accumulate=interrupted)), pytest.raises(KeyboardInterrupt, match="stopped"):
         _ = one.total
     assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
 
@@ -188,7 +186,7 @@ def test_a_step_that_is_none_has_no_leaf(loops, serial, t):
 )
 def test_the_nearest_timesteps_are_those_within_the_episode(items):
     first, t, limit = np.array(items).T
-    for loops in filter(None, (PYTHON, kernels.compiled())):
+    for loops in filter(None, (LOOPS, kernels.compiled())):
         rows, missing = np.empty(len(t), np.int64), np.empty(len(t), np.bool_)
         some = loops.nearest(first, t, limit, rows, missing)
         near = np.clip(t, 0, limit - 1)

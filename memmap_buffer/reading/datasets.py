@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.distributed import Drawn, EpochBatches, anchors_of, ranks_of, taken_apart
-from memmap_buffer.reading.gather import BFloat16Bits, Part, pieces
+from memmap_buffer.reading.gather import BFloat16Bits, Columns, Part, is_one, pieces
 from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
 from memmap_buffer.reading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.reading.prioritized import PrioritizedDraws, PrioritizedSampler
@@ -38,7 +38,7 @@ def seeded_rng(seed: int | None = None) -> np.random.Generator:
 
 def _maker(array: Array) -> Callable[[Array], Any]:
     """What makes a tensor of every part of an array."""
-    return torch.from_numpy if type(array) is np.ndarray and array.dtype.kind != "U" else to_tensor
+    return torch.from_numpy if array.dtype.kind != "U" and type(array) is np.ndarray else to_tensor
 
 
 def to_tensor(array: Array) -> Any:
@@ -58,9 +58,9 @@ def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
     return nest({key: to_tensor(array) for key, array in batch.items()})
 
 
-def tensors_of(columns: Mapping[str, Array], size: int) -> list[dict[str, Any]]:
+def tensors_of(columns: Columns, size: int) -> list[dict[str, Any]]:
     """Columns (N, …) as tensors, cut into batches of `size` items, each in memory that is seen to end where it does."""
-    if not columns or size >= len(next(iter(columns.values()))):
+    if is_one(columns, size):
         return [{key: to_tensor(values) for key, values in columns.items()}]
     parts = [map(_maker(values), pieces(values, size)) for values in columns.values()]
     return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]

@@ -57,13 +57,15 @@ def pieces(values: Array, size: int) -> list[Array]:
     return [*out, values[whole:]] if whole < len(values) else out
 
 
-def whole(columns: Columns, size: int) -> list[Columns]:
-    """The columns as they are, as of one batch."""
-    return [columns]
+def is_one(columns: Columns, size: int) -> bool:
+    """Whether columns are those of one batch of at most `size` items."""
+    return not columns or len(next(iter(columns.values()))) <= size
 
 
 def cut(columns: Columns, size: int) -> list[Columns]:
     """Batches of `size` items each, the last one of what is left; views of the columns."""
+    if is_one(columns, size):
+        return [columns]
     parts = (pieces(values, size) for values in columns.values())
     return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
 
@@ -339,7 +341,7 @@ class Gather:
             if missing.any():
                 fill = values.dtype.type() if what.padding == "zero" else self.schema.fields[name].fill
                 values[missing] = fill
-        return values if self.schema.all[name].dtype != "bfloat16" else values.view(BFloat16Bits)
+        return self._marked(name, values)
 
     def _slices(
         self, offsets: range, final: bool, limit: IntArray, padding: str, needed: IntArray | None = None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
-from memmap_buffer.reading.gather import BFloat16Bits, Columns, Gather, Make, Part, cut, whole
+from memmap_buffer.reading.gather import BFloat16Bits, Columns, Gather, Make, Part, cut
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
@@ -138,7 +138,7 @@ class Reader:
         damaged: int | None = None
         while tries < TRIES:
             gather = self.plan(anchors)
-            columns, fresh = gather.read(make=whole), gather.fresh()
+            columns, fresh = gather.read(), gather.fresh()
             if all_of(fresh):
                 return make(columns, anchors.size)[0]
             anchors = self._again(anchors, np.flatnonzero(~fresh))

@@ -97,9 +97,8 @@ class NStep(View):
 
     def cut(self, gather: Gather) -> None:
         schema, t, length = gather.schema, gather.t, gather.length
-        if self.n == 1:
-            k = np.empty(len(t), np.int64)
-            k.fill(1)
+        if self.n == 1:  # what is served has a successor
+            k = np.ones(len(t), np.int64)
         else:
             k = np.minimum(np.maximum(length - t - ~_goes_on(gather, self.terminated), 1), self.n)
         steps, following = range(self.n), named(schema, self.next_fields, "next_fields")

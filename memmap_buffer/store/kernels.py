@@ -30,11 +30,11 @@ class Kernels(NamedTuple):
     nearest: Any
 
 
-now: Kernels | None = None  # what is gone by, once somebody has called `load`
+now: Kernels | None = None  # those in use
 
 
 def load() -> None:
-    """Go by the kernels from now on, if numba is installed."""
+    """Use the kernels from now on, if numba is installed."""
     global now
     now = compiled()
 
