@@ -1,6 +1,7 @@
 """The loops that numba compiles, run as the Python that they are, and compiled where numba is: numpy's bits."""
 
 import importlib
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memmap_buffer import NStep, Prioritized, Timestep, Window
+from memmap_buffer.reading.masses import Steps
 from memmap_buffer.store import kernels, tree
 from memmap_buffer.store.records import CHECK, FIRST_ROW, GENERATION, SERIAL
 from memmap_buffer.store.tree import SumTree, num_nodes, spread
@@ -116,6 +118,25 @@ def test_an_interrupt_while_sums_are_taken_leaves_none_that_are_half_done():
     one = two_trees(3000, 2)[0]
     with going_by(LOOPS._replace(accumulate=interrupted)), pytest.raises(KeyboardInterrupt, match="stopped"):
         _ = one.total
+    assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
+
+
+def test_sums_that_were_taken_while_another_thread_updated_are_not_kept(recorded):
+    buffer = recorded([3, 4])
+    buffer.sample(1, timestep_level=True, prioritized=Prioritized())
+    priorities = buffer._priorities["td"].of(buffer._storage)
+    buffer.update_priorities(np.array([[0, 0]]), np.array([3.0]))
+    other = threading.Thread(target=buffer.update_priorities, args=(np.array([[1, 1]]), np.array([9.0])))
+
+    def accumulate(nodes, sums):
+        LOOPS.accumulate(nodes, sums)
+        other.start()
+        other.join(0.3)  # it waits for the sums
+
+    with going_by(LOOPS._replace(accumulate=accumulate)):
+        _ = Steps(priorities).total
+        other.join()
+    one = priorities.tree
     assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
 
 
