@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, SchemaMismatchError, pack
+from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, SchemaMismatchError, StaleEpisodeError, pack
 from memmap_buffer.reading import spans
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.store.files import write_word
-from memmap_buffer.store.records import FIRST_ROW, LENGTH, SERIAL, WORDS
+from memmap_buffer.store.records import DELETED, FIRST_ROW, LENGTH, SERIAL, WORDS
 
 LIFE, SHARD, SERIAL_STEP = 10**6, 10**4, 100
 FIELDS = {"x": Field("int", final=True), "wide": ("int", (200,)), "y": "int"}
@@ -227,6 +227,7 @@ def test_a_field_that_one_shard_adds_is_not_missed_and_one_that_it_drops_is_told
             buffer.sample(9, **OPTIONS["timesteps"])
 
 
+@example(word=LENGTH // 2, value=DELETED << 32 | 1, slot=0, how="timesteps")
 @settings(deadline=None, max_examples=25)
 @given(
     word=st.sampled_from([SERIAL, LENGTH // 2, FIRST_ROW]),
@@ -253,6 +254,8 @@ def test_a_record_that_is_forged_while_it_is_mapped_leads_to_no_row_of_another_s
             for number, x in zip(index[:, 0].tolist(), batch["x"].reshape(len(index), -1), strict=True):
                 # 0 is padding, or a row of this shard that was not written yet
                 assert all(value == 0 or value // SHARD == number for value in x.tolist())
+    except StaleEpisodeError:  # it says of itself that it is deleted, say, so it is not served
+        assert how != "timesteps" or (word == LENGTH // 2 and value >> 32 & DELETED)
     except (SchemaError, ValueError, IndexError) as error:  # of slices that lie nowhere, or a batch of 2^32 steps
         assert how != "timesteps", error
     finally:
