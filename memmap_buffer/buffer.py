@@ -27,7 +27,7 @@ from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.recording import Recording
-from memmap_buffer.store.shards import Capacity, take_free, tell_readers
+from memmap_buffer.store.shards import take_free, tell_readers
 from memmap_buffer.store.snapshot import snapshot
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.writer import Durability, Writer
@@ -62,9 +62,6 @@ class ReplayBuffer(Recording, Editing, Readable):
         shard: "auto": `folder` is a root of shards, and this writes to the first of them that nobody writes to, that
             was created with these arguments and has room; else to a new one. `ConcatBuffer.from_root` reads them all.
             The shard is taken for as long as this object has the lock: for another in the same process, too.
-        max_bytes: with `shard`: how much all shards of the root may show together. After each publication this writer
-            retires those of its own episodes that are among the oldest of the root beyond that; see `Capacity`. It
-            never touches another's, so what lies in a shard that nobody writes to stays, and counts.
 
     Raises:
         SchemaMismatchError: the folder holds another schema; the text lists the differences.
@@ -93,7 +90,6 @@ class ReplayBuffer(Recording, Editing, Readable):
         verify: str = "auto",
         reserve: bool = False,
         shard: str | None = None,
-        max_bytes: int | None = None,
     ) -> None:
         schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
         layout = Layout(
@@ -102,8 +98,6 @@ class ReplayBuffer(Recording, Editing, Readable):
         how = Durability(durability, sync_every, checksum, publish, stage)
         storage.check_verify(verify)
         how.require_spare(folder, layout.spare_slots)
-        if max_bytes is not None:
-            _check_max_bytes(max_bytes, shard)
         if read_only and overwrite:
             raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")
         place, lock = _place(folder) if shard is None else _free_shard(folder, layout, shard, overwrite or read_only)
@@ -115,7 +109,7 @@ class ReplayBuffer(Recording, Editing, Readable):
             text = "\n  ".join([f"{place.path} holds a buffer of another schema:", *differences])
             hint = "\nOpen it with from_folder, give the stored values, or pass overwrite=True to replace it."
             raise SchemaMismatchError(text + hint, differences=differences)
-        self._setup(opened, lock, how, None if max_bytes is None else Capacity(opened, max_bytes))
+        self._setup(opened, lock, how)
 
     @classmethod
     def from_folder(
@@ -170,9 +164,9 @@ class ReplayBuffer(Recording, Editing, Readable):
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
         return cls(folder, max_episodes, limit, {**schema_of(*spaces_of(env)), **(fields or {})}, **options)
 
-    def _setup(self, opened: Storage, lock: WriterLock, how: Durability, capacity: Capacity | None = None) -> None:
+    def _setup(self, opened: Storage, lock: WriterLock, how: Durability) -> None:
         super().__init__(Sources([opened]))
-        self._record_to(opened, Writer(opened, lock, how, capacity))
+        self._record_to(opened, Writer(opened, lock, how))
         if lock.held:
             self._writer.begin()  # who creates is the writer from the start
         if not self.read_only and opened.folder.exists(".redo"):
@@ -181,11 +175,10 @@ class ReplayBuffer(Recording, Editing, Readable):
                 opened.check_always()
 
     def _reopen(self) -> None:
-        verify, how, capacity = self._storage.verify, self._writer.how, self._writer.capacity
+        verify, how = self._storage.verify, self._writer.how
         self._close_priorities()
         lock = self._writer.detach()
-        opened = Storage.open(self.folder, verify=verify)
-        self._setup(opened, lock, how, None if capacity is None else Capacity(opened, capacity.max_bytes))
+        self._setup(Storage.open(self.folder, verify=verify), lock, how)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
@@ -285,13 +278,6 @@ class ReplayBuffer(Recording, Editing, Readable):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_max_bytes(max_bytes: object, shard: str | None) -> None:
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-        raise SchemaError(f"max_bytes: got {max_bytes!r}, expected a whole number from 1")
-    if shard is None:
-        raise SchemaError("max_bytes is of all shards of a root; give shard='auto' too, or max_steps for one folder")
 
 
 def _place(folder: str | PathLike[str]) -> tuple[Folder, WriterLock]:

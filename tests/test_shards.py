@@ -305,77 +305,9 @@ class TestTaken:
             ({"shard": "1"}, "shard: got '1', expected 'auto' or None"),
             ({"shard": "auto", "overwrite": True}, "leave out overwrite and read_only"),
             ({"shard": "auto", "read_only": True}, "leave out overwrite and read_only"),
-            ({"shard": "auto", "max_bytes": 0}, "max_bytes: got 0, expected a whole number from 1"),
-            ({"shard": "auto", "max_bytes": True}, "max_bytes: got True, expected a whole number from 1"),
-            ({"max_bytes": 9}, "max_bytes is of all shards of a root; give shard='auto' too"),
         ],
     )
     def test_what_a_shard_cannot_be_is_refused(self, tmp_path, options, text):
         with pytest.raises(SchemaError, match=text):
             ReplayBuffer(tmp_path, **SIZES, **options)
         assert list(tmp_path.iterdir()) == []
-
-
-class TestCapacity:
-    BYTES = 80  # ten steps of one int64
-
-    def writers(self, root, count):
-        return [ReplayBuffer(root, **SIZES, shard="auto", max_bytes=self.BYTES) for _ in range(count)]
-
-    def test_the_oldest_episodes_of_the_root_leave_whichever_shard_they_are_of(self, tmp_path):
-        """Against the definition: the newest of all that fit, each shard being published to last in turn."""
-        buffers, published = self.writers(tmp_path, 3), []
-        rng = np.random.default_rng(0)
-        for value in range(120):
-            number = int(rng.integers(3))
-            length = int(rng.integers(1, 5))
-            buffers[number].store_episode(x=[value] * length)
-            published.append((number, value, length))
-        sizes = [length for *_, length in published]
-        kept = [i for i in range(120) if sum(sizes[i:]) <= 10]
-        # The last publication of each shard was with what the others showed then; publish once more, oldest first.
-        for number in sorted(range(3), key=lambda n: max(i for i, one in enumerate(published) if one[0] == n)):
-            buffers[number].store_episode(x=[1000 + number])
-        shown = {row[3] for row in everything(ConcatBuffer.from_root(tmp_path))}
-        assert {1000, 1001, 1002} <= shown
-        assert {value for value in shown if value < 1000} <= {published[i][1] for i in kept}
-        assert ConcatBuffer.from_root(tmp_path).num_steps <= 10
-
-    def test_what_lies_in_a_shard_without_a_writer_stays_and_counts(self, tmp_path):
-        first, second = self.writers(tmp_path, 2)
-        for value in range(3):
-            first.store_episode(x=[value] * 3)
-        first.close()
-        for value in range(100, 105):
-            second.store_episode(x=[value])
-        assert [len(ReplayBuffer.from_folder(buffer.folder, read_only=True)) for buffer in (first, second)] == [3, 5]
-        for value in range(105, 115):
-            second.store_episode(x=[value])
-        left = ReplayBuffer.from_folder(second.folder, read_only=True).get_all_data()["x"].flatten().tolist()
-        assert left == list(range(105, 115))  # the nine of `first` are older still, and not for it to retire
-
-    def test_retired_episodes_stay_retired_for_whoever_takes_the_shard_next(self, tmp_path):
-        (buffer,) = self.writers(tmp_path, 1)
-        for value in range(5):
-            buffer.store_episode(x=[value] * 4)
-        assert buffer.serials.tolist() == [3, 4]
-        buffer.close()
-        with ReplayBuffer(tmp_path, **SIZES, shard="auto") as again:
-            assert again.serials.tolist() == [3, 4]
-            again.store_episode(x=[9])
-            assert again.serials.tolist() == [3, 4, 5]
-
-    def test_the_newest_episode_stays_however_large_it_is(self, tmp_path):
-        with ReplayBuffer(tmp_path, **SIZES, shard="auto", max_bytes=8) as buffer:
-            for value in range(3):
-                buffer.store_episode(x=[value] * 4)
-                assert buffer.serials.tolist() == [value]
-
-    def test_a_damaged_shard_of_another_hinders_no_publication(self, tmp_path, caplog):
-        first, second = self.writers(tmp_path, 2)
-        damaged = first.folder / "state.npy"
-        first.close()
-        damaged.write_bytes(damaged.read_bytes()[:-1])
-        second.store_episode(x=[1])
-        assert len(second) == 1
-        assert "max_bytes is not kept for now" in caplog.text

@@ -3,6 +3,7 @@
 import errno
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -21,7 +22,7 @@ from hypothesis.stateful import (
 
 from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, verify
 from memmap_buffer.store import episode as episodes
-from memmap_buffer.store import publication
+from memmap_buffer.store import publication, storage
 from memmap_buffer.store.records import CUT, OPEN
 
 FIELDS = {"x": Field("float", 2, final=True), "y": "int", "truncated": ("bool", (), False)}
@@ -232,6 +233,40 @@ def test_a_retired_episode_that_is_still_being_written_never_costs_a_newer_one(t
 
 
 # Everything, against a plain model
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_to_delete_many_episodes_reads_all_records_as_often_as_to_delete_one(tmp_path, monkeypatch, durability):
+    read, columns_since = [], storage.columns_since
+    monkeypatch.setattr(storage, "columns_since", lambda *a: read.append(a) or columns_since(*a))
+    costs = []
+    for count in (1, 20):
+        with make(tmp_path / str(count), 40, durability=durability) as buffer:
+            for value in range(40):
+                buffer.store_episode(**whole(value))
+            reader = ReplayBuffer.from_folder(buffer.folder, read_only=True)
+            assert len(buffer) == len(reader) == 40
+            read.clear()
+            with system() as seen:
+                buffer.delete(range(count))
+            costs.append((len(read), len(seen.done) - count))  # one write for each record
+            assert ys(buffer) == ys(reader) == [[value] * 2 for value in range(count, 40)]
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_readers_are_told_of_what_was_deleted_before_an_error(tmp_path, at):
+    buffer = make(tmp_path, 5)
+    for value in range(5):
+        buffer.store_episode(**whole(value))
+    reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
+    buffer.delete(0)
+    assert len(reader) == 4
+    with system(at=at, error=errno.EIO), suppress(OSError):
+        buffer.delete([0, 1, 2])
+    left = ys(ReplayBuffer.from_folder(tmp_path, read_only=True))
+    buffer.store_episode(**whole(5))
+    assert ys(buffer) == ys(reader) == [*left, [5, 5]]
 
 
 class Interleaved(RuleBasedStateMachine):

@@ -88,7 +88,7 @@ class Ring:
             self._free.append(slot)
             self.steps -= length
 
-    def hide_before(self, serial: int) -> None:
-        """The episodes before one are not visible any more."""
-        while self._live and self.oldest < serial:
+    def clear(self) -> None:
+        """No episode is visible any more."""
+        while self._live:
             self.hide(self.oldest)

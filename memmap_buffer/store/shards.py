@@ -6,8 +6,6 @@ moment that its `schema.json` is there until it is removed, and free as long as 
 
 from __future__ import annotations
 
-import heapq
-import logging
 import re
 import time
 from collections.abc import Iterator
@@ -16,17 +14,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeAlias
 
-from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, NotABufferError
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
-from memmap_buffer.store.records import TIME
 from memmap_buffer.store.storage import Storage
-from memmap_buffer.store.table import EpisodeTable
 
 MAX_SHARDS = 100_000
 SETTLED_NS = 100_000_000  # two changes of a folder within a tick of the clock bear the same time
-log = logging.getLogger("memmap_buffer")
 _NAME = re.compile(r"shard-(\d{5})")
 Key: TypeAlias = tuple[int, int, int]
 
@@ -112,54 +107,6 @@ class Shards:
     def _vacant(self, number: int) -> Storage:
         assert self._first is not None
         return self._first.withdraw(self.root / shard_name(number))
-
-
-class Capacity:
-    """The bytes that all shards of a root may show together: of each the steps that are visible, by their fields.
-
-    The oldest episodes of the root are to leave first, by the time of their publication. Each writer retires its own,
-    when it publishes; so the sum is kept as far as the shards with the oldest episodes have a writer that publishes.
-    What is of a shard that nobody writes to stays, and counts; and so does the newest episode of each shard.
-
-    Args: own: the shard that is written to. max_bytes: of all together.
-    """
-
-    def __init__(self, own: Storage, max_bytes: int) -> None:
-        self._own, self.max_bytes = own, max_bytes
-        self._shards = Shards(own.path.parent)
-
-    def first_kept(self) -> int:
-        """The serial of the oldest of the own episodes that may stay; 0 where that cannot be told."""
-        try:
-            return self._first_kept()
-        except (MemmapBufferError, OSError) as error:  # of another's shard: what was published here stays published
-            log.warning("%s: max_bytes is not kept for now: %s", self._own.path, error)
-            return 0
-
-    def _first_kept(self) -> int:
-        storages = [self._own if s.path == self._own.path else s for s in self._shards.look() if not s.withdrawn]
-        tables = [(storage.refresh(), _step_bytes(storage), storage) for storage in storages]
-        surplus = sum(table.steps * size for table, size, _ in tables) - self.max_bytes
-        serial = 0
-        if surplus <= 0:
-            return serial
-        for _, size, mine, number in heapq.merge(*(_oldest(*each, each[2] is self._own) for each in tables)):
-            if surplus <= 0:
-                break
-            surplus -= size
-            serial = number + 1 if mine else serial
-        return min(serial, int(self._own.table.serial[self._own.table.visible[-1:]].max(initial=0)))
-
-
-def _step_bytes(storage: Storage) -> int:
-    return sum(field.itemsize for field in storage.layout.schema.fields.values())
-
-
-def _oldest(table: EpisodeTable, size: int, storage: Storage, mine: bool) -> Iterator[tuple[int, int, bool, int]]:
-    """(time of publication, bytes, `mine`, serial) of the visible episodes of a shard, oldest first."""
-    times = storage.maps.words[:, TIME]
-    for slot in table.visible:
-        yield int(times[slot]), int(table.length[slot]) * size, mine, int(table.serial[slot])
 
 
 def _key(path: Path) -> Key | None:

@@ -20,7 +20,6 @@ from memmap_buffer.store.publication import Files, Publication, commit
 from memmap_buffer.store.records import CUT, DELETED, FINAL, OPEN, TERMINATED
 from memmap_buffer.store.recovery import count, take_over
 from memmap_buffer.store.ring import Ring
-from memmap_buffer.store.shards import Capacity
 from memmap_buffer.store.staging import Staging
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import IntArray
@@ -89,18 +88,16 @@ class Writer:
 
     Args:
         storage: the folder. lock: the lock, held already by whoever created the folder, or not. how: see there.
-        capacity: what its root may hold, if it is one of several shards.
 
     Raises: SchemaError: `sync_every` is more than the spare slots.
     """
 
-    def __init__(self, storage: Storage, lock: WriterLock, how: Durability, capacity: Capacity | None = None) -> None:
+    def __init__(self, storage: Storage, lock: WriterLock, how: Durability) -> None:
         self.storage = storage
         self.schema = storage.layout.schema
         self.max_timesteps = storage.layout.max_timesteps
         how.require_spare(storage.path, storage.layout.spare_slots)
         self.how = how
-        self.capacity = capacity
         self._lock = lock
         self._files: Files | None = None
         self._ring: Ring
@@ -218,8 +215,6 @@ class Writer:
         except BaseException:
             self._settle()
             raise
-        if self.capacity is not None and (serial := self.capacity.first_kept()) > self._ring.oldest:
-            self._clear_before(self.begin(), serial)
 
     def _settle(self) -> None:
         """After an error or an interruption at any line, count anew: what is on the disk is what happened."""
@@ -334,15 +329,18 @@ class Writer:
             self._rewrite(redo.plan(files, slot, new_rows, {name: values[i] for name, values in meta.items()}))
 
     def delete(self, slots: Sequence[int]) -> None:
-        """Make visible slots invisible for good. What was retired before stays retired."""
+        """Make visible slots invisible for good, in one pass. What was retired before stays retired."""
         files = self.begin()
         self._retire(files)
-        for slot in slots:
-            table = self.storage.refresh()
-            files.amend(slot, flags=int(table.flags[slot]) | DELETED)
+        table = self.storage.refresh()
+        files.behind = True  # whatever ends this, readers are told: now, or by the next call
+        try:
+            for slot in slots:
+                files.amend(slot, flags=int(table.flags[slot]) | DELETED)
+                self._ring.hide(int(table.serial[slot]))
             files.barriers("/episodes")
-            files.changed()
-            self._ring.hide(int(table.serial[slot]))
+        finally:
+            files.catch_up()
 
     def _retire(self, files: Files) -> None:
         """What is not visible any more never comes back, whatever leaves."""
@@ -354,13 +352,10 @@ class Writer:
         files = self.begin()
         self._refuse_open_steps("clear")
         self._commit_pending(files)
-        self._clear_before(files, self._ring.next)
-
-    def _clear_before(self, files: Files, serial: int) -> None:
-        files.write_state("base", serial)
+        files.write_state("base", self._ring.next)
         files.barriers("/state")
         files.changed()
-        self._ring.hide_before(serial)
+        self._ring.clear()
 
     def _refuse_open_steps(self, what: str) -> None:
         if any(publication.published for publication in self._publications.values()):
