@@ -132,6 +132,31 @@ def test_batches_of_workers_are_fresh_and_writable(recorded):
 # What is published meanwhile
 
 
+@pytest.mark.parametrize("method", METHODS[:2])
+def test_the_workers_of_a_loader_of_ones_own_see_what_refresh_found_or_say_how(recorded, record, method):
+    buffer = recorded((3, 4))
+    dataset = buffer.dataset(timestep_level=True)
+    how = {"batch_size": 2, "num_workers": 1, "multiprocessing_context": method}
+    kept = DataLoader(dataset, persistent_workers=True, **how)
+    assert sum(len(batch["t"]) for batch in kept) == 7
+    record(buffer, 2, 5)
+    assert sum(len(batch["t"]) for batch in kept) == 7
+    dataset.refresh()
+    with pytest.raises(
+        IndexError, match=r"(?s)item 7: this worker's copy .* has 7.*make the DataLoader anew.*dataloader"
+    ):
+        list(kept)
+    remedies = (
+        DataLoader(dataset, **how),
+        DataLoader(dataset, persistent_workers=True, **how),
+        buffer.dataloader(2, timestep_level=True, num_workers=1, multiprocessing_context=method),
+    )
+    for other in remedies:
+        assert sum(len(batch["t"]) for batch in other) == 12
+    with pytest.raises(IndexError, match=r"item 12: the dataset has 12; call refresh\(\) to see newer ones"):
+        dataset[12]
+
+
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_a_new_epoch_of_workers_sees_the_episodes_published_since(recorded, record, persistent_workers):
     buffer = recorded((3, 4))

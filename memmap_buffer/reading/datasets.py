@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.random  # numpy loads it when it is first used, which would be in the middle of the first batch
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.distributed import Drawn, EpochBatches, anchors_of, ranks_of, taken_apart
@@ -111,7 +111,8 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
     """A map-style dataset of one view's items, oldest episode first.
 
     It pickles as a path, options and the index (36 bytes an episode), and each process maps the files itself. The
-    number of items is of the last `refresh`; loaders made by `dataloader` refresh at every epoch.
+    number of items is of the last `refresh`; loaders made by `dataloader` refresh at every epoch. The workers of
+    any other DataLoader have copies of when they were started: with `persistent_workers` make it anew after `refresh`.
 
     Args: reader: what is read.
     """
@@ -154,10 +155,19 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
             raise SchemaError(f"dataset: got {indices!r}, expected whole numbers, the positions of items")
         outside = (positions < -len(index)) | (positions >= len(index))
         if outside.any():
-            raise IndexError(
-                f"item {positions[outside][0]}: the dataset has {len(index)}; call refresh() to see newer ones"
-            )
+            raise IndexError(_outside(int(positions[outside][0]), len(index)))
         return self.reader.crop(index.locate(positions.astype(np.int64) % len(index)), seeded_rng)
+
+
+def _outside(position: int, items: int) -> str:
+    """What is said of a position that a dataset has not: a worker's is a copy, which nobody can refresh."""
+    if get_worker_info() is None:
+        return f"item {position}: the dataset has {items}; call refresh() to see newer ones"
+    return (
+        f"item {position}: this worker's copy of the dataset has {items}, those of when the worker was started; after "
+        "refresh() make the DataLoader anew, or leave out persistent_workers=True, or take buffer.dataloader(…), whose "
+        "workers read what the main process draws"
+    )
 
 
 def _rng_of(anchors: Anchors | Part) -> np.random.Generator:
