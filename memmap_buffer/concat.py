@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.statistics import QUANTILES, Statistics, statistics
-from memmap_buffer.store.shards import shard_numbers
+from memmap_buffer.store.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.store.storage import Storage
 
 
@@ -39,7 +40,13 @@ class ConcatBuffer(Readable):
         super().__init__(Sources([_storage(source) for source in sources]), weights)
 
     @classmethod
-    def from_root(cls, root: str | PathLike[str], weights: Sequence[float] | None = None) -> ConcatBuffer:
+    def from_root(
+        cls,
+        root: str | PathLike[str],
+        weights: Sequence[float] | None = None,
+        *,
+        on_damaged: str = "raise",
+    ) -> ConcatBuffer:
         """The buffers that are direct subfolders of `root`.
 
         Where it holds shards (`shard-00000` …, as `ReplayBuffer(root, …, shard="auto")` makes them), these are read,
@@ -47,13 +54,28 @@ class ConcatBuffer(Readable):
         the one of its name, first in `_indices` and `_index`, whichever others there are; the episodes of one that is
         removed are gone as those of a ring that went on. Else, or with `weights`, they are the folders of now, by name.
 
-        Raises: NotABufferError: there is none. SchemaMismatchError: the fields differ.
+        A shard that lacks a file or the end of one, as while it is copied there, is passed over until it is whole, and
+        the log says so.
+
+        Args:
+            root: the folder that they are in. weights: as for `ConcatBuffer`, by name.
+            on_damaged: "skip" passes over what else cannot be opened, too, with its weight; "raise" does not.
+
+        Raises:
+            NotABufferError: there is none. SchemaMismatchError: the fields differ.
+            CorruptBufferError, SchemaError: one is damaged.
         """
+        shards = Shards(root, on_damaged)
         if weights is None and next(shard_numbers(Path(root)), None) is not None:
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Sources.of_root(root))
+            Readable.__init__(buffer, Sources.of_root(shards))
             return buffer
         folders = sorted(path.parent for path in Path(root).glob("*/schema.json"))
+        if on_damaged == "skip":
+            whole = [is_whole(folder) for folder in folders]
+            if weights is not None and len(weights) == len(folders):
+                weights = list(compress(weights, whole))
+            folders = list(compress(folders, whole))
         if not folders:
             raise NotABufferError(f"{root}: no subfolder holds a buffer", path=Path(root))
         return cls(folders, weights)
@@ -65,7 +87,7 @@ class ConcatBuffer(Readable):
     @property
     def shards(self) -> tuple[int, ...]:
         """The number of each folder, by which `_indices` and `_index` begin."""
-        return tuple(n for n, storage in enumerate(self._sources.storages) if not storage.withdrawn)
+        return tuple(number for number, storage in self._numbered if not storage.withdrawn)
 
     @property
     def read_only(self) -> bool:
@@ -73,7 +95,11 @@ class ConcatBuffer(Readable):
 
     @property
     def _present(self) -> list[Storage]:
-        return [storage for storage in self._sources.storages if not storage.withdrawn]
+        return [storage for _, storage in self._numbered if not storage.withdrawn]
+
+    @property
+    def _numbered(self) -> list[tuple[int, Storage]]:
+        return [(number, storage) for number, storage, _ in self._sources.by_number(self._sources.tables)]
 
     def statistics(
         self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0

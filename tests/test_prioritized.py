@@ -585,7 +585,7 @@ def test_an_update_of_several_sources_counts_what_is_gone_in_each(tmp_path):
     both.sample(1, prioritized=True, **STEP)
     assert both.update_priorities([[0, 0, 0], [1, 3, 0], [0, 9, 1], [1, 0, 6]], [1, 2, 3, 4]) == 2
     assert both.update_priorities([[0, 0], [1, 3]], [1, 2]) == 1
-    with pytest.raises(SchemaError, match="got source 2, there are 2"):
+    with pytest.raises(SchemaError, match="got source 2, expected one from 0 to 1"):
         both.update_priorities([[2, 0, 0]], [1])
     both.checkpoint()
 

@@ -17,7 +17,7 @@ from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import Trajectory
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.store.edits import positions_of
-from memmap_buffer.store.table import IntArray
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array, check_count, decode
 
 if TYPE_CHECKING:
@@ -68,12 +68,16 @@ class Contents:
     @property
     def episode_lens(self) -> IntArray:
         """(episodes,) int64 timesteps of each episode, oldest first."""
-        return np.concatenate([table.length[table.visible] for table in self._sources.refresh()])
+        return np.concatenate([table.length[table.visible] for table in self._tables()])
 
     @property
     def serials(self) -> IntArray:
         """(episodes,) int64 the number of each episode, which it keeps for ever; oldest first."""
-        return np.concatenate([table.serial[table.visible] for table in self._sources.refresh()])
+        return np.concatenate([table.serial[table.visible] for table in self._tables()])
+
+    def _tables(self) -> list[EpisodeTable]:
+        """The tables as they are now, source by source."""
+        return [table for _, _, table in self._sources.by_number(self._sources.refresh())]
 
     @property
     def max_episodes(self) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,6 +13,7 @@ from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.store.records import OPEN
+from memmap_buffer.store.shards import MAX_SHARDS
 from memmap_buffer.store.table import EpisodeTable, IntArray
 
 
@@ -22,17 +22,19 @@ class Stretch:
     """What an epoch covers of one folder.
 
     Args:
+        number: the folder's.
         episodes: (first, last) serials, ascending; more than one pair where episodes were deleted in between.
         open: (serial, timesteps, flags) of those that were still being appended to.
         items: how many they have.
     """
 
+    number: int
     episodes: tuple[tuple[int, int], ...]
     open: tuple[tuple[int, int, int], ...]
     items: int
 
     @classmethod
-    def of(cls, table: EpisodeTable, items: int) -> Stretch:
+    def of(cls, number: int, table: EpisodeTable, items: int) -> Stretch:
         """What a table shows."""
         serial = table.serial[table.visible]
         cuts = np.flatnonzero(np.diff(serial) > 1) + 1
@@ -41,7 +43,7 @@ class Stretch:
         growing = zip(
             table.serial[slots].tolist(), table.length[slots].tolist(), table.flags[slots].tolist(), strict=True
         )
-        return cls(tuple(ranges), tuple(growing), items)
+        return cls(number, tuple(ranges), tuple(growing), items)
 
     def of_later(self, table: EpisodeTable) -> EpisodeTable:
         """What is left of it in a later table; episodes that grew since have the length that they had."""
@@ -71,11 +73,11 @@ class Extent:
     digest: int
 
     @classmethod
-    def of(cls, tables: Sequence[EpisodeTable], index: Index) -> Extent:
-        """What an index of these tables covers."""
-        bounds = index.bounds(len(tables))
-        items = [stop - start for start, stop in pairwise(bounds)]
-        return cls(tuple(map(Stretch.of, tables, items)), index.digest)
+    def of(cls, tables: Mapping[int, EpisodeTable], index: Index) -> Extent:
+        """What an index of these tables, by their numbers, covers."""
+        numbers = np.fromiter(tables, np.int64, len(tables))
+        items = (index.bounds(numbers + 1) - index.bounds(numbers)).tolist()
+        return cls(tuple(map(Stretch.of, tables, tables.values(), items)), index.digest)
 
     @property
     def items(self) -> int:
@@ -84,7 +86,12 @@ class Extent:
     def state(self) -> dict[str, Any]:
         """It as lists and whole numbers."""
         sources = [
-            {"episodes": [list(pair) for pair in s.episodes], "open": [list(one) for one in s.open], "items": s.items}
+            {
+                "number": s.number,
+                "episodes": [list(pair) for pair in s.episodes],
+                "open": [list(one) for one in s.open],
+                "items": s.items,
+            }
             for s in self.stretches
         ]
         return {"sources": sources, "digest": self.digest}
@@ -105,20 +112,22 @@ class Extent:
             SchemaError: other options or folders, or values changed by which items are chosen.
         """
         sources.refresh()
-        sources.reach(len(self.stretches))
+        known = {stretch.number: stretch for stretch in self.stretches}
+        sources.reach(np.fromiter(known, np.int64, len(known)))
         now = sources.tables
-        if len(self.stretches) != len(now) and sources.shards is None:
-            raise SchemaError(f"the epoch is of {len(self.stretches)} folders, this reads {len(now)}")
-        later = (Stretch((), (), 0),) * (len(now) - len(self.stretches))  # shards that appeared since
-        stretches = (*self.stretches, *later)
+        numbers = sources.numbers[: len(now)].tolist()
+        if sources.shards is None and list(known) != numbers:
+            raise SchemaError(f"the epoch is of {len(known)} folders, this reads {len(now)}")
+        # What is not in it appeared since.
+        stretches = [known.get(number) or Stretch(number, (), (), 0) for number in numbers]
         tables = [stretch.of_later(table) for stretch, table in zip(stretches, now, strict=True)]
         index = selection.index(sources, tables)
-        gone = [stretch.gone(table) for stretch, table in zip(stretches, tables, strict=True)]
-        if any(serials.size for serials in gone):
-            for number, serials in enumerate(gone):
+        gone = [(stretch, stretch.gone(table)) for stretch, table in zip(stretches, tables, strict=True)]
+        if any(serials.size for _, serials in gone):
+            for stretch, serials in gone:
                 if serials.size and (on_stale == "raise" or selection.top_k is not None):
-                    _refuse(sources, number, serials, "load it with on_stale='redraw', or begin a new epoch")
-                index = self._with_gone(index, sources, number, serials)
+                    _refuse(sources, stretch.number, serials, "load it with on_stale='redraw', or begin a new epoch")
+                index = _with_gone(index, sources, stretch, serials)
         elif index.digest != self.digest:
             raise SchemaError(
                 f"{sources.storages[0].path}: the epoch had {self.items} items, of other episodes or timesteps than "
@@ -126,22 +135,26 @@ class Extent:
             )
         return index
 
-    def _with_gone(self, index: Index, sources: Sources, number: int, serials: IntArray) -> Index:
-        """The index with a run for the items of a folder's episodes that are gone, if they were side by side."""
-        bounds = index.bounds(len(self.stretches))
-        missing = self.stretches[number].items - (bounds[number + 1] - bounds[number])
-        if not missing:
-            return index
-        start, stop = (int(np.searchsorted(index.starts, bound)) for bound in bounds[number : number + 2])
-        at, end = start + np.searchsorted(index.serial[start:stop], serials[[0, -1]])
-        if missing < 0 or at != end:
-            _refuse(sources, number, serials, "which items they had cannot be told any more; begin a new epoch")
-        return index.with_run(int(at), serial=int(serials[0]), count=missing, source=number)
+
+def _with_gone(index: Index, sources: Sources, stretch: Stretch, serials: IntArray) -> Index:
+    """The index with a run for the items of a folder's episodes that are gone, if they were side by side."""
+    ends = np.array([stretch.number, stretch.number + 1])
+    first, last = index.bounds(ends).tolist()
+    missing = stretch.items - (last - first)
+    if not missing:
+        return index
+    start, stop = index.cuts(ends).tolist()
+    at, end = start + np.searchsorted(index.serial[start:stop], serials[[0, -1]])
+    if missing < 0 or at != end:
+        _refuse(sources, stretch.number, serials, "which items they had cannot be told any more; begin a new epoch")
+    return index.with_run(int(at), serial=int(serials[0]), count=missing, source=stretch.number)
 
 
 def _refuse(sources: Sources, number: int, serials: IntArray, remedy: str) -> NoReturn:
+    storage = sources.numbered(number)
+    assert storage is not None
     raise StaleEpisodeError(
-        f"{sources.storages[number].path}: {len(serials)} episodes of the epoch, {serials[:5].tolist()} first, were "
+        f"{storage.path}: {len(serials)} episodes of the epoch, {serials[:5].tolist()} first, were "
         f"overwritten or removed since; {remedy}",
         serials=serials.tolist(),
     )
@@ -150,4 +163,7 @@ def _refuse(sources: Sources, number: int, serials: IntArray, remedy: str) -> No
 def _stretch(state: Mapping[str, Any]) -> Stretch:
     episodes = tuple((int(first), int(last)) for first, last in state["episodes"])
     growing = tuple((int(serial), int(steps), int(flags)) for serial, steps, flags in state["open"])
-    return Stretch(episodes, growing, int(state["items"]))
+    number = int(state["number"])
+    if not 0 <= number < MAX_SHARDS:
+        raise ValueError(f"number: got {number}, expected 0 to {MAX_SHARDS - 1}")
+    return Stretch(number, episodes, growing, int(state["items"]))

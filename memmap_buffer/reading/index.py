@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,26 +43,32 @@ class Index:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def bounds(self, sources: int) -> list[int]:
-        """Where each source's anchors begin, and the end; they are listed source by source."""
-        if self.source is None:
-            return [0, len(self)]
-        return [int(n) for n in self.starts[np.searchsorted(self.source, np.arange(sources + 1))]]
+    def bounds(self, sources: IntArray) -> IntArray:
+        """Where the anchors of sources begin, by their numbers; they end where those of the next number begin."""
+        return self.starts[self.cuts(sources)]
 
-    def parts(self, sources: int) -> list[Runs]:
-        """Its runs, source by source."""
-        count = np.diff(self.starts)
-        runs = Runs(self.slot, self.serial, self.first, count, self.last)
+    def cuts(self, sources: IntArray) -> IntArray:
+        """Where the runs of sources begin, likewise; they are listed source by source, ascending."""
+        if self.source is None:
+            return np.minimum(sources, 1) * len(self.slot)
+        return np.searchsorted(self.source, sources)
+
+    def parts(self, sources: IntArray) -> list[Runs]:
+        """The runs of each of these sources."""
+        runs = Runs(self.slot, self.serial, self.first, np.diff(self.starts), self.last)
         if self.source is None:
             return [runs]
-        cuts = np.searchsorted(self.source, np.arange(sources + 1)).tolist()
-        return [runs.where(slice(*cut)) for cut in pairwise(cuts)]
+        return [runs.where(slice(*cut)) for cut in self.ranges(sources)]
+
+    def ranges(self, sources: IntArray) -> list[tuple[int, int]]:
+        """(first, stop) of the runs of each of these sources."""
+        return list(zip(self.cuts(sources).tolist(), self.cuts(sources + 1).tolist(), strict=True))
 
     def living(self, sources: Sources) -> Index:
         """What is left of it in the tables as last read."""
         source = np.zeros(len(self.slot), np.int64) if self.source is None else self.source
         keep = np.zeros(len(self.slot), np.bool_)
-        for number, table in enumerate(sources.tables):
+        for number, _, table in sources.by_number(sources.tables):
             mine = source == number
             keep[mine] = table.shows(self.slot[mine], self.serial[mine])
         return replace(

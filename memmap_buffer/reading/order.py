@@ -76,8 +76,7 @@ def draw_like(
     """As many anchors from each source as before; from anywhere for a source that has none left."""
     if anchors.source is None:
         return draw(selection, sources, index, anchors.size, rng)
-    bounds = np.array(index.bounds(len(sources.storages)))
-    low, high = bounds[anchors.source], bounds[anchors.source + 1]
+    low, high = index.bounds(anchors.source), index.bounds(anchors.source + 1)
     low, high = np.where(low < high, low, 0), np.where(low < high, high, len(index))
     return crop(selection, sources, index.locate(index.pick(rng.random(anchors.size), low, high)), rng)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from memmap_buffer.reading.split import Ranks
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.storage import Storage
-from memmap_buffer.store.table import IntArray
+from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.store.tree import FloatArray, spread
 from memmap_buffer.transforms import compute_importance_weights
 from memmap_buffer.values import Array, check_count
@@ -57,10 +56,11 @@ class Trees:
 
     def numbered(self, number: int) -> Priorities | None:
         """Those of the source of that number, None where there is no such folder (any more)."""
-        if not 0 <= number < len(self._sources.storages):
-            raise SchemaError(f"update_priorities: got source {number}, there are {len(self._sources.storages)}")
-        storage = self._sources.storages[number]
-        return None if storage.withdrawn else self.of(storage)
+        highest = int(self._sources.numbers.max())
+        if not 0 <= number <= highest:
+            raise SchemaError(f"update_priorities: got source {number}, expected one from 0 to {highest}")
+        storage = self._sources.numbered(number)
+        return None if storage is None or storage.withdrawn else self.of(storage)
 
     @property
     def by_source(self) -> bool:
@@ -111,7 +111,7 @@ class PrioritizedDraws:
         self._quota = None if weights is None else Quota(weights)
         self._shared = 0
         self._masses: dict[Storage, Steps | Heap] = {}
-        self._followed: tuple[Index, list[tuple[Mass, Index]]] | None = None
+        self._followed: tuple[Index, IntArray, list[tuple[Mass, Index]]] | None = None
         self._lock = threading.Lock()
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
@@ -120,7 +120,7 @@ class PrioritizedDraws:
         Raises: NotEnoughDataError: there is nothing to draw.
         """
         with self._lock:
-            masses = self._follow()
+            numbers, masses = self._follow()
             totals = [mass.total for mass in masses]
             if not sum(totals) > 0:
                 raise NotEnoughDataError(f"{self._path}: nothing to draw: every item has priority 0", episodes=0)
@@ -128,7 +128,8 @@ class PrioritizedDraws:
             probability = mass * shares[0 if sources is None else sources]
             weight = self._weigh(probability, masses, shares)
             self.num_drawn += not alone
-        anchors = Anchors(sources, slot, serial, t, weight.astype(np.float32), probability)
+        named = None if sources is None else numbers[sources]
+        anchors = Anchors(named, slot, serial, t, weight.astype(np.float32), probability)
         return self.reader.crop(anchors, lambda: rng)
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
@@ -143,8 +144,8 @@ class PrioritizedDraws:
     def _path(self) -> object:
         return self.reader.sources.storages[0].path
 
-    def _follow(self) -> list[Mass]:
-        """What the anchors of each source weigh, as of now."""
+    def _follow(self) -> tuple[IntArray, list[Mass]]:
+        """The numbers of the sources, and what the anchors of each weigh, as of now."""
         index = self.reader.index(refresh=True)
         if self._followed is None or self._followed[0] is not index:
             self.reader.require(index)
@@ -153,21 +154,17 @@ class PrioritizedDraws:
                 self._masses = {storage: mass for storage, mass in self._masses.items() if storage not in gone}
                 if self._priorities is not None:
                     self._priorities.prune()
-            parts = self._by_source(index)
-            self._followed = index, [(self._mass(number, part), part) for number, part in enumerate(parts)]
-        for mass, part in self._followed[1]:
+            each = self.reader.sources.by_number(self.reader.tables)
+            numbers = np.array([number for number, *_ in each])
+            parts = [index] if index.source is None else [_part(index, *cut) for cut in index.ranges(numbers)]
+            masses = [self._mass(*one[1:], part) for one, part in zip(each, parts, strict=True)]
+            self._followed = index, numbers, list(zip(masses, parts, strict=True))
+        _, numbers, followed = self._followed
+        for mass, part in followed:
             mass.follow(part)
-        return [mass for mass, _ in self._followed[1]]
+        return numbers, [mass for mass, _ in followed]
 
-    def _by_source(self, index: Index) -> list[Index]:
-        """The index of each source by itself."""
-        if index.source is None:
-            return [index]
-        cuts = np.searchsorted(index.source, np.arange(len(self.reader.tables) + 1))
-        return [_part(index, int(a), int(b)) for a, b in pairwise(cuts)]
-
-    def _mass(self, number: int, index: Index) -> Mass:
-        storage, table = self.reader.sources.storages[number], self.reader.tables[number]
+    def _mass(self, storage: Storage, table: EpisodeTable, index: Index) -> Mass:
         if storage.withdrawn:
             return NOTHING
         plain = self._plain and len(index) == table.steps

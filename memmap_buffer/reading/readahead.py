@@ -45,7 +45,9 @@ class Readahead:
         last = index.locate(np.minimum(index.starts[run + 1], high) - 1).t
         for number in [0] if index.source is None else np.unique(index.source[run]).tolist():
             mine = slice(None) if index.source is None else index.source[run] == number
-            self._ask_folder(self._sources.storages[number], index.slot[run][mine], first[mine], last[mine])
+            storage = self._sources.numbered(number)
+            assert storage is not None
+            self._ask_folder(storage, index.slot[run][mine], first[mine], last[mine])
 
     def _ask_folder(self, storage: Storage, slot: IntArray, first: IntArray, last: IntArray) -> None:
         slot = np.minimum(slot, len(storage.table.length) - 1)  # a shard may be another, smaller one by now

@@ -102,6 +102,11 @@ class Reader:
         """What `index` was made of."""
         return self._tables or self.sources.tables
 
+    @property
+    def numbered_tables(self) -> dict[int, EpisodeTable]:
+        """The same by the numbers of the sources, ascending."""
+        return {number: table for number, _, table in self.sources.by_number(self.tables)}
+
     def require(self, index: Index) -> None:
         """Raise NotEnoughDataError, with the counts, where there is nothing to draw from."""
         if not len(index):

@@ -206,7 +206,7 @@ class EpochSampler:
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
         window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
-        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=self.reader.tables)
+        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=self.reader.numbered_tables)
 
     def _agreed(self) -> Epoch:
         """The next epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
@@ -286,11 +286,9 @@ def _check_shuffle(shuffle: object, window: object, weight_by: str | None) -> No
 def _default_window(reader: Reader, index: Index) -> int:
     """How many items take `WINDOW_BYTES`, all fields of their episodes counted."""
     row = sum(field.itemsize for field in reader.sources.schema.fields.values())
-    bounds = np.searchsorted(index.starts, index.bounds(len(reader.tables)))
-    steps = [
-        int(table.length[index.slot[start:stop]].sum())
-        for table, start, stop in zip(reader.tables, bounds, bounds[1:], strict=False)
-    ]
+    tables = reader.numbered_tables
+    parts = index.parts(np.fromiter(tables, np.int64, len(tables)))
+    steps = [int(table.length[part.slot].sum()) for table, part in zip(tables.values(), parts, strict=True)]
     return max(1, WINDOW_BYTES * len(index) // max(1, sum(steps) * row))
 
 
@@ -358,7 +356,7 @@ def source_bounds(reader: Reader, index: Index, sources: int) -> list[int]:
 
     Raises: NotEnoughDataError: a source has none, so it cannot give its share.
     """
-    bounds = index.bounds(sources)
+    bounds: list[int] = index.bounds(np.arange(sources + 1)).tolist()
     for number in range(sources if index.source is not None and len(index) else 0):
         if bounds[number] == bounds[number + 1]:
             path = reader.sources.storages[number].path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -125,19 +124,20 @@ class Selection:
 
         Args: before: an index and the tables that it was made of; only episodes that changed since are looked at.
         """
-        tables = sources.tables if tables is None else tables
-        folders = list(zip(sources.storages, tables, strict=False))  # another thread may have found more since
+        each = sources.by_number(sources.tables if tables is None else tables)
+        folders, numbers = [(storage, table) for _, storage, table in each], np.array([number for number, *_ in each])
         if before is None or self.has_callables or self.top_k is not None:  # whether one passes may depend on others
-            slots = [self._slots(number, *folder, folder[1].visible) for number, folder in enumerate(folders)]
+            slots = [self._slots(*one, one[-1].visible) for one in each]
             slots = slots if self.top_k is None else _top_k(slots, folders, *self.top_k)
             parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
         else:
-            olds = zip_longest(before[0].parts(len(folders)), before[1])
-            parts = [self._later(i, *folder, *old) for i, (folder, old) in enumerate(zip(folders, olds, strict=True))]
+            olds = {number: table for number, _, table in sources.by_number(before[1])}
+            known = zip(each, before[0].parts(numbers), strict=True)
+            parts = [self._later(*one, runs, olds.get(one[0])) for one, runs in known]
         weights = [_weights(*folder, part, self.weight_by) for folder, part in zip(folders, parts, strict=True)]
         if self.weight_by is not None:
             parts = [part.where(np.flatnonzero(weight)) for part, weight in zip(parts, weights, strict=True)]
-        source = None if sources.single else np.repeat(np.arange(len(parts)), [len(part.slot) for part in parts])
+        source = None if sources.single else np.repeat(numbers, [len(part.slot) for part in parts])
         slot, serial, first, count = (
             _joined([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
         )

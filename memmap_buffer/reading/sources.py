@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from os import PathLike
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,36 +116,45 @@ class Sources:
     moment (`find`), a list that stays the same, and holds it until all is copied: no row is looked up here, read there.
 
     Args: storages: the folders. shards: where they come from, if that is a root in which more may appear.
-    Attributes: single: whether there is one folder, and never another.
+
+    Attributes:
+        storages: the folders. numbers: at least as many, what anchors call them: those of a root by the names of its
+            shards, others 0, 1, 2, … Another folder may take the place of one; no folder takes another place.
+        single: whether there is one folder, and never another.
+
     Raises: SchemaMismatchError: the fields differ; the text lists how.
     """
 
     def __init__(self, storages: Sequence[Storage], shards: Shards | None = None) -> None:
         self.storages: tuple[Storage, ...] = ()
+        self.numbers = np.empty(0, np.int64)
+        self._places: IntArray | None = None  # by their numbers, -1 where there is none; None where they are these
         self.shards = shards
+        found = dict(enumerate(storages)) if shards is None else shards.look()
         self.pool = Pool()
         self.disk = Disk()
-        self._path, self._layout = storages[0].path, storages[0].layout
+        first = next(iter(found.values()))
+        self._path, self._layout = first.path, first.layout
         self.schema = self._layout.schema
         self._lock = threading.Lock()
         self.single = shards is None and len(storages) == 1
         self._of_root, self._looked = shards is not None, True
         self._listed: Sources | None = None  # a root's folders of now
-        self._take_in(tuple(storages))
+        self._of: Mapping[int, Storage] = {}  # what was found last
+        self._take_in(found)
 
     @classmethod
-    def of_root(cls, root: str | PathLike[str]) -> Sources:
+    def of_root(cls, shards: Shards) -> Sources:
         """The shards of a root, those included that appear later. Raises NotABufferError where there is none yet."""
-        shards = Shards(root)
-        return cls(shards.look(), shards)
+        return cls((), shards)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Sources, (self.storages,)) if self.shards is None else (Sources.of_root, (self.shards.root,))
+        return (Sources, (self.storages,)) if self.shards is None else (Sources.of_root, (self.shards,))
 
-    def _take_in(self, storages: tuple[Storage, ...]) -> None:
-        """Read these from now on."""
+    def _take_in(self, found: Mapping[int, Storage]) -> None:
+        """Read these from now on, by their numbers."""
         known = set(self.storages)
-        for storage in storages:
+        for storage in found.values():
             if storage in known or storage.withdrawn:  # that is shaped as one that was taken in
                 continue
             differences = self._layout.differences(storage.layout)
@@ -153,7 +162,10 @@ class Sources:
             if lines:
                 text = "\n  ".join([f"{storage.path} and {self._path} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)
-        self.storages = storages
+        numbers = np.fromiter(found, np.int64, len(found))
+        if len(numbers) > len(self.numbers):
+            self.numbers, self._places = numbers, _places(numbers)
+        self.storages, self._of = tuple(found.values()), found
         if self.shards is not None:
             listed = Sources.__new__(Sources)
             vars(listed).update(vars(self), shards=None, _listed=None)
@@ -196,7 +208,7 @@ class Sources:
         """Read the shards that the root has now."""
         if self.shards is not None:
             found = self.shards.look()
-            if found is not self.storages:
+            if found is not self._of:
                 self._take_in(found)
 
     def _look_on(self) -> None:
@@ -213,11 +225,31 @@ class Sources:
                 self._lock.release()
         self._looked = False
 
-    def reach(self, count: int) -> None:
-        """Have at least so many folders, where they are a root's."""
-        if self.shards is not None and len(self.storages) < count:
+    def reach(self, numbers: IntArray) -> None:
+        """Have something in the place of each of these numbers, where they are a root's shards."""
+        if self.shards is not None and not self._has(numbers):
             with self._lock:
-                self._take_in(self.shards.reach(count))
+                self._take_in(self.shards.reach(np.unique(numbers).tolist()))
+
+    def _has(self, numbers: IntArray) -> bool:
+        places = self._places
+        count = len(self.numbers) if places is None else len(places)
+        if int(numbers.max(initial=-1)) >= count:
+            return False
+        return places is None or int(places.take(numbers).min(initial=0)) >= 0
+
+    def numbered(self, number: int) -> Storage | None:
+        """The folder of a number, None where there never was one."""
+        present, wanted = self._present, np.array([number])
+        return present.storages[int(present._place(wanted)[0])] if number >= 0 and present._has(wanted) else None
+
+    def by_number(self, tables: Sequence[EpisodeTable]) -> list[tuple[int, Storage, EpisodeTable]]:
+        """Each folder, with its table of some that were read before, ascending; others may have been found since."""
+        return sorted(zip(self.numbers.tolist(), self.storages, tables, strict=False), key=itemgetter(0))
+
+    def _place(self, numbers: IntArray) -> IntArray:
+        """Where folders stand in `storages`."""
+        return numbers if self._places is None else self._places.take(numbers)
 
     @cached_property
     def _together(self) -> Together:
@@ -235,7 +267,7 @@ class Sources:
         """
         if anchors.source is not None and anchors.size:
             self._look_on()
-            self.reach(int(anchors.source.max()) + 1)
+            self.reach(anchors.source)
         present, anchors, fresh = self._found(anchors, trusted)
         if not all_of(fresh):
             self.refresh()
@@ -251,11 +283,11 @@ class Sources:
                 storage.trust(anchors.slot)
             words, fresh = storage.look_up(anchors.slot, anchors.serial)
         else:
-            together = present._together
-            anchors = anchors._replace(slot=together.slots(source, anchors.slot))
+            together, place = present._together, present._place(source)
+            anchors = anchors._replace(slot=together.slots(place, anchors.slot))
             if trusted:
                 present._trust(source, anchors.slot)
-            words, fresh = together.look_up(source, anchors.slot, anchors.serial)
+            words, fresh = together.look_up(place, anchors.slot, anchors.serial)
         return present, Anchors(*anchors[:-1], words), fresh
 
     def _trust(self, source: IntArray, slots: IntArray) -> None:
@@ -274,7 +306,7 @@ class Sources:
         """
         if anchors.source is None:
             return self.storages[0].unmoved(anchors.slot, anchors.serial, generation, since)
-        return self._together.unmoved(anchors.source, anchors.slot, anchors.serial, generation)
+        return self._together.unmoved(self._place(anchors.source), anchors.slot, anchors.serial, generation)
 
     def first_rows(self, anchors: Anchors) -> IntArray:
         """(B,) the row of step 0 of each anchor's slot, whatever its record says; in files without `final`."""
@@ -287,16 +319,17 @@ class Sources:
         if source is None:
             return self._take(self.storages[0], name, rows)
         if not isinstance(rows, Slices) and (span := self._together.rows(name)) is not None:
-            return span.take(source, rows)
+            return span.take(self._place(source), rows)
         count = len(rows.row if isinstance(rows, Slices) else rows)
         return self._each(source, count, lambda storage, i: (self._take(storage, name, rows[i]),))[0]
 
     def will_need(self, name: str, low: IntArray, high: IntArray, source: IntArray | None = None) -> None:
         """Ask for rows low … high - 1 (B,) of a per-timestep field, without waiting for them."""
         gap = GAP_BYTES // max(1, self.schema.fields[name].itemsize)
-        for number in [0] if source is None else np.unique(source).tolist():
-            mine = slice(None) if source is None else source == number
-            will_need(self.storages[number].maps.rows[name], joined(low[mine], high[mine], gap))
+        places = None if source is None else self._place(source)
+        for place in [0] if places is None else np.unique(places).tolist():
+            mine = slice(None) if places is None else places == place
+            will_need(self.storages[place].maps.rows[name], joined(low[mine], high[mine], gap))
 
     def _take(self, storage: Storage, name: str, rows: IntArray | Slices) -> Array:
         if isinstance(rows, Slices):
@@ -314,7 +347,7 @@ class Sources:
             return (storage.maps.meta[name].take(anchors.slot[i], axis=0, mode="clip"),)
 
         if anchors.source is not None and (span := self._together.meta(name)) is not None:
-            return span.take(anchors.source, anchors.slot)
+            return span.take(self._place(anchors.source), anchors.slot)
         return self._each(anchors.source, anchors.size, take)[0]
 
     def _each(
@@ -324,14 +357,24 @@ class Sources:
         if source is None:
             return read(self.storages[0], slice(None))
         out: tuple[Array, ...] = ()
-        for number in np.unique(source).tolist():
-            chosen = np.flatnonzero(source == number)
-            parts = read(self.storages[number], chosen)
+        places = self._place(source)
+        for place in np.unique(places).tolist():
+            chosen = np.flatnonzero(places == place)
+            parts = read(self.storages[place], chosen)
             if not out:
                 out = tuple(self.pool.empty((count, *part.shape[1:]), part.dtype) for part in parts)
             for whole, part in zip(out, parts, strict=True):
                 whole[chosen] = part
         return out or read(self.storages[0], slice(None))
+
+
+def _places(numbers: IntArray) -> IntArray | None:
+    """Where each number stands in a list of them, -1 for those that do not; None where they are 0, 1, 2, …"""
+    if (numbers == np.arange(len(numbers))).all():
+        return None
+    places = np.full(numbers.max() + 1, -1)
+    places[numbers] = np.arange(len(numbers))
+    return places
 
 
 def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -86,7 +86,8 @@ class Folder:
         try:
             fd = self._open(name, flags)
         except FileNotFoundError:
-            raise CorruptBufferError(self._text(name, "is missing"), path=self.path / name) from None
+            missing = self._text(name, "is missing")
+            raise CorruptBufferError(missing, path=self.path / name, size=0, expected=size) from None
         got = os.fstat(fd).st_size
         if got == size and os.pread(fd, len(header), 0) == header:
             return fd
@@ -306,6 +307,14 @@ class Folder:
             self.require()
             raise
         return status.st_ino, status.st_mtime_ns
+
+    def marks(self, name: str) -> tuple[int, int, int]:
+        """(bytes, time, inode) of a file, which tell whether it was written to or replaced; -1 where there is none."""
+        try:
+            status = os.lstat(self.path / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return -1, -1, -1
+        return status.st_size, status.st_mtime_ns, status.st_ino
 
     def inode(self, name: str) -> int:
         """What tells a file from another that took its name, as long as it is open."""
