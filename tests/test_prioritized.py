@@ -471,6 +471,24 @@ def test_a_loader_draws_by_priority_in_this_process_and_workers_gather(tmp_path,
     buffer.update_priorities([[0, t] for t in range(9)], [0.0] * 9)
     assert len(loader) == 4
     batches = list(loader)
+@pytest.mark.parametrize("interval", [1, None])
+@pytest.mark.parametrize("kind", [STEP, {"n_steps": 2}])
+def test_items_that_went_have_no_rank(tmp_path, interval, kind):
+    """With the default interval, once as many went as there still are."""
+    buffer = make(tmp_path, (9, 4), max_episodes=3)
+    how = Prioritized(alpha=1.0, variant="rank", sort_interval=interval)
+    errors = {(i, t): 10.0 - 4 * i + t / 10 for i, length in enumerate((9, 4)) for t in range(length)}
+    buffer.sample(1, prioritized=how, **kind)
+    buffer.update_priorities(list(errors), [*errors.values()])
+    buffer.sample(1, prioritized=how, **kind)  # all are sorted
+    buffer.delete(0)  # the highest
+    left = anchors_of(buffer, kind)
+    order = sorted(left, key=errors.__getitem__, reverse=True)
+    want = {item: 1 / (1 + rank) / sum(1 / (1 + r) for r in range(len(left))) for rank, item in enumerate(order)}
+    batch = buffer.sample(64, prioritized=how, **kind)
+    np.testing.assert_allclose(batch["_probabilities"], [want[item] for item in drawn(batch)], rtol=1e-12)
+
+
     assert [len(batch["t"]) for batch in batches] == [8] * 4
     for batch in batches:
         assert (batch["number"] > 0).all()
