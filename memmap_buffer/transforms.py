@@ -13,6 +13,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.values import Array, check_number
 
 FloatArray = npt.NDArray[np.floating]
+LOWEST = 1e-10  # probability: one of 0 has no finite weight
 
 
 def n_step_return(
@@ -116,17 +117,25 @@ def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> 
     return {**batch, key: value}, found
 
 
-def compute_importance_weights(probabilities: Any, num_items: int, beta: float) -> Any:
-    """The weights that undo the bias of draws by priority: w = (N · P)^-β.
+def compute_importance_weights(
+    probabilities: Any, buffer_size: int, beta: float = 0.4, *, normalize: bool = True
+) -> Any:
+    """The weights that undo the bias of draws by priority: w = (N · P)^-β, divided by the highest of them.
 
     Args:
-        probabilities: (B,) P, an array or a tensor. num_items: N, the items that could be drawn.
-        beta: β, 0 … 1; 1 undoes all of it.
+        probabilities: (B,) P, an array or a tensor of floats. Less than 10⁻¹⁰ counts as that; 0, as an item has that
+            was drawn again, gives the weight 0.
+        buffer_size: N, the items that could be drawn. beta: β, 0 … 1; 1 undoes all of it.
+        normalize: False leaves the division out.
 
-    Returns: (B,), of the same kind.
-    Source: Schaul et al. 2016, "Prioritized Experience Replay", section 3.4.
+    Returns: (B,), of the same kind and dtype.
+    Source: Schaul et al. 2016, "Prioritized Experience Replay", section 3.4; the arguments are memorax's.
     """
-    return (num_items * probabilities) ** -beta
+    weights = (buffer_size * probabilities.clip(LOWEST)) ** -beta * (probabilities > 0)
+    if not normalize or not len(weights):
+        return weights
+    highest = weights.max()
+    return weights / (highest if highest > 0 else 1)
 
 
 def _like(mask: npt.NDArray[np.bool_], array: Array) -> npt.NDArray[np.bool_]:
