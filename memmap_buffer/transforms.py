@@ -29,18 +29,22 @@ def n_step_return(
         terminated: (B,) whether step t + k - 1 ended the episode, so that nothing follows.
         gamma: γ, 0 … 1.
 
-    Returns: (return (B, …), discount (B,)), float32, or float64 where the rewards are.
+    Returns: (return (B, …), discount (B,), with an axis of size 1 for each more that the return has, so that they
+        broadcast), float64 where the rewards are, else float32, as torch's own numbers; whole numbers are summed in
+        float64 and rounded once.
 
     Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 7.1.
     """
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if rewards.dtype == np.float64 else np.float32)
     n = rewards.shape[1]
-    powers = np.power(float(gamma), np.arange(n + 1)).astype(dtype)
+    powers = np.power(float(gamma), np.arange(n + 1))
     # What stands beyond k may be inf or nan, and is not 0 by a weight of 0.
-    counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0).astype(dtype, copy=False)
-    returns = np.tensordot(counted, powers[:n], axes=(1, 0)) if counted.ndim > 2 else counted @ powers[:n]
-    discount = np.where(terminated, dtype.type(0), powers.take(k))
-    return np.asarray(returns, dtype), discount
+    counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0)
+    counted = counted.astype(dtype if rewards.dtype.kind == "f" else np.float64, copy=False)
+    weights = powers[:n].astype(counted.dtype)
+    returns = np.tensordot(counted, weights, axes=(1, 0)) if counted.ndim > 2 else counted @ weights
+    discount = np.where(terminated, 0.0, powers.take(k)).astype(dtype)
+    return np.asarray(returns, dtype), discount.reshape(len(k), *[1] * (rewards.ndim - 2))
 
 
 def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> Any:
@@ -50,12 +54,13 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
         rewards: an array or a tensor of numbers; behind the end of an episode there are zeros, as in padded batches.
         gamma: γ, 0 … 1. axis: that of time: 0 of an episode (T, …), 1 of a batch (B, T, …).
 
-    Returns: of the same kind and shape, float32, or float64 where the rewards are.
+    Returns: of the same kind and shape, summed in float64; float64 where the rewards are, else float32.
     Raises: SchemaError: γ is none.
     Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 3.8; returns-to-go: Chen et al. 2021, "Decision
         Transformer".
     """
     check_number("gamma", gamma)
+    rewards = rewards if hasattr(rewards, "dtype") else np.asarray(rewards)
     tensor = hasattr(rewards, "double")
     values: Any = rewards.double() * 1.0 if tensor else np.array(rewards, np.float64)
     over_time = values.swapaxes(0, axis)
@@ -63,7 +68,7 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
     while steps < len(over_time):
         over_time[:-steps] += gamma**steps * over_time[steps:]
         steps *= 2
-    if str(rewards.dtype if hasattr(rewards, "dtype") else "float64").endswith("float64"):
+    if str(rewards.dtype).endswith("float64"):
         return values
     return values.float() if tensor else values.astype(np.float32)
 
