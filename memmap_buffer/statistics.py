@@ -95,7 +95,9 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Normalize:
-    """A transform of batches: (x - shift) / scale, of each field, its `next_` and its `seq_`, in floats.
+    """A transform of batches: (x - shift) / scale, of each field, its `next_` and its `seq_`, computed in float64.
+
+    What it gives has the floats of the field, float32 for whole numbers.
 
     Attributes: scales: dotted name -> (shift, scale).
     """
@@ -318,7 +320,7 @@ def _mapped(batch: Mapping[str, Any], scales: Mapping[str, tuple[Array, Array]],
         *groups, leaf = name.split(".")
         for prefix in ("", "next_", "seq_"):
             path = [f"{prefix}{groups[0]}", *groups[1:], leaf] if groups else [f"{prefix}{leaf}"]
-            _change(out, path, lambda x, s=shift, c=scale: change(_floats(x), _like(x, s), _like(x, c)))
+            _change(out, path, lambda x, s=shift, c=scale: _computed(x, s, c, change))
     return out
 
 
@@ -333,17 +335,13 @@ def _change(place: dict[str, Any], path: list[str], change: Any) -> None:
         place[path[0]] = change(place[path[0]])
 
 
-def _floats(value: Any) -> Any:
-    """A tensor or array, in floats."""
+def _computed(value: Any, shift: Array, scale: Array, change: Any) -> Any:
+    """What `change` makes of a tensor or array in float64, so that a large mean takes no digits; in its own floats."""
     if isinstance(value, np.ndarray):
-        return value if value.dtype.kind == "f" else value.astype(np.float32)
-    return value if value.is_floating_point() else value.float()
-
-
-def _like(value: Any, constant: Array) -> Any:
-    """A constant of the kind, type and device of a value."""
-    floats = _floats(value)
-    return constant.astype(floats.dtype) if isinstance(value, np.ndarray) else floats.new_tensor(constant)
+        return change(value.astype(np.float64), shift, scale).astype(value.dtype if value.dtype.kind == "f" else "f4")
+    wide = value.float() if value.device.type == "mps" else value.double()  # which has no float64
+    out = change(wide, wide.new_tensor(shift), wide.new_tensor(scale))
+    return out.to(value.dtype) if value.is_floating_point() else out.float()
 
 
 def _to_json(found: FieldStatistics) -> dict[str, Any]:

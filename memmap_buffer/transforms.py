@@ -13,6 +13,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.values import Array, check_number
 
 FloatArray = npt.NDArray[np.floating]
+LOWEST = 1e-10  # probability: one of 0 has no finite weight
 
 
 def n_step_return(
@@ -28,18 +29,22 @@ def n_step_return(
         terminated: (B,) whether step t + k - 1 ended the episode, so that nothing follows.
         gamma: γ, 0 … 1.
 
-    Returns: (return (B, …), discount (B,)), float32, or float64 where the rewards are.
+    Returns: (return (B, …), discount (B,), with an axis of size 1 for each more that the return has, so that they
+        broadcast), float64 where the rewards are, else float32, as torch's own numbers; whole numbers are summed in
+        float64 and rounded once.
 
     Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 7.1.
     """
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if rewards.dtype == np.float64 else np.float32)
     n = rewards.shape[1]
-    powers = np.power(float(gamma), np.arange(n + 1)).astype(dtype)
+    powers = np.power(float(gamma), np.arange(n + 1))
     # What stands beyond k may be inf or nan, and is not 0 by a weight of 0.
-    counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0).astype(dtype, copy=False)
-    returns = np.tensordot(counted, powers[:n], axes=(1, 0)) if counted.ndim > 2 else counted @ powers[:n]
-    discount = np.where(terminated, dtype.type(0), powers.take(k))
-    return np.asarray(returns, dtype), discount
+    counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0)
+    counted = counted.astype(dtype if rewards.dtype.kind == "f" else np.float64, copy=False)
+    weights = powers[:n].astype(counted.dtype)
+    returns = np.tensordot(counted, weights, axes=(1, 0)) if counted.ndim > 2 else counted @ weights
+    discount = np.where(terminated, 0.0, powers.take(k)).astype(dtype)
+    return np.asarray(returns, dtype), discount.reshape(len(k), *[1] * (rewards.ndim - 2))
 
 
 def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> Any:
@@ -49,12 +54,13 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
         rewards: an array or a tensor of numbers; behind the end of an episode there are zeros, as in padded batches.
         gamma: γ, 0 … 1. axis: that of time: 0 of an episode (T, …), 1 of a batch (B, T, …).
 
-    Returns: of the same kind and shape, float32, or float64 where the rewards are.
+    Returns: of the same kind and shape, summed in float64; float64 where the rewards are, else float32.
     Raises: SchemaError: γ is none.
     Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 3.8; returns-to-go: Chen et al. 2021, "Decision
         Transformer".
     """
     check_number("gamma", gamma)
+    rewards = rewards if hasattr(rewards, "dtype") else np.asarray(rewards)
     tensor = hasattr(rewards, "double")
     values: Any = rewards.double() * 1.0 if tensor else np.array(rewards, np.float64)
     over_time = values.swapaxes(0, axis)
@@ -62,7 +68,7 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
     while steps < len(over_time):
         over_time[:-steps] += gamma**steps * over_time[steps:]
         steps *= 2
-    if str(rewards.dtype if hasattr(rewards, "dtype") else "float64").endswith("float64"):
+    if str(rewards.dtype).endswith("float64"):
         return values
     return values.float() if tensor else values.astype(np.float32)
 
@@ -116,17 +122,25 @@ def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> 
     return {**batch, key: value}, found
 
 
-def compute_importance_weights(probabilities: Any, num_items: int, beta: float) -> Any:
-    """The weights that undo the bias of draws by priority: w = (N · P)^-β.
+def compute_importance_weights(
+    probabilities: Any, buffer_size: int, beta: float = 0.4, *, normalize: bool = True
+) -> Any:
+    """The weights that undo the bias of draws by priority: w = (N · P)^-β, divided by the highest of them.
 
     Args:
-        probabilities: (B,) P, an array or a tensor. num_items: N, the items that could be drawn.
-        beta: β, 0 … 1; 1 undoes all of it.
+        probabilities: (B,) P, an array or a tensor of floats. Less than 10⁻¹⁰ counts as that; 0, as an item has that
+            was drawn again, gives the weight 0.
+        buffer_size: N, the items that could be drawn. beta: β, 0 … 1; 1 undoes all of it.
+        normalize: False leaves the division out.
 
-    Returns: (B,), of the same kind.
-    Source: Schaul et al. 2016, "Prioritized Experience Replay", section 3.4.
+    Returns: (B,), of the same kind and dtype.
+    Source: Schaul et al. 2016, "Prioritized Experience Replay", section 3.4; the arguments are memorax's.
     """
-    return (num_items * probabilities) ** -beta
+    weights = (buffer_size * probabilities.clip(LOWEST)) ** -beta * (probabilities > 0)
+    if not normalize or not len(weights):
+        return weights
+    highest = weights.max()
+    return weights / (highest if highest > 0 else 1)
 
 
 def _like(mask: npt.NDArray[np.bool_], array: Array) -> npt.NDArray[np.bool_]:

@@ -232,7 +232,7 @@ def read(folder: Path, truth: Truth, until: Callable[[], bool]) -> Counter[str]:
 
 
 def _batches(buffer: ReplayBuffer, view: Any, seen: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Four samples and an epoch. A batch that cannot be drawn, because the ring turns faster, is counted."""
+    """Four samples and an epoch. A batch that cannot be drawn is counted; there should be none."""
     for _ in range(4):
         with _counted(seen):
             yield buffer.sample(BATCH, view=view, return_indices=True)
@@ -290,20 +290,38 @@ def _child(work: Callable[[], Any], writing: int) -> int:
 
 
 def race(
-    folder: Path, truth: Truth, seconds: float, *, readers: int = 2, updates: bool = False, **how: Any
+    folder: Path, truth: Truth, seconds: float, *, readers: int = 4, updates: bool = False, **how: Any
 ) -> Counter[str]:
-    """One writer and some readers, each a process, for a time; what they counted, all together."""
+    """One writer and some readers, each a process, for a time; what they counted, all together.
+
+    They share two processors, where that can be said: so each is stopped in the middle of everything.
+    """
     turn(folder, truth, after(RING), **how)  # the ring is full when the readers begin
     end = time.monotonic() + seconds
 
     def over() -> bool:
         return time.monotonic() > end
 
-    writer = Beside(lambda: turn(folder, truth, over, updates=updates, **how))
-    reading = [Beside(lambda: read(folder, truth, over)) for _ in range(readers)]
+    with _few_processors():
+        writer = Beside(lambda: turn(folder, truth, over, updates=updates, **how))
+        reading = [Beside(lambda: read(folder, truth, over)) for _ in range(readers)]
     counts = sum((Counter(reader.result()) for reader in reading), Counter())
     counts["episodes"] = writer.result()
     return counts
+
+
+@contextmanager
+def _few_processors() -> Iterator[None]:
+    """Children of this process run on two of its processors."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:2])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def after(episodes: int) -> Callable[[], bool]:

@@ -32,6 +32,20 @@ def values(loader):
     return [value for batch in loader for value in batch["x"].tolist()]
 
 
+def assert_uniform(counts):
+    """Counts are as of equally likely outcomes: χ² to 5 σ of its mean."""
+    expected, degrees = counts.mean(), len(counts) - 1
+    assert ((counts - expected) ** 2 / expected).sum() < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_epochs_of_a_few_items_come_in_every_order_equally_often(tmp_path):
+    loader = buffer_of(tmp_path, 4).dataloader(4, timestep_level=True, shuffle=True, seed=1)
+    counts = dict.fromkeys(itertools.permutations(range(4)), 0)
+    for _ in range(1200):
+        counts[tuple(values(loader))] += 1
+    assert_uniform(np.array([*counts.values()]))
+
+
 class TestPermutation:
     def test_it_is_a_bijection_for_every_size_up_to_two_thousand(self):
         for n in range(1, 2001):
@@ -73,23 +87,32 @@ class TestPermutation:
         assert np.abs(np.mean(scores, axis=0)).max() < 5 / np.sqrt(200)
         assert np.abs(scores).max() < 6
 
-    @pytest.mark.parametrize("n", [3, 4, 5])
-    def test_every_order_of_a_few_is_drawn(self, n):
-        """Each within a factor of two of its share: not uniform, for so few, but none is left out."""
+    @pytest.mark.parametrize("n", [2, 3, 4, 5])
+    def test_every_order_of_a_few_is_equally_likely(self, n):
         every = list(itertools.permutations(range(n)))
-        draws = 100 * len(every)
         counts = dict.fromkeys(every, 0)
-        for seed in range(draws):
+        for seed in range(100 * len(every)):
             counts[tuple(order(n, seed).tolist())] += 1
-        assert min(counts.values()) >= 50
-        assert max(counts.values()) <= 200
+        assert_uniform(np.array([*counts.values()]))
+
+    @pytest.mark.parametrize("n", [8, 12, 20, 64, 511, 512, 513])
+    def test_every_position_goes_everywhere_equally_often(self, n):
+        counts = np.zeros((n, n))
+        for seed in range(2000):
+            counts[np.arange(n), order(n, seed)] += 1
+        expected, degrees = 2000 / n, (n - 1) ** 2
+        assert ((counts - expected) ** 2 / expected).sum() < degrees + 5 * np.sqrt(2 * degrees)
+
+    @pytest.mark.parametrize("n", [16, 64, 256])
+    def test_half_of_the_orders_take_an_odd_number_of_exchanges(self, n):
+        """A Feistel network of a power of 4 gives even permutations alone."""
+        odd = sum(np.linalg.det(np.eye(n)[order(n, seed)]) < 0 for seed in range(400))
+        assert_uniform(np.array([odd, 400 - odd]))
 
     def test_every_position_is_equally_often_first(self):
         n, draws = 37, 3700
         first = [int(Permutation(n, 1, seed)(np.zeros(1, np.int64))[0]) for seed in range(draws)]
-        counts = np.bincount(first, minlength=n)
-        chi_square = ((counts - draws / n) ** 2 / (draws / n)).sum()
-        assert chi_square < n - 1 + 5 * np.sqrt(2 * (n - 1))
+        assert_uniform(np.bincount(first, minlength=n))
 
     def test_seed_and_epoch_each_give_another_order(self):
         seen = {tuple(order(50, *key).tolist()) for key in [(0, 0), (0, 1), (1, 0), (1, 1), (0,), (2, 0), (0, 2)]}

@@ -306,7 +306,7 @@ def test_beta_rises_linearly_from_batch_to_batch(tmp_path):
     for k in range(1, 7):
         batch = buffer.sample(4, prioritized=how, **STEP)
         beta = min(1.0, 0.2 + 0.8 * k / 4)
-        want = compute_importance_weights(batch["_probabilities"], 5, beta)
+        want = compute_importance_weights(batch["_probabilities"], 5, beta, normalize=False)
         torch.testing.assert_close(batch["_weights"], want.float())
 
 
@@ -321,16 +321,46 @@ def test_a_loader_goes_on_with_the_beta_of_the_state_it_was_given(tmp_path):
     again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert again.state_dict() == loader.state_dict() == {"seed": 1, "epoch": 2, "num_drawn": before}
     for k, batch in enumerate(again, start=before):
-        want = compute_importance_weights(batch["_probabilities"], 9, how.beta_at(k))
+        want = compute_importance_weights(batch["_probabilities"], 9, how.beta_at(k), normalize=False)
         torch.testing.assert_close(batch["_weights"], want.float())
 
 
-def test_importance_weights_are_the_paper_s_formula_of_arrays_and_tensors():
-    """Schaul et al. 2016, section 3.4: w = (1/N · 1/P)^β."""
-    p = np.array([0.5, 0.25, 1e-9])
-    want = [(1 / 8 * 1 / x) ** 0.4 for x in p]
-    np.testing.assert_allclose(compute_importance_weights(p, 8, 0.4), want, rtol=1e-12)
-    torch.testing.assert_close(compute_importance_weights(torch.tensor(p), 8, 0.4), torch.tensor(want))
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_importance_weights_are_the_paper_s_formula_of_arrays_and_tensors(kind, dtype):
+    """Schaul et al. 2016, section 3.4: w = (1/N · 1/P)^β, divided by the highest of the batch."""
+    p = np.array([0.5, 0.25, 1e-9], dtype)
+    want = np.array([(1 / 8 * 1 / float(x)) ** 0.4 for x in p])
+    got = compute_importance_weights(kind(p), 8, 0.4)
+    assert type(got) is type(kind(p)) and got.dtype == kind(p).dtype
+    np.testing.assert_allclose(got, want / want.max(), rtol=1e-6)
+    np.testing.assert_allclose(compute_importance_weights(kind(p), 8, 0.4, normalize=False), want, rtol=1e-6)
+    np.testing.assert_array_equal(compute_importance_weights(kind(p), buffer_size=8), got)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.DoubleTensor])
+def test_a_probability_of_zero_has_weight_zero_and_none_is_infinite(kind):
+    weights = compute_importance_weights(kind([0.5, 0.0, 1e-300]), 10, 1.0)
+    np.testing.assert_allclose(weights, [2e-10, 0, 1], rtol=1e-12)  # below 1e-10 they count as that
+    assert compute_importance_weights(kind([0.0, 0.0]), 10).tolist() == [0, 0]
+    assert compute_importance_weights(kind([0.0, 0.5]), 10, normalize=False).tolist() == [0, 5**-0.4]
+    assert compute_importance_weights(kind([]), 10).tolist() == []
+
+
+def test_the_weights_of_a_batch_are_those_of_its_probabilities_where_items_were_drawn_again_too(tmp_path):
+    buffer = make(tmp_path, (5, 4, 6), max_episodes=3)
+    how = Prioritized(beta=0.7)
+    buffer.sample(1, prioritized=how, **STEP)
+    buffer.update_priorities([[0, t] for t in range(5)], [1, 2, 3, 4, 5])
+    dataset = buffer.dataset(prioritized=how, **STEP)
+    for anchors in buffer.dataloader(64, dataset=dataset, seed=1).batch_sampler:
+        for _ in range(2):  # one of the three that were drawn from is overwritten, one may still be read
+            publish(buffer, 5)
+        batch = dataset.__getitems__(anchors).data
+        gone = batch["_probabilities"] == 0
+        assert gone.any()
+        want = compute_importance_weights(batch["_probabilities"], 15, 0.7)
+        np.testing.assert_allclose(batch["_weights"] / batch["_weights"].max(), want, rtol=1e-6)
 
 
 # Which tree is drawn from
@@ -439,6 +469,24 @@ def test_between_two_sorts_a_rank_is_found_in_the_last_order(tmp_path):
     batch = buffer.sample(512, prioritized=how, **STEP)
     want = np.array([1, 1 / 2, 1 / 3, 1 / 4]) / (25 / 12)
     np.testing.assert_allclose(batch["_probabilities"], want[batch["t"]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("interval", [1, None])
+@pytest.mark.parametrize("kind", [STEP, {"n_steps": 2}])
+def test_items_that_went_have_no_rank(tmp_path, interval, kind):
+    """With the default interval, once as many went as there still are."""
+    buffer = make(tmp_path, (9, 4), max_episodes=3)
+    how = Prioritized(alpha=1.0, variant="rank", sort_interval=interval)
+    errors = {(i, t): 10.0 - 4 * i + t / 10 for i, length in enumerate((9, 4)) for t in range(length)}
+    buffer.sample(1, prioritized=how, **kind)
+    buffer.update_priorities(list(errors), [*errors.values()])
+    buffer.sample(1, prioritized=how, **kind)  # all are sorted
+    buffer.delete(0)  # the highest
+    left = anchors_of(buffer, kind)
+    order = sorted(left, key=errors.__getitem__, reverse=True)
+    want = {item: 1 / (1 + rank) / sum(1 / (1 + r) for r in range(len(left))) for rank, item in enumerate(order)}
+    batch = buffer.sample(64, prioritized=how, **kind)
+    np.testing.assert_allclose(batch["_probabilities"], [want[item] for item in drawn(batch)], rtol=1e-12)
 
 
 # By a meta field

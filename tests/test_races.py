@@ -59,6 +59,7 @@ def test_no_reader_sees_a_row_of_another_episode(tmp_path, name):
     counts = run(tmp_path, name, 0.7)
     assert not counts["wrong"]
     assert not counts["went back"]
+    assert not counts["StaleEpisodeError"] and not counts["NotEnoughDataError"], counts
 
 
 @pytest.mark.slow
@@ -70,6 +71,7 @@ def test_no_reader_sees_a_row_of_another_episode_for_long(tmp_path, name, record
     assert counts["rows"] > 10**6 // len(RACES)
     assert not counts["wrong"]
     assert not counts["went back"]
+    assert not counts["StaleEpisodeError"] and not counts["NotEnoughDataError"], counts
 
 
 def test_without_the_check_readers_see_rows_of_other_episodes(tmp_path, monkeypatch):

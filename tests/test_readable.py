@@ -196,7 +196,16 @@ def test_a_writer_in_the_middle_of_a_read_of_whole_episodes_changes_neither_plac
 
 
 @pytest.mark.parametrize("read", ["episode", "indexing", "get_all_data"])
-def test_whole_episodes_that_are_overwritten_faster_than_they_are_read_raise(full, record, in_the_middle, read):
+def test_whole_episodes_that_are_overwritten_again_and_again_are_read_in_the_end(full, record, in_the_middle, read):
+    in_the_middle(lambda: [record(full, number, 5) for number in range(4)], times=30)
+    {"episode": full.episode, "indexing": full.__getitem__, "get_all_data": lambda _: full.get_all_data()}[read](0)
+
+
+@pytest.mark.parametrize("read", ["episode", "indexing", "get_all_data"])
+def test_whole_episodes_that_are_overwritten_whenever_they_are_read_raise(
+    full, record, in_the_middle, monkeypatch, read
+):
+    monkeypatch.setattr("memmap_buffer.reading.reader.PATIENCE", 0.05)
     in_the_middle(lambda: [record(full, number, 5) for number in range(4)], times=10_000)
     with pytest.raises(StaleEpisodeError, match="were overwritten or cleared"):
         {"episode": full.episode, "indexing": full.__getitem__, "get_all_data": lambda _: full.get_all_data()}[read](0)

@@ -8,7 +8,8 @@ import pytest
 from conftest import flat
 from torch.utils.data import DataLoader
 
-from memmap_buffer import ConcatBuffer, NotEnoughDataError, Offsets, StaleEpisodeError, Window
+from memmap_buffer import ConcatBuffer, NotEnoughDataError, Offsets, StaleEpisodeError, Trajectory, Window
+from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Sources
 
 LENGTHS = (5, 5, 5, 5)
@@ -159,9 +160,60 @@ def test_one_loader_epoch_covers_every_item_though_episodes_are_updated_meanwhil
     assert seen == [[serial, t] for serial in range(4) for t in range(5)]
 
 
-def test_a_ring_that_turns_faster_than_it_is_read_raises(scene, in_the_middle):
+def test_a_ring_that_turns_during_many_copies_costs_a_batch_time_but_does_not_end_it(scene, in_the_middle):
     dataset, anchors = drawn(scene.buffer, timestep_level=True, fields=["number"])
-    in_the_middle(scene.overwrite, times=1000)
+    in_the_middle(scene.overwrite, times=30)  # a copy each
+    batch = read(dataset, anchors)
+    assert len(serials(batch)) == len(anchors)
+    assert set(serials(batch)) <= scene.live
+    assert_of_one_episode(batch)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_was_copied_and_checked_stays_whatever_becomes_of_the_rest(scene, monkeypatch, view):
+    """The rest is copied alone: an episode that was right in the first try may be gone by the second."""
+    dataset, anchors = drawn(scene.buffer, **VIEWS[view])
+    kept = anchors.anchors.serial >= 2
+    scene.publish(2)  # 0 is overwritten, 1 retired
+    tries, plan = [], Reader.plan
+
+    def planned(self, anchors, *rest):
+        tries.append(anchors.serial.tolist())
+        if len(tries) == 2:
+            scene.overwrite()
+        return plan(self, anchors, *rest)
+
+    monkeypatch.setattr(Reader, "plan", planned)
+    batch = read(dataset, anchors)
+    assert np.array(serials(batch))[kept].tolist() == anchors.anchors.serial[kept].tolist()
+    assert not set(np.array(serials(batch))[~kept].tolist()) & {0, 1, 2, 3}
+    assert [len(tried) for tried in tries[1:3]] == [np.count_nonzero(~kept)] * 2
+    assert_of_one_episode(batch)
+
+
+@pytest.mark.parametrize("longest_is_gone", [True, False])
+def test_a_batch_drawn_in_several_tries_is_as_long_as_its_longest_episode(recorded, record, longest_is_gone):
+    buffer = recorded((9, 2, 3, 4) if longest_is_gone else (1, 2, 9, 4), max_episodes=4, circular=True)
+    dataset, anchors = drawn(buffer, view=Trajectory(return_mask=True, final_observation=True))
+    for number, length in ((4, 6), (5, 7)):
+        record(buffer, number, length)
+    batch = read(dataset, anchors)
+    lens, longest = batch["_lens"], int(batch["_lens"].max())
+    assert (longest == 9) != longest_is_gone
+    assert batch["number"].shape == batch["_mask"].shape == (4, longest)
+    for i, serial in enumerate(serials(batch)):
+        alone = buffer.episode(buffer.serials.tolist().index(serial))
+        assert batch["_mask"][i].tolist() == [t < lens[i] for t in range(longest)]
+        np.testing.assert_array_equal(batch["number"][i][: lens[i]], alone["number"])
+        np.testing.assert_array_equal(batch["camera.left"][i][: lens[i]], alone["camera"]["left"][: lens[i]])
+        assert not batch["number"][i][lens[i] :].any() and not batch["camera.left"][i][lens[i] + 1 :].any()
+        assert batch["name"][i] == f"e{serial}"
+
+
+def test_a_reader_that_never_reads_a_thing_raises_in_the_end(scene, monkeypatch):
+    monkeypatch.setattr("memmap_buffer.reading.reader.PATIENCE", 0.05)
+    monkeypatch.setattr(Sources, "unchanged", lambda self, anchors, *_: np.zeros(anchors.size, bool))
+    dataset, anchors = drawn(scene.buffer, timestep_level=True)
     with pytest.raises(StaleEpisodeError, match="make the ring larger"):
         read(dataset, anchors)
 

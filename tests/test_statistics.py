@@ -281,6 +281,26 @@ def test_it_normalises_what_was_read_of_a_field_in_every_view_and_back_again(buf
     assert isinstance(arrays, np.ndarray) and arrays.dtype == np.float32
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int64"])
+def test_a_large_mean_leaves_no_bias(tmp_path, dtype):
+    """It is computed in float64, and rounded once to the floats of the field."""
+    rng = np.random.default_rng(0)
+    with ReplayBuffer(tmp_path, 1, 1000, {"x": (dtype, 2)}) as buffer:
+        buffer.store_episode(x=torch.from_numpy(10_000 + 100 * rng.normal(size=(1000, 2))).to(getattr(torch, dtype)))
+        normalize, x = buffer.statistics().normalize("x"), buffer.statistics()["x"]
+        batch = buffer.batch(timestep_level=True)
+        floats = batch["x"].dtype if batch["x"].is_floating_point() else torch.float32
+        out, exact = normalize(batch)["x"], (batch["x"].double() - torch.from_numpy(x.mean)) / torch.from_numpy(x.std)
+        assert out.dtype == floats and torch.equal(out, exact.to(floats))
+        assert out.double().mean(0).abs().max() < max(1e-12, torch.finfo(floats).eps / 8)
+        back = normalize.inverse({"x": exact.to(floats)})["x"]
+        again = exact.to(floats).double() * torch.from_numpy(x.std) + torch.from_numpy(x.mean)
+        assert back.dtype == floats and torch.equal(back, again.to(floats))
+        if dtype in ("float32", "float64", "int64"):
+            arrays = normalize({"x": batch["x"].numpy()})["x"]
+            assert isinstance(arrays, np.ndarray) and (arrays == out.numpy()).all()
+
+
 def test_what_does_not_vary_is_only_shifted_and_an_unknown_name_is_refused(tmp_path):
     with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
         buffer.store_episode(x=[2, 2, 2])

@@ -35,6 +35,7 @@ def test_the_return_is_the_sum_of_its_definition(drawn, gamma):
         want = sum(gamma**i * rewards[b, i].astype(np.float64) for i in range(k[b]))
         np.testing.assert_allclose(returns[b], want, rtol=1e-6)
         np.testing.assert_allclose(discount[b], 0 if terminated[b] else gamma ** k[b], rtol=1e-6)
+    assert discount.shape == (len(k), *[1] * (rewards.ndim - 2))
 
 
 @pytest.mark.parametrize("beyond", [np.nan, np.inf, -np.inf, 1e30])
@@ -53,6 +54,17 @@ def test_a_reward_that_is_no_number_makes_its_return_none():
 def test_returns_are_float32_unless_the_rewards_are_float64(given_, out):
     returns, discount = n_step_return(np.ones((2, 3), given_), np.array([1, 3]), np.zeros(2, bool), 0.9)
     assert returns.dtype == discount.dtype == np.dtype(out)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "u8", "i4"])
+def test_returns_of_whole_numbers_are_rounded_once(dtype):
+    """To float32, torch's default: in it each of these would already be rounded."""
+    rewards = np.array([2**24 + 1, 2**24 + 1, 2], dtype)
+    returns, _ = n_step_return(rewards[None], np.array([3]), np.zeros(1, bool), 1.0)
+    assert returns.dtype == np.float32 and returns.tolist() == [2**25 + 4]
+    for given_ in (rewards, torch.from_numpy(rewards.astype("i8")), rewards.tolist()):
+        to_go = discounted_returns(given_)
+        assert str(to_go.dtype).removeprefix("torch.") == "float32" and to_go[0] == 2**25 + 4
 
 
 def test_the_rewards_are_left_as_they_are():

@@ -212,6 +212,23 @@ class TestTransitions:
         buffer = buffer_of(tmp_path, {"reward": rewards}, fields={"reward": ("float", 2)})
         batch = next(iter(buffer.dataloader(9, n_steps=2, gamma=0.5)))
         assert batch["_return"].tolist() == [[2, 20], [2, 20]]
+        assert batch["_discount"].tolist() == [[0.25], [0.5]]
+
+    @pytest.mark.parametrize("dtype", ["float", "float64", "int"])
+    @pytest.mark.parametrize("keepdim", [False, True])
+    @pytest.mark.parametrize("shape", [(), (1,)])
+    def test_returns_and_discounts_have_the_shape_of_the_rewards(self, tmp_path, shape, keepdim, dtype):
+        fields = {"reward": (dtype, shape), "terminated": "bool"}
+        rewards = np.array([1, 2, 3, 4]).reshape(4, *shape)
+        buffer = buffer_of(tmp_path, {"reward": rewards, "terminated": [0, 0, 0, 1]}, fields=fields)
+        batch = buffer.batch(n_steps=2, gamma=0.5, keepdim=keepdim)
+        assert batch["_return"].shape == batch["_discount"].shape == batch["reward"].shape
+        assert batch["_return"].flatten().tolist() == [2, 3.5, 5, 4]
+        assert batch["_discount"].flatten().tolist() == [0.25, 0.25, 0, 0]
+        value = torch.ones_like(batch["reward"], dtype=torch.float32)
+        assert (batch["_return"] + batch["_discount"] * value).shape == batch["reward"].shape
+        elements = buffer.elements(4, n_steps=2, gamma=0.5, keepdim=keepdim)
+        assert elements["_discount"].shape == elements["_return"].shape == batch["reward"].shape
 
     def test_a_successor_that_was_not_stored_is_zeros(self, tmp_path):
         fields = {"observation": Field("float", final=True), "action": ("int", (), -7), "terminated": "bool"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.reading.options import ReadOptions
-from memmap_buffer.reading.reader import TRIES, Reader
+from memmap_buffer.reading.reader import Patience, Reader
 from memmap_buffer.reading.sources import Anchors, Sources
 from memmap_buffer.reading.views import Trajectory
 from memmap_buffer.schema import Schema, nest
@@ -168,10 +167,13 @@ class Contents:
                 "episodes: these options cut episodes into parts; use dataset(), dataloader() or sample()"
             )
         reader.selection = replace(reader.selection, filter_fields={})  # by position, whatever `valid` excludes
-        for _ in range(TRIES - 1):
-            with suppress(StaleEpisodeError):
+        patience = Patience()
+        while True:
+            try:
                 return reader.read(self._whole(reader, positions))
-        return reader.read(self._whole(reader, positions))
+            except StaleEpisodeError:
+                if not patience.wait():
+                    raise
 
     def _whole(self, reader: Reader, positions: Any) -> Anchors:
         index = reader.index(refresh=True)

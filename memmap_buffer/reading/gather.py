@@ -70,6 +70,20 @@ def cut(columns: Columns, size: int) -> list[Columns]:
     return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
 
 
+def placed(parts: list[tuple[IntArray, Columns]], count: int) -> Columns:
+    """One batch of `count` items out of parts, each with the places of its items; zeros behind what is shorter."""
+    out: Columns = {}
+    for key, first in parts[0][1].items():
+        shape = np.maximum.reduce([columns[key].shape[1:] for _, columns in parts]).astype(int).tolist()
+        whole: Array = np.zeros((count, *shape), first.dtype).view(type(first))
+        for places, columns in parts:
+            values = columns[key]
+            within: tuple[Any, ...] = (places, *map(slice, values.shape[1:]))
+            whole[within] = values
+        out[key] = whole
+    return out
+
+
 class Part(NamedTuple):
     """Some of the items of a `Gather`, a slice of them: a batch that is worked out, as far as it can be."""
 
@@ -140,6 +154,14 @@ class Gather:
         batch, since = self._read(part, make)
         same = since is not None and since == self.sources.changes
         return batch if same or all_of(self.fresh(part)) else None
+
+    def kept(self, columns: Columns, chosen: BoolArray) -> Columns:
+        """Those of some items out of the columns of all, no longer than these items need."""
+        out = {key: values[chosen] for key, values in columns.items()}
+        for key, what in self.batch.items():
+            if _is_fitted(what):
+                out[key] = out[key][:, : _rows_of(what).steps_of(chosen)]
+        return out
 
     def _read(self, part: slice, make: Make) -> Copied:
         start, stop, _ = part.indices(len(self.t))
@@ -375,8 +397,12 @@ class Gather:
 
 def _is_fitted(what: What) -> bool:
     """Whether its shape depends on the items that are read together."""
-    rows = what.rows if isinstance(what, Take) else what
+    rows = _rows_of(what)
     return isinstance(rows, Slices) and rows.is_fitted
+
+
+def _rows_of(what: What) -> Any:
+    return what.rows if isinstance(what, Take) else what
 
 
 def _stretches(rows: IntArray | Slices) -> tuple[IntArray, ...]:

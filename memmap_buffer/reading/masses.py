@@ -197,6 +197,7 @@ class Heap:
         if self._index is not None:
             for slots, t in self._anchors(self._index, changed):
                 self._tree.put(self._leaves(slots, t), np.zeros(len(slots)))
+                self._unsorted += len(slots)
         self._signature, self._index = signature, index
         self._serial[changed] = -1
         mine = changed[index.slot]

@@ -277,7 +277,7 @@ class Output:
             raise SchemaError(
                 f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map"
             )
-        widened = frozenset(rename.get(key, key) for key in keys if options.keepdim and _is_number(key, schema))
+        widened = frozenset(rename.get(key, key) for key in keys if options.keepdim and _is_number(key, view, schema))
         transforms = tuple((transform, takes_rng(transform)) for transform in options.transforms)
         ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options.ragged}
         if options.ragged and not ragged:
@@ -320,8 +320,9 @@ def takes_rng(transform: Transform) -> bool:
         return False
 
 
-def _is_number(key: str, schema: Schema) -> bool:
+def _is_number(key: str, view: View, schema: Schema) -> bool:
     """Whether a key of a batch holds one number an item or a step."""
+    key = getattr(view, "reward", key) if key in ("_return", "_discount") else key  # they have its axes
     name = key if key in schema.all else key.removeprefix("next_").removeprefix("seq_")
     field = schema.all.get(name)
     return key in NUMBERS if field is None else not field.shape and field.storage.kind != "U"

@@ -14,15 +14,17 @@ from memmap_buffer.reading.sources import GOLDEN, Anchors, Sources, splitmix
 from memmap_buffer.store.table import IntArray
 
 ROUNDS = 6
+FEW = 512  # items: the network favours some orders of so few, and to sort them takes no longer
 BLOCKS = 64  # in a window: so many places are mixed, each read in one go
 U64 = np.uint64
 
 
 class Permutation:
-    """A pseudorandom bijection on [0, n), computed position by position; it holds no list.
+    """A pseudorandom bijection on [0, n), computed position by position; it holds no list of more than `FEW`.
 
     A Feistel network over the smallest even number of bits that holds n, walked along its cycle until the value is
-    below n (at most 4 steps on average).
+    below n (at most 4 steps on average). Few items are sorted by a random number each, so that every order is equally
+    likely.
 
     Args: n: how many. seed: whole numbers that choose it.
 
@@ -32,11 +34,14 @@ class Permutation:
 
     def __init__(self, n: int, *seed: int) -> None:
         self._n = n
+        self._order = np.argsort(uniform(np.arange(n), *seed), kind="stable") if n <= FEW else None
         self._half = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
         self._keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
 
     def __call__(self, i: npt.NDArray[np.integer]) -> IntArray:
         """Where positions `i` (B,) in [0, n) go."""
+        if self._order is not None:
+            return np.asarray(self._order[i], np.int64)
         value = self._encrypt(i.astype(U64))
         outside = np.flatnonzero(value >= U64(self._n))
         while outside.size:

@@ -24,7 +24,6 @@ from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.store.tree import FloatArray, spread
-from memmap_buffer.transforms import compute_importance_weights
 from memmap_buffer.values import Array, check_count
 
 
@@ -224,7 +223,7 @@ class PrioritizedDraws:
         beta = self.how.beta_at(self.num_drawn)
         if self.how.normalize is None:
             count = sum(mass.count for mass in masses)
-            return np.asarray(compute_importance_weights(probability, count, beta))
+            return np.asarray((count * probability) ** -beta)
         # The number of items cancels out of a quotient of two weights.
         if self.how.normalize == "batch":
             lowest = float(np.minimum.reduce(probability))

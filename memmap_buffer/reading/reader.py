@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,19 +11,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
-from memmap_buffer.reading.gather import BFloat16Bits, Columns, Gather, Make, Part, cut
+from memmap_buffer.reading.gather import BFloat16Bits, Columns, Gather, Make, Part, cut, placed
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.options import Options, Output
 from memmap_buffer.reading.order import crop, draw_like
 from memmap_buffer.reading.relabelling import Relabelling
 from memmap_buffer.reading.selection import Selection
-from memmap_buffer.reading.sources import Anchors, Sources
+from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.files import process_id
 from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array, all_of
 
-TRIES = 8
+PATIENCE = 30.0  # seconds in which nothing at all was read: no writer is so quick, so something else is wrong
+MAX_PAUSE = 0.05  # seconds
+
+
+class Patience:
+    """Of who reads beside a writer that overtakes it: pauses that grow, and an end to them only if all is in vain."""
+
+    def __init__(self) -> None:
+        self._pause, self._since = 0.0, time.monotonic()
+
+    def renew(self) -> None:
+        """Something was read."""
+        self._pause, self._since = 0.0, time.monotonic()
+
+    def wait(self) -> bool:
+        """Wait before the next try, for none at first; whether there shall be one."""
+        time.sleep(self._pause)  # even one of 0 leaves the processor to the writer, and what follows is in one go
+        self._pause = min(2 * self._pause + 0.001, MAX_PAUSE)
+        return time.monotonic() - self._since < PATIENCE
 
 
 class Element(NamedTuple):
@@ -139,18 +158,38 @@ class Reader:
             if batch is not None:
                 return batch
             anchors = anchors.anchors._replace(words=None)
-        tries = 0
-        damaged: int | None = None
-        while tries < TRIES:
-            gather = self.plan(anchors)
+        gather = self.plan(anchors)
+        columns, fresh = gather.read(), gather.fresh()
+        if not all_of(fresh):
+            columns = self._completed(gather, columns, fresh)
+        return make(columns, anchors.size)[0]
+
+    def _completed(self, gather: Gather, columns: Columns, fresh: BoolArray) -> Columns:
+        """A batch that was copied, with those of its items anew that were not `fresh`.
+
+        What was copied and checked stays. Of the rest fewer are tried together, the more of them a writer overtakes: so
+        the time grows short between looking one up and checking it.
+        """
+        anchors, rest, size = gather.anchors, np.arange(gather.anchors.size), gather.anchors.size
+        parts, patience, damaged = [], Patience(), self._num_damaged()
+        chosen = rest
+        while True:
+            if self.selection.mixes:  # no item is right without the others
+                fresh = np.full_like(fresh, all_of(fresh))
+            if fresh.any():
+                parts.append((chosen[fresh], gather.kept(columns, fresh)))
+                patience.renew()
+            rest = np.concatenate([chosen[~fresh], rest[len(chosen) :]])
+            if not rest.size:
+                return placed(parts, anchors.size)
+            before, damaged = damaged, self._num_damaged()  # what is found damaged is not drawn again
+            if damaged == before and not patience.wait():
+                raise self._gone(anchors.serial[rest])
+            chosen = rest if self.selection.mixes else rest[:size]
+            anchors = anchors.replaced(chosen, self._again(anchors.where(chosen)))
+            gather = self.plan(anchors.where(chosen))
             columns, fresh = gather.read(), gather.fresh()
-            if all_of(fresh):
-                return make(columns, anchors.size)[0]
-            anchors = self._again(anchors, np.flatnonzero(~fresh))
-            before, damaged = damaged, self._num_damaged()
-            # What is found damaged is not drawn again, so that comes to an end by itself. The first try always counts.
-            tries += before is None or damaged == before
-        raise self._gone(anchors.serial[~fresh])
+            size = max(1, size // 2) if 2 * np.count_nonzero(fresh) < len(fresh) else 2 * size
 
     def plan(self, anchors: Anchors, size: int | None = None) -> Gather:
         """What a batch of these anchors, or of `size` of them, holds; nothing that takes much memory is copied yet."""
@@ -192,13 +231,13 @@ class Reader:
                         f"{path}: {key!r} holds what is no text (character {highest:#x})", path=path
                     )
 
-    def _again(self, anchors: Anchors, moved: IntArray) -> Anchors:
+    def _again(self, anchors: Anchors) -> Anchors:
         """The anchors to try next: an episode that was updated is read again, one that is gone is replaced."""
         self.sources.refresh()
-        now = self.sources.look_up(anchors.where(moved))
-        gone = moved[(now.length == 0) | (now.t >= now.length)]  # the second: of a shard that was made anew
+        now = self.sources.look_up(anchors)
+        gone = np.flatnonzero((now.length == 0) | (now.t >= now.length))  # the second: of a shard that was made anew
         if not gone.size:
-            return anchors._replace(words=None)
+            return anchors
         if self.on_stale == "raise":
             raise self._gone(anchors.serial[gone])
         index = self._index_now()

@@ -58,6 +58,10 @@ class Slices:
         """K."""
         return self._needed if isinstance(self._needed, int) else int(self._needed.max(initial=0))
 
+    def steps_of(self, chosen: npt.NDArray[np.bool_]) -> int:
+        """K of some of the items."""
+        return self._needed if isinstance(self._needed, int) else int(self._needed[chosen].max(initial=0))
+
     @property
     def shape(self) -> tuple[int, int]:
         """(B, K)."""

@@ -27,8 +27,9 @@ class NStep(View):
     its reward are always reached. A successor that does not exist is zeros.
 
     A batch: current fields (B, *field), `next_` (B, *field), `seq_` (B, n, *field) zero from k on, `n_step_lens` (B,)
-    int64; with `gamma` also `_return` and `_discount` (B,), see `transforms.n_step_return`. Stacked fields are
-    (B, S, *field), those of t - S + 1 … t, and `next_` those of t + k - S + 1 … t + k.
+    int64; with `gamma` also `_return`, of the reward's shape, and `_discount`, which broadcasts with it: (B,), or
+    (B, 1) for rewards of shape (1,); see `transforms.n_step_return`. Stacked fields are (B, S, *field), those of
+    t - S + 1 … t, and `next_` those of t + k - S + 1 … t + k.
 
     Args:
         n: the most steps.
@@ -116,8 +117,8 @@ class NStep(View):
     def _put_return(self, gather: Gather, steps: range, k: IntArray, terminated: BoolArray) -> None:
         rewards = gather.look(self.reward, steps, limit=gather.t + k)
         returns, discount = n_step_return(rewards, k, terminated, self.gamma or 0.0)
-        without = (gather.t + k == gather.length) & ~gather.has_final
-        gather.batch |= {"_return": returns, "_discount": np.where(without, discount.dtype.type(0), discount)}
+        discount[(gather.t + k == gather.length) & ~gather.has_final] = 0
+        gather.batch |= {"_return": returns, "_discount": discount}
 
     def _put(self, gather: Gather, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
         """Put fields at t (B,), with the timesteps before it where they are stacked."""

@@ -35,8 +35,8 @@ class Prioritized:
             with None, not at all.
         stratified: one draw in each of B segments of equal mass.
         variant: "proportional", or "rank": p = (1 / rank)^α, the highest priority having rank 1 and equal ones the
-            same. Ranks are found in an order that is sorted anew after `sort_interval` changes, by default as many as
-            there are items.
+            same. Ranks are found in an order that is sorted anew after `sort_interval` changes (new priorities, items
+            that came, items that went), by default as many as there are items.
         name: of the tree, `priority/<name>.npy`; those who share α, ε and the name share the priorities.
         over: an item of several steps has the priority of its "first", or the "max" or "mean" over all; by default
             windows have the first, episodes the mean.
