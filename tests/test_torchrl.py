@@ -99,6 +99,20 @@ def test_a_full_storage_comes_in_oldest_first(tmp_path):
     assert_episodes(import_torchrl(tmp_path / "dump", tmp_path / "b"), [parts[0][3:], *parts[1:]])
 
 
+def test_keys_that_are_no_identifiers_become_some(tmp_path):
+    parts = transitions()
+    for part in parts:
+        for place in (part, part["next"]):
+            place["joint pos"] = place["half"].float()
+            place["observation", "left-eye"] = place["observation", "pixels"]
+    dump(tmp_path / "dump", parts)
+    with import_torchrl(tmp_path / "dump", tmp_path / "b") as buffer:
+        for i in range(len(parts)):
+            episode = buffer.episode(i)
+            np.testing.assert_array_equal(episode["joint_pos"], episode["half"])
+            np.testing.assert_array_equal(episode["observation"]["left_eye"], episode["observation"]["pixels"])
+
+
 def test_an_end_that_nothing_marks_is_found_by_what_follows(tmp_path):
     parts = [part.exclude("collector") for part in transitions(marked=False)]
     dump(tmp_path / "dump", parts)
@@ -115,6 +129,8 @@ def spoil(folder, what):
         (folder / "storage/storage_metadata.json").unlink()
     elif what == "climbing":
         meta["../../secret"] = meta["action"]
+    elif what == "upwards":
+        meta[".."] = {"type": "TensorDict"}
     elif what == "object":
         meta["note"] = {"type": "NonTensorData"}
     elif what == "two":
@@ -128,7 +144,8 @@ def spoil(folder, what):
         ("cut", CorruptBufferError, r"action\.memmap: got 159 bytes, expected 160"),
         ("json", CorruptBufferError, r"meta\.json: "),
         ("gone", NotABufferError, "no dump of a LazyMemmapStorage"),
-        ("climbing", SchemaError, r"got the key '../../secret', expected an identifier"),
+        ("climbing", CorruptBufferError, r"storage/\.\.%2F\.\.%2Fsecret\.memmap: got None bytes"),
+        ("upwards", NotABufferError, r"storage/%2E%2E/meta\.json is missing"),
         ("object", SchemaError, r"'note' is no tensor but 'NonTensorData'"),
         ("two", SchemaError, r"got a storage of shape \[2, 10\], expected one dimension"),
     ],
