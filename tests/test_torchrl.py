@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from memmap_buffer import CorruptBufferError, NotABufferError, ReplayBuffer, SchemaError
+from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, SchemaError
 from memmap_buffer.interop.torchrl import import_torchrl, to_tensordict
 
 LENGTHS = (4, 1, 5, 3)
@@ -172,9 +172,27 @@ def test_a_transition_has_what_follows_below_next(recorded):
     batch = recorded().sample(5, n_steps=1, seed=1)
     tensors = to_tensordict(batch)
     assert tensors["next", "observation"].data_ptr() == batch["next_observation"].data_ptr()
-    assert torch.equal(tensors["next", "reward"], batch["reward"])
-    assert torch.equal(tensors["next", "done"], batch["terminated"])
+    assert torch.equal(tensors["next", "reward"], batch["reward"][:, None])
+    assert tensors["next", "reward"].data_ptr() == batch["reward"].data_ptr()
+    assert torch.equal(tensors["next", "done"], batch["terminated"][:, None])
     assert "reward" not in list(tensors.keys())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["flat", "with an axis"])
+def test_a_transition_is_what_a_loss_of_torchrl_takes(tmp_path, shape):
+    modules, objectives = imported("torchrl.modules"), imported("torchrl.objectives")
+    fields = {"observation": Field("float", (4,), final=True), "action": "int"}
+    ends = {"reward": ("float", shape), "terminated": ("bool", shape), "truncated": ("bool", shape)}
+    with ReplayBuffer(tmp_path / "b", 2, 9, fields | ends) as buffer:
+        flags = {"terminated": np.zeros((8, *shape)), "truncated": np.zeros((8, *shape))}
+        buffer.store_episode(observation=np.eye(9, 4), action=np.arange(8) % 2, reward=np.ones((8, *shape)), **flags)
+        tensors = to_tensordict(buffer.sample(32, n_steps=1, seed=1))
+    network = modules.MLP(in_features=4, out_features=2, num_cells=[8])
+    actor = modules.QValueActor(network, in_keys=["observation"], action_space="categorical")
+    loss = objectives.DQNLoss(actor, action_space="categorical")(tensors)["loss"]
+    assert loss.shape == ()
+    assert loss.isfinite()
 
 
 def test_a_buffer_becomes_all_its_steps(recorded):

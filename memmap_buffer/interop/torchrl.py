@@ -34,7 +34,7 @@ def to_tensordict(source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer) -> Te
     """A batch as a TensorDict over the same memory, or all steps of a buffer as one.
 
     Keys `next_<name>`, `reward`, `terminated` and `truncated` of an n-step batch go below "next", where torchrl looks
-    for them, with `done`. Text is left out: a TensorDict holds tensors.
+    for them, with `done`; rewards and ends as (B, 1), as its losses have them. Text is left out, as it is no tensor.
 
     Args:
         source: a batch of any view, which is not copied; or a buffer, whose steps are gathered once, oldest first.
@@ -52,6 +52,8 @@ def to_tensordict(source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer) -> Te
     # A reward of the step after is none of this transition's, and torchrl has no place for it.
     later = {f"next_{name}" for name in OF_NEXT}
     below = {tuple(_key(name, is_transition)): value for name, value in tensors.items() if name not in later}
+    for key in below.keys() & {("next", name) for name in OF_NEXT}:
+        below[key] = below[key].unsqueeze(-1) if below[key].ndim == 1 else below[key]
     ends = [below[key] for key in (("next", "terminated"), ("next", "truncated")) if key in below]
     if ends:
         below["next", "done"] = ends[0] | ends[-1]
