@@ -35,6 +35,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 30  cli.view, cli.exchange
     level 31  cli.app
     level 32  cli.command
+    level 33  __main__
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.

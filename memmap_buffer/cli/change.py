@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,18 @@ from memmap_buffer.cli import plain
 from memmap_buffer.cli.episodes import matching, opened, read_episode, serials_of, table_of
 from memmap_buffer.cli.look import Where
 from memmap_buffer.cli.mend import Target, bytes_to_copy
-from memmap_buffer.cli.terminal import FolderArgument, Problem, Yes, agreed, end, progress, say, watching
+from memmap_buffer.cli.terminal import (
+    FolderArgument,
+    Problem,
+    Yes,
+    agreed,
+    end,
+    named_as,
+    progress,
+    say,
+    temporary,
+    watching,
+)
 from memmap_buffer.concat import ConcatBuffer
 from memmap_buffer.schema import Field
 from memmap_buffer.store.pack import pack
@@ -156,10 +166,11 @@ def appearing(target: Path) -> Iterator[Path]:
     """
     require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    place = temporary(target)
     try:
-        yield place
-        place.rename(target)  # replaces an empty folder (rename(2))
+        with named_as(target, place):
+            yield place
+            place.rename(target)  # replaces an empty folder (rename(2))
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise

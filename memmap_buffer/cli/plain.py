@@ -39,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain("interrupted", INTERRUPTED)
 
 
+def version() -> str:
+    """What `--version` prints: of the library that is loaded."""
+    return f"memmap-buffer {sys.modules['memmap_buffer'].__version__}"
+
+
 def complain(text: str, code: int = FAILED) -> int:
     """Print why the command ends, and give the exit code back."""
     sys.stderr.write(f"memmap-buffer: {text}\n")
@@ -85,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memmap-buffer", description=f"Check and copy episodes; {EXTRA}.", epilog=EXTRA
     )
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(required=True)
     look = commands.add_parser("verify", help="check every file, record and checksum; reads only")
     look.add_argument("folder", type=Path)

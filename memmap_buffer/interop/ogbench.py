@@ -83,7 +83,8 @@ def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
         terminals[start - 1] = 1
     names = read_names(buffer, NAMES)
     named: dict[str, Any] = {".".join(map(str, names.path(name))): column for name, column in out.items()}
-    np.savez_compressed(path, **named, terminals=terminals)
+    with Path(path).open("wb") as file:  # to a path numpy would add .npz
+        np.savez_compressed(file, **named, terminals=terminals)
 
 
 def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
