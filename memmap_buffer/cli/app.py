@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -74,6 +75,8 @@ def _options(
 def _at_the_door(function: Callable[..., None]) -> Callable[..., None]:
     """A command whose errors are one line on stderr, and whose interruption is one too."""
 
+    flags = {name: f"--{name.replace('_', '-')} " for name in inspect.signature(function).parameters}
+
     @functools.wraps(function)
     def command(**given: Any) -> None:
         try:
@@ -81,7 +84,7 @@ def _at_the_door(function: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # `… | head`: typer ends quietly
             raise
         except (MemmapBufferError, OSError, ImportError) as error:
-            raise typer.Exit(plain.complain(clean(str(error)))) from error
+            raise typer.Exit(plain.complain(clean(plain.explained(error, flags)))) from error
         except KeyboardInterrupt:
             raise typer.Exit(plain.complain("interrupted; nothing half is left", plain.INTERRUPTED)) from None
 

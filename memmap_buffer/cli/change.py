@@ -42,13 +42,14 @@ def merge(
     sources: Sources,
     max_episodes: Annotated[int | None, typer.Option(min=1, help="Room in the new folder; default: as needed.")] = None,
 ) -> None:
-    """Copy the episodes of several folders of equal fields into one new folder that can be written to.
+    """Copy the episodes of several folders, or roots of such, of equal fields into one new folder to be written to.
 
     Episodes are numbered anew, source by source. Damaged ones are left out and named, and the command ends with 1.
     """
     require_new(target)
     with ExitStack() as open_ones:
-        buffers = [open_ones.enter_context(opened(source, verify="read")) for source in sources]
+        folders = [folder for source in sources for folder in plain.shards_of(source) or [source]]
+        buffers = [open_ones.enter_context(opened(folder, verify="read")) for folder in folders]
         together = ConcatBuffer(buffers)  # refuses fields that differ, and says which
         planned = [(buffer, serial) for buffer in buffers for serial in buffer.serials.tolist()]
         if not planned:

@@ -131,6 +131,8 @@ def named_as(target: Path, *places: Path) -> Iterator[None]:
         text = str(error)
         for place in places:
             text = text.replace(str(place), str(target))
+        if text == str(error):
+            raise
         raise Problem(text) from error
 
 
