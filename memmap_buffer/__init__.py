@@ -5,8 +5,8 @@ The layers; a module imports only from levels above its own line, never sideways
     level 0   errors, interop.extras, progress
     level 1   values, interop.plain, store.records
     level 2   schema, transforms, reading.memory, store.kernels
-    level 3   store.files, store.staging, store.tree, interop.gymnasium, interop.rows
-    level 4   store.layout, store.host, store.folder, store.table
+    level 3   store.files, store.staging, store.tree, interop.names, interop.rows
+    level 4   store.layout, store.host, store.folder, store.table, interop.gymnasium
     level 5   store.storage, store.creation
     level 6   store.lock, store.episode, store.ring, store.nodes, store.cold
     level 7   store.publication, store.group, store.edits, store.snapshot, store.treefile, store.shards
@@ -26,15 +26,16 @@ The layers; a module imports only from levels above its own line, never sideways
     level 21  reading.contents
     level 22  reading.readable, collector, statistics
     level 23  buffer
-    level 24  concat, cli.plain, interop.lanes, interop.beside, interop.survey, interop.described
-    level 25  interop.parquet, interop.record, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
-    level 26  interop.upstream, interop.torchrl, interop.lerobot, interop.ray, cli.terminal
+    level 24  concat, cli.plain, interop.beside, interop.survey, interop.described
+    level 25  interop.parquet, interop.lanes, interop.minari, interop.d4rl, interop.ogbench, interop.robomimic
+    level 26  interop.record, interop.upstream, interop.torchrl, interop.lerobot, interop.ray, cli.terminal
     level 27  cli.episodes
     level 28  cli.look, cli.mend, cli.measure
     level 29  cli.change, cli.draw
     level 30  cli.view, cli.exchange
     level 31  cli.app
     level 32  cli.command
+    level 33  __main__
 
 torch is imported by reading.datasets, .transport, .prefetch and .distributed alone, which are loaded when a dataset,
 loader or batch is first asked for.

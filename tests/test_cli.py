@@ -179,15 +179,16 @@ def test_without_typer_the_four_commands_work_and_the_others_name_the_extra(dama
         assert (done.returncode, done.stdout, done.stderr) == expected
 
 
-def test_pack_and_unpack_are_silent_and_end_with_0(
+def test_pack_and_unpack_say_what_they_made_and_end_with_0(
     main: Main, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pack", str(folder), str(tmp_path / "packed")]) == 0
     assert main(["unpack", str(tmp_path / "packed"), str(tmp_path / "same")]) == 0
     sizes = ["--max-episodes", "9", "--max-timesteps", "7"]
     assert main(["unpack", str(tmp_path / "packed"), str(tmp_path / "larger"), *sizes]) == 0
-    assert capsys.readouterr() == ("", "")
-    for name in ("packed", "same", "larger"):
+    names = ("packed", "same", "larger")
+    assert capsys.readouterr() == ("".join(f"{tmp_path / name}: 4 episodes, 14 steps\n" for name in names), "")
+    for name in names:
         assert shown(tmp_path / name) == shown(folder)
     larger = ReplayBuffer.from_folder(tmp_path / "larger", read_only=True)
     assert (larger.max_episodes, larger.max_timesteps) == (9, 7)
@@ -197,7 +198,10 @@ def test_pack_names_what_it_leaves_out_and_ends_with_1(
     main: Main, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pack", str(damaged), str(tmp_path / "packed")]) == 1
-    assert capsys.readouterr().out == "episode 4 is damaged, or was overwritten meanwhile, and is left out\n"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / 'packed'}: 3 episodes, 11 steps",
+        "episode 4 is damaged, or was overwritten meanwhile, and is left out",
+    ]
     assert dict(shown(tmp_path / "packed")).keys() == {2, 3, 5}
 
 

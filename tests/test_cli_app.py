@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from cli_cases import RUN, make, run
+from cli_cases import RUN, make, read_json, run
 from faults import listing
 from test_readme import run_blocks
 
@@ -151,6 +151,95 @@ def test_commands_that_only_look_load_no_torch_and_no_extra_but_their_own(place:
         done = run(arguments[0], "replay_data", *arguments[1:], before=before)
         assert done.returncode == 0
         assert {"torch", "matplotlib", "av", "rerun", "h5py", "gymnasium"} & set(done.stderr.split()) == set()
+
+
+# Roots of shards
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three shards of one, two and three episodes, and a fourth that a collector is about to make."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        make(Path(f"root/shard-{number:05}"), range(number + 1))
+    Path("root/shard-00003").mkdir()
+    return Path("root")
+
+
+def test_a_root_of_shards_is_looked_at_as_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["info", "root"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("root: 3 folders, 6 episodes, ")
+    assert [line.split()[:2] for line in lines[2:]] == [[f"shard-{n:05}", str(n + 1)] for n in range(3)]
+    assert app.main(["info", "root", "--json"]) == 0
+    assert [each["episodes"] for each in read_json(capsys.readouterr().out)["folders"]] == [1, 2, 3]
+    assert app.main(["episodes", "root", "--where", "folder=shard-00002"]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["shard-00002", str(serial)] for serial in range(3)
+    ]
+    assert app.main(["stats", "root", "--field", "task_id", "--json"]) == 0
+    assert read_json(capsys.readouterr().out)["task_id"]["count"] == 6
+    assert app.main(["merge", "all", "root"]) == 0
+    assert capsys.readouterr().out.startswith("all: 6 episodes, ")
+
+
+@pytest.mark.parametrize("without", ["", "typer"])
+def test_a_root_of_shards_is_verified_and_repaired_folder_by_folder(root: Path, without: str) -> None:
+    before = f"import sys; sys.modules[{without!r}] = None" if without else ""
+    assert run("verify", "root", before=before).stdout == "all is well\n"
+    with open("root/shard-00001/data/reward.npy", "r+b") as file:
+        file.seek(140)
+        file.write(b"spoilt")
+    done = run("verify", "root", before=before)
+    assert done.returncode == 1
+    assert done.stdout.startswith("shard-00001/data/reward.npy: ")
+    assert run("repair", "root", "--yes", before=before).returncode == 0
+    assert run("verify", "root", before=before).returncode == 0
+    assert not Path("root/shard-00000/lost+found").exists()
+
+
+@pytest.mark.parametrize("command", ["show root last", "head root", "pack root new", "delete root 0 --yes"])
+def test_what_takes_one_folder_names_those_of_a_root(
+    root: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.main(shlex.split(command)) == 2
+    assert capsys.readouterr().err == (
+        "memmap-buffer: root is a root of 3 folders, shard-00000 to shard-00002: name one of them, or copy them into "
+        "one by: memmap-buffer merge NEW root\n"
+    )
+
+
+# Hints and summaries
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("unpack replay_data new --max-timesteps 3", "--max-timesteps: got 3, the episodes need "),
+        ("export lerobot replay_data new", "pass --option fps=VALUE"),
+        ("info .git", ".git: there is no such folder"),
+        ("info empty", "empty is not a buffer: there is no schema.json; give a folder that holds episodes"),
+        ("import d4rl nowhere.hdf5 new", "nowhere.hdf5: there is no such file or folder"),
+    ],
+)
+def test_hints_are_spelt_for_the_shell(
+    place: Path, command: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs("import")
+    Path("empty").mkdir()
+    assert app.main(shlex.split(command)) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("without", ["", "typer"])
+def test_pack_and_unpack_say_what_they_made(place: Path, without: str) -> None:
+    before = f"import sys; sys.modules[{without!r}] = None" if without else ""
+    with ReplayBuffer.from_folder("replay_data") as buffer:
+        made = f"8 episodes, {buffer.num_steps} steps\n"
+    assert run("pack", "replay_data", "dense", before=before).stdout == f"dense: {made}"
+    assert run("unpack", "dense", "grid", before=before).stdout == f"grid: {made}"
+    done = run("unpack", "dense", "small", "--max-timesteps", "3", before=before)
+    assert done.stderr.startswith("memmap-buffer: --max-timesteps: got 3, the episodes need ")
 
 
 # The page about it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,32 @@ def test_a_missing_extra_is_named_in_one_line(
     assert err.count("\n") == 1
     assert f"pip install 'memmap-buffer[{'rerun' if command == 'view' else command}]'" in err
     assert [path.name for path in tmp_path.iterdir()] == ["buffer"]
+
+
+@pytest.mark.parametrize(
+    ("out", "text"), [("x.foo", "ends in one of .*[.]png"), ("no/x.png", "x.png: there is no folder no;")]
+)
+def test_a_picture_that_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch, capsys, out, text):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "b")
+    assert app.main(["plot", "b", "--out", out]) == 2
+    told = capsys.readouterr()
+    assert re.search(text, told.err)
+    assert told.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_errors_name_what_was_asked_for_and_no_temporary_place(tmp_path, monkeypatch, capsys):
+    make(tmp_path / "b")
+    monkeypatch.chdir(tmp_path)
+
+    def fail(self, place, **options):
+        raise OSError(28, "No space left on device", str(place))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    assert app.main(["plot", "b", "--out", "x.png"]) == 2
+    assert capsys.readouterr().err == "memmap-buffer: [Errno 28] No space left on device: 'x.png'\n"
+    monkeypatch.setattr(ReplayBuffer, "store_episode", lambda self, **_: fail(self, self.folder / "data"))
+    assert app.main(["merge", "new", "b"]) == 2
+    assert capsys.readouterr().err == "memmap-buffer: [Errno 28] No space left on device: 'new/data'\n"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from cli_cases import RUN, make, read_json, run
 from test_cli_change import SLOW
 
+import memmap_buffer
 from memmap_buffer.cli import terminal
 
 
@@ -95,3 +98,83 @@ def read(descriptor: int) -> bytes:
         return os.read(descriptor, 1 << 16)
     except OSError:  # EIO: the other side is closed, and all is read (pty(7))
         return b""
+
+
+# Terminals of all kinds
+
+PLAIN = {"COLUMNS": "80", "LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+
+
+@pytest.mark.parametrize("command", ["info", "show", "head", "stats", "episodes", "plot", "pack", "video"])
+def test_a_terminal_that_is_not_utf_8_gets_signs_that_it_has(tmp_path: Path, command: str) -> None:
+    folder, odd = tmp_path / "bùffer…", tmp_path / "nëu"
+    make(folder)
+    more = {"show": ["last"], "plot": ["--out", str(odd)], "video": ["last", "--out", str(odd)], "pack": [str(odd)]}
+    done = in_terminal("memmap_buffer", command, str(folder), *more.get(command, []), **PLAIN)
+    assert "Traceback" not in done.output
+    assert done.output.isascii()
+    assert done.code == (2 if command in ("plot", "video") else 0)
+
+
+def test_json_keeps_every_sign_where_the_terminal_is_not_utf_8(tmp_path: Path) -> None:
+    make(tmp_path / "bùffer")
+    line = [sys.executable, "-m", "memmap_buffer", "info", str(tmp_path / "bùffer"), "--json"]
+    given = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}  # so that the folder's name itself is read
+    done = subprocess.run(line, capture_output=True, env=os.environ | given)
+    assert read_json(done.stdout.decode("ascii"))["folder"].endswith("bùffer")
+
+
+@pytest.mark.parametrize("without", ["", "typer"])
+def test_the_version_is_told_also_without_extras_and_by_python_m(without: str) -> None:
+    before = f"import sys; sys.modules[{without!r}] = None" if without else ""
+    done = run("--version", before=before)
+    assert (done.returncode, done.stdout) == (0, f"memmap-buffer {memmap_buffer.__version__}\n")
+    again = subprocess.run([sys.executable, "-m", "memmap_buffer", "--version"], capture_output=True, text=True)
+    assert again.stdout == done.stdout
+
+
+@pytest.mark.parametrize("command", ["stats", "show", "head", "info", "episodes"])
+def test_tables_are_whole_cells_in_lines_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(Path("b"))
+    arguments = [command, "b", *["last"] * (command in ("show", "head"))]
+    shown = in_terminal("memmap_buffer", *arguments, COLUMNS="80").output
+    assert max(map(len, shown[shown.rfind("\r") + 1 :].splitlines())) <= 80
+    wide = set(run(*arguments).stdout.split())
+    assert {word for word in shown.replace("\r", "\n").split() if word in wide} == wide
+
+
+def test_a_table_that_is_too_wide_goes_on_below_with_its_first_column(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "WIDE", 12)
+    terminal.show_table("title", {"name": ["a", "b"], "one": [1, 2], "two": [3.25, None], "many": ["x" * 20, "y"]})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:9] == [
+        *(["title"], ["name", "one"], ["a", "1"], ["b", "2"], []),
+        *(["name", "two"], ["a", "3.25"], ["b", "-"], []),
+    ]
+    assert lines[9] == ["name", "many"]  # wider than the terminal: folded, with nothing beside it but the first
+
+
+@dataclass
+class Done:
+    """What a command wrote to its terminal, and its exit code."""
+
+    output: str
+    code: int
+
+
+def in_terminal(*arguments: str, **environment: str) -> Done:
+    """A module's command, run in a terminal."""
+    watched, slave = pty.openpty()
+    line = [sys.executable, "-m", *arguments]
+    process = subprocess.Popen(line, stdin=slave, stdout=slave, stderr=slave, env=os.environ | environment)
+    os.close(slave)
+    shown = b""
+    while chunk := read(watched):
+        shown += chunk
+    os.close(watched)
+    return Done(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n"), process.wait())

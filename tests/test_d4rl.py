@@ -11,7 +11,7 @@ LENGTHS = (4, 1, 6, 3)
 TERMINATED = (True, False, True, False)
 
 
-def write(path, *, final=True, timeouts=True, last_ends=True, lengths=LENGTHS):
+def write(path, *, final=True, timeouts=True, last_ends=True, lengths=LENGTHS, odd=False):
     """A file of episodes that the environment ended (TERMINATED) or the clock."""
     rng, columns = np.random.default_rng(1), {}
     states = [rng.normal(size=(length + 1, 3)).astype(np.float32) for length in lengths]
@@ -30,6 +30,8 @@ def write(path, *, final=True, timeouts=True, last_ends=True, lengths=LENGTHS):
         columns["timeouts"] = clock
     columns["infos/qpos"] = rng.normal(size=(total, 5))
     columns["infos/action_log_probs"] = rng.normal(size=total)
+    if odd:
+        columns["infos/goal pos/x-y"], columns["infos/goal_pos/x_y"] = rng.normal(size=(2, total))
     with h5py.File(path, "w") as file:
         for name, column in columns.items():
             file.create_dataset(name, data=column, compression="gzip")
@@ -87,7 +89,7 @@ def test_without_timeouts_the_time_limit_cuts(tmp_path):
 @pytest.mark.parametrize("last_ends", [True, False])
 @pytest.mark.parametrize("final", [True, False])
 def test_a_file_comes_back_equal_to_the_bit(tmp_path, final, last_ends):
-    columns = write(tmp_path / "d.hdf5", final=final, last_ends=last_ends)
+    columns = write(tmp_path / "d.hdf5", final=final, last_ends=last_ends, odd=True)
     with import_d4rl(tmp_path / "d.hdf5", tmp_path / "b") as buffer:
         export_d4rl(buffer, tmp_path / "e.hdf5")
     with h5py.File(tmp_path / "e.hdf5") as file:
@@ -97,6 +99,27 @@ def test_a_file_comes_back_equal_to_the_bit(tmp_path, final, last_ends):
         for name, column in columns.items():
             assert (file[name].dtype, file[name][()].tobytes()) == (column.dtype, column.tobytes()), name
         assert (file["metadata/algorithm"].asstr()[()], file["metadata/iteration"][()]) == ("SAC", 1000)
+
+
+def test_what_of_a_file_does_not_come_back_is_what_the_page_says(tmp_path):
+    """Ends are bools, of every episode but the last; the rest is equal to the bit."""
+    columns = write(tmp_path / "d.hdf5", timeouts=False, lengths=(4, 6, 6, 3))
+    with h5py.File(tmp_path / "d.hdf5", "a") as file:
+        terminals = file["terminals"][()].astype(np.float32)
+        del file["terminals"]
+        file["terminals"] = terminals
+        file["seed"] = 3
+    with import_d4rl(tmp_path / "d.hdf5", tmp_path / "b", max_episode_steps=6) as buffer:
+        export_d4rl(buffer, tmp_path / "e.hdf5")
+    with h5py.File(tmp_path / "e.hdf5") as file:
+        assert set(file) == {*(name.split("/")[0] for name in columns), "timeouts", "metadata"}
+        assert "policy" not in file["metadata"]
+        for name in ("terminals", "timeouts"):
+            assert file[name].dtype == bool
+        assert file["terminals"][()].tolist() == terminals.astype(bool).tolist()
+        assert not (file["timeouts"][()] & file["terminals"][()]).any()
+        for name in set(columns) - {"terminals"}:
+            assert (file[name].dtype, file[name][()].tobytes()) == (columns[name].dtype, columns[name].tobytes())
 
 
 def test_an_end_that_nothing_marks_is_found_by_the_observations_that_follow(tmp_path):

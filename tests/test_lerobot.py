@@ -26,7 +26,7 @@ OF_EPISODES = (1, 0, 1)
 FEATURES = {
     "observation.state": {"dtype": "float32", "shape": [6], "names": ["a", "b", "c", "d", "e", "f"]},
     "observation.images.top": {"dtype": "image", "shape": [4, 5, 3], "names": ["height", "width", "channels"]},
-    "observation.matrix": {"dtype": "float64", "shape": [2, 3], "names": None},
+    "observation.rot-mat": {"dtype": "float64", "shape": [2, 3], "names": None},
     "action": {"dtype": "float32", "shape": [2], "names": None},
     "next.reward": {"dtype": "float32", "shape": [1], "names": None},
     "next.done": {"dtype": "bool", "shape": [1], "names": None},
@@ -54,7 +54,7 @@ def write(root, *, video=False, version="v3.0"):
         arrays = {
             "observation.state": rng.normal(size=(length, 6)).astype(np.float32),
             "observation.images.top": rng.integers(256, size=(length, 4, 5, 3), dtype=np.uint8),
-            "observation.matrix": rng.normal(size=(length, 2, 3)),
+            "observation.rot-mat": rng.normal(size=(length, 2, 3)),
             "action": rng.normal(size=(length, 2)).astype(np.float32),
             "next.reward": rng.normal(size=length).astype(np.float32),
             "next.done": np.arange(length) == length - 1,
@@ -104,7 +104,7 @@ def assert_imported(buffer, written):
                 continue
             got = episode
             for part in ours.get(name, name).split("."):
-                got = got[part]
+                got = got[part.replace("-", "_")]
             assert (got.dtype, got.tobytes()) == (array.dtype, array.tobytes()), name
     buffer.close()
 

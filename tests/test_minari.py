@@ -45,13 +45,12 @@ def stack(values):
 
 def episode(number, length, rng, data_format):
     contacts, distance = rng.integers(9, size=(length + 1, 2)), rng.normal(size=length + 1)
-    # Minari's other formats keep an episode as a table: they cannot give nested infos back, nor any of another length
-    infos = {"contacts": contacts, "distance": list(distance)}
-    if data_format == "hdf5":
-        infos = {
-            "contacts": contacts[1:],
-            "goal": {"distance": distance, "word": ["ab", "cde", "f", "g", "h", "i"][: length + 1]},
-        }
+    # Minari's other formats keep an episode as a table: all its infos have one length
+    infos = {
+        "contacts": contacts[1:] if data_format == "hdf5" else contacts,
+        "goal": {"distance": list(distance), "word": ["ab", "cde", "f", "g", "h", "i"][: length + 1]},
+        "distance": list(distance),
+    }
     return EpisodeBuffer(
         id=None,
         seed=100 + number if number else None,
@@ -103,7 +102,10 @@ def assert_equal_trees(got, expected):
             assert_equal_trees(one, other)
     elif isinstance(expected, np.ndarray):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        assert got.tolist() == expected.tolist() if got.dtype == object else got.tobytes() == expected.tobytes()
+        if got.dtype == object:
+            assert_equal_trees(tuple(got.reshape(-1)), tuple(expected.reshape(-1)))
+        else:
+            assert got.tobytes() == expected.tobytes()
     else:
         assert got == expected
 
@@ -148,10 +150,69 @@ def test_what_is_imported_is_what_the_data_set_gives(tmp_path, data_format):
         assert_equal_trees(got["action"]["item0"], expected.actions[0])
         assert_equal_trees(got["reward"], expected.rewards)
         np.testing.assert_array_equal(got["info"]["contacts"], expected.infos["contacts"])
-        assert got["seed"] == (100 + i if i else -1)
+        assert (int(got["seed"]), bool(got["given"]["seed"])) == ((100 + i, True) if i else (0, False))
         assert (bool(got["given"]["level"]), bool(got["given"]["late"])) == (i < 2, i == 1)
     assert buffer.sample(4, n_steps=1)["next_observation"]["camera"].shape == (4, 32, 32, 3)
     buffer.close()
+
+
+GOALS = ("bottom burner", "bottom_burner", "slide cabinet", "1st", "Kettle", "kettle")
+KITCHEN = spaces.Dict(  # as FrankaKitchen's: its goals have names with spaces
+    {
+        "observation": spaces.Box(-9, 9, (3,), np.float64),
+        "desired_goal": spaces.Dict({name: spaces.Box(-9, 9, (2,), np.float64) for name in GOALS}),
+    }
+)
+ARM = spaces.Dict({"left arm": spaces.Box(-1, 1, (2,), np.float32)})
+SEEDS = (None, 7, 2**63, 2**64 - 1)  # Minari draws them from 64 bits
+
+
+def make_kitchen(data_format):
+    """A data set of which neither spaces nor infos nor metadata have identifiers as their keys."""
+    KITCHEN.seed(1)
+    ARM.seed(2)
+    episodes = [
+        EpisodeBuffer(
+            seed=seed,
+            options={"start at": {"x-y": 2}} if seed == 7 else None,
+            observations=stack([KITCHEN.sample() for _ in range(4)]),
+            actions=stack([ARM.sample() for _ in range(3)]),
+            rewards=np.arange(3.0),
+            terminations=np.arange(3) == 2,
+            truncations=np.zeros(3, bool),
+            infos={"tasks to do": [1, 2, 3, 4], "step-wise": {"is done?": [True, False] * 2, "deep": {"1": np.eye(4)}}},
+        )
+        for seed in SEEDS
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return minari.create_dataset_from_buffers(
+            "kitchen/test-v0",
+            episodes,
+            observation_space=KITCHEN,
+            action_space=ARM,
+            data_format=data_format,
+            jpeg_encoding=False,
+        )
+
+
+@every_format
+def test_keys_that_are_no_identifiers_and_seeds_of_64_bits_come_back(tmp_path, data_format):
+    original = make_kitchen(data_format)
+    with import_minari("kitchen/test-v0", tmp_path / "b") as buffer:
+        assert {name for name in buffer.fieldnames if "goal" in name} == {
+            f"observation.desired_goal.{name}"
+            for name in ("n1st", "Kettle", "bottom_burner_2", "bottom_burner", "kettle_2", "slide_cabinet")
+        }
+        others = {"action.left_arm", "info.tasks_to_do", "info.step_wise.is_done_", "info.step_wise.deep.n1"}
+        assert others <= set(buffer.fieldnames)
+        goals = next(original.iterate_episodes()).observations["desired_goal"]
+        got = buffer.episode(0)["observation"]["desired_goal"]
+        assert_equal_trees((got["bottom_burner_2"], got["kettle_2"]), (goals["bottom burner"], goals["kettle"]))
+        assert buffer.get_all_data(meta_fields=["seed"])["seed"].tolist() == [seed or 0 for seed in SEEDS]
+        assert [bool(buffer.episode(i)["given"]["seed"]) for i in range(4)] == [False, True, True, True]
+        copy = export_minari(buffer, "kitchen/copy-v0", data_format=data_format)
+    assert_equal_sets(copy, original)
 
 
 def test_a_filtered_data_set_and_chosen_infos_are_imported_alone(tmp_path):

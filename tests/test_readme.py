@@ -45,6 +45,18 @@ def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     assert run_blocks(page).count == page.read_text().count("```python\n")
 
 
+def test_the_recording_page_prints_the_errors_that_it_announces(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "recording.md"
+    run_blocks(page)
+    block = next(found[1] for found in FENCE.finditer(page.read_text()) if "for wrong in" in found[1])
+    announced = re.findall(r"^ +(?:right|\{).*,  # (.*)$", block, re.MULTILINE)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "timestep 0" in line]
+    assert len(announced) == len(printed) == 4
+    for text, line in zip(announced, printed, strict=True):
+        assert text in line
+
+
 def test_the_first_block_of_the_readme_runs_twice_and_goes_on_where_it_stood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "first.md"

@@ -15,6 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import Autoreset, TimeAwareObservation
 
 from memmap_buffer import BufferFullError, ReplayBuffer, SchemaError
+from memmap_buffer.interop.beside import read_names
 from memmap_buffer.interop.record import RecordEpisodes, RecordVectorEpisodes
 
 LIMIT = 12  # steps, so that episodes end by it as well as by themselves
@@ -152,7 +153,7 @@ def assert_recorded(got, alone):
     np.testing.assert_array_equal(got["truncated"], alone.truncated)
     assert got["episode_length"] == len(alone.rewards)
     np.testing.assert_allclose(got["episode_return"], sum(map(float, alone.rewards)), rtol=1e-12, atol=1e-12)
-    assert got["seed"] == alone.seed
+    assert (int(got["seed"]), bool(got["given"]["seed"])) == (max(0, alone.seed), alone.seed >= 0)
     assert got["success"] == int(alone.infos[-1].get("is_success", -1))
     if "info" in got:
         info = {"goal": {"distance": -1.0}, "contacts": np.zeros(2, int), "is_success": False}
@@ -386,6 +387,94 @@ def test_a_full_buffer_refuses_a_step_before_it_is_taken(tmp_path):
         pass
     assert recorder.buffer.episode(0)["seed"] == 4
     recorder.close()
+
+
+class Kitchen(gymnasium.Env):
+    """As FrankaKitchen: its goals have names with spaces; so have its infos."""
+
+    GOALS = ("bottom burner", "bottom_burner", "kettle")
+    observation_space = spaces.Dict({"goal": spaces.Dict({name: spaces.Box(-9, 9, (2,)) for name in GOALS})})
+    action_space = spaces.Dict({"left arm": spaces.Box(-1, 1, (2,), np.float32)})
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        self.t += 1
+        info = {"to do": {"how many?": 9 - self.t}}
+        return self._observe(), 0.0, self.t == 3, False, info
+
+    def _observe(self):
+        return {"goal": {name: np.full(2, self.t + i, np.float32) for i, name in enumerate(self.GOALS)}}
+
+
+def record_kitchen(folder, **options):
+    infos = {"to do": {"how many?": "int"}}
+    recorder = RecordEpisodes(Kitchen(), folder, infos=infos, max_episodes=9, max_timesteps=5, **options)
+    recorder.reset()
+    while not any(recorder.step({"left arm": np.full(2, 0.5, np.float32)})[2:4]):
+        pass
+    return recorder
+
+
+def test_keys_that_are_no_identifiers_are_recorded_under_names_that_are(tmp_path):
+    for count in (1, 2):  # the second time the folder is continued
+        with record_kitchen(tmp_path / "b") as recorder:
+            assert len(recorder.buffer) == count
+    with ReplayBuffer.from_folder(tmp_path / "b") as buffer:
+        for i in range(2):
+            episode = buffer.episode(i)
+            goal = episode["observation"]["goal"]
+            assert {name: values[:, 0].tolist() for name, values in goal.items()} == {
+                "bottom_burner_2": [0, 1, 2, 3],
+                "bottom_burner": [1, 2, 3, 4],
+                "kettle": [2, 3, 4, 5],
+            }
+            assert episode["action"]["left_arm"].tolist() == [[0.5, 0.5]] * 3
+            assert episode["info"]["to_do"]["how_many_"].tolist() == [8, 7, 6]
+        assert read_names(buffer).path("info.to_do.how_many_") == ["info", "to do", "how many?"]
+        recorder = RecordEpisodes(Kitchen(), buffer)  # an open buffer is recorded to alike
+        recorder.reset()
+        recorder.step({"left arm": np.zeros(2, np.float32)})
+        recorder.close()
+
+
+def test_several_environments_record_keys_that_are_no_identifiers(tmp_path):
+    env, infos = SyncVectorEnv([Kitchen] * 2), {"to do": {"how many?": "int"}}
+    with RecordVectorEpisodes(env, tmp_path / "b", infos=infos, max_episodes=9, max_timesteps=5) as recorder:
+        recorder.reset()
+        for _ in range(3):
+            recorder.step({"left arm": np.zeros((2, 2), np.float32)})
+        for i in range(2):
+            assert recorder.buffer.episode(i)["info"]["to_do"]["how_many_"].tolist() == [8, 7, 6]
+
+
+def test_fields_and_meta_fields_are_declared_beside_those_that_are_recorded(tmp_path):
+    more = {"fields": {"mine": ("int", (), 7)}, "meta_fields": {"task": "U8", "level": "int"}, "meta": {"task": "fry"}}
+    with record_kitchen(tmp_path / "b", **more) as recorder:
+        recorder.meta["level"] = 3
+        recorder.reset(seed=4)
+        while not any(recorder.step(recorder.action_space.sample())[2:4]):
+            pass
+        episode = recorder.buffer.episode(1)
+    assert (str(episode["task"]), int(episode["level"]), int(episode["seed"])) == ("fry", 3, 4)
+    assert episode["mine"].tolist() == [7, 7, 7]
+    assert episode["info"]["to_do"]["how_many_"].tolist() == [8, 7, 6]
+
+
+def test_a_seed_of_64_bits_is_kept_and_one_that_cannot_be_is_refused_before_the_reset(tmp_path):
+    with record_kitchen(tmp_path / "b") as recorder:
+        recorder.reset(seed=2**64 - 1)
+        recorder.step(recorder.action_space.sample())
+        with pytest.raises(SchemaError, match=r"seed: got 18446744073709551616.*declared uint64"):
+            recorder.reset(seed=2**64)
+        while not any(recorder.step(recorder.action_space.sample())[2:4]):
+            pass
+        assert int(recorder.buffer.episode(1)["seed"]) == 2**64 - 1
+        batch = recorder.buffer.sample(4, timestep_level=True)
+    assert set(batch["seed"].tolist()) <= {0, 2**64 - 1}
 
 
 # Several environments

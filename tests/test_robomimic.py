@@ -2,11 +2,13 @@
 
 import json
 
+import gymnasium
 import h5py
 import numpy as np
 import pytest
 
 from memmap_buffer import ReplayBuffer, SchemaError
+from memmap_buffer.interop.record import RecordEpisodes
 from memmap_buffer.interop.robomimic import export_robomimic, import_robomimic
 
 LENGTHS = {"demo_0": 4, "demo_2": 3, "demo_10": 5}  # numbers, not letters, order them
@@ -32,7 +34,10 @@ def write(path, *, following=True):
                 "dones": np.ones(length, np.int64),  # done at each step, not only at the last
                 "states": rng.normal(size=(length, 32)),
                 "action_dict/rel-pos": rng.normal(size=(length, 3)),
+                "action_dict/rel_pos": rng.normal(size=(length, 3)),
+                "action": rng.normal(size=length),  # beside "actions", which have this name here
             }
+            positions[1, 2] = np.nan
             if following:
                 arrays |= {"next_obs/agentview_image": images[1:], "next_obs/robot0_eef_pos": positions[1:]}
             group = data.create_group(demo)
@@ -60,7 +65,9 @@ def test_each_demonstration_is_an_episode_and_each_mask_a_part(tmp_path, followi
         for name, theirs in {"action": "actions", "reward": "rewards", "done": "dones", "state": "states"}.items():
             np.testing.assert_array_equal(episode[name], arrays[theirs])
             assert episode[name].dtype == arrays[theirs].dtype
-        np.testing.assert_array_equal(episode["action_dict"]["rel_pos"], arrays["action_dict/rel-pos"])
+        np.testing.assert_array_equal(episode["action_dict"]["rel_pos_2"], arrays["action_dict/rel-pos"])
+        np.testing.assert_array_equal(episode["action_dict"]["rel_pos"], arrays["action_dict/rel_pos"])
+        np.testing.assert_array_equal(episode["action_2"], arrays["action"])
         assert str(episode["demo"]) == demo
     names = {"train": "mask.train", "valid": "mask.valid", "20_percent": "mask.n20_percent"}
     for name, demos in MASKS.items():
@@ -107,6 +114,40 @@ def test_any_buffer_with_actions_can_be_exported(tmp_path):
         for demo in ("demo_0", "demo_1"):
             assert file[f"data/{demo}/dones"][()].tolist() == [0, 1]
             np.testing.assert_array_equal(file[f"data/{demo}/obs/pose"], pose.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "kwargs"),
+    [
+        (None, "", {}),
+        ("CartPole-v1", "CartPole-v1", {}),
+        (gymnasium.make("Pendulum-v1", g=9.0), "Pendulum-v1", {"g": 9.0}),
+        ({"env_name": "Lift", "type": 2, "env_kwargs": {"x": 1}}, "Lift", {"x": 1}),
+    ],
+)
+def test_the_environment_is_written_where_robomimic_looks_for_it(tmp_path, env, name, kwargs):
+    with ReplayBuffer(tmp_path / "b", 3, 5, {"action": ("float", 1)}) as buffer:
+        buffer.store_episode(action=np.zeros((2, 1)))
+        export_robomimic(buffer, tmp_path / "s.hdf5", env=env)
+        with pytest.raises(SchemaError, match=r"env: got .*, which has no spec; pass its id"):
+            export_robomimic(buffer, tmp_path / "t.hdf5", env=3)
+    assert not (tmp_path / "t.hdf5").exists()
+    with h5py.File(tmp_path / "s.hdf5") as file:
+        assert json.loads(file["data"].attrs["env_args"]) == {"env_name": name, "type": 2, "env_kwargs": kwargs}
+
+
+def test_observations_of_an_environment_keep_their_keys(tmp_path):
+    space = gymnasium.spaces.Dict({"bottom burner": gymnasium.spaces.Box(-9, 9, (2,))})
+    env = gymnasium.Env()
+    env.observation_space, env.action_space = space, gymnasium.spaces.Box(-1, 1, (1,))
+    env.reset = lambda **_: (space.sample(), {})
+    env.step = lambda action: (space.sample(), 0.0, True, False, {})
+    with RecordEpisodes(env, tmp_path / "b", max_episodes=2, max_timesteps=2) as recorder:
+        recorder.reset()
+        recorder.step(np.zeros(1, np.float32))
+        export_robomimic(recorder.buffer, tmp_path / "s.hdf5")
+    with h5py.File(tmp_path / "s.hdf5") as file:
+        assert list(file["data/demo_0/obs"]) == list(file["data/demo_0/next_obs"]) == ["bottom burner"]
 
 
 def test_what_is_no_such_file_is_refused(tmp_path):

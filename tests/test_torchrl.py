@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from memmap_buffer import CorruptBufferError, NotABufferError, ReplayBuffer, SchemaError
+from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, SchemaError
 from memmap_buffer.interop.torchrl import import_torchrl, to_tensordict
 
 LENGTHS = (4, 1, 5, 3)
@@ -99,6 +99,20 @@ def test_a_full_storage_comes_in_oldest_first(tmp_path):
     assert_episodes(import_torchrl(tmp_path / "dump", tmp_path / "b"), [parts[0][3:], *parts[1:]])
 
 
+def test_keys_that_are_no_identifiers_become_some(tmp_path):
+    parts = transitions()
+    for part in parts:
+        for place in (part, part["next"]):
+            place["joint pos"] = place["half"].float()
+            place["observation", "left-eye"] = place["observation", "pixels"]
+    dump(tmp_path / "dump", parts)
+    with import_torchrl(tmp_path / "dump", tmp_path / "b") as buffer:
+        for i in range(len(parts)):
+            episode = buffer.episode(i)
+            np.testing.assert_array_equal(episode["joint_pos"], episode["half"])
+            np.testing.assert_array_equal(episode["observation"]["left_eye"], episode["observation"]["pixels"])
+
+
 def test_an_end_that_nothing_marks_is_found_by_what_follows(tmp_path):
     parts = [part.exclude("collector") for part in transitions(marked=False)]
     dump(tmp_path / "dump", parts)
@@ -115,6 +129,8 @@ def spoil(folder, what):
         (folder / "storage/storage_metadata.json").unlink()
     elif what == "climbing":
         meta["../../secret"] = meta["action"]
+    elif what == "upwards":
+        meta[".."] = {"type": "TensorDict"}
     elif what == "object":
         meta["note"] = {"type": "NonTensorData"}
     elif what == "two":
@@ -128,7 +144,8 @@ def spoil(folder, what):
         ("cut", CorruptBufferError, r"action\.memmap: got 159 bytes, expected 160"),
         ("json", CorruptBufferError, r"meta\.json: "),
         ("gone", NotABufferError, "no dump of a LazyMemmapStorage"),
-        ("climbing", SchemaError, r"got the key '../../secret', expected an identifier"),
+        ("climbing", CorruptBufferError, r"storage/\.\.%2F\.\.%2Fsecret\.memmap: got None bytes"),
+        ("upwards", NotABufferError, r"storage/%2E%2E/meta\.json is missing"),
         ("object", SchemaError, r"'note' is no tensor but 'NonTensorData'"),
         ("two", SchemaError, r"got a storage of shape \[2, 10\], expected one dimension"),
     ],
@@ -155,9 +172,27 @@ def test_a_transition_has_what_follows_below_next(recorded):
     batch = recorded().sample(5, n_steps=1, seed=1)
     tensors = to_tensordict(batch)
     assert tensors["next", "observation"].data_ptr() == batch["next_observation"].data_ptr()
-    assert torch.equal(tensors["next", "reward"], batch["reward"])
-    assert torch.equal(tensors["next", "done"], batch["terminated"])
+    assert torch.equal(tensors["next", "reward"], batch["reward"][:, None])
+    assert tensors["next", "reward"].data_ptr() == batch["reward"].data_ptr()
+    assert torch.equal(tensors["next", "done"], batch["terminated"][:, None])
     assert "reward" not in list(tensors.keys())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["flat", "with an axis"])
+def test_a_transition_is_what_a_loss_of_torchrl_takes(tmp_path, shape):
+    modules, objectives = imported("torchrl.modules"), imported("torchrl.objectives")
+    fields = {"observation": Field("float", (4,), final=True), "action": "int"}
+    ends = {"reward": ("float", shape), "terminated": ("bool", shape), "truncated": ("bool", shape)}
+    with ReplayBuffer(tmp_path / "b", 2, 9, fields | ends) as buffer:
+        flags = {"terminated": np.zeros((8, *shape)), "truncated": np.zeros((8, *shape))}
+        buffer.store_episode(observation=np.eye(9, 4), action=np.arange(8) % 2, reward=np.ones((8, *shape)), **flags)
+        tensors = to_tensordict(buffer.sample(32, n_steps=1, seed=1))
+    network = modules.MLP(in_features=4, out_features=2, num_cells=[8])
+    actor = modules.QValueActor(network, in_keys=["observation"], action_space="categorical")
+    loss = objectives.DQNLoss(actor, action_space="categorical")(tensors)["loss"]
+    assert loss.shape == ()
+    assert loss.isfinite()
 
 
 def test_a_buffer_becomes_all_its_steps(recorded):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from memmap_buffer.cli import change, draw, exchange, look, measure, mend, plain, view
-from memmap_buffer.cli.terminal import clean
+from memmap_buffer.cli.terminal import clean, say
 from memmap_buffer.errors import MemmapBufferError
 
 EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
@@ -50,17 +51,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_app() -> typer.Typer:
     """All commands, as typer has them."""
-    app = typer.Typer(
-        help="Look at, check, change and copy a folder of episodes.",
-        pretty_exceptions_enable=False,
-    )
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.callback()(_options)
     for name, (function, example) in EXAMPLES.items():
         app.command(name, epilog=f"Example: memmap-buffer {example}")(_at_the_door(function))
     return app
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        say(plain.version())
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Look at, check, change and copy a folder of episodes."""
+
+
 def _at_the_door(function: Callable[..., None]) -> Callable[..., None]:
     """A command whose errors are one line on stderr, and whose interruption is one too."""
+
+    flags = {name: f"--{name.replace('_', '-')} " for name in inspect.signature(function).parameters}
 
     @functools.wraps(function)
     def command(**given: Any) -> None:
@@ -69,7 +84,7 @@ def _at_the_door(function: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # `… | head`: typer ends quietly
             raise
         except (MemmapBufferError, OSError, ImportError) as error:
-            raise typer.Exit(plain.complain(clean(str(error)))) from error
+            raise typer.Exit(plain.complain(clean(plain.explained(error, flags)))) from error
         except KeyboardInterrupt:
             raise typer.Exit(plain.complain("interrupted; nothing half is left", plain.INTERRUPTED)) from None
 

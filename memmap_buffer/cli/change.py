@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,18 @@ from memmap_buffer.cli import plain
 from memmap_buffer.cli.episodes import matching, opened, read_episode, serials_of, table_of
 from memmap_buffer.cli.look import Where
 from memmap_buffer.cli.mend import Target, bytes_to_copy
-from memmap_buffer.cli.terminal import FolderArgument, Problem, Yes, agreed, end, progress, say, watching
+from memmap_buffer.cli.terminal import (
+    FolderArgument,
+    Problem,
+    Yes,
+    agreed,
+    end,
+    named_as,
+    progress,
+    say,
+    temporary,
+    watching,
+)
 from memmap_buffer.concat import ConcatBuffer
 from memmap_buffer.schema import Field
 from memmap_buffer.store.pack import pack
@@ -32,13 +42,14 @@ def merge(
     sources: Sources,
     max_episodes: Annotated[int | None, typer.Option(min=1, help="Room in the new folder; default: as needed.")] = None,
 ) -> None:
-    """Copy the episodes of several folders of equal fields into one new folder that can be written to.
+    """Copy the episodes of several folders, or roots of such, of equal fields into one new folder to be written to.
 
     Episodes are numbered anew, source by source. Damaged ones are left out and named, and the command ends with 1.
     """
     require_new(target)
     with ExitStack() as open_ones:
-        buffers = [open_ones.enter_context(opened(source, verify="read")) for source in sources]
+        folders = [folder for source in sources for folder in plain.shards_of(source) or [source]]
+        buffers = [open_ones.enter_context(opened(folder, verify="read")) for folder in folders]
         together = ConcatBuffer(buffers)  # refuses fields that differ, and says which
         planned = [(buffer, serial) for buffer in buffers for serial in buffer.serials.tolist()]
         if not planned:
@@ -156,10 +167,11 @@ def appearing(target: Path) -> Iterator[Path]:
     """
     require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    place = temporary(target)
     try:
-        yield place
-        place.rename(target)  # replaces an empty folder (rename(2))
+        with named_as(target, place):
+            yield place
+            place.rename(target)  # replaces an empty folder (rename(2))
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise

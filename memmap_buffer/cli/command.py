@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import sys
 from collections.abc import Sequence
 
 from memmap_buffer.cli import plain
 
 NEEDED = ("typer", "rich")
+IN_ASCII = dict(
+    zip("▁▂▃▄▅▆▇█…–×→≤≥αγ", "._-=+*%#~-x><>ag", strict=True)
+)  # each as wide as it was: tables are made before
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args: arguments: without the program's name; None for those of this process.
     Returns: 0: all is well, 1: a problem was found, 2: it could not be done, or was misspelt, 130: interrupted.
     """
+    _speak_as_the_terminal_does()
     try:
         from memmap_buffer.cli import app
     except ModuleNotFoundError as error:
@@ -22,3 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return plain.main(arguments)
     return app.main(arguments)
+
+
+def _speak_as_the_terminal_does() -> None:
+    """Signs that the terminal's encoding lacks become others that it has, where each would end the command."""
+    codecs.register_error("memmap_buffer.cli", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="memmap_buffer.cli")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError), "only what is written has this handler"
+    return "".join(IN_ASCII.get(char, "?") for char in error.object[error.start : error.end]), error.end

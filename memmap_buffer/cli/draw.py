@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,17 @@ import typer
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.cli.episodes import opened, read_episode, serials_of, table_of
 from memmap_buffer.cli.look import Episode, Fields
-from memmap_buffer.cli.terminal import FolderArgument, Problem, Reward, Yes, agreed, progress, say
+from memmap_buffer.cli.terminal import (
+    FolderArgument,
+    Problem,
+    Reward,
+    Yes,
+    agreed,
+    named_as,
+    progress,
+    say,
+    temporary,
+)
 from memmap_buffer.interop.extras import extra
 from memmap_buffer.schema import Field
 from memmap_buffer.values import Array
@@ -38,7 +48,11 @@ def plot(
 ) -> None:
     """Draw lengths and returns over the episodes, or with --episode one episode's fields over time."""
     with extra("plot"):
+        from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure
+    known = sorted(FigureCanvasBase.filetypes)
+    if out.suffix.lower().removeprefix(".") not in known:
+        raise Problem(f"--out {out}: expected a name that ends in one of {', '.join(f'.{end}' for end in known)}")
     with opened(folder) as buffer:
         panels = _panels_of_all(buffer, reward) if episode is None else _panels_of_one(buffer, episode, field)
     figure = Figure(figsize=(8, 2.4 * len(panels)), layout="constrained")
@@ -80,10 +94,15 @@ def replacing(out: Path, yes: bool) -> Iterator[Path]:
         raise Problem(f"{out}: there is a folder already; give a new name")
     if out.exists() and not agreed(f"Replace {out}?", yes):
         raise Problem(f"{out}: it is there already, and was left as it is")
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        place = Path(folder) / out.name
-        yield place
-        place.replace(out)
+    if not out.parent.is_dir():
+        raise Problem(f"{out}: there is no folder {out.parent}; make it first")
+    folder = temporary(out)
+    try:
+        with named_as(out, folder / out.name, folder):
+            yield folder / out.name
+            (folder / out.name).replace(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     say(f"wrote {out}")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,9 @@ from memmap_buffer.cli.change import appearing, require_new
 from memmap_buffer.cli.draw import replacing
 from memmap_buffer.cli.episodes import opened
 from memmap_buffer.cli.mend import Target
+from memmap_buffer.cli.plain import explained
 from memmap_buffer.cli.terminal import FolderArgument, Problem, Yes, progress, say
+from memmap_buffer.errors import MemmapBufferError
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,14 @@ def import_(
     function = function_of("import", form)
     options = options_of(function, option or (), OF_BUFFERS)
     require_new(target)
-    with progress(f"importing {form}", None), appearing(target) as place, function(source, place, **options) as buffer:
+    if not FORMATS[form].named and not Path(source).exists():
+        raise Problem(f"{source}: there is no such file or folder; check the path")
+    with (
+        _spelt(function, OF_BUFFERS),
+        progress(f"importing {form}", None),
+        appearing(target) as place,
+        function(source, place, **options) as buffer,
+    ):
         count, steps = buffer.num_episodes, buffer.num_steps
     say(f"{target}: {count} episodes, {steps} steps")
 
@@ -83,7 +93,7 @@ def export(
     """
     function = function_of("export", form)
     options = options_of(function, option or ())
-    with opened(folder) as buffer:
+    with _spelt(function), opened(folder) as buffer:
         if FORMATS[form].named:
             with progress(f"exporting {form}", None):
                 function(buffer, target, **options)
@@ -114,7 +124,7 @@ def options_of(function: Any, given: Sequence[str], more: Sequence[str] = ()) ->
     Raises: Problem: it has no such argument.
     """
     options, parameters = {}, inspect.signature(function).parameters.values()
-    names = [*(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY), *more]
+    names = _names_of(function, more)
     takes_any = not more and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for text in given:
         name, equals, value = text.partition("=")
@@ -125,3 +135,17 @@ def options_of(function: Any, given: Sequence[str], more: Sequence[str] = ()) ->
         except ValueError:
             options[name] = value
     return options
+
+
+def _names_of(function: Any, more: Sequence[str]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [*(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY), *more]
+
+
+@contextmanager
+def _spelt(function: Any, more: Sequence[str] = ()) -> Iterator[None]:
+    """Errors of the block name the function's arguments as the command takes them."""
+    try:
+        yield
+    except MemmapBufferError as error:
+        raise Problem(explained(error, {name: f"--option {name}=" for name in _names_of(function, more)})) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import typer
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.cli.episodes import column_of, matching, opened, read_episode, serials_of, table_of
+from memmap_buffer.cli.plain import shards_of
 from memmap_buffer.cli.terminal import (
     FolderArgument,
     Json,
@@ -22,6 +24,7 @@ from memmap_buffer.cli.terminal import (
     say_json,
     show_table,
 )
+from memmap_buffer.concat import ConcatBuffer
 from memmap_buffer.statistics import FieldStatistics
 from memmap_buffer.values import Array
 
@@ -39,6 +42,9 @@ Fields = Annotated[list[str] | None, typer.Option("--field", help="Only this fie
 
 def info(folder: FolderArgument, as_json: Json = False, reward: Reward = "reward") -> None:
     """Say what is in a folder: its fields, its sizes, how many episodes and steps, lengths and returns."""
+    if shards := shards_of(folder):
+        _info_of_root(folder, shards, as_json, reward)
+        return
     with opened(folder) as buffer:
         table = table_of(buffer, reward)
         facts = _facts(buffer, table)
@@ -64,8 +70,7 @@ def episodes(
     reward: Reward = "reward",
 ) -> None:
     """List the episodes: number, length, return, how each ended, and its meta fields."""
-    with opened(folder) as buffer:
-        table = matching(table_of(buffer, reward), where or ())
+    table = matching(_table_of_all(folder, reward), where or ())
     order = np.argsort(column_of(table, sort, "--sort"), kind="stable")
     order = order[::-1] if reverse else order
     shown = {name: values[order][: limit or None] for name, values in table.items()}
@@ -111,8 +116,11 @@ def head(
 
 def stats(folder: FolderArgument, field: Fields = None, as_json: Json = False) -> None:
     """Count, mean, standard deviation, extremes and quantiles of every field; with --json of each entry of an array."""
-    with opened(folder) as buffer:
-        found = buffer.statistics(field)
+    if shards := shards_of(folder):
+        found = ConcatBuffer(shards).statistics(field)
+    else:
+        with opened(folder) as buffer:
+            found = buffer.statistics(field)
     if not found.fields:
         raise Problem(f"{folder}: it has no field of numbers")
     if as_json:
@@ -122,6 +130,34 @@ def stats(folder: FolderArgument, field: Fields = None, as_json: Json = False) -
     show_table("", {key: [row[key] for row in rows] for key in rows[0]})
     error = max(one.rank_error for one in found.fields.values())
     say(f"the ranks of the quantiles are within {error:.2g}" if error else "the quantiles are exact")
+
+
+def _info_of_root(root: Path, shards: list[Path], as_json: bool, reward: str) -> None:
+    found = []
+    for shard in shards:
+        with opened(shard) as buffer:
+            found.append(_facts(buffer, table_of(buffer, reward)))
+    if as_json:
+        say_json({"folder": str(root), "folders": found})
+        return
+    counted = {key: [facts[key] for facts in found] for key in ("episodes", "steps", "bytes_on_disk")}
+    counts, size = sum(counted["episodes"]), bytes_of(sum(counted["bytes_on_disk"]))
+    say(f"{root}: {len(shards)} folders, {counts} episodes, {sum(counted['steps'])} steps, {size} on disk")
+    sizes = {"on disk": list(map(bytes_of, counted.pop("bytes_on_disk")))}
+    show_table("", {"folder": [shard.name for shard in shards], **counted, **sizes})
+
+
+def _table_of_all(folder: Path, reward: str) -> dict[str, Array]:
+    """The episodes of a folder, or of each folder of a root: then with a column `folder`."""
+    shards, tables = shards_of(folder), []
+    for each in shards or [folder]:
+        with opened(each) as buffer:
+            tables.append(table_of(buffer, reward))
+    if not shards:
+        return tables[0]
+    names = np.repeat([shard.name for shard in shards], [len(table["serial"]) for table in tables])
+    common = [name for name in tables[0] if all(name in table for table in tables)]
+    return {"folder": names, **{name: np.concatenate([table[name] for table in tables]) for name in common}}
 
 
 def _statistics_rows(name: str, found: FieldStatistics) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,6 @@ import typer
 from memmap_buffer.cli import plain
 from memmap_buffer.cli.episodes import opened
 from memmap_buffer.cli.terminal import FolderArgument, Yes, end, progress, watching
-from memmap_buffer.store import checkup
 from memmap_buffer.store import pack as copies
 
 Source = Annotated[Path, typer.Argument(help="The folder to copy; it may be in use.", show_default=False)]
@@ -21,7 +20,7 @@ Size = Annotated[int | None, typer.Option(min=1, help="As many as the source, if
 def verify(folder: FolderArgument) -> None:
     """Check every file, record and checksum; reads only. Ends with 1 where something published is lost."""
     with progress("checking", None):
-        found = checkup.verify(folder)
+        found = plain.verify_all(folder)
     end(plain.tell(found))
 
 
@@ -34,14 +33,14 @@ def pack(source: Source, target: Target) -> None:
     """Copy a buffer into a new folder that is read-only and without holes: the form to keep and to publish."""
     with watching("packing", target, bytes_to_copy(source)):
         left_out = copies.pack(source, target)
-    end(plain.tell_left_out(left_out))
+    end(plain.tell_copy(target, left_out))
 
 
 def unpack(source: Source, target: Target, max_episodes: Size = None, max_timesteps: Size = None) -> None:
     """Copy a buffer, packed or not, into a new folder that can be written to."""
     with watching("unpacking", target, bytes_to_copy(source)):
         left_out = copies.unpack(source, target, max_episodes, max_timesteps)
-    end(plain.tell_left_out(left_out))
+    end(plain.tell_copy(target, left_out))
 
 
 def bytes_to_copy(source: Path) -> int:

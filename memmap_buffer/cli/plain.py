@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from memmap_buffer.errors import MemmapBufferError
+from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.errors import MemmapBufferError, NotABufferError
 from memmap_buffer.store.checkup import Finding, verify
 from memmap_buffer.store.pack import pack, unpack
 from memmap_buffer.store.repair import LOST, repair
+from memmap_buffer.store.shards import shard_name, shard_numbers
 
 OK, FOUND, FAILED, INTERRUPTED = 0, 1, 2, 130  # the last as shells have it: 128 + SIGINT
 COMMANDS = ("verify", "repair", "pack", "unpack")
@@ -34,9 +39,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = given.pop("run")(**given)
         return code
     except (MemmapBufferError, OSError) as error:
-        return complain(str(error))
+        return complain(explained(error, {name: f"--{name.replace('_', '-')} " for name in given}))
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The buffers that stand in a root; [] of a folder that is a buffer itself, or holds none."""
+    if (folder / "schema.json").exists():
+        return []
+    shards = [folder / shard_name(number) for number in shard_numbers(folder)]
+    found = [shard for shard in shards if (shard / "schema.json").exists()]  # a collector is about to make the others
+    return found or sorted(path.parent for path in folder.glob("*/schema.json"))
+
+
+def explained(error: Exception, flags: Mapping[str, str] | None = None) -> str:
+    """The text of an error for who does not write Python.
+
+    Args: flags: name of an argument -> how it is spelt on the command line, up to its value.
+    """
+    text, path = str(error), getattr(error, "path", None)
+    if isinstance(error, NotABufferError) and path is not None and (shards := shards_of(path)):
+        return (
+            f"{path} is a root of {len(shards)} folders, {shards[0].name} to {shards[-1].name}: name one of them, or "
+            f"copy them into one by: memmap-buffer merge NEW {shlex.quote(str(path))}"
+        )
+    text = text.replace("create one with ReplayBuffer(...)", "give a folder that holds episodes, or a root of such")
+    for name, flag in (flags or {}).items():
+        text = re.sub(rf"(?<![\w.-]){name}=(…|'[^']*'|\w+)", rf"{flag}\1", text).replace(f"{flag}…", f"{flag}VALUE")
+        text = re.sub(rf"(?<![\w.-]){name}(?=: got )", flag.rstrip(" ="), text)
+    return text
+
+
+def verify_all(folder: Path) -> list[Finding]:
+    """What `verify` finds in a folder, or in each of a root."""
+    found = [(shard, finding) for shard in shards_of(folder) for finding in verify(shard)]
+    named = [replace(finding, file=f"{shard.name}/{finding.file}") for shard, finding in found]
+    return named if shards_of(folder) else verify(folder)
+
+
+def version() -> str:
+    """What `--version` prints: of the library that is loaded."""
+    return f"memmap-buffer {sys.modules['memmap_buffer'].__version__}"
 
 
 def complain(text: str, code: int = FAILED) -> int:
@@ -46,19 +90,21 @@ def complain(text: str, code: int = FAILED) -> int:
 
 
 def mend(folder: Path, yes: bool) -> int:
-    """Check a folder, and mend it if the user agrees.
+    """Check a folder, or each of a root, and mend it if the user agrees.
 
     Returns: 0: all is well now, 1: it is not.
     """
-    found = verify(folder)
+    found = verify_all(folder)
     tell(found)
     if not found:
         return OK
     if not yes and not _agreed():
         sys.stdout.write("nothing was changed\n")
         return FOUND
-    repair(folder)
-    left = verify(folder)
+    for each in shards_of(folder) or [folder]:
+        if verify(each):
+            repair(each)
+    left = verify_all(folder)
     sys.stdout.write(f"repaired; what was taken out lies in {LOST}/\n" if not left else "not all could be repaired:\n")
     for finding in left:
         sys.stdout.write(f"{finding}\n")
@@ -74,6 +120,13 @@ def tell(found: Sequence[Finding]) -> int:
     return FOUND if any(finding.lost for finding in found) else OK
 
 
+def tell_copy(target: Path, serials: Sequence[int]) -> int:
+    """Print what a copy has, and which serials it lacks; 1 if that is anything, else 0."""
+    with ReplayBuffer.from_folder(target, read_only=True, verify="never") as made:
+        sys.stdout.write(f"{target}: {made.num_episodes} episodes, {made.num_steps} steps\n")
+    return tell_left_out(serials)
+
+
 def tell_left_out(serials: Sequence[int]) -> int:
     """Print what a copy lacks; 1 if that is anything, else 0."""
     for serial in serials:
@@ -85,10 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memmap-buffer", description=f"Check and copy episodes; {EXTRA}.", epilog=EXTRA
     )
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(required=True)
     look = commands.add_parser("verify", help="check every file, record and checksum; reads only")
     look.add_argument("folder", type=Path)
-    look.set_defaults(run=lambda folder: tell(verify(folder)))
+    look.set_defaults(run=lambda folder: tell(verify_all(folder)))
     whole = commands.add_parser("repair", help=f"make a damaged folder whole; what is taken out goes to {LOST}/")
     whole.add_argument("folder", type=Path)
     whole.add_argument("--yes", action="store_true", help="do not ask")
@@ -98,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     for command, copy in ((dense, pack), (grid, unpack)):
         command.add_argument("src", type=Path)
         command.add_argument("dst", type=Path)
-        command.set_defaults(run=lambda copy=copy, **given: tell_left_out(copy(**given)))
+        command.set_defaults(run=lambda copy=copy, **given: tell_copy(given["dst"], copy(**given)))
     grid.add_argument("--max-episodes", type=int, help="default: as many as the source")
     grid.add_argument("--max-timesteps", type=int, help="default: as many as the source")
     return parser

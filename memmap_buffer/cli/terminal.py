@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -38,7 +40,8 @@ def say(text: str = "") -> None:
 
 def say_json(value: Any) -> None:
     """A value as JSON that every reader takes: arrays as lists, what is no number as null."""
-    say(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+    in_ascii = (sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")
+    say(json.dumps(_plain(value), indent=2, ensure_ascii=in_ascii))
 
 
 def clean(text: str) -> str:
@@ -47,14 +50,39 @@ def clean(text: str) -> str:
 
 
 def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
-    """A table of columns of equal length; numbers are aligned to the right."""
-    table = Table(title=Text(clean(title)) if title else None, title_justify="left", box=None, pad_edge=False)
-    for name, values in columns.items():
-        right = all(value is None or isinstance(value, (int, float, np.number)) for value in values)
-        table.add_column(Text(clean(name)), justify="right" if right else "left", overflow="fold")
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*(Text(clean(cell_of(value)).replace("\n", " ")) for value in row))
-    _console(sys.stdout).print(table)
+    """A table of columns of equal length; numbers are aligned to the right.
+
+    What is wider than the terminal is shown as several tables below each other, each with the first column.
+    """
+    console = _console(sys.stdout)
+    cells = {clean(name): [clean(cell_of(v)).replace("\n", " ") for v in values] for name, values in columns.items()}
+    right = [
+        all(value is None or isinstance(value, (int, float, np.number, np.bool_)) for value in v)
+        for v in columns.values()
+    ]
+    for number, shown in enumerate(_that_fit(cells, console.width)):
+        heading = Text(clean(title)) if title and not number else None
+        table = Table(title=heading, title_justify="left", box=None, pad_edge=False)
+        for i in shown:
+            table.add_column(Text(list(cells)[i]), justify="right" if right[i] else "left", overflow="fold")
+        for row in zip(*(list(cells.values())[i] for i in shown), strict=True):
+            table.add_row(*map(Text, row))
+        if number:
+            say()
+        console.print(table)
+
+
+def _that_fit(cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[int]]:
+    """The columns of each of the tables that columns are shown as, by their positions."""
+    wide = [max(map(cell_len, [name, *column])) + 2 for name, column in cells.items()]  # 2: the space between columns
+    shown, used = [0], wide[0]
+    for i in range(1, len(wide)):
+        if used + wide[i] - 2 > width and len(shown) > 1:
+            yield shown
+            shown, used = [0], wide[0]
+        shown.append(i)
+        used += wide[i]
+    yield shown
 
 
 def cell_of(value: Any) -> str:
@@ -82,6 +110,30 @@ def agreed(question: str, yes: bool) -> bool:
     sys.stdout.write(f"{clean(question)} [y/N] ")
     sys.stdout.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def temporary(target: Path) -> Path:
+    """A new folder beside `target`, to fill before it takes its place."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise Problem(f"{target}: {error.strerror}") from error
+
+
+@contextmanager
+def named_as(target: Path, *places: Path) -> Iterator[None]:
+    """Errors of the block name `target`, where they would name the temporary places in which it is made."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (MemmapBufferError, OSError) as error:
+        text = str(error)
+        for place in places:
+            text = text.replace(str(place), str(target))
+        if text == str(error):
+            raise
+        raise Problem(text) from error
 
 
 def end(code: int) -> None:

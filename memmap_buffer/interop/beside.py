@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.interop.names import Names
+
+NAMES = "names"
 
 
 def write_beside(buffer: ReplayBuffer, name: str, value: Any) -> None:
@@ -28,6 +32,17 @@ def read_beside(buffer: ReplayBuffer, name: str) -> Any:
         return None
     except ValueError as error:
         raise CorruptBufferError(f"{path}: {error}; remove it to go on without", path=path) from error
+
+
+def read_names(buffer: ReplayBuffer, fixed: Mapping[str, Any] | None = None) -> Names:
+    """The keys that the fields were named after, as far as they are others; `fixed` as for `Names`."""
+    return Names(read_beside(buffer, NAMES), fixed)
+
+
+def write_names(buffer: ReplayBuffer, names: Names) -> None:
+    """Keep the keys that were changed, so that every export gives them back."""
+    if names.changed != (read_beside(buffer, NAMES) or {}):
+        write_beside(buffer, NAMES, names.changed)
 
 
 def _path(buffer: ReplayBuffer, name: str) -> Path:

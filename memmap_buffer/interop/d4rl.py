@@ -14,9 +14,10 @@ import numpy as np
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.beside import read_beside, write_beside
+from memmap_buffer.interop.beside import read_beside, read_names, write_beside, write_names
 from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.survey import flat
+from memmap_buffer.interop.names import Names
+from memmap_buffer.interop.survey import first_difference, flat
 from memmap_buffer.schema import Field
 
 with extra("hdf5"):
@@ -51,7 +52,8 @@ def import_d4rl(
         that an end of an episode is not marked.
     """
     with h5py.File(path, "r") as file:
-        columns = _columns(file, infos)
+        names = Names()
+        columns = _columns(file, infos, names)
         terminated = np.asarray(file["terminals"]).astype(bool)
         truncated = np.asarray(file["timeouts"]).astype(bool) if "timeouts" in file else np.zeros_like(terminated)
         bounds = list(_episodes(terminated, truncated, max_episode_steps))
@@ -70,6 +72,7 @@ def import_d4rl(
             limit = truncated[start:stop].copy()
             limit[-1] |= stop - start == max_episode_steps and not terminated[stop - 1]
             buffer.store_episode(**episode, terminated=terminated[start:stop], truncated=limit)
+        write_names(buffer, names)
         write_beside(buffer, "d4rl", _metadata(file.get("metadata", {})))
     return buffer
 
@@ -82,7 +85,9 @@ def export_d4rl(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
     Args: buffer: with the fields `observation` and `action`; fields that D4RL has no name for become infos.
     Raises: SchemaError: observations are nested, or only some episodes have their final one. OSError: there is a file.
     """
-    names = {name: f"infos/{name.removeprefix('info.').replace('.', '/')}" for name in buffer.fieldnames}
+    keys = {name: read_names(buffer).path(name) for name in buffer.fieldnames}
+    keys = {name: path[1:] if name.startswith("info.") else path for name, path in keys.items()}
+    names = {name: "/".join(["infos", *map(str, path)]) for name, path in keys.items()}
     names |= {ours: theirs for theirs, ours in STEPS.items() if ours in names}
     names = {name: place for name, place in names.items() if name not in ENDS.values()}
     for name in ("observation", "action"):
@@ -101,7 +106,7 @@ def export_d4rl(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
             file[f"metadata/{name}"] = value
 
 
-def _columns(file: Any, infos: bool) -> dict[str, Any]:
+def _columns(file: Any, infos: bool, names: Names) -> dict[str, Any]:
     """Our name -> array in the file, all of one length."""
     for name in ("observations", "actions", "terminals"):
         if name not in file:
@@ -110,7 +115,7 @@ def _columns(file: Any, infos: bool) -> dict[str, Any]:
             )
     found = {ours: file[theirs] for theirs, ours in STEPS.items() if theirs in file}
     if infos and "infos" in file:
-        found |= {f"info.{name}": array for name, array in flat(file["infos"]).items()}
+        found |= flat(names.ours({"info": file["infos"]}))
     count = len(file["observations"])
     for name, array in found.items():
         if array.ndim < 1 or len(array) != count:
@@ -135,10 +140,9 @@ def _episodes(terminated: Any, truncated: Any, limit: int | None) -> Iterator[tu
 def _with_final(file: Any, start: int, stop: int) -> Any:
     """The observations of an episode and its final one, of which the file says those in between twice."""
     here, following = file["observations"][start:stop], file["next_observations"][start:stop]
-    differ = (here[1:] != following[:-1]) & ((here[1:] == here[1:]) | (following[:-1] == following[:-1]))  # NaN is NaN
-    wrong = np.flatnonzero(differ.any(axis=tuple(range(1, differ.ndim))))
-    if wrong.size:
-        step = start + int(wrong[0])
+    wrong = first_difference(here[1:], following[:-1])
+    if wrong is not None:
+        step = start + wrong
         raise SchemaError(
             f"{file.filename}: next_observations[{step}] is not observations[{step + 1}], yet no episode ends there; "
             "pass max_episode_steps=… if the file has no timeouts"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.interop.extras import extra
+from memmap_buffer.interop.names import Names, parts_of
 from memmap_buffer.schema import Field
 
 with extra("gymnasium"):
@@ -18,15 +21,17 @@ def schema_of(observation_space: Space[Any], action_space: Space[Any]) -> dict[s
     """The fields of one environment's timesteps, as `ReplayBuffer` and `Schema` take them.
 
     Box, Discrete, MultiDiscrete and MultiBinary keep their shape and dtype, Text(n) becomes "U<n>"; Dict and Tuple are
-    nested, the members of a Tuple named `item0`, `item1`, …
+    nested, the members of a Tuple named `item0`, `item1`, … A key of a Dict that is no identifier is changed into one,
+    "bottom burner" into `bottom_burner`; `encode_space` does the same with the values.
 
     Args: observation_space, action_space: of one environment, of a vector environment its `single_…_space`.
     Returns: `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`.
-    Raises: SchemaError: a space without a fixed size (Graph, Sequence, OneOf), or a key that is no identifier.
+    Raises: SchemaError: a space without a fixed size (Graph, Sequence, OneOf).
     """
+    members = Names().ours({"observation": _members(observation_space), "action": _members(action_space)})
     return {
-        "observation": _fields("observation", observation_space, final=True),
-        "action": _fields("action", action_space, final=False),
+        "observation": _fields("observation", members["observation"], final=True),
+        "action": _fields("action", members["action"], final=False),
         "reward": "float",
         "terminated": "bool",
         "truncated": "bool",
@@ -39,10 +44,28 @@ def encode_space(space: Space[Any], value: Any) -> Any:
     Args: space: of the value, also the batched one of a vector environment. value: an element of it.
     """
     if isinstance(space, spaces.Dict):
-        return {key: encode_space(member, value[key]) for key, member in space.spaces.items()}
+        parts = _parts(tuple(space.spaces))
+        return {parts[key]: encode_space(member, value[key]) for key, member in space.spaces.items()}
     if isinstance(space, spaces.Tuple) and not _is_text(space):
         return {f"item{i}": encode_space(member, value[i]) for i, member in enumerate(space.spaces)}
     return value
+
+
+def decode_space(space: Space[Any], tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The reverse of `encode_space`, `leaf` applied to what is neither Dict nor Tuple."""
+    if isinstance(space, spaces.Dict):
+        parts = _parts(tuple(space.spaces))
+        return {key: decode_space(member, tree[parts[key]], leaf) for key, member in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(decode_space(member, tree[f"item{i}"], leaf) for i, member in enumerate(space.spaces))
+    return leaf(tree)
+
+
+def names_of(observation_space: Space[Any], action_space: Space[Any]) -> Names:
+    """The keys of the spaces that `schema_of` changes."""
+    names = Names()
+    names.ours({"observation": _members(observation_space), "action": _members(action_space)})
+    return names
 
 
 def spaces_of(env: Any) -> tuple[Space[Any], Space[Any]]:
@@ -67,14 +90,9 @@ def _is_text(space: spaces.Tuple[Any]) -> bool:
     return len(space.spaces) > 0 and all(isinstance(member, spaces.Text) for member in space.spaces)
 
 
-def _fields(name: str, space: Space[Any], *, final: bool) -> Any:
-    members: dict[Any, Space[Any]] | None = None
-    if isinstance(space, spaces.Dict):
-        members = dict(space.spaces)
-    elif isinstance(space, spaces.Tuple):
-        members = {f"item{i}": member for i, member in enumerate(space.spaces)}
-    if members is not None:
-        return {_key(name, key): _fields(f"{name}.{key}", member, final=final) for key, member in members.items()}
+def _fields(name: str, space: Any, *, final: bool) -> Any:
+    if isinstance(space, dict):
+        return {part: _fields(f"{name}.{part}", member, final=final) for part, member in space.items()}
     if isinstance(space, spaces.Text):
         return Field(f"U{space.max_length}", (), final=final)
     if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
@@ -86,10 +104,15 @@ def _fields(name: str, space: Space[Any], *, final: bool) -> Any:
     )
 
 
-def _key(name: str, key: Any) -> str:
-    if not isinstance(key, str) or "." in key or not key.isidentifier():
-        raise SchemaError(
-            f"{name}: got the key {key!r} of a Dict space, expected an identifier; rename it by an observation wrapper",
-            field=name,
-        )
-    return key
+def _members(space: Space[Any]) -> Any:
+    """Nested dicts of spaces, of which no member is a Dict or a Tuple; any other space as it is."""
+    if isinstance(space, spaces.Dict):
+        return {key: _members(member) for key, member in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return {f"item{i}": _members(member) for i, member in enumerate(space.spaces)}
+    return space
+
+
+@cache  # asked for at every step; an environment has few spaces
+def _parts(keys: tuple[Any, ...]) -> dict[Any, str]:
+    return parts_of(keys)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import BufferFullError, SchemaError
+from memmap_buffer.interop.beside import read_names
 from memmap_buffer.interop.gymnasium import encode_space, schema_of, spaces_of
 from memmap_buffer.schema import Schema
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from memmap_buffer.store.episode import Episode
 
 SUCCESS = ("success", "is_success")
-INFO = "info."
+INFO = "info"
+GIVEN_SEED = "given.seed"
 
 
 @dataclass
@@ -73,8 +75,19 @@ class Recorder:
         self._observation_space, self._action_space = spaces_of(env)
         self._keep_partial = keep_partial
         self._owned = owned
-        self._infos = [name.removeprefix(INFO) for name in buffer.schema.fields if name.startswith(INFO)]
+        names = read_names(buffer)
+        infos = [name for name in buffer.schema.fields if name.startswith(f"{INFO}.")]
+        self._infos = {name: ".".join(map(str, names.path(name)[1:])) for name in infos}
         _check_fields(buffer.schema, schema_of(self._observation_space, self._action_space))
+
+    def check_seed(self, seed: int | None) -> None:
+        """Raise SchemaError before a reset by a seed that could not be stored when the episode ends."""
+        field = self.buffer.schema.meta_fields.get("seed")
+        if seed is not None and field is not None:
+            try:
+                field.encode(seed)
+            except SchemaError as error:
+                raise SchemaError(f"seed: {error}", field="seed") from None
 
     def begin(self, i: int, observation: Any, seed: int | None) -> None:
         """The environment was reset: its next step is the first of an episode."""
@@ -108,7 +121,7 @@ class Recorder:
             "terminated": bool(step.terminated),
             "truncated": bool(step.truncated),
         }
-        infos = {f"{INFO}{name}": value for name in self._infos if (value := step.look_up(name)) is not None}
+        infos = {name: value for name, path in self._infos.items() if (value := step.look_up(path)) is not None}
         lane.episode.store(**self._declared(values), **infos)
         lane.episode_return += float(step.reward)
         lane.observation = deepcopy(encode_space(self._observation_space, step.observation))
@@ -151,7 +164,7 @@ class Recorder:
         meta: dict[str, Any] = {"episode_return": lane.episode_return, "episode_length": episode.length}
         told = [value for name in SUCCESS if step is not None and (value := step.look_up(name)) is not None]
         meta |= {"success": bool(told[0])} if told else {}
-        meta |= {} if lane.seed is None else {"seed": lane.seed}
+        meta |= {} if lane.seed is None else {"seed": lane.seed, GIVEN_SEED: True}
         episode.update({name: value for name, value in meta.items() if name in self.buffer.schema.meta_fields})
         episode.publish(cut=cut)
         lane.episode, lane.seed, lane.episode_return = None, None, 0.0
@@ -164,7 +177,7 @@ class Recorder:
 def _check_fields(schema: Schema, given: Mapping[str, Any]) -> None:
     known = Schema(given).fields
     for name, declared in schema.fields.items():
-        if name not in known and not name.startswith(INFO) and declared.default is None:
+        if name not in known and not name.startswith(f"{INFO}.") and declared.default is None:
             raise SchemaError(
                 f"field {name!r} of the buffer: the environment gives {', '.join(known)}, and it has no default; "
                 "declare one, or leave the field out",

@@ -1,9 +1,9 @@
 """LeRobot data sets, version 3.0, in and out: features in Parquet, images among them, and the tasks of episodes.
 
-A feature keeps its dotted name; `next.reward`, `next.done` and `next.success` become `reward`, `done` and `success`.
-The text of an episode's task is its meta field `task`. What LeRobot counts by itself (`index`, `frame_index`,
-`episode_index`) is not stored; `task_index` is, as the frames of an episode may have several tasks. Features that are
-videos are left out, as only a decoder could read them.
+A feature keeps its dotted name, with identifiers as its parts; `next.reward`, `next.done` and `next.success` become
+`reward`, `done` and `success`. The text of an episode's task is its meta field `task`. What LeRobot counts by itself
+(`index`, `frame_index`, `episode_index`) is not stored; `task_index` is, as the frames of an episode may have several
+tasks. Features that are videos are left out, as only a decoder could read them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import numpy as np
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.interop.beside import read_beside, write_beside
+from memmap_buffer.interop.beside import read_beside, read_names, write_beside, write_names
 from memmap_buffer.interop.described import Described, is_picture
 from memmap_buffer.interop.extras import extra
+from memmap_buffer.interop.names import Names
 from memmap_buffer.interop.survey import flat
 from memmap_buffer.schema import Field
 
@@ -71,21 +72,23 @@ def import_lerobot(
     lengths = [len(rows) for file in files for rows in _episodes(pq.read_table(file, columns=["episode_index"]))]
     if not lengths:
         raise NotABufferError(f"{root}: it has no episodes in data/", path=root)
-    tasks = _tasks(root)
-    buffer = None
+    tasks, names = _tasks(root), Names()
+    buffer, ours = None, {}
     for file in files:
         table = pq.read_table(file)
         columns = {name: _column(file, table, name, about) for name, about in features.items()}
         if buffer is None:
-            fields = {RENAMED.get(name, name): _field(column) for name, column in columns.items()}
+            ours = {name: RENAMED.get(name) or names.named(name.split(".")) for name in columns}
+            fields = {ours[name]: _field(column) for name, column in columns.items()}
             meta = {"task": f"U{max([1, *map(len, tasks.values())])}"}
             sizes = {"max_episodes": len(lengths), "max_timesteps": max(lengths)}
             buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta, **(sizes | options))
         for rows in _episodes(table):
-            episode = {RENAMED.get(name, name): column[rows.start : rows.stop] for name, column in columns.items()}
+            episode = {ours[name]: column[rows.start : rows.stop] for name, column in columns.items()}
             first = int(table["task_index"][rows.start].as_py()) if "task_index" in table.column_names else -1
             buffer.store_episode(**episode, task=tasks.get(first, ""))
     assert buffer is not None
+    write_names(buffer, names)
     kept = {key: info.get(key) for key in ("fps", "robot_type", "features")}
     texts = [tasks[number] for number in range(len(tasks)) if number in tasks]  # LeRobot finds a text by its place
     write_beside(buffer, "lerobot", kept | {"tasks": texts if len(texts) == len(tasks) else None})
@@ -134,10 +137,11 @@ def _exported(
     buffer: ReplayBuffer, known: Mapping[str, Any], rate: float, tasks: _Tasks
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """What `meta/episodes` says of each episode, and its features, (length, *shape); of images the channels last."""
+    names = read_names(buffer)
     bounds = pairwise(accumulate(buffer.episode_lens.tolist(), initial=0))
     for i, (first, stop) in enumerate(bounds):
         episode, length = flat(buffer.episode(i)), stop - first
-        columns = {_feature_name(name): episode[name][:length] for name in buffer.fieldnames}
+        columns = {_feature_name(name, names): episode[name][:length] for name in buffer.fieldnames}
         columns = {name: _shaped(column, known.get(name)) for name, column in columns.items()}
         columns.setdefault("timestamp", np.arange(length, dtype=np.float32) / np.float32(rate))
         columns["task_index"] = tasks.numbers(episode, length)
@@ -314,8 +318,9 @@ def _of_steps(buffer: ReplayBuffer, i: int) -> dict[str, Any]:
     return {name: episode[name] for name in buffer.fieldnames}
 
 
-def _feature_name(name: str) -> str:
-    return {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}.get(name, name)
+def _feature_name(name: str, names: Names) -> str:
+    known = {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}
+    return known.get(name) or ".".join(map(str, names.path(name)))
 
 
 def _shaped(column: Any, known: Mapping[str, Any] | None) -> Any:

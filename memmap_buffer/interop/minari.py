@@ -1,8 +1,9 @@
 """Minari data sets, in and out: episodes, infos, per-episode metadata, spaces and the environment's spec.
 
 What Minari knows of the data set as a whole is kept in the folder's `extra/minari.json`, so that an export gives it
-back. Infos become `info.<name>`. Where they begin with the reset's, Minari has one entry more than there are steps:
-those are fields with `final`, and their row t is what was known before action t.
+back; so are keys that are no identifiers, which are changed into some. Infos become `info.<name>`. Where they begin
+with the reset's, Minari has one entry more than there are steps: those are fields with `final`, and their row t is what
+was known before action t.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import numpy as np
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.beside import read_beside, write_beside
+from memmap_buffer.interop.beside import read_beside, read_names, write_beside, write_names
 from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.gymnasium import encode_space, spaces_of
+from memmap_buffer.interop.gymnasium import decode_space, encode_space, names_of, spaces_of
+from memmap_buffer.interop.names import Names
 from memmap_buffer.interop.survey import Survey, flat
 from memmap_buffer.schema import Field
 
@@ -50,7 +52,7 @@ def import_minari(
     """Copy a local Minari data set into a folder.
 
     It is read twice, first for its dtypes: what comes out is what Minari gives, to the bit. Metadata that only some
-    episodes have is told by a bool meta field `given.<name>`; a missing seed is -1.
+    episodes have is told by a bool meta field `given.<name>`, whether there is a seed by `given.seed`.
 
     Args:
         dataset: its id, the folder of its data, or the data set, also a filtered one.
@@ -62,9 +64,10 @@ def import_minari(
     Raises: SchemaError: an info or metadatum that no field can hold; the text names it.
     """
     source = dataset if isinstance(dataset, MinariDataset) else _load(dataset)
+    names = names_of(source.observation_space, source.action_space)
     columns, metadata, longest = Survey("column"), Survey("metadatum", lead=0), 1
     finals: dict[str, bool] = {}
-    for episode, given in _episodes(source, infos):
+    for episode, given in _episodes(source, infos, names):
         columns.add(episode)
         metadata.add(given)
         longest = max(longest, len(episode["reward"]))
@@ -73,13 +76,15 @@ def import_minari(
                 raise SchemaError(f"info {name!r}: it begins with the reset's in some episodes only; leave it out")
     columns.require_complete()
     fields = {n: Field(f.dtype, f.shape, final=finals.get(n, False)) for n, f in columns.fields.items()}
-    flags = {f"{GIVEN}.{name}": "bool" for name, n in metadata.counts.items() if n < len(source) and name != "seed"}
+    flags = {f"{GIVEN}.{name}": "bool" for name, n in metadata.counts.items() if n < len(source)}
     sizes = {"max_episodes": len(source), "max_timesteps": longest}
-    meta_fields = {**metadata.fields, **flags, "seed": Field("int64", default=-1)}
+    flags |= {f"{GIVEN}.seed": "bool"}
+    meta_fields = {**metadata.fields, **flags, "seed": Field("uint64", default=0)}  # Minari's own seeds have 64 bits
     buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta_fields, **(sizes | options))
-    for episode, given in _episodes(source, infos):
+    for episode, given in _episodes(source, infos, names):
         present = {flag: True for flag in flags if flag.removeprefix(f"{GIVEN}.") in flat(given)}
         buffer.store_episode(**episode, **given, **present)
+    write_names(buffer, names)
     raw = MinariStorage.read_raw_metadata(source.storage.data_path)
     write_beside(buffer, "minari", {key: value for key, value in raw.items() if key not in OF_THE_COPY})
     return buffer
@@ -125,10 +130,11 @@ def export_minari(
     described |= metadata | {"dataset_id": dataset_id, "minari_version": minari.__version__}
     sets = {key: set(value) for key, value in described.items() if key in ("author", "author_email")}
     storage.update_metadata(described | sets)
+    names, table = read_names(buffer), data_format != "hdf5"
     for i in range(len(buffer)):
         episode = buffer.episode(i)
-        storage.update_episodes([_episode_buffer(buffer, episode, i, spaces, table=data_format != "hdf5")])
-        given = _metadata_of(buffer, episode, plain=data_format != "hdf5")
+        storage.update_episodes([_episode_buffer(buffer, episode, i, spaces, names, table=table)])
+        given = _metadata_of(buffer, episode, names, plain=table)
         if given:
             storage.update_episode_metadata([given], [i])
     return MinariDataset(storage)
@@ -140,7 +146,9 @@ def _load(dataset: str | PathLike[str]) -> MinariDataset:
     return MinariDataset(dataset)
 
 
-def _episodes(source: MinariDataset, infos: bool | Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _episodes(
+    source: MinariDataset, infos: bool | Sequence[str], names: Names
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(columns, metadata) of each episode."""
     found = zip(source.iterate_episodes(), source.storage.get_episode_metadata(source.episode_indices), strict=True)
     for episode, metadata in found:
@@ -153,16 +161,19 @@ def _episodes(source: MinariDataset, infos: bool | Sequence[str]) -> Iterator[tu
             **{ours: getattr(episode, theirs) for theirs, ours in RENAMED.items()},
         }
         if given and infos:
-            columns["info"] = _columns(given)
-        own = {} if metadata.get("seed") is None else {"seed": np.int64(metadata["seed"])}
-        yield columns, own | _columns({key: value for key, value in metadata.items() if key not in OWN_META})
+            columns |= names.ours({"info": _columns(given)})
+        own = {} if metadata.get("seed") is None else {"seed": int(metadata["seed"])}
+        others = {key: value for key, value in metadata.items() if key not in OWN_META}
+        yield columns, own | names.ours(_columns(others))
 
 
 def _columns(tree: Any) -> Any:
-    """Arrays where Minari has lists or bytes."""
+    """Arrays where Minari has lists, bytes or, of nested infos in a table, dicts."""
     if isinstance(tree, Mapping):
         return {key: _columns(value) for key, value in tree.items()}
     array = np.asarray(tree)
+    if array.dtype.kind == "O" and array.ndim == 1 and len(array) and isinstance(array[0], Mapping):
+        return {key: _columns([row[key] for row in array]) for key in array[0]}
     if array.dtype.kind == "O":
         array = np.asarray([value.decode("utf-8") if isinstance(value, bytes) else value for value in array.tolist()])
     return np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
@@ -183,22 +194,21 @@ def _with_reset(episode: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _episode_buffer(
-    buffer: ReplayBuffer, episode: dict[str, Any], i: int, spaces: Any, *, table: bool
+    buffer: ReplayBuffer, episode: dict[str, Any], i: int, spaces: Any, names: Names, *, table: bool
 ) -> EpisodeBuffer:
     length = int(buffer.episode_lens[i])
     if any(len(column) == length for column in flat({"observation": episode["observation"]}).values()):
         raise SchemaError(f"episode {i}: it has no final observation, and Minari needs one; leave it out")
     own = {"observation", "action", *RENAMED.values(), *buffer.schema.meta_fields, "info"}
     others = {name: value for name, value in episode.items() if name not in own and name in _groups(buffer)}
-    infos = {**_values(episode.get("info", {})), **_values(others)}
-    if table:  # it reads arrays of one dimension back only from lists, in 0.5.4
-        infos = {key: list(value) if getattr(value, "ndim", 0) == 1 else value for key, value in infos.items()}
-    seed = int(episode.get("seed", -1))
+    infos = {**names.theirs(episode.get("info", {}), "info"), **names.theirs(others)}
+    values = _values(infos, lists=table)
+    seed = int(episode.get("seed", -1)) if flat(episode).get(f"{GIVEN}.seed", True) else -1
     return EpisodeBuffer(
         seed=seed if seed >= 0 else None,
-        observations=decode_space(spaces[0], episode["observation"]),
-        actions=decode_space(spaces[1], episode["action"]),
-        infos=infos or None,
+        observations=decode_space(spaces[0], episode["observation"], _values),
+        actions=decode_space(spaces[1], episode["action"], _values),
+        infos=values or None,
         **{theirs: episode[ours] for theirs, ours in RENAMED.items()},
     )
 
@@ -207,23 +217,16 @@ def _groups(buffer: ReplayBuffer) -> set[str]:
     return {name.split(".")[0] for name in buffer.schema.fields}
 
 
-def decode_space(space: gymnasium.Space[Any], tree: Any) -> Any:
-    """Columns as Minari has them, from those of an episode: the reverse of `encode_space`."""
-    if isinstance(space, gymnasium.spaces.Dict):
-        return {key: decode_space(member, tree[key]) for key, member in space.spaces.items()}
-    if isinstance(space, gymnasium.spaces.Tuple):
-        return tuple(decode_space(member, tree[f"item{i}"]) for i, member in enumerate(space.spaces))
-    return _values(tree)
-
-
-def _values(tree: Any) -> Any:
-    """Text as lists of str."""
+def _values(tree: Any, *, lists: bool = False) -> Any:
+    """Text as lists of str; with `lists` also one number a step: from tables Minari reads these alone, in 0.5.4."""
     if isinstance(tree, Mapping):
-        return {key: _values(value) for key, value in tree.items()}
-    return tree.tolist() if tree.dtype.kind == "U" else tree
+        return {key: _values(value, lists=lists) for key, value in tree.items()}
+    if tree.dtype.kind == "U":
+        return tree.tolist()
+    return list(tree) if lists and tree.ndim == 1 else tree
 
 
-def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], *, plain: bool) -> dict[str, Any]:
+def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], names: Names, *, plain: bool) -> dict[str, Any]:
     """The metadata that the episode was given; nested as dicts where it becomes `plain` JSON, else under a/b."""
     values = flat(episode)
     out: dict[str, Any] = {}
@@ -231,7 +234,8 @@ def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], *, plain: bool) 
         if name == "seed" or name.startswith(f"{GIVEN}.") or not values.get(f"{GIVEN}.{name}", True):
             continue
         value = np.asarray(values[name])
-        *groups, leaf = name.split(".") if plain else [name.replace(".", "/")]
+        path = [str(key) for key in names.path(name)]
+        *groups, leaf = path if plain else ["/".join(path)]
         place = out
         for group in groups:
             place = place.setdefault(group, {})

@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.interop.beside import read_names, write_names
+from memmap_buffer.interop.names import Names
 from memmap_buffer.schema import Field
 
-NAMES = {"observations": "observation", "actions": "action", "rewards": "reward"}
+NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"}
 OF_ACTIONS = frozenset({"action", "reward"})
 
 
@@ -35,7 +37,8 @@ def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **opt
     """
     arrays = _read(Path(path))
     ends = np.flatnonzero(arrays.pop("terminals"))
-    columns = {NAMES.get(name, name): array for name, array in arrays.items()}
+    names = Names(fixed=NAMES)
+    columns = names.ours(arrays)
     count = len(columns["observation"])
     for name, array in columns.items():
         if array.ndim < 1 or len(array) != count:
@@ -49,6 +52,7 @@ def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **opt
     for start, end in zip(starts[:-1].tolist(), ends.tolist(), strict=True):
         rows = {name: array[start : end + (name not in OF_ACTIONS)] for name, array in columns.items()}
         buffer.store_episode(**rows, truncated=np.arange(start, end) == end - 1)
+    write_names(buffer, names)
     return buffer
 
 
@@ -77,9 +81,10 @@ def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
             column[start : start + len(episode[name])] = episode[name]
         start += length + 1
         terminals[start - 1] = 1
-    theirs = {ours: name for name, ours in NAMES.items()}
-    named: dict[str, Any] = {theirs.get(name, name): column for name, column in out.items()}
-    np.savez_compressed(path, **named, terminals=terminals)
+    names = read_names(buffer, NAMES)
+    named: dict[str, Any] = {".".join(map(str, names.path(name))): column for name, column in out.items()}
+    with Path(path).open("wb") as file:  # to a path numpy would add .npz
+        np.savez_compressed(file, **named, terminals=terminals)
 
 
 def _read(path: Path) -> dict[str, npt.NDArray[Any]]:

@@ -15,8 +15,11 @@ import numpy as np
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.interop.beside import read_names, write_names
 from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.lanes import Recorder, Step
+from memmap_buffer.interop.gymnasium import names_of, spaces_of
+from memmap_buffer.interop.lanes import GIVEN_SEED, INFO, Recorder, Step
+from memmap_buffer.interop.names import Names
 from memmap_buffer.schema import Field, Schema
 
 with extra("gymnasium"):
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 META: dict[str, Any] = {
     "episode_return": "float64",
     "episode_length": "int64",
-    "seed": Field("int64", default=-1),
+    "seed": Field("uint64", default=0),  # Minari's own have 64 bits
+    GIVEN_SEED: Field("bool", default=False),
     "success": Field("int8", default=-1),
 }
 Place = str | PathLike[str] | ReplayBuffer
@@ -45,7 +49,10 @@ class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     longer than the buffer's `max_timesteps` becomes several, all but the last flagged as cut short.
 
     Meta fields, as far as the buffer declares them: `episode_return`, `episode_length`, `seed` (of the `reset` that
-    began the episode; -1: none was given), `success` (1 or 0 if the last info has "success" or "is_success", else -1).
+    began the episode) and `given.seed` (false: there was none), `success` (1 or 0 if the last info has "success" or
+    "is_success", else -1).
+
+    A key of a Dict space or of `infos` that is no identifier is changed into one, "bottom burner" into `bottom_burner`.
 
     Args:
         env: the environment; one that is wrapped in `Autoreset` is recorded right, too.
@@ -56,7 +63,7 @@ class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         meta: values of further meta fields, for every episode; `recorder.meta` may be changed between episodes.
         keep_partial: see above.
         options: of `ReplayBuffer.for_env`, where `buffer` is a folder: `max_episodes` must be given, `max_timesteps`
-            where the environment's spec names no limit.
+            where the environment's spec names no limit. `meta_fields` and `fields` are declared beside those above.
 
     Raises: SchemaError: an option is missing or too many, or a field of the buffer is none of the environment's.
         From `step`: BufferFullError: no episode can be begun.
@@ -87,7 +94,8 @@ class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._recorder.meta
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """As the environment's."""
+        """As the environment's. Raises SchemaError, before anything is done: the buffer cannot hold the seed."""
+        self._recorder.check_seed(seed)
         self._recorder.leave([0])
         observation, info = self.env.reset(seed=seed, options=options)
         self._recorder.begin(0, observation, seed)
@@ -157,6 +165,8 @@ class RecordVectorEpisodes(VectorWrapper[Any, Any, Any, Any, Any]):
         """As the environment's, also of some by `options["reset_mask"]`."""
         mask = (options or {}).get("reset_mask")  # the environment takes it out of the options
         which = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
+        for i in which:
+            self._recorder.check_seed(_seed_of(seed, i))
         self._recorder.leave(which)
         observations, infos = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
         each = list(iterate(self.observation_space, observations))
@@ -207,14 +217,26 @@ def _open(
     meta: Mapping[str, Any] | None,
     options: dict[str, Any],
 ) -> ReplayBuffer:
+    names = names_of(*spaces_of(env))
     if isinstance(place, ReplayBuffer):
         if options or infos:
             given = ", ".join([*options, *(["infos"] if infos else [])])
             raise SchemaError(f"{given}: the buffer is open already, and says this itself; drop them, or give a folder")
+        _keep(place, names)
         return place
     own = Schema.from_example(meta).fields if meta else {}
-    fields = {"info": infos} if infos else None
-    return ReplayBuffer.for_env(env, place, fields=fields, meta_fields={**META, **own}, **options)
+    meta_fields = {**META, **own, **(options.pop("meta_fields", None) or {})}
+    fields = {**(options.pop("fields", None) or {}), **(names.ours({INFO: infos}) if infos else {})}
+    buffer = ReplayBuffer.for_env(env, place, fields=fields, meta_fields=meta_fields, **options)
+    _keep(buffer, names)
+    return buffer
+
+
+def _keep(buffer: ReplayBuffer, names: Names) -> None:
+    """Keep the keys that were changed beside those that are kept already."""
+    kept = read_names(buffer)
+    kept.changed |= names.changed
+    write_names(buffer, kept)
 
 
 def _seed_of(seed: int | Sequence[int | None] | None, i: int) -> int | None:

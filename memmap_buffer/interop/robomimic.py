@@ -1,7 +1,8 @@
 """robomimic's HDF5 files, in and out: a group for each demonstration, and masks that name parts of them.
 
 `obs/<name>` becomes `observation.<name>`, with its final one where there is `next_obs`; `actions`, `rewards`, `dones`
-and `states` become `action`, `reward`, `done` and `state`; other arrays keep their names. A mask becomes the bool meta
+and `states` become `action`, `reward`, `done` and `state`; other arrays keep their names, as far as they are
+identifiers. A mask becomes the bool meta
 field `mask.<name>`, so that `filter_meta={"mask.train": True}` reads that part. `done` is no `terminated`: robomimic
 may mark each step at which the task is done. What else the file says, environment and models among it, is in
 `extra/robomimic.json`.
@@ -9,6 +10,7 @@ may mark each step at which the task is done. What else the file says, environme
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from os import PathLike
@@ -18,16 +20,18 @@ import numpy as np
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.beside import read_beside, write_beside
+from memmap_buffer.interop.beside import read_beside, read_names, write_beside, write_names
 from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.survey import Survey, flat
+from memmap_buffer.interop.names import Names
+from memmap_buffer.interop.survey import Survey, first_difference, flat
 from memmap_buffer.schema import Field
 
 with extra("hdf5"):
     import h5py
 
-NAMES = {"actions": "action", "rewards": "reward", "dones": "done", "states": "state"}
-OBSERVATION, NEXT, MASK = "observation.", "next_obs/", "mask."
+NAMES = {"observation": "obs", "action": "actions", "reward": "rewards", "done": "dones", "state": "states"}
+OBSERVATION, NEXT, MASK = "observation.", "next_obs", "mask."
+GYM_ARGS = {"env_name": "", "type": 2, "env_kwargs": {}}  # 2: robomimic's number for environments of Gym
 
 
 def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
@@ -43,87 +47,86 @@ def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **o
             raise SchemaError(f"{path}: it has no demonstrations in 'data', so it is no file of robomimic")
         demos = sorted(file["data"], key=_number)
         survey, longest = Survey("array"), 1
-        paths: dict[str, str] = {}
+        names = Names(fixed=NAMES)
         for demo in demos:
-            columns, places, _ = _read(file["data"][demo])
+            columns, _ = _read(file["data"][demo], names)
             survey.add(columns)
-            paths |= places
             longest = max(longest, len(columns["action"]))
         survey.require_complete()
         has_final = all("next_obs" in file["data"][demo] for demo in demos)
         final = {name for name in survey.fields if has_final and name.startswith(OBSERVATION)}
         fields = {name: Field(field.dtype, field.shape, final=name in final) for name, field in survey.fields.items()}
-        masks = {f"{MASK}{_legal(name)}": (name, set(_texts(file["mask"][name]))) for name in file.get("mask", {})}
+        masks = {name: set(_texts(item)) for name, item in flat(names.ours({"mask": file.get("mask", {})})).items()}
         meta_fields = {"demo": f"U{max(map(len, demos))}", **dict.fromkeys(masks, "bool")}
         sizes = {"max_episodes": len(demos), "max_timesteps": longest}
         buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta_fields, **(sizes | options))
         for demo in demos:
-            columns, _, after = _read(file["data"][demo])
+            columns, after = _read(file["data"][demo], names)
             last = {name: np.concatenate([columns[name], after[name][-1:]]) for name in final}
-            meta = {name: demo in members for name, (_, members) in masks.items()}
+            meta = {name: demo in members for name, members in masks.items()}
             buffer.store_episode(**(columns | last), demo=demo, **meta)
         kept = {
             "attributes": _attributes(file["data"]),
             "demos": {demo: _attributes(file["data"][demo]) for demo in demos},
-            "paths": paths,
-            "masks": {name: theirs for name, (theirs, _) in masks.items()},
         }
+        write_names(buffer, names)
         write_beside(buffer, "robomimic", kept)
     return buffer
 
 
-def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
+def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: Any = None) -> None:
     """Copy a buffer into a new file in robomimic's layout.
 
     Demonstrations are named by the meta field `demo`, else `demo_0`, …; bool meta fields `mask.<name>` become masks.
-    `env_args`, without which robomimic makes no environment, are those of the file that was imported.
 
-    Args: buffer: with a field `action`. `terminated` and `truncated` together become `dones`, if there is no `done`.
+    Args:
+        buffer: with a field `action`. `terminated` and `truncated` together become `dones`, if there is no `done`.
+        path: the file.
+        env: the environment, of which robomimic makes its own for rollouts (`env_args`): a Gymnasium environment, or
+            its id, or a dict as robomimic has it; default: that of the file or Minari data set that was imported. Where
+            none is known, `env_args` names no environment: the file can be learned from, without rollouts.
+
     Raises: SchemaError: there is no `action`. OSError: there is a file.
     """
     if "action" not in buffer.schema.fields:
         raise SchemaError(f"{buffer.folder}: it has no field 'action', which robomimic needs; rename one to it")
     kept: dict[str, Any] = read_beside(buffer, "robomimic") or {}
+    attributes = dict(kept.get("attributes", {}))
+    if env is not None or not kept:
+        attributes["env_args"] = _env_args(buffer, env)
+    names = read_names(buffer, NAMES)
     masks: dict[str, list[str]] = {name: [] for name in buffer.meta_fieldnames if name.startswith(MASK)}
     with h5py.File(path, "x") as file:
         data = file.create_group("data")
-        data.attrs.update({**kept.get("attributes", {}), "total": buffer.num_steps})
+        data.attrs.update({**attributes, "total": buffer.num_steps})
         for i, length in enumerate(buffer.episode_lens.tolist()):
             episode = flat(buffer.episode(i))
             demo = str(episode.get("demo", f"demo_{i}"))
             group = data.create_group(demo)
             group.attrs.update({**kept.get("demos", {}).get(demo, {}), "num_samples": length})
             for name, column in _exported(buffer, episode).items():
-                place = kept.get("paths", {}).get(name) or _place(name)
+                place = _place(name, names)
                 group[place] = column[:length]
                 if len(column) > length and place.startswith("obs/"):
-                    group[f"{NEXT}{place.removeprefix('obs/')}"] = column[1:]
+                    group[f"{NEXT}/{place.removeprefix('obs/')}"] = column[1:]
             for name in masks:
                 masks[name] += [demo] if episode[name] else []
         for name, members in masks.items():
-            theirs = kept.get("masks", {}).get(name, name.removeprefix(MASK))
-            file[f"mask/{theirs}"] = np.array(members, dtype="S")
+            file["/".join(map(str, names.path(name)))] = np.array(members, dtype="S")
 
 
-def _read(demo: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """The columns of a demonstration, the path of each in its group, and the observations that follow each step's."""
-    columns, paths, after = {}, {}, {}
-    for path, item in flat(demo, separator="/").items():
-        if path.startswith(NEXT):
-            after[OBSERVATION + _legal(path.removeprefix(NEXT))] = item[()]
-            continue
-        name = (
-            OBSERVATION + _legal(path.removeprefix("obs/"))
-            if path.startswith("obs/")
-            else _legal(NAMES.get(path, path))
-        )
-        columns[name], paths[name] = item[()], path
+def _read(demo: Any, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The columns of a demonstration, and the observations that follow each step's."""
+    arrays = {key: item for key, item in demo.items() if key != NEXT}
+    columns = {name: item[()] for name, item in flat(names.ours(arrays)).items()}
+    following = names.ours({"obs": demo[NEXT]}) if NEXT in demo else {}
+    after = {name: item[()] for name, item in flat(following).items()}
     if "action" not in columns:
         raise SchemaError(f"{demo.name}: it has no 'actions'; it has {', '.join(demo)}")
-    for name, following in after.items():
-        if name not in columns or not np.array_equal(columns[name][1:], following[:-1]):
+    for name, rows in after.items():
+        if name not in columns or first_difference(columns[name][1:], rows[:-1]) is not None:
             raise SchemaError(f"{demo.name}/next_obs: {name} is not what follows in obs; remove next_obs", field=name)
-    return columns, paths, after
+    return columns, after
 
 
 def _exported(buffer: ReplayBuffer, episode: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,18 +138,24 @@ def _exported(buffer: ReplayBuffer, episode: Mapping[str, Any]) -> dict[str, Any
     return columns
 
 
-def _place(name: str) -> str:
-    if name == "observation":
-        return "obs/flat"
-    if name.startswith(OBSERVATION):
-        return f"obs/{name.removeprefix(OBSERVATION).replace('.', '/')}"
-    return {ours: theirs for theirs, ours in NAMES.items()}.get(name, name.replace(".", "/"))
+def _place(name: str, names: Names) -> str:
+    """The path of a field in its demonstration's group."""
+    return "obs/flat" if name == "observation" else "/".join(map(str, names.path(name)))
 
 
-def _legal(path: str) -> str:
-    """A path in the file as a field's name."""
-    parts = (re.sub(r"[^A-Za-z0-9_]", "_", part) for part in path.split("/"))
-    return ".".join(part if part[:1].isalpha() else f"n{part}" for part in parts)
+def _env_args(buffer: ReplayBuffer, env: Any) -> str:
+    """What robomimic makes an environment of, as JSON."""
+    if isinstance(env, Mapping):
+        return json.dumps(dict(env))
+    told: Mapping[str, Any] = json.loads((read_beside(buffer, "minari") or {}).get("env_spec") or "{}")
+    if isinstance(env, str):
+        told = {"id": env}
+    elif env is not None:
+        spec = getattr(env, "spec", None)
+        if spec is None:
+            raise SchemaError(f"env: got {env!r}, which has no spec; pass its id, or a dict such as {GYM_ARGS}")
+        told = {"id": spec.id, "kwargs": spec.kwargs}
+    return json.dumps(GYM_ARGS | {"env_name": told.get("id", ""), "env_kwargs": told.get("kwargs", {})})
 
 
 def _number(demo: str) -> tuple[int, str]:

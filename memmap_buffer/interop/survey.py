@@ -1,4 +1,5 @@
-"""What several episodes have in common, where a data set does not say it: `Survey`; `flat` trees. Reads no file."""
+"""What several episodes have in common, where a data set does not say it: `Survey`; `flat` trees; whether a column is
+what follows another: `first_difference`. Reads no file."""
 
 from __future__ import annotations
 
@@ -59,6 +60,15 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dic
         path = f"{prefix}{name}"
         out |= flat(value, path + separator, separator) if isinstance(value, Mapping) else {path: value}
     return out
+
+
+def first_difference(one: Any, other: Any) -> int | None:
+    """The first row at which two columns of one shape differ, None where they do not; NaN is NaN."""
+    differ = one != other
+    if one.dtype.kind in "fc" and other.dtype.kind in "fc":
+        differ &= (one == one) | (other == other)
+    wrong = np.flatnonzero(differ.any(axis=tuple(range(1, differ.ndim))))
+    return int(wrong[0]) if wrong.size else None
 
 
 def _wider(one: str, other: str) -> Any:

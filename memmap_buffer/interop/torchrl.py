@@ -6,6 +6,7 @@ A dump is read by its JSON and as plain arrays: neither torchrl nor its unpickli
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,9 @@ import numpy as np
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.concat import ConcatBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.interop.beside import write_names
 from memmap_buffer.interop.extras import extra
+from memmap_buffer.interop.names import Names
 from memmap_buffer.interop.survey import flat
 from memmap_buffer.schema import Field, Schema
 
@@ -31,7 +34,7 @@ def to_tensordict(source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer) -> Te
     """A batch as a TensorDict over the same memory, or all steps of a buffer as one.
 
     Keys `next_<name>`, `reward`, `terminated` and `truncated` of an n-step batch go below "next", where torchrl looks
-    for them, with `done`. Text is left out: a TensorDict holds tensors.
+    for them, with `done`; rewards and ends as (B, 1), as its losses have them. Text is left out, as it is no tensor.
 
     Args:
         source: a batch of any view, which is not copied; or a buffer, whose steps are gathered once, oldest first.
@@ -49,6 +52,8 @@ def to_tensordict(source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer) -> Te
     # A reward of the step after is none of this transition's, and torchrl has no place for it.
     later = {f"next_{name}" for name in OF_NEXT}
     below = {tuple(_key(name, is_transition)): value for name, value in tensors.items() if name not in later}
+    for key in below.keys() & {("next", name) for name in OF_NEXT}:
+        below[key] = below[key].unsqueeze(-1) if below[key].ndim == 1 else below[key]
     ends = [below[key] for key in (("next", "terminated"), ("next", "truncated")) if key in below]
     if ends:
         below["next", "done"] = ends[0] | ends[-1]
@@ -71,7 +76,8 @@ def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **opt
     """
     root = Path(path) / "storage" if (Path(path) / "storage").is_dir() else Path(path)
     length = int(_json(root / "storage_metadata.json")["len"])
-    arrays = _arrays(root)
+    names = Names()
+    arrays = flat(names.ours(_arrays(root)))
     cursor = _json(root.parent / "writer" / "metadata.json")["cursor"] if (root.parent / "writer").is_dir() else 0
     rows = np.arange(length)
     if length == len(next(iter(arrays.values()))):
@@ -88,6 +94,7 @@ def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **opt
             _require_following(name, fields[name][start:stop], following[start:stop], start)
             episode[name] = np.concatenate([episode[name], _plain(following[stop - 1 : stop])])
         buffer.store_episode(**episode)
+    write_names(buffer, names)
     return buffer
 
 
@@ -125,22 +132,31 @@ def _json(path: Path) -> Any:
 
 
 def _arrays(folder: Path) -> dict[str, Any]:
-    """Dotted name -> mapped array, bfloat16 as a structure of its bits."""
+    """Nested mapped arrays by their keys, bfloat16 as a structure of its bits."""
     out: dict[str, Any] = {}
-    for name, about in _json(folder / "meta.json").items():
-        if name == "shape" and len(about) != 1:
+    for key, about in _json(folder / "meta.json").items():
+        if key == "shape" and len(about) != 1:
             raise SchemaError(f"{folder}: got a storage of shape {about}, expected one dimension; flatten it")
         if not isinstance(about, Mapping):
             continue
-        if not name.isidentifier():
-            raise SchemaError(f"{folder}: got the key {name!r}, expected an identifier; rename it", field=name)
         if about.get("type") == "TensorDict":
-            out |= {f"{name}.{inner}": array for inner, array in _arrays(folder / name).items()}
+            out[key] = _arrays(_file_of(folder, key))
         elif "dtype" in about:
-            out[name] = _map(folder / f"{name}.memmap", about)
+            out[key] = _map(_file_of(folder, key, ".memmap"), about)
         else:
-            raise SchemaError(f"{folder}: {name!r} is no tensor but {about.get('type')!r}; leave it out of the dump")
+            raise SchemaError(f"{folder}: {key!r} is no tensor but {about.get('type')!r}; leave it out of the dump")
     return out
+
+
+def _file_of(folder: Path, key: str, suffix: str = "") -> Path:
+    """Where tensordict keeps a key: signs that a path may not have are %XX; older versions left them as they are."""
+    encoded = "%2E" * len(key) if key in (".", "..") else re.sub(r'[/<>:"|?*\\ %\x00-\x1f\x7f]', _percent, key) or "%"
+    before = folder / f"{key}{suffix}"
+    return before if re.fullmatch(r"[\w -]+", key) and before.exists() else folder / f"{encoded}{suffix}"
+
+
+def _percent(found: re.Match[str]) -> str:
+    return f"%{ord(found[0]):02X}"
 
 
 def _map(path: Path, about: Mapping[str, Any]) -> Any:

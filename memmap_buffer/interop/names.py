@@ -1,0 +1,109 @@
+"""Between the keys of other libraries' data, which may be any text, and the names of fields, which are identifiers.
+
+A key such as "bottom burner" becomes `bottom_burner`; two keys that would become one are told apart by a number. Each
+key that was changed is kept, so that an export gives it back. Does no I/O: `beside` keeps them in the folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.schema import Schema
+
+
+class Names:
+    """The names that keys were given, and the way back.
+
+    Args:
+        changed: dotted name of a field or a group -> its key, where that is not the last part of the name.
+        fixed: the same, of names that a format has for its keys; they are not kept, and go before `changed`.
+
+    Attributes: changed: with those that were met since.
+    """
+
+    def __init__(self, changed: Mapping[str, Any] | None = None, fixed: Mapping[str, Any] | None = None) -> None:
+        self.changed = dict(changed or {})
+        self._fixed = dict(fixed or {})
+        self._parts: dict[str, dict[Any, str]] = {}
+        for name, key in {**self.changed, **self._fixed}.items():
+            group, _, part = name.rpartition(".")
+            self._parts.setdefault(group, {})[key] = part
+
+    def ours(self, tree: Mapping[Any, Any], group: str = "") -> dict[str, Any]:
+        """Nested values, or the groups of an HDF5 file, as nested dicts by the names of fields.
+
+        Args: tree: what may lie beside each other, at once where that is known: identifiers then keep their names.
+            group: the dotted name of the group that it is.
+        """
+        names = self._name(group, tree)
+        return {
+            part: self.ours(tree[key], _join(group, part)) if isinstance(tree[key], Mapping) else tree[key]
+            for key, part in names.items()
+        }
+
+    def theirs(self, tree: Mapping[str, Any], group: str = "") -> dict[Any, Any]:
+        """The reverse of `ours`."""
+        return {
+            self.path(name)[-1]: self.theirs(value, name) if isinstance(value, Mapping) else value
+            for name, value in ((_join(group, part), value) for part, value in tree.items())
+        }
+
+    def named(self, path: Iterable[Any]) -> str:
+        """The dotted name of what lies under these keys, each within the one before."""
+        name = ""
+        for key in path:
+            name = _join(name, self._name(name, [key])[key])
+        return name
+
+    def path(self, name: str) -> list[Any]:
+        """The keys under which a field or group lies, the reverse of `named`."""
+        parts = name.split(".")
+        groups = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        return [self._fixed.get(g, self.changed.get(g, part)) for g, part in zip(groups, parts, strict=True)]
+
+    def _name(self, group: str, keys: Iterable[Any]) -> dict[Any, str]:
+        known = self._parts.setdefault(group, {})
+        new = parts_of([key for key in keys if key not in known], known.values())
+        known |= new
+        for key, part in new.items():
+            if part != key:
+                self.changed[_join(group, part)] = key
+        return {key: known[key] for key in keys}
+
+
+def parts_of(keys: Iterable[Any], taken: Iterable[str] = ()) -> dict[Any, str]:
+    """Key -> part of a field's name, of keys beside each other; no two get the same, and identifiers keep theirs.
+
+    Args: taken: parts that are given away already.
+    """
+    given, used = list(keys), {part.casefold() for part in taken}
+    found: dict[Any, str] = {}
+    for key in sorted(given, key=lambda key: _identifier(str(key)) != key):
+        wanted = part = _identifier(str(key))
+        count = 1
+        while part.casefold() in used:
+            count += 1
+            part = f"{wanted}_{count}"
+        used.add(part.casefold())
+        found[key] = part
+    return {key: found[key] for key in given}
+
+
+@cache
+def _identifier(key: str) -> str:
+    """The key if it can be a field's name, else one that can, and is like it."""
+    name = re.sub(r"[^A-Za-z0-9_]", "_", key)
+    name = name if name[:1].isalpha() else f"n{name}"
+    try:
+        Schema({name: "bool"})
+    except SchemaError:  # the library's or the system's own word; of one that is too long the schema will say so
+        return f"{name}_"
+    return name
+
+
+def _join(group: str, part: str) -> str:
+    return f"{group}.{part}" if group else part
