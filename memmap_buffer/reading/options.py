@@ -16,7 +16,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.hindsight import Hindsight
 from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.transitions import NStep
-from memmap_buffer.reading.views import Crop, Timestep, Trajectory, View
+from memmap_buffer.reading.views import Crop, Timestep, Trajectory, View, names_of
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Schema
 
@@ -138,12 +138,12 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Options:
-        """Options from keywords. Raises SchemaError naming the closest one for an unknown."""
+        """Options from keywords; None is the default. Raises SchemaError naming the closest one for an unknown."""
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
                 raise unknown_option(name, known)
-        options = cls(**given)
+        options = cls(**{name: value for name, value in given.items() if value is not None})
         options._check()
         return options
 
@@ -194,22 +194,18 @@ class Options:
 
     def make_view(self, max_timesteps: int) -> View:
         """The view that these options name."""
-        chosen = names("fields", self.fields)
         if self.view is not None:
             return self.view
         if self.n_steps is not None:
-            sequence = () if self.sequence_fields is None else names("sequence_fields", self.sequence_fields)
-            current = names("current_fields", self.current_fields)
-            following = names("next_fields", self.next_fields)
+            names = self.current_fields, self.next_fields, () if self.sequence_fields is None else self.sequence_fields
             ends, stack = (self.reward, self.terminated), self.stack or {}
-            n, gamma = self.n_steps, self.gamma
-            return NStep(n, current, following, sequence, gamma, *ends, stack, self.padding, self.timeline)
+            return NStep(self.n_steps, *names, self.gamma, *ends, stack, self.padding, self.timeline)
         if self.window_length is not None:
-            return Crop(self.window_length, chosen)
+            return Crop(self.window_length, self.fields)
         if self.timestep_level:
-            return Timestep(chosen)
+            return Timestep(self.fields)
         length = None if self.slice_by_episode_len else max_timesteps
-        return Trajectory(chosen, self.return_mask, self.return_episode_lens, length)
+        return Trajectory(self.fields, self.return_mask, self.return_episode_lens, length)
 
     def select(self, schema: Schema, max_timesteps: int) -> Selection:
         """What is wanted of the episodes. Raises SchemaError for what the schema does not have."""
@@ -285,7 +281,7 @@ class Output:
                 f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
                 "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
             )
-        named, nested = names("to_named_tuple", options.to_named_tuple) or (), any("." in key for key in wanted)
+        named, nested = names_of("to_named_tuple", options.to_named_tuple) or (), any("." in key for key in wanted)
         output = cls(meta, indices, rename, named, transforms, widened, ragged, nested)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
@@ -332,15 +328,6 @@ def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
     return SchemaError(f"option {name!r} is unknown; {hint}")
-
-
-def names(option: str, given: Names | str | None) -> tuple[str, ...] | None:
-    """Names as a tuple; a single one may stand alone."""
-    if given is None or isinstance(given, str):
-        return given if given is None else (given,)
-    if not isinstance(given, Iterable):
-        raise SchemaError(f"{option}: got {given!r}, expected a name, or several")
-    return tuple(given)
 
 
 def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any]:
