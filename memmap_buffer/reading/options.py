@@ -8,6 +8,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -83,8 +84,8 @@ class Options:
         include_metadata: add the meta fields to each item.
         return_indices: add `_index` (serial) to whole episodes, `_indices` (serial, t) to all else; a ConcatBuffer
             puts the number of the source before.
-        fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch as a named tuple of
-            these keys, leading underscores dropped.
+        fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch, and each item, as
+            a named tuple of these keys, leading underscores dropped; a word of Python's gets one behind: `return_`.
         keepdim: what is one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1): fields, meta
             fields, returns, discounts, lengths of transitions, weights and probabilities; not text, nor indices and
             masks.
@@ -282,6 +283,7 @@ class Output:
                 "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
             )
         named, nested = names_of("to_named_tuple", options.to_named_tuple) or (), any("." in key for key in wanted)
+        _check_tuple_names(named)
         output = cls(meta, indices, rename, named, transforms, widened, ragged, nested)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
@@ -341,7 +343,7 @@ def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any
     return out
 
 
-class _Tuple(tuple[Any, ...]):
+class NamedBatch(tuple[Any, ...]):
     """The base of batches as named tuples: pickles by its names, so a worker of any start method can send one."""
 
     _fields: tuple[str, ...] = ()
@@ -353,11 +355,30 @@ class _Tuple(tuple[Any, ...]):
 
 @lru_cache(maxsize=64)
 def tuple_type(keys: tuple[str, ...]) -> Any:
-    """The named tuple of these keys, leading underscores dropped."""
-    base = namedtuple("Batch", [key.lstrip("_").replace(".", "_") for key in keys], rename=True)  # type: ignore[misc]
-    return type("Batch", (base,), {"__slots__": (), "__reduce__": _Tuple.__reduce__})
+    """The named tuple of these keys."""
+    base = namedtuple("Batch", [tuple_name(key) for key in keys])  # type: ignore[misc]
+    return type("Batch", (NamedBatch, base), {"__slots__": (), "_fields": base._fields})
 
 
 def make_tuple(keys: tuple[str, ...], values: Iterable[Any]) -> Any:
     """A batch as a named tuple."""
     return tuple_type(keys)._make(values)
+
+
+def tuple_name(key: str) -> str:
+    """What a key is called in a named tuple: no leading underscores, and Python's own words get one behind."""
+    name = key.lstrip("_").replace(".", "_")
+    return f"{name}_" if iskeyword(name) else name
+
+
+def _check_tuple_names(keys: tuple[str, ...]) -> None:
+    """Raise SchemaError where a key gives no name, or two the same."""
+    names = [tuple_name(key) for key in keys]
+    for key, name in zip(keys, names, strict=True):
+        if not name.isidentifier():
+            raise SchemaError(f"to_named_tuple: {key!r} is no name that a tuple can have; rename it by fieldname_map")
+        if names.count(name) > 1:
+            same = [k for k, n in zip(keys, names, strict=True) if n == name]
+            raise SchemaError(
+                f"to_named_tuple: {same} would all be {name!r}; leave all but one out, or rename them by fieldname_map"
+            )

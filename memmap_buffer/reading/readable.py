@@ -59,7 +59,7 @@ class Readable(Contents):
 
         reader = Reader(self._sources, options)
         reader.require(reader.index(refresh=True))
-        return EpisodeDataset(reader)
+        return EpisodeDataset(reader, self._weights)
 
     def dataloader(
         self,
