@@ -12,6 +12,7 @@ from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.statistics import QUANTILES, Statistics, statistics
+from memmap_buffer.store.files import path_of
 from memmap_buffer.store.shards import shard_numbers
 from memmap_buffer.store.storage import Storage
 
@@ -49,13 +50,14 @@ class ConcatBuffer(Readable):
 
         Raises: NotABufferError: there is none. SchemaMismatchError: the fields differ.
         """
-        if weights is None and next(shard_numbers(Path(root)), None) is not None:
+        root = path_of(root)
+        if weights is None and next(shard_numbers(root), None) is not None:
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Sources.of_root(root))
             return buffer
-        folders = sorted(path.parent for path in Path(root).glob("*/schema.json"))
+        folders = sorted(path.parent for path in root.glob("*/schema.json"))
         if not folders:
-            raise NotABufferError(f"{root}: no subfolder holds a buffer", path=Path(root))
+            raise NotABufferError(f"{root}: no subfolder holds a buffer", path=root)
         return cls(folders, weights)
 
     @property

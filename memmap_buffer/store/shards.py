@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, NotABufferError
+from memmap_buffer.store.files import path_of
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
@@ -45,7 +46,7 @@ class Shards:
     """
 
     def __init__(self, root: str | PathLike[str]) -> None:
-        self.root = Path(root)
+        self.root = path_of(root)
         self.storages: tuple[Storage, ...] = ()
         self._first: Storage | None = None  # what is vacant is shaped as it is, whatever stood there
         self._keys: dict[int, Key | None] = {}
@@ -194,7 +195,7 @@ def take_free(root: str | PathLike[str], layout: Layout) -> tuple[Folder, Writer
 
     Raises: CorruptBufferError: there are as many shards as there can be. OSError.
     """
-    place = Path(root)
+    place = path_of(root)
     numbers = list(shard_numbers(place))
     for number in [*numbers, *range(max(numbers, default=-1) + 1, MAX_SHARDS)]:
         folder = Folder(place / shard_name(number))
