@@ -19,10 +19,11 @@ from memmap_buffer.errors import (
 )
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
-from memmap_buffer.schema import Schema
+from memmap_buffer.schema import Schema, declared
 from memmap_buffer.statistics import QUANTILES, Statistics, described, keep, kept, statistics
 from memmap_buffer.store import creation, storage
 from memmap_buffer.store.editing import Editing
+from memmap_buffer.store.files import path_of
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.lock import WriterLock
@@ -43,7 +44,7 @@ class ReplayBuffer(Recording, Editing, Readable):
     `overwrite=True`, or by the first write, and held until `close` or the end of the process; readers need none.
 
     Args:
-        folder: where; it is made if it is missing.
+        folder: where; it is made if it is missing. As in every path, `~` is the home folder.
         max_episodes: how many episodes it shows at most.
         max_timesteps: the longest episode.
         fields: per-timestep fields: name -> "float", ("float", shape), ("float", shape, default), a `Field`, any
@@ -129,7 +130,7 @@ class ReplayBuffer(Recording, Editing, Readable):
         Raises: NotABufferError, SchemaError, CorruptBufferError.
         """
         buffer = cls.__new__(cls)
-        opened = Storage.open(Path(folder), read_only=read_only, verify=verify)
+        opened = Storage.open(folder, read_only=read_only, verify=verify)
         lock = WriterLock(opened.folder)
         buffer._setup(opened, lock, Durability(durability, sync_every, checksum, publish, stage))
         return buffer
@@ -162,7 +163,9 @@ class ReplayBuffer(Recording, Editing, Readable):
         limit = max_timesteps or max_steps_of(env)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
-        return cls(folder, max_episodes, limit, {**schema_of(*spaces_of(env)), **(fields or {})}, **options)
+        return cls(
+            folder, max_episodes, limit, {**schema_of(*spaces_of(env)), **declared("fields", fields or {})}, **options
+        )
 
     def _setup(self, opened: Storage, lock: WriterLock, how: Durability) -> None:
         super().__init__(Sources([opened]))
@@ -255,7 +258,7 @@ class ReplayBuffer(Recording, Editing, Readable):
 
         Raises: SchemaMismatchError: there is a buffer already. CorruptBufferError. OSError: the disk is full.
         """
-        snapshot(self._storage, Path(path))
+        snapshot(self._storage, path_of(path))
 
     def flush(self) -> None:
         """Wait until everything published is on the disk, and the priorities."""
@@ -281,7 +284,7 @@ class ReplayBuffer(Recording, Editing, Readable):
 
 
 def _place(folder: str | PathLike[str]) -> tuple[Folder, WriterLock]:
-    place = Folder(Path(folder))
+    place = Folder(path_of(folder))
     return place, WriterLock(place)
 
 

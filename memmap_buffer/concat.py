@@ -13,6 +13,7 @@ from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.reading.readable import Readable
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.statistics import QUANTILES, Statistics, statistics
+from memmap_buffer.store.files import path_of
 from memmap_buffer.store.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.store.storage import Storage
 
@@ -65,19 +66,20 @@ class ConcatBuffer(Readable):
             NotABufferError: there is none. SchemaMismatchError: the fields differ.
             CorruptBufferError, SchemaError: one is damaged.
         """
+        root = path_of(root)
         shards = Shards(root, on_damaged)
-        if weights is None and next(shard_numbers(Path(root)), None) is not None:
+        if weights is None and next(shard_numbers(root), None) is not None:
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Sources.of_root(shards))
             return buffer
-        folders = sorted(path.parent for path in Path(root).glob("*/schema.json"))
+        folders = sorted(path.parent for path in root.glob("*/schema.json"))
         if on_damaged == "skip":
             whole = [is_whole(folder) for folder in folders]
             if weights is not None and len(weights) == len(folders):
                 weights = list(compress(weights, whole))
             folders = list(compress(folders, whole))
         if not folders:
-            raise NotABufferError(f"{root}: no subfolder holds a buffer", path=Path(root))
+            raise NotABufferError(f"{root}: no subfolder holds a buffer", path=root)
         return cls(folders, weights)
 
     @property

@@ -108,7 +108,8 @@ class Schema:
     """
 
     def __init__(self, fields: Mapping[str, Any], meta_fields: Mapping[str, Any] | None = None) -> None:
-        leaves, meta_leaves = _leaves(fields), _leaves(meta_fields or {})
+        leaves = _leaves(declared("fields", fields))
+        meta_leaves = _leaves(declared("meta_fields", meta_fields or {}))
         if not leaves:
             raise SchemaError("fields: got none, expected at least one per-timestep field")
         _check_names([name for name, _ in [*leaves, *meta_leaves]])
@@ -126,7 +127,7 @@ class Schema:
             step: name -> array, tensor, scalar or str; nested dicts; a tuple becomes `item0`, `item1`, …
             meta: the same, one value an episode.
         """
-        return cls(_example(step), _example(meta or {}))
+        return cls(_example(declared("step", step, 0.5)), _example(declared("meta", meta or {}, 0.5)))
 
     @cached_property
     def all(self) -> dict[str, Field]:
@@ -213,6 +214,13 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n < 2**62:
             raise SchemaError(f"shape: got {shape!r}, expected whole numbers from 1")
     return tuple(int(n) for n in dimensions)
+
+
+def declared(where: str, given: Any, example: object = "float") -> Mapping[str, Any]:
+    """What was given, if it is a dict. Raises SchemaError."""
+    if not isinstance(given, Mapping):
+        raise SchemaError(f"{where}: got {given!r}, expected a dict by name, such as {{'reward': {example!r}}}")
+    return given
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

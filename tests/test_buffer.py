@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from faults import listing, operations_of, shown, system
 
 from memmap_buffer import (
     BufferFullError,
+    ConcatBuffer,
     CorruptBufferError,
     EpisodeStateError,
     Field,
@@ -19,6 +21,10 @@ from memmap_buffer import (
     Schema,
     SchemaError,
     SchemaMismatchError,
+    pack,
+    repair,
+    unpack,
+    verify,
 )
 from memmap_buffer.store import episode as episodes
 
@@ -443,3 +449,47 @@ def test_what_is_to_be_stored_and_where_it_lies_is_told(buffer):
     for name, one in stored.items():
         array = np.load(one.path, mmap_mode="r")
         assert (array.shape, array.dtype, one.path.stat().st_size) == (one.shape, one.dtype, one.size), name
+
+
+# Home folders
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The home folder; the folder of now is an empty one beside it."""
+    for name in ("home", "now"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "now")
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("spelled", [lambda text: text, Path], ids=["str", "Path"])
+def test_a_path_that_begins_with_a_tilde_is_in_the_home_folder_everywhere(home, spelled):
+    with make(spelled("~/a")) as buffer:
+        assert buffer.folder == home / "a"
+        buffer.store_episode(**whole(1.0))
+        buffer.snapshot(spelled("~/b"))
+        assert pickle.loads(pickle.dumps(buffer)).folder == home / "a"
+    assert pack(spelled("~/a"), spelled("~/c")) == unpack(spelled("~/c"), spelled("~/d"), max_episodes=4) == []
+    for name in "abcd":
+        assert rewards(ReplayBuffer.from_folder(spelled(f"~/{name}"), read_only=True)) == [[1, 1]]
+        assert verify(spelled(f"~/{name}")) == []
+    repair(spelled("~/a"))
+    with make(spelled("~/shards"), shard="auto") as shard:
+        assert shard.folder == home / "shards" / "shard-00000"
+        assert ConcatBuffer.from_root(spelled("~/shards")).folders == (shard.folder,)
+    assert ConcatBuffer([spelled("~/a"), spelled("~/b")]).num_episodes == 2
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_home_that_does_not_exist_is_refused_and_a_folder_of_such_a_name_can_be_given(home):
+    with pytest.raises(SchemaError, match=r"~nobody.here/a: there is no home folder .*give '\./~nobody.here/a'"):
+        make("~nobody.here/a")
+    assert list(Path.cwd().iterdir()) == list(home.iterdir()) == []
+    for name in ("./~nobody.here", "./~"):
+        with make(name) as buffer:
+            buffer.store_episode(**whole(1.0))
+            assert buffer.folder == Path.cwd() / name
+        assert len(ReplayBuffer.from_folder(name)) == 1
+    assert list(home.iterdir()) == []

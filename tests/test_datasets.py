@@ -1,14 +1,24 @@
 """The PyTorch contract: what items and batches are, and that they are gathered whole."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from conftest import assert_same, flat
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate
 
-from memmap_buffer import ConcatBuffer, NotEnoughDataError, NStep, Offsets, SchemaError, Trajectory, Window
+from memmap_buffer import (
+    ConcatBuffer,
+    NotEnoughDataError,
+    NStep,
+    Offsets,
+    Prioritized,
+    SchemaError,
+    Trajectory,
+    Window,
+)
 from memmap_buffer.reading.sources import Sources
 from memmap_buffer.schema import nest
 
@@ -210,31 +220,79 @@ def test_the_items_of_a_batch_are_views_of_its_rows(recorded):
         batch[3]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in VIEWS if "trajectory" not in name and name not in ("crop", "window")]
-)
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "crop"])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_users_own_dataloader_with_default_collate_gives_our_batches(recorded, name, num_workers):
-    options = {key: value for key, value in VIEWS[name][0].items() if key != "sequence_fields"}
-    buffer = recorded()
+    options, buffer = VIEWS[name][0], recorded()
     theirs = DataLoader(buffer.dataset(**options), batch_size=4, num_workers=num_workers)
     ours = buffer.dataloader(4, **options)
     for a, b in zip(theirs, ours, strict=True):
         assert_same(a, b)
 
 
-@pytest.mark.parametrize(
-    "options", [{"return_mask": True}, {"view": Window(4)}, {"n_steps": 3, "sequence_fields": "t"}]
-)
-def test_default_collate_gives_our_batches_of_sequences_of_numbers(tmp_path, recorded, options):
-    numeric = {"t": "int", "observation": ("float", (3,)), "half": "bfloat16", "flag": "bool"}
-    buffer = recorded((), fields=numeric, meta_fields={"name": "U8"})
-    for n in (3, 5, 2):
-        rows = {"t": np.arange(n), "observation": np.ones((n, 3)), "half": np.full(n, n), "flag": np.ones(n, bool)}
-        buffer.store_episode(**rows, name=f"e{n}")
-    theirs = DataLoader(buffer.dataset(**options), batch_size=2)
-    for a, b in zip(theirs, buffer.dataloader(2, **options), strict=True):
-        assert_same(a, b)
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("subset", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(len(dataset)))])
+def test_a_users_own_dataloader_gives_our_named_tuples_and_sequences_without_padding(recorded, num_workers, subset):
+    options = {"ragged": True, "to_named_tuple": ("t", "camera", "text", "_lens", "task_id")}
+    buffer = recorded()
+    theirs = DataLoader(subset(buffer.dataset(**options)), batch_size=2, num_workers=num_workers)
+    for got, want in zip(theirs, buffer.dataloader(2, **options), strict=True):
+        assert got._fields == want._fields == ("t", "camera", "text", "lens", "task_id")
+        assert (got.text, got.lens.tolist()) == (want.text, want.lens.tolist())
+        for a, b in ((got.t, want.t), (got.camera["left"], want.camera["left"])):
+            assert a.layout is torch.jagged
+            assert all(map(torch.equal, a.unbind(), b.unbind()))
+
+
+def test_items_are_named_tuples_and_of_their_own_length_for_a_collate_of_ones_own(recorded):
+    dataset = recorded().dataset(ragged=True, to_named_tuple=("t", "text"))
+    own = DataLoader(dataset, batch_size=4, collate_fn=lambda items: [(type(item), item) for item in items])
+    ((of_batch, item), *_) = next(iter(own))
+    assert of_batch is type(dataset[0])
+    assert (
+        (item.t.tolist(), item.text) == (dataset[0].t.tolist(), dataset[0].text) == ([0, 1, 2], ["0:0", "0:1", "0:2"])
+    )
+
+
+@pytest.mark.parametrize("options", [{"return_indices": True}, {"to_named_tuple": ("t", "camera", "name")}])
+def test_the_default_collate_takes_items_that_were_gathered_apart(recorded, options):
+    dataset = recorded().dataset(timestep_level=True, **options)
+    apart, batch = dataset.__getitems__([0, 5])[:] + dataset.__getitems__([9])[:], dataset.__getitems__([0, 5, 9])
+    for got in (default_collate(apart), next(iter(DataLoader(ConcatDataset([Subset(dataset, [0, 5, 9])]), 3)))):
+        assert type(got) is type(batch.whole)
+        pairs = (got, batch.whole) if isinstance(got, dict) else (got._asdict(), batch.whole._asdict())
+        assert_same(*pairs)
+
+
+@pytest.mark.parametrize("kind", [Prioritized(), Prioritized(meta="task_id"), True])
+def test_what_draws_by_priority_gives_no_items_by_position(recorded, kind):
+    buffer = recorded()
+    dataset = buffer.dataset(timestep_level=True, prioritized=kind)
+    for ask in (
+        lambda: dataset[0],
+        lambda: next(iter(DataLoader(dataset, batch_size=2))),
+        lambda: buffer.batch([0], timestep_level=True, prioritized=kind),
+    ):
+        with pytest.raises(
+            SchemaError, match=r"prioritized=Prioritized\(.*use buffer.dataloader\(.*or leave prioritized"
+        ):
+            ask()
+    assert "_weights" in next(iter(buffer.dataloader(2, dataset=dataset)))
+
+
+def test_a_users_own_dataloader_cannot_give_the_shares_of_weights(recorded):
+    buffer = recorded()
+    by_meta = buffer.dataset(timestep_level=True, weight_by="task_id")
+    by_source = ConcatBuffer([buffer, buffer], weights=[1, 3]).dataset(timestep_level=True)
+    for dataset, match in (
+        (by_meta, "weight_by='task_id' says which .*shuffle=True"),
+        (by_source, r"weights=\[1, 3\]"),
+    ):
+        with pytest.raises(SchemaError, match=match):
+            next(iter(DataLoader(dataset, batch_size=2)))
+        assert dataset[0]["t"] == 0  # which item it is was said
+    assert buffer.batch([0, 1], timestep_level=True, weight_by="task_id")["number"].tolist() == [1, 1]
+    assert set(next(iter(buffer.dataloader(8, dataset=by_meta, shuffle=True)))["task_id"].tolist()) == {1}
 
 
 def test_a_users_own_shuffled_dataloader_covers_every_item_once(recorded):
@@ -289,6 +347,28 @@ def test_to_named_tuple_gives_batches_in_that_order_and_drops_leading_underscore
     assert t.shape == mask_.shape == (2, 4)
     assert (task_id.tolist(), lens.tolist(), set(camera)) == ([0, 1], [3, 4], {"left", "right"})
     assert batch.lens is lens
+
+
+def test_a_key_that_is_a_word_of_pythons_gets_an_underscore_behind(recorded):
+    options = {"n_steps": 2, "gamma": 0.5, "fieldname_map": {"next_t": "class"}}
+    batch = recorded().sample(2, **options, to_named_tuple=("_return", "_discount", "class"))
+    assert batch._fields == ("return_", "discount", "class_")
+    assert pickle.loads(pickle.dumps(batch))._fields == batch._fields
+
+
+@pytest.mark.parametrize(
+    ("names", "renamed", "match"),
+    [
+        (("t", "reward"), {"reward": "_t"}, r"got 'reward'"),
+        (("t", "_t"), {"reward": "_t"}, r"\['t', '_t'\] would all be 't'; leave all but one out"),
+        (("t", "t"), {}, r"\['t', 't'\] would all be 't'"),
+        (("a b",), {"t": "a b"}, "'a b' is no name that a tuple can have; rename it by fieldname_map"),
+        (("_1",), {"t": "_1"}, "'_1' is no name that a tuple can have"),
+    ],
+)
+def test_a_key_without_a_name_of_its_own_in_a_tuple_is_refused(recorded, names, renamed, match):
+    with pytest.raises(SchemaError, match=f"to_named_tuple: {match}"):
+        recorded().dataset(timestep_level=True, to_named_tuple=names, fieldname_map=renamed)
 
 
 def test_fieldname_map_renames_keys_of_items_batches_and_named_tuples(recorded):

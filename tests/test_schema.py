@@ -207,6 +207,22 @@ def test_a_schema_has_at_least_one_field_and_at_most_the_limit() -> None:
         Schema({f"f{i}": "int" for i in range(MAX_FIELDS)}, {"m": "int"})
 
 
+@pytest.mark.parametrize("given", [["a"], "a", ("a", "float"), {"a"}, None, 3])
+def test_fields_that_are_no_dict_are_refused(given: Any, tmp_path: Path) -> None:
+    expected = r"got .*, expected a dict by name, such as \{'reward': 'float'\}"
+    for make in (Schema, lambda fields: ReplayBuffer(tmp_path / "new", 1, 1, fields)):
+        with pytest.raises(SchemaError, match=f"^fields: {expected}"):
+            make(given)
+    if given:
+        with pytest.raises(SchemaError, match=f"^meta_fields: {expected}"):
+            Schema({"a": "int"}, given)
+        with pytest.raises(SchemaError, match=r"^meta: got"):
+            Schema.from_example({"a": 1}, given)
+    with pytest.raises(SchemaError, match=r"^step: got .*, expected a dict by name, such as \{'reward': 0.5\}"):
+        Schema.from_example(given)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_meta_field_has_no_final_observation() -> None:
     with pytest.raises(SchemaError, match="meta field 'goal': `final` is for per-timestep fields; drop it"):
         Schema({"a": "int"}, {"goal": Field("int", final=True)})

@@ -319,7 +319,7 @@ def test_a_transform_gives_the_same_by_sample_loader_and_dataset(recorded):
     sampled = buffer.sample(18, **options, return_indices=True)
     assert sampled.t.remainder(2).sum() == 0 and sampled.tiles.shape[:2] == (18, 2)
     doubled = [2 * t for length in (3, 4, 5, 6) for t in range(length)]
-    assert [item["t"].item() for item in buffer.dataset(**options)] == doubled
+    assert [item.t.item() for item in buffer.dataset(**options)] == doubled
 
 
 def test_a_transform_that_is_none_or_returns_none_or_misses_a_name_is_refused(recorded):

@@ -12,11 +12,13 @@ import numpy as np
 import numpy.random  # numpy loads it when it is first used, which would be in the middle of the first batch
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate as torch_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.distributed import Drawn, EpochBatches, anchors_of, ranks_of, taken_apart
 from memmap_buffer.reading.gather import BFloat16Bits, Columns, Part, is_one, pieces
-from memmap_buffer.reading.options import Output, ReadOptions, make_tuple, unknown_option
+from memmap_buffer.reading.options import NamedBatch, ReadOptions, make_tuple, unknown_option
 from memmap_buffer.reading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.reading.prioritized import PrioritizedDraws, PrioritizedSampler
 from memmap_buffer.reading.reader import Reader
@@ -85,12 +87,25 @@ def read(reader: Reader, anchors: Anchors | Part, rng: Callable[[], np.random.Ge
     return output.transformed(nest(tensors) if output.nested else tensors, rng)
 
 
-class Batch(Sequence[dict[str, Any]]):
-    """A batch that was gathered at once, seen as its items: dicts of views of its rows, so any collate works."""
+class Item(dict[str, Any]):
+    """An item of a batch that was gathered at once; by its type PyTorch's default collate gives the whole batch."""
 
-    def __init__(self, data: dict[str, Any], size: int) -> None:
+
+class Batch(Sequence[Any]):
+    """A batch that was gathered at once, seen as its items: views of its rows, so any collate works.
+
+    Args: data: the batch. size: its items. names: of the named tuple that it is to be, or ().
+    """
+
+    def __init__(self, data: dict[str, Any], size: int, names: tuple[str, ...] = ()) -> None:
         self.data = data
         self._size = size
+        self._names = names
+
+    @property
+    def whole(self) -> Any:
+        """The batch as the user gets it: a dict of tensors, or a named tuple of them."""
+        return named(self.data, self._names)
 
     def __len__(self) -> int:
         return self._size
@@ -100,11 +115,49 @@ class Batch(Sequence[dict[str, Any]]):
             return [self[k] for k in range(*i.indices(self._size))]
         if not -self._size <= i < self._size:
             raise IndexError(i)
-        return _item(self.data, i)
+        return named(Item(_item(self.data, i % self._size)), self._names)
 
 
 def _item(data: Any, i: int) -> Any:
-    return {key: _item(value, i) for key, value in data.items()} if isinstance(data, dict) else data[i]
+    if isinstance(data, dict):
+        return {key: _item(value, i) for key, value in data.items()}
+    if getattr(data, "is_nested", False):  # before PyTorch 2.6 it has no items
+        start, stop = data.offsets()[i : i + 2].tolist()
+        return data.values()[start:stop]
+    return data[i]
+
+
+def named(data: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """A batch or an item as a named tuple of these keys, if there are any."""
+    return make_tuple(names, [_at(data, key) for key in names]) if names else data
+
+
+def _at(data: dict[str, Any], key: str) -> Any:
+    value: Any = data
+    for part in key.split("."):
+        if part not in value:  # a transform took it away
+            raise SchemaError(f"to_named_tuple: the batch has no {key!r}; it has {', '.join(map(repr, data))}")
+        value = value[part]
+    return value
+
+
+def collate(batch: Any) -> Any:
+    """What was gathered at once as the user gets it; items of anything else as PyTorch's default collate has it."""
+    return batch.whole if isinstance(batch, Batch) else default_collate(batch)
+
+
+def _default_of_items(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """What the default collate makes of our items: it asks by the type of the first, and hands all of them over."""
+    if isinstance(batch, Batch):
+        return batch.whole
+    first: Any = batch[0]
+    together = partial(torch_collate, collate_fn_map=collate_fn_map)
+    if isinstance(first, NamedBatch):
+        return make_tuple(first._fields, [together(list(values)) for values in zip(*batch, strict=True)])
+    return {key: together([item[key] for item in batch]) for key in first}
+
+
+default_collate_fn_map.update({Item: _default_of_items, NamedBatch: _default_of_items})
 
 
 class EpisodeDataset(Dataset[dict[str, Any]]):
@@ -114,11 +167,12 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
     number of items is of the last `refresh`; loaders made by `dataloader` refresh at every epoch. The workers of
     any other DataLoader have copies of when they were started: with `persistent_workers` make it anew after `refresh`.
 
-    Args: reader: what is read.
+    Args: reader: what is read. weights: the shares of its sources, which a loader of the library's gives.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
+        self.weights = weights
 
     def __len__(self) -> int:
         return len(self.reader.index())
@@ -127,16 +181,37 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
         """Look for episodes that were published since."""
         self.reader.index(refresh=True)
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        """Item `i` as a dict of tensors without the batch axis; a whole episode has its own length."""
-        item: dict[str, Any] = self.__getitems__([i])[0]
-        return item
+    def __getitem__(self, i: int) -> Any:
+        """Item `i` as a dict of tensors without the batch axis, or a named tuple; an episode has its own length."""
+        return self.at([i])[0]
 
     def __getitems__(self, indices: Sequence[int] | Anchors | Part | Drawn) -> Batch:
-        """Many items at once, gathered once: by position, or at anchors."""
+        """Many items at once, gathered once: by position, or at anchors.
+
+        Raises: SchemaError: by position, though the options or the weights say what is drawn. IndexError.
+        """
         anchors = anchors_of(indices)
-        anchors = self._locate(indices) if anchors is None else anchors  # type: ignore[arg-type]
-        return Batch(read(self.reader, anchors, partial(_rng_of, anchors)), anchors.size)
+        if anchors is not None:
+            return self._gathered(anchors)
+        self._require_free_order()
+        return self.at(indices)  # type: ignore[arg-type]
+
+    def at(self, positions: Sequence[int] | Array) -> Batch:
+        """The items at some positions. Raises SchemaError, IndexError."""
+        if self.reader.prioritized is not None:
+            raise _not_by_position("prioritized", self.reader.prioritized, " or sample()")
+        return self._gathered(self._locate(positions))
+
+    def _gathered(self, anchors: Anchors | Part) -> Batch:
+        data = read(self.reader, anchors, partial(_rng_of, anchors))
+        return Batch(data, anchors.size, self.reader.output.tuple_names)
+
+    def _require_free_order(self) -> None:
+        """Raise SchemaError where it is not for another's sampler to say which items a batch has."""
+        if self.weights is not None:
+            raise _not_by_position("weights", self.weights)
+        if self.reader.selection.weight_by is not None:
+            raise _not_by_position("weight_by", self.reader.selection.weight_by, " and shuffle=True")
 
     def together(self, batches: Sequence[Anchors]) -> Sequence[Anchors | Part]:
         """Batches that are read one after another, planned at once where nothing speaks against it."""
@@ -148,7 +223,7 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
         plan = self.reader.plan(Anchors.joined(batches), size)
         return [Part(plan, slice(at, at + size)) for at in range(0, plan.anchors.size, size)]
 
-    def _locate(self, indices: Sequence[int]) -> Anchors:
+    def _locate(self, indices: Sequence[int] | Array) -> Anchors:
         index = self.reader.index()
         positions = np.asarray(indices)
         if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
@@ -170,37 +245,18 @@ def _outside(position: int, items: int) -> str:
     )
 
 
+def _not_by_position(option: str, given: object, more: str = "") -> SchemaError:
+    return SchemaError(
+        f"dataset: {option}={given!r} says which items are drawn, and here they are asked for by position, as a "
+        f"DataLoader of your own does; use buffer.dataloader(batch_size, dataset=…){more}, or leave {option} out"
+    )
+
+
 def _rng_of(anchors: Anchors | Part) -> np.random.Generator:
     """The generator of a batch; what is planned together has none."""
     assert isinstance(anchors, Anchors)
     assert anchors.chance is not None
     return np.random.default_rng(anchors.chance[:1])
-
-
-class Collate:
-    """Turns what the dataset gathered into what the user gets: a dict of tensors, or a named tuple of them."""
-
-    def __init__(self, output: Output) -> None:
-        self.tuple_names = output.tuple_names
-
-    def __call__(self, batch: Any) -> Any:
-        data = batch.data if isinstance(batch, Batch) else default_collate(batch)
-        return self.named(data)
-
-    def named(self, data: dict[str, Any]) -> Any:
-        """The batch as a named tuple, if one was asked for."""
-        if not self.tuple_names:
-            return data
-        return make_tuple(self.tuple_names, [_at(data, key) for key in self.tuple_names])
-
-
-def _at(data: dict[str, Any], key: str) -> Any:
-    value: Any = data
-    for part in key.split("."):
-        if part not in value:  # a transform took it away
-            raise SchemaError(f"to_named_tuple: the batch has no {key!r}; it has {', '.join(map(repr, data))}")
-        value = value[part]
-    return value
 
 
 class EpisodeLoader(DataLoader[Any]):
@@ -224,7 +280,7 @@ class EpisodeLoader(DataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("batch_size", "shuffle", "drop_last")}
-        kwargs.setdefault("collate_fn", Collate(dataset.reader.output))
+        kwargs.setdefault("collate_fn", collate)
         order: Any = sampler if batch_sampler is None else batch_sampler.order
         items, whole = taken_apart(dataset, order, order.shuffle)
         super().__init__(dataset, order.batch_size, sampler=items, drop_last=order.drop_last, **kwargs)
@@ -376,7 +432,7 @@ def sample(
     check_count("batch_size", batch_size)
     drawn = draws.next(batch_size, rng, alone) if replacement else draws.distinct(batch_size, rng)
     data = read(draws.reader, drawn, lambda: rng)
-    data = Collate(draws.reader.output).named(data) if draws.reader.output.tuple_names else data
+    data = named(data, draws.reader.output.tuple_names)
     return data if device is None else to_device(data, device)
 
 
@@ -387,5 +443,5 @@ def batch_of(reader: Reader, indices: Any, device: Device) -> Any:
     positions = np.arange(len(index)) if indices is None else to_numpy(indices)
     if positions.ndim != 1 or positions.dtype.kind not in "iu":
         raise SchemaError(f"batch: got {indices!r}, expected positions (B,) of items, whole numbers, at least one")
-    data = Collate(reader.output)(EpisodeDataset(reader).__getitems__(positions.tolist()))
+    data = EpisodeDataset(reader).at(positions).whole
     return data if device is None else to_device(data, device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, SequentialSampler
@@ -20,6 +20,9 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.gather import Part
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)

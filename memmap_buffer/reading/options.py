@@ -8,6 +8,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -16,7 +17,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.hindsight import Hindsight
 from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.transitions import NStep
-from memmap_buffer.reading.views import Crop, Timestep, Trajectory, View
+from memmap_buffer.reading.views import Crop, Timestep, Trajectory, View, names_of
 from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.schema import Schema
 
@@ -83,8 +84,8 @@ class Options:
         include_metadata: add the meta fields to each item.
         return_indices: add `_index` (serial) to whole episodes, `_indices` (serial, t) to all else; a ConcatBuffer
             puts the number of the source before.
-        fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch as a named tuple of
-            these keys, leading underscores dropped.
+        fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch, and each item, as
+            a named tuple of these keys, leading underscores dropped; a word of Python's gets one behind: `return_`.
         keepdim: what is one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1): fields, meta
             fields, returns, discounts, lengths of transitions, weights and probabilities; not text, nor indices and
             masks.
@@ -138,12 +139,12 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Options:
-        """Options from keywords. Raises SchemaError naming the closest one for an unknown."""
+        """Options from keywords; None is the default. Raises SchemaError naming the closest one for an unknown."""
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
                 raise unknown_option(name, known)
-        options = cls(**given)
+        options = cls(**{name: value for name, value in given.items() if value is not None})
         options._check()
         return options
 
@@ -194,22 +195,18 @@ class Options:
 
     def make_view(self, max_timesteps: int) -> View:
         """The view that these options name."""
-        chosen = names("fields", self.fields)
         if self.view is not None:
             return self.view
         if self.n_steps is not None:
-            sequence = () if self.sequence_fields is None else names("sequence_fields", self.sequence_fields)
-            current = names("current_fields", self.current_fields)
-            following = names("next_fields", self.next_fields)
+            names = self.current_fields, self.next_fields, () if self.sequence_fields is None else self.sequence_fields
             ends, stack = (self.reward, self.terminated), self.stack or {}
-            n, gamma = self.n_steps, self.gamma
-            return NStep(n, current, following, sequence, gamma, *ends, stack, self.padding, self.timeline)
+            return NStep(self.n_steps, *names, self.gamma, *ends, stack, self.padding, self.timeline)
         if self.window_length is not None:
-            return Crop(self.window_length, chosen)
+            return Crop(self.window_length, self.fields)
         if self.timestep_level:
-            return Timestep(chosen)
+            return Timestep(self.fields)
         length = None if self.slice_by_episode_len else max_timesteps
-        return Trajectory(chosen, self.return_mask, self.return_episode_lens, length)
+        return Trajectory(self.fields, self.return_mask, self.return_episode_lens, length)
 
     def select(self, schema: Schema, max_timesteps: int) -> Selection:
         """What is wanted of the episodes. Raises SchemaError for what the schema does not have."""
@@ -285,7 +282,8 @@ class Output:
                 f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
                 "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
             )
-        named, nested = names("to_named_tuple", options.to_named_tuple) or (), any("." in key for key in wanted)
+        named, nested = names_of("to_named_tuple", options.to_named_tuple) or (), any("." in key for key in wanted)
+        _check_tuple_names(named)
         output = cls(meta, indices, rename, named, transforms, widened, ragged, nested)
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
@@ -335,15 +333,6 @@ def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
     return SchemaError(f"option {name!r} is unknown; {hint}")
 
 
-def names(option: str, given: Names | str | None) -> tuple[str, ...] | None:
-    """Names as a tuple; a single one may stand alone."""
-    if given is None or isinstance(given, str):
-        return given if given is None else (given,)
-    if not isinstance(given, Iterable):
-        raise SchemaError(f"{option}: got {given!r}, expected a name, or several")
-    return tuple(given)
-
-
 def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any]:
     """Conditions by dotted name; a tuple is a range, not a group."""
     out: dict[str, Any] = {}
@@ -355,7 +344,7 @@ def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any
     return out
 
 
-class _Tuple(tuple[Any, ...]):
+class NamedBatch(tuple[Any, ...]):
     """The base of batches as named tuples: pickles by its names, so a worker of any start method can send one."""
 
     _fields: tuple[str, ...] = ()
@@ -367,11 +356,30 @@ class _Tuple(tuple[Any, ...]):
 
 @lru_cache(maxsize=64)
 def tuple_type(keys: tuple[str, ...]) -> Any:
-    """The named tuple of these keys, leading underscores dropped."""
-    base = namedtuple("Batch", [key.lstrip("_").replace(".", "_") for key in keys], rename=True)  # type: ignore[misc]
-    return type("Batch", (base,), {"__slots__": (), "__reduce__": _Tuple.__reduce__})
+    """The named tuple of these keys."""
+    base = namedtuple("Batch", [tuple_name(key) for key in keys])  # type: ignore[misc]
+    return type("Batch", (NamedBatch, base), {"__slots__": (), "_fields": base._fields})
 
 
 def make_tuple(keys: tuple[str, ...], values: Iterable[Any]) -> Any:
     """A batch as a named tuple."""
     return tuple_type(keys)._make(values)
+
+
+def tuple_name(key: str) -> str:
+    """What a key is called in a named tuple: no leading underscores, and Python's own words get one behind."""
+    name = key.lstrip("_").replace(".", "_")
+    return f"{name}_" if iskeyword(name) else name
+
+
+def _check_tuple_names(keys: tuple[str, ...]) -> None:
+    """Raise SchemaError where a key gives no name, or two the same."""
+    names = [tuple_name(key) for key in keys]
+    for key, name in zip(keys, names, strict=True):
+        if not name.isidentifier():
+            raise SchemaError(f"to_named_tuple: {key!r} is no name that a tuple can have; rename it by fieldname_map")
+        if names.count(name) > 1:
+            same = [k for k, n in zip(keys, names, strict=True) if n == name]
+            raise SchemaError(
+                f"to_named_tuple: {same} would all be {name!r}; leave all but one out, or rename them by fieldname_map"
+            )

@@ -11,6 +11,7 @@ import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.contents import Contents
+from memmap_buffer.reading.option_keys import key_of
 from memmap_buffer.reading.options import ReadOptions
 from memmap_buffer.reading.prioritized import PrioritizedDraws, Trees, update_priorities
 from memmap_buffer.reading.reader import Element, Reader
@@ -58,7 +59,7 @@ class Readable(Contents):
 
         reader = Reader(self._sources, options)
         reader.require(reader.index(refresh=True))
-        return EpisodeDataset(reader)
+        return EpisodeDataset(reader, self._weights)
 
     def dataloader(
         self,
@@ -189,13 +190,15 @@ class Readable(Contents):
 
     def _draws_of(self, options: Mapping[str, Any]) -> Draws | PrioritizedDraws:
         """What draws with some options, kept for the next time."""
-        key: Any = tuple(options.items())
         try:
-            draws = self._draws.get(key)
-        except TypeError:  # a list, say
-            key = _frozen(options)
-            draws = self._draws.get(key)
-        if draws is None:
+            draws = self._draws.get(tuple(options.items()))  # most options are their own key
+        except TypeError:
+            draws = None
+        if draws is not None:
+            return draws
+        key = key_of(options)
+        draws = self._draws.get(key)
+        if draws is None or key_of(draws.reader.given) != key:  # a list or what a closure holds has changed since
             draws = self._make_draws(Reader(self._sources, options))
             self._draws = {key: draws} if len(self._draws) >= MAX_KEPT else {**self._draws, key: draws}
         return draws
@@ -240,22 +243,3 @@ class Readable(Contents):
     def _close_priorities(self) -> None:
         while self._priorities:
             self._priorities.popitem()[1].close()
-
-
-def _frozen(value: Any) -> Any:
-    """Options as a key of a dict."""
-    if isinstance(value, Mapping):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(_frozen, value))
-    if isinstance(value, (set, frozenset)):
-        return frozenset(value)
-    if isinstance(value, (np.ndarray,)):
-        return value.shape, value.dtype.str, value.tobytes()
-    try:
-        hash(value)
-    except TypeError:
-        raise SchemaError(
-            f"option value {value!r} cannot be kept; give numbers, names, lists, sets or a view"
-        ) from None
-    return value

@@ -66,11 +66,14 @@ class Reader:
     Args:
         sources: the folders. given: the options, as `Options` names them.
 
+    Attributes: given: the options; they stay in this process.
+
     Raises: SchemaError: the options contradict each other or the schema.
     """
 
     def __init__(self, sources: Sources, given: Mapping[str, Any]) -> None:
         options = Options.parse(given)
+        self.given = given
         self.sources = sources
         self.selection: Selection = options.select(sources.schema, sources.max_timesteps)
         self.output = Output.of(options, self.selection.view, sources.schema)

@@ -53,6 +53,7 @@ class NStep(View):
     timeline: bool = False
 
     def __post_init__(self) -> None:
+        self._keep_names("current_fields", "next_fields", "sequence_fields")
         if not isinstance(self.stack, (Mapping, tuple)):
             raise SchemaError(f"stack: got {self.stack!r}, expected a dict: field -> how many timesteps stand for one")
         object.__setattr__(self, "stack", tuple(dict(self.stack).items()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from memmap_buffer.values import check_count
 
 BOUNDARIES = ("pad", "shift", "drop")
 REPEAT = "repeat"
-Names = tuple[str, ...] | None
+Names: TypeAlias = Iterable[str] | None
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -69,6 +69,20 @@ class View(ABC):
         """How many timesteps from the anchor on an item may have rewards of."""
         return 1
 
+    def _keep_names(self, *arguments: str) -> None:
+        """Keep names as tuples, however they were given, so that views are values."""
+        for argument in arguments:
+            object.__setattr__(self, argument, names_of(argument, getattr(self, argument)))
+
+
+def names_of(where: str, given: Names) -> tuple[str, ...] | None:
+    """Names as a tuple; a single one may stand alone. Raises SchemaError where it is something else."""
+    if given is None or isinstance(given, str):
+        return given if given is None else (given,)
+    if not isinstance(given, Iterable):
+        raise SchemaError(f"{where}: got {given!r}, expected a name, or several")
+    return tuple(given)
+
 
 def named(schema: Schema, names: Names, where: str) -> tuple[str, ...]:
     """Per-timestep fields by name, groups expanded; None for all. Raises SchemaError for an unknown one."""
@@ -98,6 +112,7 @@ class Trajectory(View):
     per_episode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        self._keep_names("fields")
         if self.to_length is not None:
             check_count("to_length", self.to_length)
 
@@ -137,6 +152,9 @@ class Timestep(View):
 
     fields: Names = None
 
+    def __post_init__(self) -> None:
+        self._keep_names("fields")
+
     def keys(self, schema: Schema) -> list[str]:
         return list(named(schema, self.fields, "fields"))
 
@@ -172,6 +190,7 @@ class Window(View):
     pad_before: int = 0
 
     def __post_init__(self) -> None:
+        self._keep_names("fields")
         check_count("length", self.length)
         check_count("stride", self.stride)
         _check_boundary(self.boundary, (*BOUNDARIES, REPEAT))
@@ -224,6 +243,7 @@ class Crop(View):
     random: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        self._keep_names("fields")
         check_count("window_length", self.length)
 
     def keys(self, schema: Schema) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 from memmap_buffer.errors import MemmapBufferError
 from memmap_buffer.store import redo
 from memmap_buffer.store.creation import LEFT_BEHIND
-from memmap_buffer.store.files import npy_header
+from memmap_buffer.store.files import npy_header, path_of
 from memmap_buffer.store.layout import ArrayFile
 from memmap_buffer.store.records import (
     CHECK,
@@ -70,7 +70,7 @@ def verify(folder: str | PathLike[str]) -> list[Finding]:
     Returns: what was found, what is lost first; empty when all is well.
     Raises: NotABufferError: there is no buffer.
     """
-    return Survey(Path(folder)).findings()
+    return Survey(path_of(folder)).findings()
 
 
 class Survey(Storage):

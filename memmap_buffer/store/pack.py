@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, StaleEpisodeError
 from memmap_buffer.store.edits import positions_of
-from memmap_buffer.store.files import write_all
+from memmap_buffer.store.files import path_of, write_all
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.records import (
     CHECK,
@@ -136,7 +135,7 @@ def _transfer(
     for _ in range(ROUNDS):
         plan = _plan(source, serials, shape)
         try:
-            with new_copy(source, Path(dst), plan.layout, ("extra",)) as there:
+            with new_copy(source, path_of(dst), plan.layout, ("extra",)) as there:
                 _copy(source, plan, there)
                 write_counters(plan.layout, there, counters(source))
         except _Left as left:

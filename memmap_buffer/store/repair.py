@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from os import PathLike
-from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from memmap_buffer.schema import Schema
 from memmap_buffer.store import files, redo
 from memmap_buffer.store.checkup import Finding, Survey
 from memmap_buffer.store.creation import LEFT_BEHIND
-from memmap_buffer.store.files import write_all, write_word
+from memmap_buffer.store.files import path_of, write_all, write_word
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.store.lock import WriterLock
@@ -50,7 +49,7 @@ def repair(folder: str | PathLike[str]) -> list[Finding]:
         be told apart; or a file is whole in itself, but not what the schema says. Nothing was changed then.
         BufferLockedError: a writer holds it. NotABufferError.
     """
-    place = Folder(Path(folder))
+    place = Folder(path_of(folder))
     place.require()
     _require_repairable(Survey(place.path))
     if not Survey(place.path).lockable:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, NotABufferError, SchemaError
+from memmap_buffer.store.files import path_of
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.store.lock import WriterLock
@@ -75,7 +76,7 @@ class Shards:
     def __init__(self, root: str | PathLike[str], on_damaged: str = "raise") -> None:
         if on_damaged not in ("raise", "skip"):
             raise SchemaError(f"on_damaged: got {on_damaged!r}, expected 'raise' or 'skip'")
-        self.root, self.on_damaged = Path(root), on_damaged
+        self.root, self.on_damaged = path_of(root), on_damaged
         self.storages: dict[int, Storage] = {}
         self._first: Storage | None = None  # what is vacant is shaped as it is, whatever stood there
         self._keys: dict[int, Key | None] = {}
@@ -242,7 +243,7 @@ def take_free(root: str | PathLike[str], layout: Layout) -> tuple[Folder, Writer
 
     Raises: CorruptBufferError: there are as many shards as there can be. OSError.
     """
-    place = Path(root)
+    place = path_of(root)
     there = list(shard_numbers(place))
     for number in _in_turn(there):
         folder = Folder(place / shard_name(number))

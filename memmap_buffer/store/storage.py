@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.store import kernels
+from memmap_buffer.store.files import path_of
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import MAX_SCHEMA_BYTES, Layout
@@ -80,7 +81,7 @@ class Storage:
     """
 
     def __init__(self, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> None:
-        self.path = Path(path)
+        self.path = path_of(path)
         self.folder = Folder(self.path)
         self.read_only = read_only
         self.verify = verify

@@ -1,0 +1,103 @@
+"""By which key what was made of options is found again: equal for options that mean the same, also where they are
+written anew at each call, as an inline lambda, a list of names or `Normalize(…)` is.
+
+Functions are alike by their code and what they refer to, so a key holds as long as that stays: who finds something by
+a key asks for the key of its own options once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence, Set, ValuesView
+from dataclasses import fields, is_dataclass
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+
+PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class Same:
+    """A key that is equal for this very object alone, which it keeps alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def key_of(options: Mapping[str, Any]) -> Hashable:
+    """The key of some options; where all are numbers, names and views it is `tuple(options.items())`."""
+    return tuple((name, _key(value)) for name, value in options.items())
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, FunctionType):
+        return _of_function(value)
+    if isinstance(value, partial):
+        return partial, _key(value.func), tuple(map(_held, value.args)), _attributes(value.keywords)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.shape, value.dtype.str, value.tobytes()
+    if is_dataclass(value) and not isinstance(value, type):
+        return _of_dataclass(value)
+    return _of_container(value)
+
+
+def _of_container(value: Any) -> Hashable:
+    if type(value) is tuple:
+        keys = tuple(map(_key, value))
+        return value if _are_same(keys, value) else keys
+    if isinstance(value, Mapping):
+        return (Mapping, *((_key(name), _key(item)) for name, item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return Set, frozenset(map(_key, value))
+    if isinstance(value, (list, Set, ValuesView)):
+        return (list, *map(_key, value))
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return value  # type: ignore[no-any-return]
+
+
+def _of_dataclass(value: Any) -> Hashable:
+    """By its fields, if they cannot be changed; itself where they are their own keys, so that it is found at once."""
+    if not type(value).__dataclass_params__.frozen:
+        return Same(value)
+    given = [getattr(value, field.name) for field in fields(value)]
+    keys = [_key(each) for each in given]
+    return value if _are_same(keys, given) else (type(value), *keys)
+
+
+def _are_same(keys: Sequence[Any], values: Sequence[Any]) -> bool:
+    return all(key is value for key, value in zip(keys, values, strict=True))
+
+
+def _of_function(function: FunctionType) -> Hashable:
+    """By its code, and by what it refers to as that is now."""
+    refers = tuple(map(_content, function.__closure__ or ())), tuple(map(_held, function.__defaults__ or ()))
+    others = _attributes(function.__kwdefaults__ or {}), _attributes(function.__dict__)
+    return function.__code__, Same(function.__globals__), refers, others
+
+
+def _content(cell: CellType) -> Hashable:
+    try:
+        return _held(cell.cell_contents)
+    except ValueError:  # it is empty: a name that was not given a value yet
+        return Same(cell)
+
+
+def _held(value: Any) -> Hashable:
+    """What cannot change by its value, told apart as 1, 1.0 and True are; else the object itself."""
+    return (type(value), repr(value)) if type(value) in PLAIN or isinstance(value, np.generic) else Same(value)
+
+
+def _attributes(values: Mapping[str, Any]) -> Hashable:
+    return tuple((name, _held(value)) for name, value in values.items())
