@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import zlib
@@ -120,10 +121,11 @@ def redo_of(change: tuple[str, Any], data: bytes) -> Mutation:
     def do(folder: Path) -> None:
         raw = real_redo()
         size = int.from_bytes(raw[8:16], "little")
-        head = {**json.loads(raw[24 : 24 + size]), change[0]: change[1]}
-        body = (text := json.dumps(head).encode()) + (data or raw[24 + size :])
-        start = b"MBREDO1\n" + len(text).to_bytes(8, "little") + zlib.crc32(body).to_bytes(8, "little")
-        (folder / ".redo").write_bytes(start + body)
+        text = json.dumps({**json.loads(raw[32 : 32 + size]), change[0]: change[1]}).encode()
+        rest = data or raw[32 + size :]
+        sizes = len(text), 32 + len(text) + len(rest)
+        start = struct.pack("<8sQQII", b"MBREDO1\n", *sizes, zlib.crc32(text), zlib.crc32(rest))
+        (folder / ".redo").write_bytes(start + text + rest)
 
     return named(do, f"redo: {change}, {data!r}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from faults import KILLED, in_child, system
 from kill_writer import content, following, make, staged, steps
 from power import recording
 
-from memmap_buffer import ReplayBuffer, StaleEpisodeError
+from memmap_buffer import ReplayBuffer, StaleEpisodeError, repair, verify
+from memmap_buffer.store import redo
 from memmap_buffer.store.storage import Storage
 
 
@@ -98,6 +101,72 @@ def test_the_next_serial_is_on_record_before_anything_is_cleared(tmp_path, lost)
         assert Storage(folder).state("next") == 3
         buffer.clear()
         assert Storage(folder).state("base") == 3
+
+
+def cut_off(folder: Path) -> None:
+    """A buffer of one episode, whose writer died in an update of it, with half of the new rows in place."""
+    make(folder).close()
+
+    def write(_: Any) -> None:
+        with ReplayBuffer.from_folder(folder) as buffer:
+            buffer.store_episode(**content(0))
+            with system(kill=True, half=True, at=3, only=("pwrite",)):  # .redo, the odd generation, then the rows
+                buffer.update(0, image=content(0, 1)["image"], version=1)
+
+    assert in_child(write).status == KILLED
+    assert (folder / ".redo").exists()
+
+
+@pytest.mark.parametrize("door", ["open", "repair"])
+def test_an_update_is_finished_though_the_system_reads_less_than_it_is_asked_for(tmp_path, monkeypatch, door):
+    """As Linux does beyond 0x7FFFF000 bytes: a redo file of 2 GiB was dropped as torn, and its episode with it."""
+    folder, pread = tmp_path / "buffer", os.pread
+    cut_off(folder)
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 1000), offset))
+    monkeypatch.setattr(redo, "PART", 2**12)
+    if door == "repair":
+        repair(folder)
+    with ReplayBuffer.from_folder(folder) as buffer:
+        assert buffer.episode(0)["version"] == 1
+        assert (buffer.episode(0)["image"] == content(0, 1)["image"]).all()
+    assert verify(folder) == []
+
+
+@pytest.mark.parametrize("at", [0, 12, 20, 25, 30, 40, -1])
+def test_an_update_that_fails_its_check_is_put_aside_and_told_of_and_writing_goes_on(tmp_path, caplog, at):
+    folder = tmp_path / "buffer"
+    for number in range(2):  # the last one is kept
+        shutil.rmtree(folder, ignore_errors=True)
+        cut_off(folder)
+        raw = bytearray((folder / ".redo").read_bytes())
+        raw[at] ^= 64 >> number
+        (folder / ".redo").write_bytes(raw)
+        if number:
+            (folder / ".redo.bad").write_bytes(b"an older one")
+        with ReplayBuffer.from_folder(folder) as buffer:
+            assert len(buffer) == 0  # half of its rows are new ones
+            buffer.store_episode(**content(1))
+            assert buffer.serials.tolist() == [1]
+        assert "it is put aside as .redo.bad" in caplog.text
+        assert (folder / ".redo.bad").read_bytes() == raw
+        assert [(f.file, f.lost) for f in verify(folder)] == [(".redo.bad", False)]
+    repair(folder)
+    assert verify(folder) == []
+    assert [path.read_bytes() for path in (folder / "lost+found").glob("redo.bad*")] == [raw]
+
+
+def test_an_update_beside_a_redo_file_that_is_not_its_own_leaves_that_alone(tmp_path):
+    """What stands there when it begins is another writer's, to be finished."""
+    folder = tmp_path / "buffer"
+    with make(folder) as buffer:
+        buffer.store_episode(**content(0))
+        (folder / ".redo").write_bytes(b"of another")
+        with pytest.raises(FileExistsError, match="File exists"):
+            buffer.update(0, version=1)
+        assert (folder / ".redo").read_bytes() == b"of another"
+        buffer.update(0, version=1)
+        assert buffer.episode(0)["version"] == 1
+        assert (folder / ".redo.bad").read_bytes() == b"of another"
 
 
 def test_an_update_that_is_finished_for_a_dead_writer_reaches_the_disk_before_its_record(tmp_path):

@@ -37,7 +37,6 @@ from memmap_buffer.values import Array
 
 MAX_TRIED = 1000  # damaged records for which the byte that spoilt them is searched, a millisecond each
 LAST = MAX_SERIAL - 1
-MAX_HEAD = 1 << 20  # bytes of a redo file that are not the new rows of one slot
 _HEADER = re.compile(rb"\{'descr': (.+), 'fortran_order': False, 'shape': \(([0-9, ]*)\), \}")
 _NUMBER = re.compile(r"'[<|]([biufcU])([0-9]{1,4})'")
 
@@ -324,18 +323,18 @@ class Survey(Storage):
             yield Finding("state.npy", what, lost=name == "base")
 
     @cached_property
+    def update_left(self) -> redo.Left:
+        """What `.redo` says, if there is one."""
+        try:
+            with redo.left(self) as found:
+                return found
+        except OSError as error:
+            return redo.Left(why=self._reason(error, redo.NAME))
+
+    @property
     def pending(self) -> redo.Rewrite | None:
         """The update that was cut off and can be carried through."""
-        slot = sum(array.offset(1) - array.offset(0) for array in self.layout.arrays.values())
-        try:
-            rewrite = redo.Rewrite.from_bytes(self.folder.read(redo.NAME, slot + MAX_HEAD))
-        except OSError:
-            return None
-        if rewrite is None or not 0 <= rewrite.slot < len(self.maps.words):
-            return None
-        record = self.maps.words[rewrite.slot].view(RECORD)[0]
-        steps = int(record["generation"]) - rewrite.generation
-        return rewrite if int(record["serial"]) == rewrite.serial and 0 <= steps <= 2 else None
+        return self.update_left.rewrite
 
     @property
     def lockable(self) -> bool:
@@ -348,13 +347,17 @@ class Survey(Storage):
             yield Finding(".lock", "is a link or no plain file, so nothing can be written", lost=False)
         for name in filter(self.folder.exists, LEFT_BEHIND):
             yield Finding(name, "a change of the schema that was not finished", lost=False)
+        if self.folder.exists(redo.BAD):
+            yield Finding(redo.BAD, "an update that was cut off, and failed its check when it was finished", lost=False)
         if not self.folder.exists(redo.NAME):
             return
-        if self.pending is None:
-            yield Finding(redo.NAME, "an update that is torn, or of no episode that is here", lost=False)
-        else:
+        if self.pending is not None:
             what = "an update that is being carried out, or that the next writer finishes"
             yield Finding(redo.NAME, what, self.pending.slot, self.pending.serial, lost=False)
+        elif self.update_left.why:
+            yield Finding(redo.NAME, f"it {self.update_left.why}, so no update is finished by it", lost=False)
+        else:
+            yield Finding(redo.NAME, "an update that was not finished, or of no episode that is here", lost=False)
 
 
 def _size(error: OSError) -> int:

@@ -101,7 +101,8 @@ def remove(folder: Folder) -> None:
     """Remove a buffer whose lock is held: it becomes one that was never finished, and is discarded as such."""
     _listed(folder, "schema.json")  # refuse one that tells of no files
     discard_unfinished(folder)
-    folder.unlink(".redo", missing_ok=True)
+    for name in (".redo", ".redo.bad"):
+        folder.unlink(name, missing_ok=True)
     for name in folder.list("priority"):
         if name.endswith(".head.npy"):  # it names serials, which begin anew
             folder.unlink(f"priority/{name}")

@@ -15,6 +15,7 @@ The folder
     priority/<name>.*      optional, one tree of priorities each: `treefile` tells their format
     extra/                 optional
     .redo                  present only while an `update` is being carried out
+    .redo.bad              the last one that failed its check; nothing reads it
     .lock                  locked by the one writer; readers never touch it
 
 Every array file MUST be exactly the header below followed by its elements, neither shorter nor longer. Readers MUST
@@ -91,8 +92,11 @@ back. Clearing sets `base` to `next`.
 
 Updating in place
 -----------------
-`.redo` gets all new bytes first (redo.py); then steps 1 to 5 with the same serial; then `.redo` is removed. Whoever
-takes the lock next carries a valid `.redo` through and removes a torn one.
+`base` is raised to the oldest visible serial, so that nothing retired comes back while this episode is not visible, and
+`.redo` gets all new bytes (redo.py); then steps 1 to 5 with the same serial ("power": a barrier behind step 1 too, as
+these rows were visible before); then `.redo` is removed. Whoever
+takes the lock next carries a valid `.redo` through, removes one that was not finished, and renames any other to
+`.redo.bad`.
 
 Creating, opening, trusting
 ---------------------------
@@ -266,8 +270,19 @@ def copy_range(source: int, target: int, offset: int, size: int) -> None:
 
 
 def read_at(fd: int, size: int, offset: int) -> bytes:
-    """The bytes there, zeros for a hole; nothing is mapped, so a hole costs no block and no signal."""
-    return os.pread(fd, size, offset)
+    """The bytes there, zeros for a hole, fewer only at the end of the file.
+
+    Nothing is mapped, so a hole costs no block and no signal. Linux reads at most 0x7FFFF000 bytes a call (read(2)).
+    """
+    data = os.pread(fd, size, offset)  # nearly always all of it
+    if len(data) == size:
+        return data
+    parts, got = [data], len(data)
+    while data and got < size:
+        data = os.pread(fd, size - got, offset + got)
+        parts.append(data)
+        got += len(data)
+    return b"".join(parts)
 
 
 def map_to_read(fd: int, size: int) -> memoryview:

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.store import files
-from memmap_buffer.store.files import NEVER_FOLLOW, barrier, copy_range, write_all
+from memmap_buffer.store.files import NEVER_FOLLOW, barrier, copy_range, read_at, write_all
 from memmap_buffer.values import Array
 
 try:
@@ -89,7 +89,7 @@ class Folder:
             missing = self._text(name, "is missing")
             raise CorruptBufferError(missing, path=self.path / name, size=0, expected=size) from None
         got = os.fstat(fd).st_size
-        if got == size and os.pread(fd, len(header), 0) == header:
+        if got == size and read_at(fd, len(header), 0) == header:
             return fd
         os.close(fd)
         what = f"has {got} bytes, the schema says {size}" if got != size else "has another header than the schema says"
@@ -189,27 +189,38 @@ class Folder:
 
     def read(self, name: str, limit: int) -> bytes:
         """A small file whole. Raises FileNotFoundError, or CorruptBufferError beyond `limit` bytes."""
-        fd = self._open(name, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
+        with self.reading(name) as (fd, size):
             if size > limit:
                 raise CorruptBufferError(
                     self._text(name, f"has {size} bytes, more than {limit}"), path=self.path / name
                 )
-            return os.pread(fd, size, 0)
+            return read_at(fd, size, 0)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[tuple[int, int]]:
+        """A descriptor for `read_at`, closed at the end of the block, and the size of the file."""
+        fd = self._open(name, os.O_RDONLY)
+        try:
+            yield fd, os.fstat(fd).st_size
         finally:
             os.close(fd)
 
-    def write_new(self, name: str, data: bytes, sync: bool) -> None:
-        """A new small file, whole and, with `sync`, on the disk."""
+    def write_new(self, name: str, *parts: bytes, sync: bool) -> None:
+        """A new file of these bytes, whole and, with `sync`, on the disk; where that fails there is none."""
         sub, _, base = name.rpartition("/")
         with self._directory(sub, create=True) as directory:
-            fd = files.system.create(base, directory)
+            fd, offset = files.system.create(base, directory), 0
             try:
-                write_all(fd, data, 0)
+                for data in parts:
+                    write_all(fd, data, offset)
+                    offset += len(data)
                 if sync:
                     barrier(fd)
                     files.system.sync_folder(directory)
+            except BaseException:
+                with suppress(OSError):
+                    files.system.unlink(base, directory)
+                raise
             finally:
                 os.close(fd)
 

@@ -145,6 +145,7 @@ def _move_leftovers(place: Folder, survey: Survey) -> None:
         place.copy_file(redo.NAME, place, _free(place, "redo"))
     else:
         _move(place, redo.NAME)
+    _move(place, redo.BAD)
 
 
 def _move(place: Folder, name: str) -> None:
