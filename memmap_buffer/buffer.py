@@ -109,7 +109,7 @@ class ReplayBuffer(Recording, Editing, Readable):
         place, lock = _place(folder) if shard is None else _free_shard(folder, layout, shard, overwrite or read_only)
         if not read_only and (overwrite or not place.exists("schema.json")):
             _create(place, lock, layout, overwrite, reserve)
-        opened = Storage.open(place.path, read_only=read_only, verify=verify)
+        opened = Storage.open(place, read_only=read_only, verify=verify)
         differences = opened.layout.differences(layout)
         if differences:
             text = "\n  ".join([f"{place.path} holds a buffer of another schema:", *differences])
@@ -184,7 +184,7 @@ class ReplayBuffer(Recording, Editing, Readable):
         verify, how, capacity = self._storage.verify, self._writer.how, self._writer.capacity
         self._close_priorities()
         lock = self._writer.detach()
-        opened = Storage.open(self.folder, verify=verify)
+        opened = Storage.open(self._storage.folder, verify=verify)
         self._setup(opened, lock, how, None if capacity is None else Capacity(opened, capacity.max_bytes))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -315,7 +315,7 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, r
         if overwrite and folder.exists("schema.json"):
             with suppress(MemmapBufferError, OSError):  # a damaged one may be replaced all the same
                 Writer(
-                    Storage(folder.path), lock, Durability()
+                    Storage(folder), lock, Durability()
                 ).begin()  # raises the epoch, which stops a writer whose lock failed
             creation.remove(folder)
         if not folder.exists("schema.json"):

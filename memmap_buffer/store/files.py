@@ -1,6 +1,6 @@
 """The format on disk, version 1, and every system call that touches it.
 
-This module is the specification, and with `folder` the only user of `os`, `mmap` and `filelock`. `system` is the one
+This module is the specification, and with `folder` the only user of `os`, `mmap` and `fcntl`. `system` is the one
 seam: tests put a layer there that fails, writes short, kills the process, or records what was done. MUST and SHOULD
 are used as in RFC 2119. All numbers are little-endian, all arrays in C order.
 
@@ -69,8 +69,10 @@ serial is the larger of `next` and the highest serial in any valid record + 1.
 
 Publishing
 ----------
-The writer holds `.lock` and has raised `epoch`; before each publication it compares `epoch` with its own and stops
-if it differs. A slot is chosen that is neither visible nor taken by an open episode. Then, in this order:
+The writer holds `.lock` by flock(2) and has raised `epoch`; before each change it compares `epoch` with its own, and
+the folder and state.npy at its path with those that it has open, and stops if one differs. It names files only
+relative to the folder that it has open, and MUST NOT remove one that it could not make. A slot is chosen that is
+neither visible nor taken by an open episode. Then, in this order:
 
 1. the slot's generation, odd   2. data and meta   3. the slot's checksums
    (durability "power": a barrier on each of these files)
@@ -121,6 +123,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -145,6 +148,7 @@ _mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 CAN_FORGET = hasattr(os, "posix_fadvise")
 
 
@@ -321,3 +325,79 @@ def process_id() -> int:
 def close_all(descriptors: dict[str, int]) -> None:
     while descriptors:
         os.close(descriptors.popitem()[1])
+
+
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """What tells a file or folder from every other that there is."""
+    return status.st_dev, status.st_ino
+
+
+class Descriptor:
+    """A folder, open until nobody refers to this any more: another thread may be at work in it.
+
+    Attributes: fd; key: its `identity`, which no other has as long as it is open.
+    """
+
+    def __init__(self, path: os.PathLike[str]) -> None:
+        self.fd = os.open(path, FOLDER)
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        self.key = identity(os.fstat(self.fd))
+
+
+class FileLock:
+    """The lock of a file (flock(2)), until `release`, or nobody refers to it, or the process ends.
+
+    A forked child has no part in it: neither could it free its parent's, nor would it keep it after the parent's end.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = {"": fd}
+        weakref.finalize(self, _unlock, self._fd).atexit = False
+        _locks.add(self)
+
+    @classmethod
+    def take(cls, name: str, directory: int) -> FileLock | None:
+        """None where another process has it. Raises OSError: ELOOP, EISDIR, ENXIO: it is no plain file."""
+        while True:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600, dir_fd=directory)
+            lock, status = cls(fd), os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                lock.release()
+                raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), name)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                lock.release()
+                if error.errno in (errno.EAGAIN, errno.EACCES):  # the latter on some network file systems
+                    return None
+                raise
+            with suppress(FileNotFoundError):
+                if identity(os.stat(name, dir_fd=directory, follow_symlinks=False)) == identity(status):
+                    return lock
+            lock.release()  # its name is another file's by now
+
+    def release(self) -> None:
+        """Let go; twice is fine."""
+        _unlock(self._fd)
+
+    def forget(self) -> None:
+        """In a forked child: it is the parent's."""
+        close_all(self._fd)
+
+
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _unlock(descriptor: dict[str, int]) -> None:
+    for fd in descriptor.values():
+        with suppress(OSError):  # closing it does so, too, unless a child that was forked otherwise has it
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    close_all(descriptor)
+
+
+def _forget_locks() -> None:
+    for lock in list(_locks):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

@@ -118,12 +118,7 @@ def carry_out(files: Files, rewrite: Rewrite) -> None:
 
     Raises: OSError: before the redo file was whole nothing changed; after it, the next holder of the lock finishes.
     """
-    folder = files.storage.folder
-    try:
-        folder.write_new(NAME, rewrite.to_bytes(), sync=files.power)
-    except BaseException:
-        folder.unlink(NAME, missing_ok=True)
-        raise
+    files.storage.folder.write_new(NAME, rewrite.to_bytes(), sync=files.power)
     _apply(files, rewrite, files.barriers)
 
 
