@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,17 @@ import numpy as np
 import pytest
 from faults import fork, in_child, listing, shown
 
-from memmap_buffer import BufferLockedError, CorruptBufferError, ReplayBuffer, WriterLostError
+from memmap_buffer import (
+    BufferLockedError,
+    ConcatBuffer,
+    CorruptBufferError,
+    ReplayBuffer,
+    SchemaError,
+    StaleEpisodeError,
+    WriterLostError,
+    pack,
+    unpack,
+)
 from memmap_buffer.store.folder import Folder
 
 FIELDS = {"x": "float", "reward": "float"}
@@ -328,3 +339,127 @@ def test_a_lock_goes_with_the_last_reference_to_it(tmp_path: Path) -> None:
     if descriptors:
         assert len(os.listdir("/proc/self/fd")) == descriptors
     buffer.close()
+
+
+# The id of a folder
+
+
+def id_of(folder: Path) -> str:
+    found = json.loads((folder / "schema.json").read_text())["id"]
+    assert isinstance(found, str) and len(bytes.fromhex(found)) == 16
+    return found
+
+
+def nonce_of(folder: Path) -> int:
+    return int(np.load(folder / "state.npy")[0]["nonce"])
+
+
+def test_every_creation_and_every_overwriting_gives_a_folder_a_new_id(tmp_path: Path) -> None:
+    make(tmp_path / "a", 1).close()
+    make(tmp_path / "b", 1).close()
+    first, other = id_of(tmp_path / "a"), id_of(tmp_path / "b")
+    make(tmp_path / "a", 2).close()
+    assert id_of(tmp_path / "a") == first
+    make(tmp_path / "a", 1, overwrite=True).close()
+    assert len({first, other, id_of(tmp_path / "a")}) == 3
+
+
+def test_every_copy_of_a_folder_keeps_its_id_and_so_does_a_change_of_its_schema(tmp_path: Path) -> None:
+    with make(tmp_path / "a", 1, 2, 3) as buffer:
+        wanted = id_of(tmp_path / "a")
+        buffer.snapshot(tmp_path / "snapshot")
+        pack(tmp_path / "a", tmp_path / "packed")
+        unpack(tmp_path / "packed", tmp_path / "unpacked", episodes=[0, 1, 2])
+        shutil.copytree(tmp_path / "a", tmp_path / "copy")
+        buffer.add_field("y", ("int", (), 1))
+        buffer.rename_field("y", "z")
+        buffer.drop_field("z")
+    assert {id_of(tmp_path / name) for name in ("a", "snapshot", "packed", "unpacked", "copy")} == {wanted}
+
+
+def test_a_part_of_a_folder_has_an_id_that_follows_from_the_folder_and_its_episodes(tmp_path: Path) -> None:
+    make(tmp_path / "a", 1, 2, 3).close()
+    for name, episodes in {"head": [0, 1], "again": slice(2), "tail": [2]}.items():
+        pack(tmp_path / "a", tmp_path / name, episodes=episodes)
+    assert id_of(tmp_path / "head") == id_of(tmp_path / "again")
+    assert len({id_of(tmp_path / name) for name in ("a", "head", "tail")}) == 3
+    assert len(ConcatBuffer([tmp_path / "head", tmp_path / "tail"])) == 3
+
+
+def test_whoever_takes_the_lock_draws_another_nonce_and_a_snapshot_stands_where_its_source_does(tmp_path: Path) -> None:
+    seen = []
+    for value in (1, 2):
+        with make(tmp_path / "a", value):
+            seen.append(nonce_of(tmp_path / "a"))
+    assert seen[0] != seen[1]
+    ReplayBuffer.from_folder(tmp_path / "a", read_only=True).snapshot(tmp_path / "copy")
+    a, copy = (np.load(tmp_path / name / "state.npy")[0] for name in ("a", "copy"))
+    assert all(a[word] == copy[word] for word in ("epoch", "nonce", "changes", "next"))
+
+
+@pytest.mark.parametrize("value", [None, "", "x" * 32, "A" * 32, "0" * 31, 5])
+def test_a_schema_without_an_id_is_refused(tmp_path: Path, value: Any) -> None:
+    make(tmp_path, 1).close()
+    schema = json.loads((tmp_path / "schema.json").read_text())
+    schema["id"] = value
+    if value is None:
+        del schema["id"]
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    with pytest.raises(SchemaError, match=r"\bid\b"):
+        ReplayBuffer.from_folder(tmp_path)
+
+
+def test_one_buffer_twice_in_a_root_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "shard-00000", 1).close()
+    make(tmp_path / "shard-00001", 1).close()
+    root = ConcatBuffer.from_root(tmp_path)
+    assert len(root) == 2
+    shutil.copytree(tmp_path / "shard-00000", tmp_path / "shard-00003")
+    text = "shard-00003 and .*shard-00000 are one buffer twice, or a copy of it: both have the id .*; leave one out"
+    for read in (root.refresh, lambda: ConcatBuffer.from_root(tmp_path)):
+        with pytest.raises(SchemaError, match=text):
+            read()
+    folders = [tmp_path / "shard-00000", tmp_path / "shard-00001"]
+    for again in (folders[0], tmp_path / "shard-00003"):
+        with pytest.raises(SchemaError, match="are one buffer twice"):
+            ConcatBuffer([*folders, again])
+    shutil.rmtree(tmp_path / "shard-00003")
+    root.refresh()
+    assert len(root) == 2
+
+
+LEVEL = {"timestep_level": True, "return_indices": True, "seed": 3}
+
+
+def test_an_epoch_is_gone_on_with_on_a_copy_and_on_no_other_buffer(tmp_path: Path) -> None:
+    make(tmp_path / "a", 1, 2).close()
+    make(tmp_path / "b", 1, 2).close()
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    loader = ReplayBuffer.from_folder(tmp_path / "a", read_only=True).dataloader(1, shuffle=True, **LEVEL)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    rest = [batch["_indices"].tolist() for batch in batches]
+    other = ReplayBuffer.from_folder(tmp_path / "b", read_only=True).dataloader(1, shuffle=True, **LEVEL)
+    with pytest.raises(
+        SchemaError, match=f"has the id {id_of(tmp_path / 'b')}, the epoch is of {id_of(tmp_path / 'a')}"
+    ):
+        other.load_state_dict(state)
+    with ReplayBuffer.from_folder(tmp_path / "copy") as copy:
+        copy.store_episode(x=[3], reward=[3])  # another writer: the epoch is of the same buffer all the same
+        again = copy.dataloader(1, shuffle=True, **LEVEL)
+        again.load_state_dict(state)
+        assert [batch["_indices"].tolist() for batch in again] == rest
+
+
+def test_a_shard_that_took_the_place_of_another_is_none_of_an_epoch_that_was_begun_before(tmp_path: Path) -> None:
+    make(tmp_path / "shard-00000", 1, 2).close()
+    make(tmp_path / "shard-00001", 1, 2).close()
+    loader = ConcatBuffer.from_root(tmp_path).dataloader(1, shuffle=True, **LEVEL)
+    next(iter(loader))
+    state = loader.state_dict()
+    shutil.rmtree(tmp_path / "shard-00001")
+    make(tmp_path / "shard-00001", 7, 8).close()
+    again = ConcatBuffer.from_root(tmp_path).dataloader(1, shuffle=True, **LEVEL)
+    with pytest.raises(StaleEpisodeError, match=r"shard-00001: 2 episodes of the epoch, \[0, 1\] first"):
+        again.load_state_dict(state)

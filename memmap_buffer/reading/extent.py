@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -22,17 +22,19 @@ class Stretch:
     """What an epoch covers of one folder.
 
     Args:
+        id: of the buffer; "" where there is none under its number.
         episodes: (first, last) serials, ascending; more than one pair where episodes were deleted in between.
         open: (serial, timesteps, flags) of those that were still being appended to.
         items: how many they have.
     """
 
+    id: str
     episodes: tuple[tuple[int, int], ...]
     open: tuple[tuple[int, int, int], ...]
     items: int
 
     @classmethod
-    def of(cls, table: EpisodeTable, items: int) -> Stretch:
+    def of(cls, id: str, table: EpisodeTable, items: int) -> Stretch:
         """What a table shows."""
         serial = table.serial[table.visible]
         cuts = np.flatnonzero(np.diff(serial) > 1) + 1
@@ -41,10 +43,15 @@ class Stretch:
         growing = zip(
             table.serial[slots].tolist(), table.length[slots].tolist(), table.flags[slots].tolist(), strict=True
         )
-        return cls(tuple(ranges), tuple(growing), items)
+        return cls(id, tuple(ranges), tuple(growing), items)
 
-    def of_later(self, table: EpisodeTable) -> EpisodeTable:
-        """What is left of it in a later table; episodes that grew since have the length that they had."""
+    def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
+        """What is left of it in a later table; episodes that grew since have the length that they had.
+
+        Args: id: of the buffer that the table is of; in the place of a shard another may stand.
+        """
+        if id != self.id:
+            return replace(table, visible=table.visible[:0])
         bounds = np.array(self.episodes, np.int64).reshape(-1, 2)
         bounds[:, 1] += 1
         inside = np.searchsorted(bounds.ravel(), table.serial[table.visible], side="right") % 2 == 1
@@ -71,11 +78,11 @@ class Extent:
     digest: int
 
     @classmethod
-    def of(cls, tables: Sequence[EpisodeTable], index: Index) -> Extent:
-        """What an index of these tables covers."""
+    def of(cls, ids: Sequence[str], tables: Sequence[EpisodeTable], index: Index) -> Extent:
+        """What an index of these tables covers; `ids` are those of the buffers that they are of."""
         bounds = index.bounds(len(tables))
         items = [stop - start for start, stop in pairwise(bounds)]
-        return cls(tuple(map(Stretch.of, tables, items)), index.digest)
+        return cls(tuple(map(Stretch.of, ids, tables, items)), index.digest)
 
     @property
     def items(self) -> int:
@@ -83,10 +90,10 @@ class Extent:
 
     def state(self) -> dict[str, Any]:
         """It as lists and whole numbers."""
-        sources = [
-            {"episodes": [list(pair) for pair in s.episodes], "open": [list(one) for one in s.open], "items": s.items}
-            for s in self.stretches
-        ]
+        sources = []
+        for one in self.stretches:
+            episodes, growing = [list(pair) for pair in one.episodes], [list(each) for each in one.open]
+            sources.append({"id": one.id, "episodes": episodes, "open": growing, "items": one.items})
         return {"sources": sources, "digest": self.digest}
 
     @classmethod
@@ -106,12 +113,18 @@ class Extent:
         """
         sources.refresh()
         sources.reach(len(self.stretches))
-        now = sources.tables
+        now, ids = sources.tables, sources.ids
         if len(self.stretches) != len(now) and sources.shards is None:
             raise SchemaError(f"the epoch is of {len(self.stretches)} folders, this reads {len(now)}")
-        later = (Stretch((), (), 0),) * (len(now) - len(self.stretches))  # shards that appeared since
+        for number, (stretch, id) in enumerate(zip(self.stretches, ids, strict=False)):
+            if stretch.id != id and sources.shards is None:
+                raise SchemaError(
+                    f"{sources.storages[number].path}: this buffer has the id {id}, the epoch is of {stretch.id}; read "
+                    "the folder that it was begun on, or a copy of it, or begin a new epoch"
+                )
+        later = (Stretch("", (), (), 0),) * (len(now) - len(self.stretches))  # shards that appeared since
         stretches = (*self.stretches, *later)
-        tables = [stretch.of_later(table) for stretch, table in zip(stretches, now, strict=True)]
+        tables = [stretch.of_later(id, table) for stretch, id, table in zip(stretches, ids, now, strict=True)]
         index = selection.index(sources, tables)
         gone = [stretch.gone(table) for stretch, table in zip(stretches, tables, strict=True)]
         if any(serials.size for serials in gone):
@@ -139,6 +152,45 @@ class Extent:
         return index.with_run(int(at), serial=int(serials[0]), count=missing, source=number)
 
 
+Standing: TypeAlias = dict[int, tuple[str, str, int, int, int]]
+
+
+def standing(sources: Sources) -> Standing:
+    """Of each folder as it is now, by its number: (path, id, epoch, nonce, changes).
+
+    The same writer only ever raises the last; whoever takes the lock raises `epoch`, and draws another nonce.
+    """
+    sources.refresh()
+    present = [(number, storage) for number, storage in enumerate(sources.storages) if not storage.withdrawn]
+    return {
+        number: (str(s.path), s.layout.id, s.state("epoch"), s.state("nonce"), s.state("changes"))
+        for number, s in present
+    }
+
+
+def require_same(told: Sequence[tuple[str, Standing]], sources: Sources) -> None:
+    """Raise SchemaError where a rank reads other data: its folders were not, before, what they are here now, or less.
+
+    Args: told: of each rank, its host and how its folders stood.
+    """
+    now = standing(sources)
+    for rank, (host, theirs) in enumerate(told):
+        for number, (path, id, epoch, nonce, changes) in theirs.items():
+            mine = now.get(number)
+            if mine is None:
+                why = f"of which nothing stands in {sources.storages[0].path.parent}"
+            elif mine[1] != id:
+                why = f"and {mine[0]} is another buffer: their ids are {id} and {mine[1]}"
+            elif mine[2] < epoch or mine[4] < changes or (mine[2] == epoch and mine[3] != nonce):
+                why = f"and {mine[0]} is an older copy of that, or each was written to since it was copied"
+            else:
+                continue
+            raise SchemaError(
+                f"rank {rank} reads {path} on {host}, {why}; let all ranks read one folder, or equal copies; a rank "
+                "with data of its own gives rank=0, world_size=1"
+            )
+
+
 def _refuse(sources: Sources, number: int, serials: IntArray, remedy: str) -> NoReturn:
     raise StaleEpisodeError(
         f"{sources.storages[number].path}: {len(serials)} episodes of the epoch, {serials[:5].tolist()} first, were "
@@ -150,4 +202,4 @@ def _refuse(sources: Sources, number: int, serials: IntArray, remedy: str) -> No
 def _stretch(state: Mapping[str, Any]) -> Stretch:
     episodes = tuple((int(first), int(last)) for first, last in state["episodes"])
     growing = tuple((int(serial), int(steps), int(flags)) for serial, steps, flags in state["open"])
-    return Stretch(episodes, growing, int(state["items"]))
+    return Stretch(str(state["id"]), episodes, growing, int(state["items"]))

@@ -62,6 +62,7 @@ class Reader:
         self._is_plain = not self._has_text and not self.output.widened
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
+        self._ids: tuple[str, ...] = ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
         self._frozen = False
         self._process = process_id()
@@ -79,6 +80,7 @@ class Reader:
             "_is_plain": self._is_plain,
             "_index": self.index(),
             "_tables": (),
+            "_ids": (),
             "_living": None,
         }
         return {**state, "_frozen": frozen, "_process": self._process}
@@ -90,6 +92,7 @@ class Reader:
             if self._index is None or tables != self._tables:
                 before = (self._index, self._tables) if self._index is not None and self._tables else None
                 self._index, self._tables = self.selection.index(self.sources, tables, before), tables
+                self._ids = self.sources.ids
         return self._index
 
     @property
@@ -101,6 +104,11 @@ class Reader:
     def tables(self) -> tuple[EpisodeTable, ...]:
         """What `index` was made of."""
         return self._tables or self.sources.tables
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Of which buffers `tables` are."""
+        return self._ids or self.sources.ids
 
     def require(self, index: Index) -> None:
         """Raise NotEnoughDataError, with the counts, where there is nothing to draw from."""

@@ -27,10 +27,12 @@ a hole of a file on a full tmpfs kills. Files are created 0600, and MUST be plai
 schema.json
 -----------
 UTF-8 JSON without a byte order mark, at most 1 MiB, no key twice, no NaN or Infinity: `{"format": "memmap-buffer",
-"version": 1, "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular", "max_steps",
-"rows", "columns", "fields", "meta_fields"}`. slots = max_episodes + spare_slots. `rows` is null in a grid and the
-total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape", "default",
-"final", "column"}`, `column` being its place in checksums.npy. Readers MUST refuse unknown keys and versions.
+"version": 1, "id", "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular",
+"max_steps", "rows", "columns", "fields", "meta_fields"}`. `id` is 32 hexadecimal digits, drawn at random when the
+buffer is created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a
+grid and the total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape",
+"default", "final", "column"}`, `column` being its place in checksums.npy. Readers MUST refuse unknown keys and
+versions.
 Names are dot-joined identifiers, `[A-Za-z][A-Za-z0-9_]*`, of at most 64 characters in all, distinct without regard
 to case, no name being a dotted prefix of another. dtypes are the names of `values.NUMERIC` and U1 … U4096; bfloat16
 is stored as its bits in u2.
@@ -62,8 +64,8 @@ read (and, with flag 1, the row at `length` of files with `final`).
 state.npy
 ---------
 base u8 (serials below it are cleared) | next u8 | synced u8 (serials below it are known to be on the disk) |
-changes u8 | epoch u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8[13]
-(the first of which is 1 if the disk space of all files was taken at creation; no block of them is given back).
+changes u8 | epoch u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8 (1 if the disk
+space of all files was taken at creation; no block of them is given back) | nonce u8 | unused u8[11].
 Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change. The next
 serial is the larger of `next` and the highest serial in any valid record + 1.
 
@@ -104,12 +106,12 @@ that no record counts in; its CRC-32s are written before the rename. Dropping an
 as `schema.json.old`, the other one as `.new`, a second link to each file that is renamed, rename of the schema; then
 what only `.old` names is removed, and `.old`, by the next writer if need be. `overwrite` removes the heads of
 priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking
-the lock raises `epoch`, stores pid, time, host and boot, clears `clean`, sets `synced` to 0 unless every publication
-has its barriers, and puts a barrier behind that; if the last writer was of another boot and not `clean`, it first
-sets `suspect` to the next serial. What it finishes or closes for a dead writer has barriers whatever its own
-durability; then `next` rises to what was found. Closing puts barriers on all files, then sets `clean`. Serials from
-`synced` on, below `suspect` or (after another boot without `clean`) all of them, MUST be checked against their
-checksums before they are served (`verify="auto"`).
+the lock raises `epoch`, draws `nonce`, by which copies that were both written to differ, stores pid, time, host and
+boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier behind that; if
+the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial. What it finishes or
+closes for a dead writer has barriers whatever its own durability; then `next` rises to what was found. Closing puts
+barriers on all files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another boot without
+`clean`) all of them, MUST be checked against their checksums before they are served (`verify="auto"`).
 
 Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
 where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Trees of priorities are the

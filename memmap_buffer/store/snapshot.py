@@ -53,7 +53,7 @@ def snapshot(source: Storage, path: Path) -> None:
                 write_all(there["/episodes"], record, layout.arrays["/episodes"].offset(slot))
         finally:
             close_all(here)
-        words = counters(source)
+        words = counters(source) | {name: source.state(name) for name in ("epoch", "nonce", "changes")}
         write_counters(layout, there, words | ({"suspect": words["next"]} if _doubtful(source) else {}))
 
 

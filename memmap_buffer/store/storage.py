@@ -156,6 +156,8 @@ class Storage:
             return
         stamp = self.folder.stamp("schema.json")
         now = Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
+        if now.id != layout.id:
+            raise SchemaMismatchError(f"{self.path}: another buffer took its place; open it again with from_folder")
         if not now.keeps(layout) or (to_write and not layout.keeps(now)):
             differences = layout.differences(now)
             text = "\n  ".join([f"{self.path}: its schema was changed since it was opened:", *differences])
