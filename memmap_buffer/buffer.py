@@ -104,7 +104,7 @@ class ReplayBuffer(Recording, Editing, Readable):
         place, lock = _place(folder) if shard is None else _free_shard(folder, layout, shard, overwrite or read_only)
         if not read_only and (overwrite or not place.exists("schema.json")):
             _create(place, lock, layout, overwrite, reserve)
-        opened = Storage.open(place.path, read_only=read_only, verify=verify)
+        opened = Storage.open(place, read_only=read_only, verify=verify)
         differences = opened.layout.differences(layout)
         if differences:
             text = "\n  ".join([f"{place.path} holds a buffer of another schema:", *differences])
@@ -181,7 +181,7 @@ class ReplayBuffer(Recording, Editing, Readable):
         verify, how = self._storage.verify, self._writer.how
         self._close_priorities()
         lock = self._writer.detach()
-        self._setup(Storage.open(self.folder, verify=verify), lock, how)
+        self._setup(Storage.open(self._storage.folder, verify=verify), lock, how)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
@@ -304,7 +304,7 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, r
         if overwrite and folder.exists("schema.json"):
             with suppress(MemmapBufferError, OSError):  # a damaged one may be replaced all the same
                 Writer(
-                    Storage(folder.path), lock, Durability()
+                    Storage(folder), lock, Durability()
                 ).begin()  # raises the epoch, which stops a writer whose lock failed
             creation.remove(folder)
         if not folder.exists("schema.json"):

@@ -68,7 +68,7 @@ class EpisodeIndexError(MemmapBufferError, IndexError, ValueError):
 
 
 class WriterLostError(MemmapBufferError, RuntimeError):
-    """This object may not write any more: `reason` is "forked", "fenced", "taken over" or "poisoned"."""
+    """This object may not write any more: `reason` is "forked", "fenced", "taken over", "poisoned" or "moved"."""
 
 
 class StaleEpisodeError(MemmapBufferError, RuntimeError, ValueError):

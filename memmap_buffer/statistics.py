@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.folder import Folder
@@ -175,7 +175,7 @@ def keep(folder: Folder, found: Statistics, of: Mapping[str, int]) -> None:
         folder.unlink(f"{FILE}.new", missing_ok=True)
         folder.write_new(f"{FILE}.new", json.dumps(document).encode(), sync=True)
         folder.rename(f"{FILE}.new", FILE)
-    except OSError as error:
+    except (OSError, WriterLostError) as error:
         log.warning("%s: the statistics could not be kept in %s: %s", folder.path, FILE, error)
 
 

@@ -7,6 +7,8 @@ episodes have their final observation. All is computed from the format here, wit
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import shutil
 import signal
 import struct
@@ -77,6 +79,19 @@ def example() -> Path:
 
 def copy_of_example(folder: Path) -> Path:
     return Path(shutil.copytree(example(), folder))
+
+
+@cache
+def other_example() -> Path:
+    """Another buffer of the same content; not to be changed."""
+    return another_buffer(copy_of_example(Path(mkdtemp()) / "other"))
+
+
+def another_buffer(copy: str | Path) -> Path:
+    """The folder of a copy that passes for another buffer: it has an id of its own."""
+    file = Path(copy) / "schema.json"
+    file.write_text(re.sub(r'"id": "\w+"', f'"id": "{secrets.token_hex(16)}"', file.read_text()))
+    return Path(copy)
 
 
 # Where things are

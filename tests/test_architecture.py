@@ -15,8 +15,8 @@ import memmap_buffer
 
 PACKAGE = Path(memmap_buffer.__file__).parent
 NAME = PACKAGE.name
-MAX_LINES = 450
-SYSTEM = {"os", "mmap", "fcntl", "filelock", "posix"}
+MAX_LINES = 500
+SYSTEM = {"os", "mmap", "fcntl", "posix"}
 NEAR_THE_SYSTEM = {"store.files", "store.folder"}
 SLOW = {"torch", "gymnasium", "matplotlib", "pandas", "tqdm"}
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
@@ -251,7 +251,7 @@ def test_the_levels_are_read_from_the_docstring() -> None:
         "from os import path",
         "def f():\n    import mmap",
         "from os import PathLike, fsync",
-        "from filelock import FileLock",
+        "from fcntl import flock",
     ],
 )
 def test_the_check_of_the_system_finds_what_it_must(source: str) -> None:

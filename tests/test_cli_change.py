@@ -64,7 +64,7 @@ def test_merge_has_every_episode_of_every_folder_in_order(case: Case, tmp_path: 
 
 def test_merge_keeps_every_dtype(tmp_path: Path) -> None:
     folder = damage.copy_of_example(tmp_path / "example")
-    assert main("merge", tmp_path / "all", folder, folder, "--max-episodes", 20) == 0
+    assert main("merge", tmp_path / "all", folder, damage.other_example(), "--max-episodes", 20) == 0
     assert_equal(episodes_of(tmp_path / "all"), episodes_of(folder) * 2)
     with ReplayBuffer.from_folder(tmp_path / "all", read_only=True) as buffer:
         assert (buffer.max_episodes, buffer.schema.fields["half"].dtype) == (20, "bfloat16")

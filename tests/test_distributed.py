@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
+import socket
 import time
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -125,10 +128,37 @@ def refused(batches):
         return f"{type(error).__name__}: {error}"
 
 
-def fewer(rank, folder, _):
-    """Rank 1 reads a copy that lacks two episodes that lie apart."""
-    buffer = ReplayBuffer.from_folder(folder.parent / f"copy {rank}", read_only=True)
-    return refused(buffer.dataloader(4, shuffle=True, seed=1, **STEPS))
+def of_its_own(name, of=lambda rank: rank):
+    """Each rank reads a folder of its own, or a root."""
+
+    def act(rank, folder, _):
+        place = folder.parent / f"{name} {of(rank)}"
+        if (place / "schema.json").exists():
+            return refused(ReplayBuffer.from_folder(place, read_only=True).dataloader(4, shuffle=True, seed=1, **STEPS))
+        return refused(ConcatBuffer.from_root(place).dataloader(4, shuffle=True, seed=1, **STEPS))
+
+    return act
+
+
+OWN = {name: of_its_own(name) for name in ("own", "behind", "diverged", "copies", "lacking")}
+OWN |= {f"{name} turned": of_its_own(name, lambda rank: 1 - rank) for name in ("behind", "lacking")}
+
+
+def own_part(rank, folder, _):
+    """The remedy for ranks with data of their own."""
+    buffer = ReplayBuffer.from_folder(folder.parent / f"own {rank}", read_only=True)
+    return items(buffer.dataloader(4, rank=0, world_size=1, **STEPS))
+
+
+def broken(rank, folder, _):
+    """A shard appears under rank 1's eyes that cannot be read: the others do not wait for it."""
+    root = folder.parent / f"broken {rank}"
+    shutil.copytree(folder.parent / "lacking 0", root)
+    loader = ConcatBuffer.from_root(root).dataloader(4, seed=1, **STEPS)
+    if rank == 1:
+        (root / "shard-00001" / "schema.json").write_text("{")
+        (root / "shard-00001").rename(root / "shard-00004")
+    return refused(loader)
 
 
 def unequal(rank, folder, _):
@@ -150,8 +180,8 @@ def sharded(rank, folder, _):
     return head, loader.state_dict(), items(batches)
 
 
-ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, fewer, unequal, sharded)
-ACTS = {act.__name__: act for act in ALL}
+ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, unequal, sharded, own_part, broken)
+ACTS = {act.__name__: act for act in ALL} | OWN
 
 
 def rank_main(rank, folder, results):
@@ -168,6 +198,33 @@ def rank_main(rank, folder, results):
     results.put((rank, out))
 
 
+class Both(UserDict):
+    """What each act gave in each rank, and where."""
+
+    def __init__(self, given, folder):
+        super().__init__(given)
+        self.folder = folder
+
+
+def prepare(folder):
+    """What `own`, `behind`, `diverged`, `copies` and `lacking` read: a folder or root for each rank."""
+    for name in ("behind", "diverged", "copies"):
+        for rank in range(WORLD):
+            shutil.copytree(folder / "full", folder / f"{name} {rank}")
+    for rank in range(WORLD):
+        with ReplayBuffer(folder / f"own {rank}", len(LENGTHS), 12, {"t": "int"}) as buffer:
+            record(buffer, *LENGTHS)
+        with ReplayBuffer.from_folder(folder / f"diverged {rank}") as buffer:
+            buffer.update(0, t=rank)
+    with ReplayBuffer.from_folder(folder / "behind 1") as buffer:
+        buffer.delete([3, 1])
+    for number in range(3):
+        with ReplayBuffer(folder / "lacking 0" / f"shard-{number:05}", 9, 12, {"t": "int"}) as buffer:
+            record(buffer, *LENGTHS)
+    shutil.copytree(folder / "lacking 0", folder / "lacking 1")
+    shutil.rmtree(folder / "lacking 1" / "shard-00001")
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """What each act gave in each rank."""
@@ -175,11 +232,8 @@ def both(tmp_path_factory):
     for name, max_episodes in (("full", len(LENGTHS)), ("room", 20)):
         with ReplayBuffer(folder / name, max_episodes, 12, {"t": "int"}, circular=True) as buffer:
             record(buffer, *LENGTHS)
-    for rank in range(WORLD):
-        with ReplayBuffer(folder / f"copy {rank}", len(LENGTHS), 12, {"t": "int"}) as buffer:
-            record(buffer, *LENGTHS)
-            for position in (3, 1) if rank else ():
-                buffer.delete(position)
+    shutil.copytree(folder / "full", folder / "as begun")
+    prepare(folder)
     for number in (0, 2):
         with ReplayBuffer(folder / "root" / f"shard-{number:05}", 9, 12, {"t": "int"}) as buffer:
             record(buffer, *LENGTHS[number:])
@@ -194,7 +248,7 @@ def both(tmp_path_factory):
         for process in processes:
             process.join(10)
             process.kill()
-    return {name: [out[rank][name] for rank in range(WORLD)] for name in out[0]}
+    return Both({name: [out[rank][name] for rank in range(WORLD)] for name in out[0]}, folder)
 
 
 def test_ranks_of_different_seeds_share_every_epoch(both):
@@ -228,8 +282,8 @@ def test_ranks_tell_the_same_state_and_one_process_goes_on_with_what_is_left(bot
     assert state == same
     assert state["delivered"] == 18
     assert {*first, *second, *first_rest, *second_rest} == everything(0, 1, 2, 3, 4)
-    with ReplayBuffer(tmp_path, len(LENGTHS), 12, {"t": "int"}, circular=True) as buffer:
-        record(buffer, *LENGTHS)
+    shutil.copytree(both.folder / "as begun", tmp_path / "copy")
+    with ReplayBuffer.from_folder(tmp_path / "copy") as buffer:
         loader = buffer.dataloader(3, shuffle="block", **STEPS)
         loader.load_state_dict(state)
         assert sorted(items(loader)) == sorted(everything(0, 1, 2, 3, 4) - {*first, *second})
@@ -315,11 +369,39 @@ def test_workers_of_a_rank_change_nothing(both):
 
 
 def test_where_one_rank_cannot_give_its_part_all_of_them_raise(both):
-    first, second = both["fewer"]
+    first, second = both["broken"]
     assert first.startswith("SchemaError: an epoch that not every rank can give: rank 1: ")
-    assert second.startswith("StaleEpisodeError: ")
-    assert "2 episodes of the epoch, [1, 3] first, were overwritten or removed since" in first
-    assert second.removeprefix("StaleEpisodeError: ") in first
+    assert "shard-00004/schema.json is no valid schema" in first
+    assert second.startswith("CorruptBufferError: ") and second.removeprefix("CorruptBufferError: ") in first
+
+
+REASONS = {
+    "own": "is another buffer: their ids are",
+    "behind": "is an older copy of that",
+    "behind turned": "is an older copy of that",
+    "diverged": "or each was written to since it was copied",
+    "lacking": "of which nothing stands in",
+    "lacking turned": "of which nothing stands in",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_ranks_that_read_different_data_all_raise_and_are_told_where_and_what_to_do(both, name):
+    for rank, text in enumerate(both[name]):
+        assert isinstance(text, str), f"rank {rank} was given {text}"
+        assert text.startswith("SchemaError: ")
+        assert REASONS[name] in text
+        assert f" on {socket.gethostname()}, " in text and str(both.folder / name.removesuffix(" turned")) in text
+        assert "a rank with data of its own gives rank=0, world_size=1" in text
+
+
+def test_ranks_may_read_equal_copies(both):
+    first, second = both["copies"]
+    assert {*first, *second} == everything(0, 1, 2, 3, 4)
+
+
+def test_ranks_with_data_of_their_own_read_all_of_it_where_they_say_so(both):
+    assert [set(given) for given in both["own_part"]] == 2 * [everything(0, 1, 2, 3, 4)]
 
 
 def test_epochs_of_unequal_length_are_refused_on_every_rank(both):
@@ -338,11 +420,8 @@ def test_the_shards_of_a_root_are_shared_without_overlap_and_the_rest_is_resumed
     every = [*first, *second, *rest, *other_rest]
     assert set(every) == expected
     assert len(every) == len(expected)
-    for number in (0, 2):
-        with ReplayBuffer(tmp_path / f"shard-{number:05}", 9, 12, {"t": "int"}) as buffer:
-            record(buffer, *LENGTHS[number:])
-    with ReplayBuffer(tmp_path / "shard-00003", 9, 12, {"t": "int"}) as buffer:
-        record(buffer, 8)
-    loader = ConcatBuffer.from_root(tmp_path).dataloader(5, shuffle=True, **STEPS)
+    loader = ConcatBuffer.from_root(shutil.copytree(both.folder / "root", tmp_path / "root")).dataloader(
+        5, shuffle=True, **STEPS
+    )
     loader.load_state_dict(state)
     assert set(items(loader)) == expected - {*first, *second}

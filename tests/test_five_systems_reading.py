@@ -7,12 +7,14 @@ loops over the definitions; where something more general meets a line, the test'
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from conftest import assert_same
+from damage import another_buffer
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -695,8 +697,8 @@ def test_S5_21_weights_and_the_future_index_come_with_each_sample(goals):
     assert batch["_goal"].shape == (8, 2)
 
 
-def test_several_folders_are_read_like_one(buffer):
+def test_several_folders_are_read_like_one(buffer, tmp_path):
     """Every line above holds of a ConcatBuffer too, as it has the same readers."""
-    both = ConcatBuffer([buffer.folder, buffer.folder])
+    both = ConcatBuffer([buffer.folder, another_buffer(shutil.copytree(buffer.folder, tmp_path / "other"))])
     batch = both.batch(view=Window(2), filter_fields={"_start": 0}, return_indices=True)
     assert batch["_indices"].tolist() == [[s, i, 0] for s in range(2) for i in range(3)]

@@ -117,7 +117,7 @@ def test_the_golden_folder_is_written_on_where_it_stopped(tmp_path: Path) -> Non
 
 def test_the_golden_folder_tells_nothing_of_the_machine_that_made_it() -> None:
     state = np.load(V1 / "state.npy")[0]
-    for name in ("pid", "time", "boot", "host"):
+    for name in ("pid", "time", "boot", "host", "nonce"):
         assert not np.any(state[name] != np.zeros_like(state[name])), name
     assert sorted(np.load(V1 / "episodes.npy")["time"].tolist()) == [s * 10**9 for s in (4, 5, 6, 7)]
     assert not (V1 / ".lock").exists()

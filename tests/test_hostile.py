@@ -145,7 +145,7 @@ def pack_it(folder: Path) -> None:
 
 
 def concatenate(folder: Path) -> None:
-    read_all(ConcatBuffer([folder, damage.example()]))
+    read_all(ConcatBuffer([folder, damage.other_example()]))
 
 
 DOORS = (read, write, replace, look, mend, copy, pack_it, concatenate)

@@ -131,7 +131,8 @@ def test_sizes_out_of_bounds_are_refused_by_name(sizes: tuple[Any, Any], options
 
 
 def test_numpy_integers_are_sizes() -> None:
-    layout = Layout(SCHEMA, np.int64(4), np.int32(5), spare_slots=np.int64(2), circular=True, max_steps=np.int64(10))
+    sizes = {"spare_slots": np.int64(2), "circular": True, "max_steps": np.int64(10)}
+    layout = Layout(SCHEMA, np.int64(4), np.int32(5), **sizes, id=GRID.id)
     assert layout.to_json() == GRID.to_json()
 
 

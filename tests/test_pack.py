@@ -16,7 +16,7 @@ from typing import Any
 import damage
 import numpy as np
 import pytest
-from damage import flip, header_size, rewrite_record, rewrite_state, rows_of
+from damage import another_buffer, flip, header_size, rewrite_record, rewrite_state, rows_of
 from faults import flags_of, listing, shown
 from hypothesis import given, settings
 from strategies import MEMORY, assert_view, choices, flat, recorded, recordings
@@ -293,7 +293,8 @@ def test_every_view_of_a_packed_folder_is_that_of_the_grid(drawn: Any, choice: A
         if not len(buffer):
             return
         pack(buffer.folder, f"{place}/packed")
-        both, twice = ConcatBuffer([f"{place}/packed", buffer]), joined([reference, reference])
+        other = another_buffer(shutil.copytree(f"{place}/packed", f"{place}/other"))
+        both, twice = ConcatBuffer([other, buffer]), joined([reference, reference])
         one = ReplayBuffer.from_folder(f"{place}/packed", read_only=True)
         offsets = {"observation.state": (-2, 1), "note": (0, 3)}
         cuts: list[tuple[dict[str, Any], Callable[[Any], Any], Any]] = [

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import another_buffer
 from faults import listing
 from kill_writer import Writers, content, exact, make, staged, told_by, try_to_write
 from mounts import MS_BIND, MS_RDONLY, MS_REMOUNT, in_namespace, mount
@@ -380,7 +381,7 @@ def test_300_folders_are_read_as_one_by_a_process_that_may_open_256_files(tmp_pa
     with make(tmp_path / "shard0") as buffer:
         buffer.store_episode(**content(0))
     for i in range(1, 300):
-        shutil.copytree(tmp_path / "shard0", tmp_path / f"shard{i}")
+        another_buffer(shutil.copytree(tmp_path / "shard0", tmp_path / f"shard{i}"))
 
     def read(tell: Callable[[Any], None]) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -69,8 +69,10 @@ def test_a_record_is_64_bytes_and_the_state_256_with_every_word_aligned() -> Non
         "boot",
         "host",
         "reserved",
+        "nonce",
+        "unused",
     )
-    assert [STATE.fields[name][1] // 8 for name in order] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 19]
+    assert [STATE.fields[name][1] // 8 for name in order] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 19, 20, 21]
     assert {name: STATE.fields[name][1] // 8 for name in order} == STATE_WORD
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
+from damage import another_buffer
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import assert_view, few, recorded, recordings
@@ -103,11 +106,12 @@ class TestValidity:
         exclude(buffer)
         assert starts(buffer, view) == every
 
-    def test_every_sampler_honours_it(self, buffer):
+    def test_every_sampler_honours_it(self, buffer, tmp_path):
         kept = (1, 2)
         exclude(buffer, *[(i, t) for i, length in enumerate((4, 5, 6)) for t in range(length) if (i, t) != kept])
         how = {"timestep_level": True, "return_indices": True}
-        both = ConcatBuffer([buffer.folder, buffer.folder], weights=[1, 1])
+        other = another_buffer(shutil.copytree(buffer.folder, tmp_path / "other"))
+        both = ConcatBuffer([buffer.folder, other], weights=[1, 1])
         batches = [
             buffer.sample(8, **how),
             buffer.sample(8, prioritized=True, **how),

@@ -41,10 +41,14 @@ class ProcessRanks(Ranks):
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        told = [None] * self.world_size
+        dist.all_gather_object(told, value)
+        return told
+
     def require_equal(self, batches: int, error: Exception | None = None) -> None:
         """Raise SchemaError where ranks differ, so that none waits for ever for a gradient of another."""
-        told: list[tuple[int, str]] = [(0, "")] * self.world_size
-        dist.all_gather_object(told, (batches, "" if error is None else str(error)))
+        told: list[tuple[int, str]] = self.gather((batches, "" if error is None else str(error)))
         wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
         if wrong and error is None:
             raise SchemaError(f"an epoch that not every rank can give: {'; '.join(wrong)}", ranks=len(wrong))

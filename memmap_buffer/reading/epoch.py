@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ class Epoch:
     """One epoch as it is being given.
 
     Args:
-        seed, number, shuffle: fix its order. index: its items. tables: what they were chosen from, by source.
-        extent: what it covers, where that is known already. begun: how many items were given before.
+        seed, number, shuffle: fix its order. index: its items. tables, ids: what they were chosen from, of which
+            buffers, by source. extent: what it covers, where that is known already. begun: how many items were given
+            before.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Epoch:
         index: Index,
         *,
         tables: Mapping[int, EpisodeTable] | None = None,
+        ids: Sequence[str] = (),
         extent: Extent | None = None,
         begun: int = 0,
     ) -> None:
@@ -37,11 +39,11 @@ class Epoch:
         self.split: Split | None = None
         self.batches = 0
         self.over = False
-        self._tables, self._extent = tables or {}, extent
+        self._tables, self._ids, self._extent = tables or {}, ids, extent
 
     def state(self) -> dict[str, Any]:
         if self._extent is None:  # not before it is asked for: it costs a look at every episode
-            self._extent, self._tables = Extent.of(self._tables, self.index), {}
+            self._extent, self._tables = Extent.of(self._ids, self._tables, self.index), {}
         delivered = self.begun if self.split is None else self.split.given(self.batches)
         order = {"shuffle": self.shuffle.kind, "window": self.shuffle.window}
         return {"seed": self.seed, "epoch": self.number, "delivered": delivered, **order, **self._extent.state()}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -23,18 +23,20 @@ class Stretch:
 
     Args:
         number: the folder's.
+        id: of the buffer; "" where there is none under its number.
         episodes: (first, last) serials, ascending; more than one pair where episodes were deleted in between.
         open: (serial, timesteps, flags) of those that were still being appended to.
         items: how many they have.
     """
 
     number: int
+    id: str
     episodes: tuple[tuple[int, int], ...]
     open: tuple[tuple[int, int, int], ...]
     items: int
 
     @classmethod
-    def of(cls, number: int, table: EpisodeTable, items: int) -> Stretch:
+    def of(cls, number: int, id: str, table: EpisodeTable, items: int) -> Stretch:
         """What a table shows."""
         serial = table.serial[table.visible]
         cuts = np.flatnonzero(np.diff(serial) > 1) + 1
@@ -43,10 +45,15 @@ class Stretch:
         growing = zip(
             table.serial[slots].tolist(), table.length[slots].tolist(), table.flags[slots].tolist(), strict=True
         )
-        return cls(number, tuple(ranges), tuple(growing), items)
+        return cls(number, id, tuple(ranges), tuple(growing), items)
 
-    def of_later(self, table: EpisodeTable) -> EpisodeTable:
-        """What is left of it in a later table; episodes that grew since have the length that they had."""
+    def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
+        """What is left of it in a later table; episodes that grew since have the length that they had.
+
+        Args: id: of the buffer that the table is of; in the place of a shard another may stand.
+        """
+        if id != self.id:
+            return replace(table, visible=table.visible[:0])
         bounds = np.array(self.episodes, np.int64).reshape(-1, 2)
         bounds[:, 1] += 1
         inside = np.searchsorted(bounds.ravel(), table.serial[table.visible], side="right") % 2 == 1
@@ -73,11 +80,11 @@ class Extent:
     digest: int
 
     @classmethod
-    def of(cls, tables: Mapping[int, EpisodeTable], index: Index) -> Extent:
-        """What an index of these tables, by their numbers, covers."""
+    def of(cls, ids: Sequence[str], tables: Mapping[int, EpisodeTable], index: Index) -> Extent:
+        """What an index of these tables, by their numbers, covers; `ids` are those of the buffers that they are of."""
         numbers = np.fromiter(tables, np.int64, len(tables))
         items = (index.bounds(numbers + 1) - index.bounds(numbers)).tolist()
-        return cls(tuple(map(Stretch.of, tables, tables.values(), items)), index.digest)
+        return cls(tuple(map(Stretch.of, tables, ids, tables.values(), items)), index.digest)
 
     @property
     def items(self) -> int:
@@ -88,6 +95,7 @@ class Extent:
         sources = [
             {
                 "number": s.number,
+                "id": s.id,
                 "episodes": [list(pair) for pair in s.episodes],
                 "open": [list(one) for one in s.open],
                 "items": s.items,
@@ -114,13 +122,19 @@ class Extent:
         sources.refresh()
         known = {stretch.number: stretch for stretch in self.stretches}
         sources.reach(np.fromiter(known, np.int64, len(known)))
-        now = sources.tables
+        now, ids = sources.tables, sources.ids
         numbers = sources.numbers[: len(now)].tolist()
         if sources.shards is None and list(known) != numbers:
             raise SchemaError(f"the epoch is of {len(known)} folders, this reads {len(now)}")
+        for stretch, id in zip(self.stretches, ids, strict=False) if sources.shards is None else ():
+            if stretch.id != id:
+                raise SchemaError(
+                    f"{sources.storages[stretch.number].path}: this buffer has the id {id}, the epoch is of "
+                    f"{stretch.id}; read the folder that it was begun on, or a copy of it, or begin a new epoch"
+                )
         # What is not in it appeared since.
-        stretches = [known.get(number) or Stretch(number, (), (), 0) for number in numbers]
-        tables = [stretch.of_later(table) for stretch, table in zip(stretches, now, strict=True)]
+        stretches = [known.get(number) or Stretch(number, "", (), (), 0) for number in numbers]
+        tables = [stretch.of_later(id, table) for stretch, id, table in zip(stretches, ids, now, strict=True)]
         index = selection.index(sources, tables)
         gone = [(stretch, stretch.gone(table)) for stretch, table in zip(stretches, tables, strict=True)]
         if any(serials.size for _, serials in gone):
@@ -150,6 +164,42 @@ def _with_gone(index: Index, sources: Sources, stretch: Stretch, serials: IntArr
     return index.with_run(int(at), serial=int(serials[0]), count=missing, source=stretch.number)
 
 
+Standing: TypeAlias = dict[int, tuple[str, str, int, int, int]]
+
+
+def standing(sources: Sources) -> Standing:
+    """Of each folder as it is now, by its number: (path, id, epoch, nonce, changes).
+
+    The same writer only ever raises the last; whoever takes the lock raises `epoch`, and draws another nonce.
+    """
+    sources.refresh()
+    present = [(n, s) for n, s, _ in sources.by_number(sources.tables) if not s.withdrawn]
+    return {n: (str(s.path), s.layout.id, s.state("epoch"), s.state("nonce"), s.state("changes")) for n, s in present}
+
+
+def require_same(told: Sequence[tuple[str, Standing]], sources: Sources) -> None:
+    """Raise SchemaError where a rank reads other data: its folders were not, before, what they are here now, or less.
+
+    Args: told: of each rank, its host and how its folders stood.
+    """
+    now = standing(sources)
+    for rank, (host, theirs) in enumerate(told):
+        for number, (path, id, epoch, nonce, changes) in theirs.items():
+            mine = now.get(number)
+            if mine is None:
+                why = f"of which nothing stands in {sources.storages[0].path.parent}"
+            elif mine[1] != id:
+                why = f"and {mine[0]} is another buffer: their ids are {id} and {mine[1]}"
+            elif mine[2] < epoch or mine[4] < changes or (mine[2] == epoch and mine[3] != nonce):
+                why = f"and {mine[0]} is an older copy of that, or each was written to since it was copied"
+            else:
+                continue
+            raise SchemaError(
+                f"rank {rank} reads {path} on {host}, {why}; let all ranks read one folder, or equal copies; a rank "
+                "with data of its own gives rank=0, world_size=1"
+            )
+
+
 def _refuse(sources: Sources, number: int, serials: IntArray, remedy: str) -> NoReturn:
     storage = sources.numbered(number)
     assert storage is not None
@@ -166,4 +216,4 @@ def _stretch(state: Mapping[str, Any]) -> Stretch:
     number = int(state["number"])
     if not 0 <= number < MAX_SHARDS:
         raise ValueError(f"number: got {number}, expected 0 to {MAX_SHARDS - 1}")
-    return Stretch(number, episodes, growing, int(state["items"]))
+    return Stretch(number, str(state["id"]), episodes, growing, int(state["items"]))

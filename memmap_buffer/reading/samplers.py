@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.reading.epoch import Epoch
-from memmap_buffer.reading.extent import Extent
+from memmap_buffer.reading.extent import Extent, require_same, standing
 from memmap_buffer.reading.gather import Part
 from memmap_buffer.reading.index import Index
 from memmap_buffer.reading.order import BlockShuffle, Order, Permutation, Quota, Shuffle, draw
@@ -24,6 +25,7 @@ from memmap_buffer.reading.readahead import Readahead
 from memmap_buffer.reading.reader import Reader
 from memmap_buffer.reading.sources import Anchors
 from memmap_buffer.reading.split import Ranks, Split, check_tail
+from memmap_buffer.store.host import host_name
 
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
 AHEAD, AHEAD_BYTES = 32, 2 << 20  # the most batches that are planned together, and what that may take
@@ -206,20 +208,40 @@ class EpochSampler:
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
         window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
-        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=self.reader.numbered_tables)
+        tables = self.reader.numbered_tables
+        sources = self.reader.sources
+        of = dict(zip(sources.numbers.tolist(), sources.ids, strict=False))
+        ids = [of[number] for number in tables]
+        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=tables, ids=ids)
 
     def _agreed(self) -> Epoch:
         """The next epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
-        epoch, ranks = self._loaded or self._new(), self.ranks.now()
+        ranks = self.ranks.now()
         if not ranks.connected:
-            return epoch
-        state = ranks.agree(epoch.state())
+            return self._loaded or self._new()
         try:
+            return self._agree(ranks)
+        except MemmapBufferError:  # of all ranks, so all try again: a writer or a shard came or went in this moment
+            return self._agree(ranks)
+
+    def _agree(self, ranks: Ranks) -> Epoch:
+        epoch, stands = self._loaded, None
+        failed: MemmapBufferError | None = None
+        try:
+            epoch = epoch or self._new()
+            stands = host_name(), standing(self.reader.sources)
+        except MemmapBufferError as error:  # the others wait for this rank
+            epoch, failed = None, error
+        state, told = ranks.agree({} if epoch is None else epoch.state()), ranks.gather(stands)
+        with _all_or_none(ranks):
+            if failed is not None:
+                raise failed
+            if None not in told:
+                require_same(told, self.reader.sources)
+        assert epoch is not None
+        with _all_or_none(ranks):
             if state != epoch.state():
                 epoch = self._rebuilt(state["seed"], state["epoch"], *_told(state), self._on_stale)
-        except MemmapBufferError as error:
-            ranks.require_equal(0, error)
-            raise
         ranks.require_equal(0 if self.tail == "uneven" else len(self._split(epoch, ranks)))
         self.seed = epoch.seed
         return epoch
@@ -258,6 +280,17 @@ class EpochSampler:
         if self.weights is not None or not isinstance(turn, BlockShuffle):
             return None
         return Readahead(self.reader.selection, self.reader.sources, epoch.index, turn)
+
+
+@contextmanager
+def _all_or_none(ranks: Ranks) -> Iterator[None]:
+    """Where the block raises on one rank, all of them raise."""
+    try:
+        yield
+    except MemmapBufferError as error:
+        ranks.require_equal(0, error)
+        raise
+    ranks.require_equal(0)
 
 
 def _told(state: Mapping[str, Any]) -> tuple[int, int, Extent]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import MemmapBufferError, SchemaMismatchError
+from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.reading.memory import SMALL, Pool
 from memmap_buffer.reading.slices import Slices, joined
 from memmap_buffer.reading.together import Together
@@ -122,7 +122,7 @@ class Sources:
             shards, others 0, 1, 2, … Another folder may take the place of one; no folder takes another place.
         single: whether there is one folder, and never another.
 
-    Raises: SchemaMismatchError: the fields differ; the text lists how.
+    Raises: SchemaMismatchError: the fields differ; the text lists how. SchemaError: a buffer and a copy of it.
     """
 
     def __init__(self, storages: Sequence[Storage], shards: Shards | None = None) -> None:
@@ -162,6 +162,14 @@ class Sources:
             if lines:
                 text = "\n  ".join([f"{storage.path} and {self._path} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)
+        places: dict[str, Storage] = {}
+        for storage in found.values():
+            other = storage if storage.withdrawn else places.setdefault(storage.layout.id, storage)
+            if other is not storage:
+                raise SchemaError(
+                    f"{storage.path} and {other.path} are one buffer twice, or a copy of it: both have the id "
+                    f"{storage.layout.id}; leave one out"
+                )
         numbers = np.fromiter(found, np.int64, len(found))
         if len(numbers) > len(self.numbers):
             self.numbers, self._places = numbers, _places(numbers)
@@ -184,6 +192,11 @@ class Sources:
     def tables(self) -> tuple[EpisodeTable, ...]:
         """The episode tables as last read; of folders that were found since, too."""
         return tuple(storage.table for storage in self.storages)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Of each folder its buffer's; "" of what is not there."""
+        return tuple("" if storage.withdrawn else storage.layout.id for storage in self.storages)
 
     @property
     def seen(self) -> int | None:

@@ -46,6 +46,10 @@ class Ranks:
         """The value that rank 0 gave; every rank must call it."""
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank; every rank must call it."""
+        return [value]
+
     def require_equal(self, batches: int, error: Exception | None = None) -> None:
         """Raise on every rank where one has an error, or not as many batches; every rank must call it."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema
-from memmap_buffer.store.creation import creating, replacing
+from memmap_buffer.store.creation import creating, replace
 from memmap_buffer.store.files import write_all
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.publication import Files
@@ -61,8 +61,7 @@ def drop(files: Files, names: tuple[str, ...]) -> None:
     layout = files.layout
     groups = [{n: f for n, f in group.items() if n not in names} for group in _groups(layout.schema)]
     column_of = {n: column for n, column in layout.column_of.items() if n not in names}
-    with replacing(files.storage.folder, layout, layout.with_fields(Schema(*groups), column_of)):
-        pass
+    replace(files.storage.folder, layout, layout.with_fields(Schema(*groups), column_of))
     files.changed()
 
 
@@ -76,9 +75,8 @@ def rename(files: Files, names: Mapping[str, str]) -> None:
         if len(group) != len(before):
             raise SchemaError(f"rename_field: {', '.join(names.values())} would stand twice; choose another name")
     new = layout.with_fields(Schema(*groups), {names.get(n, n): column for n, column in layout.column_of.items()})
-    with replacing(files.storage.folder, layout, new):
-        for old, name in names.items():
-            files.storage.folder.link(layout.arrays[old].name, new.arrays[name].name)
+    links = {layout.arrays[old].name: new.arrays[name].name for old, name in names.items()}
+    replace(files.storage.folder, layout, new, links)
     files.changed()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError
@@ -45,53 +45,77 @@ def creating(
     if total > free and not reserve:
         text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"
         log.warning(text, folder.path, total / 1e9, free / 1e9)
+    folder.write_new("schema.json.new", layout.to_json(), sync=True)
+    mine = set[str]()
     try:
-        folder.write_new("schema.json.new", layout.to_json(), sync=True)
         for key, array in made.items():
             whole = CAN_RESERVE and key in ("/episodes", "/state")
-            folder.create_array(array.name, array.header, array.size, reserve or whole)
+            with _claimed(mine, array.name):
+                folder.create_array(array.name, array.header, array.size, reserve or whole)
         yield
         for array in arrays:
             folder.sync_array(array.name)
         folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})
         folder.rename("schema.json.new", "schema.json")
     except BaseException:
-        discard_unfinished(folder)  # nothing, once it was renamed
+        discard_unfinished(folder, mine)  # nothing, once it was renamed
         raise
 
 
 @contextmanager
-def replacing(folder: Folder, old: Layout, new: Layout) -> Iterator[None]:
-    """Another schema in the place of a buffer's, committed at the end of the block; what only the old one names goes.
+def _claimed(mine: set[str], name: str) -> Iterator[None]:
+    """A file is made in the block; it is not ours where that failed as there is one, by who does not heed the lock."""
+    mine.add(name)
+    try:
+        yield
+    except FileExistsError:
+        mine.remove(name)
+        raise
 
-    In the block, files that only the new one names are made.
+
+def replace(folder: Folder, old: Layout, new: Layout, links: Mapping[str, str] | None = None) -> None:
+    """Another schema in the place of a buffer's; what only the old one names goes.
+
+    Args: links: file -> its other name, by which only the new one knows it.
+    Raises: OSError: there are no second links to files. CorruptBufferError: a file of another is in the way.
     """
     discard_unfinished(folder)
     kept = {array.name for array in old.arrays.values()}
     folder.require_free(array.name for array in new.arrays.values() if array.name not in kept)
+    folder.write_new("schema.json.old", old.to_json(), sync=True)
     try:
-        folder.write_new("schema.json.old", old.to_json(), sync=True)
         folder.write_new("schema.json.new", new.to_json(), sync=True)
-        yield
+    except BaseException:
+        folder.unlink("schema.json.old")
+        raise
+    mine, linked = set[str](), False
+    try:
+        for name, other in (links or {}).items():
+            with _claimed(mine, other):
+                folder.link(name, other)
+        linked = True
         folder.rename("schema.json.new", "schema.json")
     finally:
-        discard_unfinished(folder)
+        discard_unfinished(folder, None if linked else mine)
 
 
-def discard_unfinished(folder: Folder) -> None:
-    """Remove what only a `schema.json.new` or `.old` names: what a creation or a change of the schema left behind."""
+def discard_unfinished(folder: Folder, only: Collection[str] | None = None) -> None:
+    """Remove what only a `schema.json.new` or `.old` names: what a creation or a change of the schema left behind.
+
+    Args: only: the files of these that may be removed; default: all.
+    """
     for name in LEFT_BEHIND:
         with suppress(FileNotFoundError):
-            _discard(folder, name)
+            _discard(folder, name, only)
 
 
-def _discard(folder: Folder, schema: str) -> None:
-    planned = _listed(folder, schema)
+def _discard(folder: Folder, schema: str, only: Collection[str] | None) -> None:
     kept = _listed(folder, "schema.json") if folder.exists("schema.json") else set()
-    for name in planned - kept:
+    gone = {name for name in _listed(folder, schema) - kept if only is None or name in only}
+    for name in gone:
         folder.unlink(name, missing_ok=True)
     # Not before the files are gone for good: without it nobody could tell whose they are.
-    for sub in {name.rpartition("/")[0] for name in planned - kept}:
+    for sub in {name.rpartition("/")[0] for name in gone}:
         with suppress(FileNotFoundError, CorruptBufferError):  # it was never made, or is not ours
             folder.sync_folders(sub)
     folder.unlink(schema)

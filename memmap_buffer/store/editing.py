@@ -172,7 +172,7 @@ class Editing:
         Positions are those before it is taken: after a crash of the machine that may find damage, and what was
         retired comes back in front. Raises StaleEpisodeError where it is one of these that is damaged or gone.
         """
-        if self._writer.holds:
+        if self._writer.begun:
             self._writer.begin()  # finishes an update of ours that failed half way: its episode was not seen meanwhile
         table = self._storage.refresh()
         positions, single = edits.positions_of(indices, len(table))

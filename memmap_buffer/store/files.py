@@ -1,6 +1,6 @@
 """The format on disk, version 1, and every system call that touches it.
 
-This module is the specification, and with `folder` the only user of `os`, `mmap` and `filelock`. `system` is the one
+This module is the specification, and with `folder` the only user of `os`, `mmap` and `fcntl`. `system` is the one
 seam: tests put a layer there that fails, writes short, kills the process, or records what was done. MUST and SHOULD
 are used as in RFC 2119. All numbers are little-endian, all arrays in C order.
 
@@ -28,10 +28,12 @@ a hole of a file on a full tmpfs kills. Files are created 0600, and MUST be plai
 schema.json
 -----------
 UTF-8 JSON without a byte order mark, at most 1 MiB, no key twice, no NaN or Infinity: `{"format": "memmap-buffer",
-"version": 1, "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular", "max_steps",
-"rows", "columns", "fields", "meta_fields"}`. slots = max_episodes + spare_slots. `rows` is null in a grid and the
-total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape", "default",
-"final", "column"}`, `column` being its place in checksums.npy. Readers MUST refuse unknown keys and versions.
+"version": 1, "id", "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular",
+"max_steps", "rows", "columns", "fields", "meta_fields"}`. `id` is 32 hexadecimal digits, drawn at random when the
+buffer is created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a
+grid and the total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape",
+"default", "final", "column"}`, `column` being its place in checksums.npy. Readers MUST refuse unknown keys and
+versions.
 Names are dot-joined identifiers, `[A-Za-z][A-Za-z0-9_]*`, of at most 64 characters in all, distinct without regard
 to case, no name being a dotted prefix of another. dtypes are the names of `values.NUMERIC` and U1 … U4096; bfloat16
 is stored as its bits in u2.
@@ -63,15 +65,17 @@ read (and, with flag 1, the row at `length` of files with `final`).
 state.npy
 ---------
 base u8 (serials below it are cleared) | next u8 | synced u8 (serials below it are known to be on the disk) |
-changes u8 | epoch u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8[13]
-(the first of which is 1 if the disk space of all files was taken at creation; no block of them is given back).
+changes u8 | epoch u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8 (1 if the disk
+space of all files was taken at creation; no block of them is given back) | nonce u8 | unused u8[11].
 Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change. The next
 serial is the larger of `next` and the highest serial in any valid record + 1.
 
 Publishing
 ----------
-The writer holds `.lock` and has raised `epoch`; before each publication it compares `epoch` with its own and stops
-if it differs. A slot is chosen that is neither visible nor taken by an open episode. Then, in this order:
+The writer holds `.lock` by flock(2) and has raised `epoch`; before each change it compares `epoch` with its own, and
+the folder and state.npy at its path with those that it has open, and stops if one differs. It names files only
+relative to the folder that it has open, and MUST NOT remove one that it could not make. A slot is chosen that is
+neither visible nor taken by an open episode. Then, in this order:
 
 1. the slot's generation, odd   2. data and meta   3. the slot's checksums
    (durability "power": a barrier on each of these files)
@@ -106,12 +110,12 @@ that no record counts in; its CRC-32s are written before the rename. Dropping an
 as `schema.json.old`, the other one as `.new`, a second link to each file that is renamed, rename of the schema; then
 what only `.old` names is removed, and `.old`, by the next writer if need be. `overwrite` removes the heads of
 priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking
-the lock raises `epoch`, stores pid, time, host and boot, clears `clean`, sets `synced` to 0 unless every publication
-has its barriers, and puts a barrier behind that; if the last writer was of another boot and not `clean`, it first
-sets `suspect` to the next serial. What it finishes or closes for a dead writer has barriers whatever its own
-durability; then `next` rises to what was found. Closing puts barriers on all files, then sets `clean`. Serials from
-`synced` on, below `suspect` or (after another boot without `clean`) all of them, MUST be checked against their
-checksums before they are served (`verify="auto"`).
+the lock raises `epoch`, draws `nonce`, by which copies that were both written to differ, stores pid, time, host and
+boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier behind that; if
+the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial. What it finishes or
+closes for a dead writer has barriers whatever its own durability; then `next` rises to what was found. Closing puts
+barriers on all files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another boot without
+`clean`) all of them, MUST be checked against their checksums before they are served (`verify="auto"`).
 
 Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
 where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Trees of priorities are the
@@ -125,6 +129,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -152,6 +157,7 @@ _mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 CAN_FORGET = hasattr(os, "posix_fadvise")
 
 
@@ -353,3 +359,79 @@ def process_id() -> int:
 def close_all(descriptors: dict[str, int]) -> None:
     while descriptors:
         os.close(descriptors.popitem()[1])
+
+
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """What tells a file or folder from every other that there is."""
+    return status.st_dev, status.st_ino
+
+
+class Descriptor:
+    """A folder, open until nobody refers to this any more: another thread may be at work in it.
+
+    Attributes: fd; key: its `identity`, which no other has as long as it is open.
+    """
+
+    def __init__(self, path: os.PathLike[str]) -> None:
+        self.fd = os.open(path, FOLDER)
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        self.key = identity(os.fstat(self.fd))
+
+
+class FileLock:
+    """The lock of a file (flock(2)), until `release`, or nobody refers to it, or the process ends.
+
+    A forked child has no part in it: neither could it free its parent's, nor would it keep it after the parent's end.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = {"": fd}
+        weakref.finalize(self, _unlock, self._fd).atexit = False
+        _locks.add(self)
+
+    @classmethod
+    def take(cls, name: str, directory: int) -> FileLock | None:
+        """None where another process has it. Raises OSError: ELOOP, EISDIR, ENXIO: it is no plain file."""
+        while True:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600, dir_fd=directory)
+            lock, status = cls(fd), os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                lock.release()
+                raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), name)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                lock.release()
+                if error.errno in (errno.EAGAIN, errno.EACCES):  # the latter on some network file systems
+                    return None
+                raise
+            with suppress(FileNotFoundError):
+                if identity(os.stat(name, dir_fd=directory, follow_symlinks=False)) == identity(status):
+                    return lock
+            lock.release()  # its name is another file's by now
+
+    def release(self) -> None:
+        """Let go; twice is fine."""
+        _unlock(self._fd)
+
+    def forget(self) -> None:
+        """In a forked child: it is the parent's."""
+        close_all(self._fd)
+
+
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _unlock(descriptor: dict[str, int]) -> None:
+    for fd in descriptor.values():
+        with suppress(OSError):  # closing it does so, too, unless a child that was forked otherwise has it
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    close_all(descriptor)
+
+
+def _forget_locks() -> None:
+    for lock in list(_locks):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

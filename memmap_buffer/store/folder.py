@@ -12,11 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
-from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.errors import (
+    BufferLockedError,
+    CorruptBufferError,
+    NotABufferError,
+    SchemaError,
+    WriterLostError,
+)
 from memmap_buffer.store import files
-from memmap_buffer.store.files import NEVER_FOLLOW, barrier, copy_range, read_at, write_all
+from memmap_buffer.store.files import (
+    FOLDER,
+    NEVER_FOLLOW,
+    Descriptor,
+    FileLock,
+    barrier,
+    copy_range,
+    identity,
+    read_at,
+    write_all,
+)
 from memmap_buffer.values import Array
 
 try:
@@ -29,18 +44,67 @@ _TOO_MANY = {
     errno.ENFILE: "too many open files on this machine; raise fs.file-max",
     errno.ENOMEM: "too many maps, as each array has one; raise the limit on maps (sysctl vm.max_map_count)",
 }
+NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)
 ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
 
 
 class Folder:
-    """The files of one folder, opened by name relative to it, never through a link."""
+    """The files of one folder, opened by name relative to it, never through a link.
+
+    Who only reads looks the path up each time. Who writes holds the folder: all its work then goes through one
+    descriptor, so that it never reaches what another put in the folder's place.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._place = path if path.is_absolute() else Path.cwd() / path  # the process may change its own meanwhile
+        self._held: Descriptor | None = None
+
+    def hold(self) -> None:
+        """From now on be the folder that stands at the path now; twice is fine. Raises FileNotFoundError."""
+        self._held = self._held or Descriptor(self._place)
+
+    def let_go(self) -> None:
+        """Be what stands at the path again, whatever that is."""
+        self._held = None
+
+    @contextmanager
+    def held(self) -> Iterator[Folder]:
+        """One and the same folder for all that is done in the block."""
+        folder = Folder(self.path)
+        folder._place, folder._held = self._place, self._held
+        folder.hold()
+        try:
+            yield folder
+        finally:
+            folder.let_go()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the folder that is held, if one is, stands at its path still."""
+        held = self._held
+        try:
+            return held is None or held.key == identity(os.stat(self._place))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    @contextmanager
+    def _changing(self, sub: str, create: bool = False) -> Iterator[int]:
+        """As `_directory`, to change what is in it. Raises WriterLostError."""
+        self._require_in_place()
+        with self._directory(sub, create) as directory:
+            yield directory
+
+    def _require_in_place(self) -> None:
+        if not self.in_place:
+            raise WriterLostError(
+                f"{self.path}: the folder that was written to was moved or removed; open it where it is", reason="moved"
+            )
 
     @contextmanager
     def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
-        root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        held = self._held  # open for as long as somebody refers to it
+        root = os.open(self._place, FOLDER) if held is None else held.fd
         try:
             if not sub:
                 yield root
@@ -59,7 +123,8 @@ class Folder:
             finally:
                 os.close(directory)
         finally:
-            os.close(root)
+            if held is None:
+                os.close(root)
 
     def _open(self, name: str, flags: int) -> int:
         sub, _, base = name.rpartition("/")
@@ -67,7 +132,7 @@ class Folder:
             with self._directory(sub) as directory:
                 fd = os.open(base, flags | NEVER_FOLLOW, dir_fd=directory)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+            if error.errno in NO_FILE:
                 raise CorruptBufferError(
                     self._text(name, "is a link or no plain file"), path=self.path / name
                 ) from None
@@ -154,6 +219,7 @@ class Folder:
 
     def open_to_write(self, name: str, header: bytes, size: int) -> int:
         """A descriptor for `write_all`; the caller closes it."""
+        self._require_in_place()
         return self._checked(name, os.O_RDWR, header, size)
 
     def create_array(self, name: str, header: bytes, size: int, reserve: bool = False) -> None:
@@ -162,7 +228,7 @@ class Folder:
         Raises: SchemaError where the file system cannot hold it; OSError (ENOSPC) where `reserve` finds no space.
         """
         sub, _, base = name.rpartition("/")
-        with self._directory(sub, create=True) as directory:
+        with self._changing(sub, create=True) as directory:
             fd = files.system.create(base, directory)
             try:
                 files.system.truncate(fd, size)
@@ -208,7 +274,7 @@ class Folder:
     def write_new(self, name: str, *parts: bytes, sync: bool) -> None:
         """A new file of these bytes, whole and, with `sync`, on the disk; where that fails there is none."""
         sub, _, base = name.rpartition("/")
-        with self._directory(sub, create=True) as directory:
+        with self._changing(sub, create=True) as directory:
             fd, offset = files.system.create(base, directory), 0
             try:
                 for data in parts:
@@ -229,14 +295,14 @@ class Folder:
         sub = old.rpartition("/")[0]
         together = sub == new.rpartition("/")[0]
         skip = len(sub) + 1 if together and sub else 0
-        with self._directory(sub if together else "") as directory:
+        with self._changing(sub if together else "") as directory:
             files.system.rename(old[skip:], new[skip:], directory)
             files.system.sync_folder(directory)
 
     def link(self, old: str, new: str) -> None:
         """A second name for a file, in the same subfolder; on the disk when this returns."""
         sub, _, base = old.rpartition("/")
-        with self._directory(sub) as directory:
+        with self._changing(sub) as directory:
             files.system.link(base, new.rpartition("/")[2], directory)
             files.system.sync_folder(directory)
 
@@ -248,7 +314,7 @@ class Folder:
     def unlink(self, name: str, missing_ok: bool = False) -> None:
         sub, _, base = name.rpartition("/")
         try:
-            with self._directory(sub) as directory:
+            with self._changing(sub) as directory:
                 files.system.unlink(base, directory)
         except (FileNotFoundError, IsADirectoryError, CorruptBufferError):  # no such file, or what we did not make
             if not missing_ok:
@@ -256,7 +322,8 @@ class Folder:
 
     def free_bytes(self) -> int:
         """What the file system still has for this user."""
-        status = os.statvfs(self.path)
+        held = self._held
+        status = os.statvfs(self._place if held is None else held.fd)
         return status.f_bavail * status.f_frsize
 
     def list(self, sub: str) -> list[str]:
@@ -268,28 +335,42 @@ class Folder:
             return []
 
     def copy_file(self, name: str, target: Folder, new: str = "") -> None:
-        """Copy a file by its bytes into a folder where no such file exists yet."""
+        """Copy a file by its bytes into a folder where no such file exists yet; where that fails there is none."""
         sub, _, base = (new or name).rpartition("/")
         source = self._open(name, os.O_RDONLY)
         try:
-            with target._directory(sub, create=True) as directory:
+            with target._changing(sub, create=True) as directory:
                 fd = files.system.create(base, directory)
-            try:
-                size = os.fstat(source).st_size
-                files.system.truncate(fd, size)
-                copy_range(source, fd, 0, size)
-                barrier(fd)
-            finally:
-                os.close(fd)
+                try:
+                    size = os.fstat(source).st_size
+                    files.system.truncate(fd, size)
+                    copy_range(source, fd, 0, size)
+                    barrier(fd)
+                except BaseException:
+                    with suppress(OSError):
+                        files.system.unlink(base, directory)
+                    raise
+                finally:
+                    os.close(fd)
         finally:
             os.close(source)
 
+    def _lstat(self, name: str) -> os.stat_result:
+        held = self._held
+        if held is None:
+            return os.lstat(self._place / name)
+        return os.stat(name, dir_fd=held.fd, follow_symlinks=False)
+
     def exists(self, name: str) -> bool:
-        return os.path.lexists(self.path / name)
+        try:
+            self._lstat(name)
+        except (OSError, ValueError):
+            return False
+        return True
 
     def alone(self, name: str) -> bool:
         """Whether nothing stands under a name, or a file that has no other."""
-        return not self.exists(name) or os.lstat(self.path / name).st_nlink == 1
+        return not self.exists(name) or self._lstat(name).st_nlink == 1
 
     def require_free(self, names: Iterable[str]) -> None:
         """Raise CorruptBufferError where something stands under one of these names."""
@@ -299,11 +380,11 @@ class Folder:
                 raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
 
     def create(self) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def require(self) -> None:
         if not self.exists("schema.json"):
-            if not self.path.is_dir():
+            if not self._place.is_dir():
                 raise NotABufferError(f"{self.path}: there is no such folder; check the path", path=self.path)
             hint = "its creation did not finish" if self.exists("schema.json.new") else "there is no schema.json"
             raise NotABufferError(
@@ -313,7 +394,7 @@ class Folder:
     def stamp(self, name: str) -> tuple[int, int]:
         """What changes when a file is replaced by another. Raises NotABufferError where the folder is none any more."""
         try:
-            status = os.lstat(self.path / name)
+            status = self._lstat(name)
         except FileNotFoundError:
             self.require()
             raise
@@ -322,36 +403,37 @@ class Folder:
     def marks(self, name: str) -> tuple[int, int, int]:
         """(bytes, time, inode) of a file, which tell whether it was written to or replaced; -1 where there is none."""
         try:
-            status = os.lstat(self.path / name)
+            status = self._lstat(name)
         except (FileNotFoundError, NotADirectoryError):
             return -1, -1, -1
         return status.st_size, status.st_mtime_ns, status.st_ino
 
-    def inode(self, name: str) -> int:
+    def file_key(self, name: str) -> tuple[int, int]:
         """What tells a file from another that took its name, as long as it is open."""
-        return os.lstat(self.path / name).st_ino
+        return identity(self._lstat(name))
 
     def touch(self) -> None:
         """Have the folder bear the time of now, as if something in it had changed."""
-        os.utime(self.path)
+        os.utime(self._place)
 
     def lock_key(self) -> tuple[int, int]:
         """What names this folder's lock within the process, whatever path led to it."""
-        status = os.stat(self.path)
-        return status.st_dev, status.st_ino
+        held = self._held
+        return identity(os.stat(self._place)) if held is None else held.key
 
     def lock(self, name: str = ".lock") -> FileLock:
         """Take the writer's lock, or another. Raises BufferLockedError at once when another process holds it."""
-        if self.exists(name) and not stat.S_ISREG(os.lstat(self.path / name).st_mode):
-            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name)
-        sub, _, _ = name.rpartition("/")
-        with self._directory(sub, create=True):
-            pass  # no link leads out of the folder
-        lock = FileLock(self.path / name, timeout=0, mode=0o600, thread_local=False)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise BufferLockedError(f"{self.path} has another writer", path=self.path) from None
+        sub, _, base = name.rpartition("/")
+        with self._changing(sub, create=True) as directory:
+            try:
+                lock = FileLock.take(base, directory)
+            except OSError as error:
+                if error.errno not in NO_FILE:
+                    raise
+                text = self._text(name, "is a link or no plain file")
+                raise CorruptBufferError(text, path=self.path / name) from None
+        if lock is None:
+            raise BufferLockedError(f"{self.path} has another writer", path=self.path)
         return lock
 
 

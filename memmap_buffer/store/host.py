@@ -16,7 +16,12 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre"
 
 def this_process() -> tuple[int, int, bytes, bytes]:
     """(pid, time in ns, host of at most 64 bytes, boot id of 16 bytes; zeros where the system tells none)."""
-    return process_id(), time.time_ns(), socket.gethostname().encode()[:64], boot_id()
+    return process_id(), time.time_ns(), host_name().encode()[:64], boot_id()
+
+
+def host_name() -> str:
+    """The name of this machine."""
+    return socket.gethostname()
 
 
 def boot_id() -> bytes:

@@ -6,12 +6,14 @@ The text may come from a stranger: it is parsed strictly, and bounded before any
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,12 @@ MAX_FILE_BYTES = 2**62
 MAX_SLOTS = 2**24  # opening takes some 100 bytes a slot, whatever a stranger's schema says
 MAX_TIMESTEPS = 2**31
 SPARE_COLUMNS = 16
+ID_BYTES = 16
 _KEYS = (
-    *("format", "version", "layout", "max_episodes", "max_timesteps", "spare_slots", "circular", "max_steps"),
+    *("format", "version", "id", "layout", "max_episodes", "max_timesteps", "spare_slots", "circular", "max_steps"),
     *("rows", "columns", "fields", "meta_fields"),
 )
+_ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 _FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
 
 
@@ -74,6 +78,7 @@ class Layout:
         max_steps: the most timesteps that are visible, or None.
         rows: None for a grid; the total of all steps for a packed, read-only folder.
         columns: columns of checksums.npy; column_of: name -> its column.
+        id: what names the buffer, in every copy of it; default: a new one.
 
     Raises:
         SchemaError: a size is out of bounds, or too large for any file.
@@ -88,6 +93,7 @@ class Layout:
     rows: int | None = None
     columns: int = 0
     column_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    id: str = dataclasses.field(default_factory=partial(secrets.token_hex, ID_BYTES))
 
     def __post_init__(self) -> None:
         if not self.column_of:
@@ -163,7 +169,7 @@ class Layout:
         lines = [
             _differ(key, mine[key], theirs[key])
             for key in _KEYS
-            if not isinstance(mine[key], dict) and key != "columns"
+            if not isinstance(mine[key], dict) and key not in ("columns", "id")
         ]
         for group in ("fields", "meta_fields"):
             for name in dict.fromkeys([*mine[group], *theirs[group]]):
@@ -190,6 +196,7 @@ class Layout:
         head = {
             "format": FORMAT,
             "version": VERSION,
+            "id": self.id,
             "layout": "grid" if self.rows is None else "packed",
             "max_episodes": self.max_episodes,
             "max_timesteps": self.max_timesteps,
@@ -229,6 +236,11 @@ class Layout:
         groups = ("fields", "meta_fields")
         same = all(mine[key] == theirs[key] for key in _KEYS if key not in groups)
         return same and all(mine[group].get(name) == spec for group in groups for name, spec in theirs[group].items())
+
+    def part_id(self, serials: Iterable[int]) -> str:
+        """The id of a copy that has only these episodes: the same for the same ones."""
+        text = f"{self.id} {','.join(map(str, serials))}"
+        return hashlib.blake2b(text.encode(), digest_size=ID_BYTES).hexdigest()
 
     def with_fields(self, schema: Schema, column_of: Mapping[str, int]) -> Layout:
         """The same layout with other fields."""
@@ -315,6 +327,8 @@ def _layout(document: dict[str, Any]) -> Layout:
     kind = _typed(document, "layout", str)
     if kind not in ("grid", "packed") or (kind == "packed") != (document["rows"] is not None):
         raise SchemaError(f"layout: got {kind!r} with rows {document['rows']!r}")
+    if not _ID.fullmatch(_typed(document, "id", str)):
+        raise SchemaError(f"id: got {document['id']!r}, expected {2 * ID_BYTES} digits, 0 … 9 and a … f")
     columns: dict[str, int] = {}
     groups = [_fields(_typed(document, group, dict), columns) for group in ("fields", "meta_fields")]
     total = _integer(document, "columns", 1, 2 * MAX_FIELDS + SPARE_COLUMNS)
@@ -331,6 +345,7 @@ def _layout(document: dict[str, Any]) -> Layout:
         circular=_typed(document, "circular", bool),
         columns=total,
         column_of=columns,
+        id=document["id"],
         **optional,
     )
 

@@ -25,11 +25,12 @@ _REMEDY = {
     "taken over": "a newer object of this process writes to the folder now; use that one",
     "poisoned": "a barrier failed, so what was written may be lost; reopen the buffer, which checks it",
     "closed": "the buffer was closed; reopen it with from_folder",
+    "moved": "its folder was moved, removed or overwritten, and what stands at the path is another; open that anew",
 }
 
 
 class WriterLock:
-    """The right to write to one folder."""
+    """The right to write to one folder, which is held as long as this has its lock."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -57,6 +58,14 @@ class WriterLock:
         """
         if self.held:
             return
+        self._folder.hold()
+        try:
+            self._acquire()
+        finally:
+            if not self.held:
+                self._folder.let_go()
+
+    def _acquire(self) -> None:
         key = self._folder.lock_key()
         holder = _holders.get(key)
         if holder is not None and holder.held and holder._pid == process_id():
@@ -85,9 +94,16 @@ class WriterLock:
             self._fail("forked")
         if self.lost:
             self._fail(self.lost)
+        self.require_place(storage)
         if storage.state("epoch") != self.epoch:
             self.lost = "fenced"
             self._fail("fenced")
+
+    def require_place(self, storage: Storage) -> None:
+        """Raise WriterLostError where another folder than the one that was opened, or none, stands at the path."""
+        if not storage.in_place:
+            self.lost = "moved"
+            self._fail("moved")
 
     @property
     def mine(self) -> bool:
@@ -100,6 +116,7 @@ class WriterLock:
     def release(self) -> None:
         """Let go; twice is fine, and in a forked child it does nothing."""
         lock, self._lock = self._lock, None
+        self._folder.let_go()
         if lock is not None and process_id() == self._pid:
             lock.release()
 
@@ -111,7 +128,7 @@ def _with_holder(error: BufferLockedError, folder: Folder) -> BufferLockedError:
     """The same error, naming the holder as far as the folder tells."""
     if not folder.exists("schema.json"):
         return error
-    storage = Storage(folder.path)
+    storage = Storage(folder)
     try:
         pid, since = storage.state("pid"), storage.state("time")
         host = storage.maps.state[11:19].tobytes().rstrip(b"\0").decode(errors="replace")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -45,7 +45,8 @@ def pack(src: str | PathLike[str], dst: str | PathLike[str], *, episodes: Any = 
     It has the episodes that were visible when the call began, each as it was at one moment of it, with their serials,
     and is read like any other. The same episodes give the same bytes. What fails its checksums is left out with a
     warning, and so are the oldest of a ring that turns faster than they are copied. Of `priority/` nothing is kept,
-    which is by slot.
+    which is by slot. The `id` is that of the source; where `episodes` leaves some out, one that follows
+    from it and these.
 
     Args:
         src: a folder of any layout; its writer may go on meanwhile. dst: where; no buffer may be there.
@@ -132,8 +133,9 @@ def _transfer(
     table, slots = visible(source)
     wanted = table.serial[slots[np.unique(positions_of(episodes, len(slots))[0])]]
     serials = wanted
+    name = source.layout.id if len(wanted) == len(slots) else source.layout.part_id(wanted.tolist())
     for _ in range(ROUNDS):
-        plan = _plan(source, serials, shape)
+        plan = _plan(source, serials, lambda old, lengths: replace(shape(old, lengths), id=name))
         try:
             with new_copy(source, path_of(dst), plan.layout, ("extra",)) as there:
                 _copy(source, plan, there)

@@ -42,7 +42,6 @@ class Priorities:
         self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=0)
         self.num_changes = 0
         self._users = 0
-        self._inode = file.storage.folder.inode("state.npy")
         self._table: EpisodeTable | None = None
         self._known: IntArray = np.zeros(0, np.int64)  # the visible serials, oldest first
         self._gapless = False  # whether they follow one another, so that none need be searched for
@@ -58,13 +57,15 @@ class Priorities:
         """
         if not (name.isidentifier() and name.isascii() and len(name) <= 64) or name.startswith("_"):
             raise SchemaError(f"priorities: {name!r} cannot name a file; give an identifier of at most 64 characters")
+        file = TreeFile(storage, name, alpha=alpha, epsilon=epsilon)
+        file.require_place()
         key = storage.folder.lock_key(), name, process_id()
-        found, inode = _open.get(key), storage.folder.inode("state.npy")
-        if found is not None and found._inode != inode:  # the buffer was overwritten
+        found = _open.get(key)
+        if found is not None and not found.storage.is_of(storage.folder):  # the buffer was overwritten
             found._file.close()
             found = None
         if found is None or not found._users:
-            found = cls(TreeFile(storage, name, alpha=alpha, epsilon=epsilon))
+            found = cls(file)
             found._begin()
             _open[key] = found
         found.require(alpha=alpha, epsilon=epsilon)

@@ -25,7 +25,9 @@ STATE = np.dtype(
         *((name, "<u8") for name in ("base", "next", "synced", "changes", "epoch", "pid", "time", "clean", "suspect")),
         ("boot", "<u8", (2,)),
         ("host", "S64"),
-        ("reserved", "<u8", (13,)),
+        ("reserved", "<u8"),
+        ("nonce", "<u8"),
+        ("unused", "<u8", (11,)),
     ]
 )
 WORDS = RECORD.itemsize // 8

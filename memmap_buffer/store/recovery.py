@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 
 import numpy as np
 
@@ -29,7 +30,8 @@ def take_over(files: Files) -> Ring:
     storage.refresh()
     _require_counters(files)
     files.lock.epoch = state("epoch") + 1
-    for name, value in {"epoch": files.lock.epoch, "pid": pid, "time": now, **_doubts(files, boot)}.items():
+    words = {"epoch": files.lock.epoch, "nonce": secrets.randbits(64), "pid": pid, "time": now}
+    for name, value in {**words, **_doubts(files, boot)}.items():
         files.write_state(name, value)
     for name, text in {"boot": boot, "host": host.ljust(64, b"\0")}.items():
         for i in range(len(text) // 8):

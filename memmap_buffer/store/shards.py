@@ -219,7 +219,7 @@ def _key(path: Path) -> Key | None:
     """
     folder = Folder(path)
     with suppress(FileNotFoundError):
-        return *folder.lock_key(), folder.inode("state.npy")
+        return *folder.lock_key(), folder.file_key("state.npy")[1]
     return None
 
 

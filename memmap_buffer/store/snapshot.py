@@ -53,7 +53,7 @@ def snapshot(source: Storage, path: Path) -> None:
                 write_all(there["/episodes"], record, layout.arrays["/episodes"].offset(slot))
         finally:
             close_all(here)
-        words = counters(source)
+        words = counters(source) | {name: source.state(name) for name in ("epoch", "nonce", "changes")}
         write_counters(layout, there, words | ({"suspect": words["next"]} if _doubtful(source) else {}))
 
 
@@ -74,16 +74,18 @@ def new_copy(source: Storage, path: Path, layout: Layout, beside: Sequence[str])
         if target.exists("schema.json.new"):  # a copy that was killed left them here
             _remove(target, names)
         target.require_free(names)
+        copied = list[str]()
         try:
             with creating(target, layout):
                 with _open_to_write(target, layout) as there:
                     yield there
                 for name in names:
                     source.folder.copy_file(name, target)
+                    copied.append(name)
                 target.sync_folders(*{name.partition("/")[0] for name in names})
         except BaseException:
             if not target.exists("schema.json"):
-                _remove(target, names)
+                _remove(target, copied)
             raise
     finally:
         lock.release()

@@ -75,24 +75,25 @@ class Storage:
     """One folder, open for reading.
 
     Args:
-        path: the folder. read_only: nothing may ever be written through this object.
+        path: the folder, or who holds it already. read_only: nothing may ever be written through this object.
         verify: when checksums are compared: "auto" (what may have been lost in a crash of the machine, when it is
             first read), "always" (everything, on opening), "read" (at every read), "never".
     """
 
-    def __init__(self, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> None:
-        self.path = path_of(path)
-        self.folder = Folder(self.path)
+    def __init__(self, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> None:
+        self.folder = path if isinstance(path, Folder) else Folder(path_of(path))
+        self.path = self.folder.path
         self.read_only = read_only
         self.verify = verify
         self.withdrawn = False
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
         self._stamp: tuple[int, int] | None = None
+        self._state_file: tuple[int, int] | None = None
         self._slices: dict[tuple[str, int], Array] = {}
 
     @classmethod
-    def open(cls, path: str | PathLike[str], *, read_only: bool = False, verify: str = "auto") -> Storage:
+    def open(cls, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> Storage:
         """Open and check a folder.
 
         Raises: NotABufferError. SchemaError: an unknown version. CorruptBufferError: a file is missing, a link, or not
@@ -136,6 +137,19 @@ class Storage:
         """Whether `schema.json` is another file than the one that was read."""
         return self._stamp is not None and self.folder.stamp("schema.json") != self._stamp
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the folder that was opened stands at its path still."""
+        return self.folder.in_place and self.is_of(self.folder)
+
+    def is_of(self, folder: Folder) -> bool:
+        """Whether it is this folder's files that are mapped."""
+        mapped = self.maps and self._state_file
+        try:
+            return folder.file_key("state.npy") == mapped
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def require_schema(self, *, to_write: bool = False) -> None:
         """Raise SchemaMismatchError where fields were dropped, renamed or, `to_write`, added since this was opened."""
         layout = self.layout
@@ -143,6 +157,8 @@ class Storage:
             return
         stamp = self.folder.stamp("schema.json")
         now = Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
+        if now.id != layout.id:
+            raise SchemaMismatchError(f"{self.path}: another buffer took its place; open it again with from_folder")
         if not now.keeps(layout) or (to_write and not layout.keeps(now)):
             differences = layout.differences(now)
             text = "\n  ".join([f"{self.path}: its schema was changed since it was opened:", *differences])
@@ -152,7 +168,9 @@ class Storage:
     @cached_property
     def maps(self) -> Maps:
         arrays = self.layout.arrays
-        mapped = {key: self.folder.map(a.name, a.header, a.dtype, a.shape) for key, a in arrays.items()}
+        with self.folder.held() as folder:  # all of one
+            mapped = {key: folder.map(a.name, a.header, a.dtype, a.shape) for key, a in arrays.items()}
+            self._state_file = folder.file_key(arrays["/state"].name)
         schema = self.layout.schema
         return Maps(
             mapped["/episodes"].view(np.uint64).reshape(-1, WORDS),

@@ -17,12 +17,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, EpisodeStateError, WriterLostError
 from memmap_buffer.store.files import barrier, close_all, process_id, read_at, write_all, write_word
+from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.host import boot_id
 from memmap_buffer.store.layout import ArrayFile
 from memmap_buffer.store.nodes import Nodes, nodes_file
@@ -76,6 +78,7 @@ class TreeFile:
         self._nodes: Nodes | None = None
         self._fd: dict[str, int] = {}
         self._locks: list[Any] = []
+        self._folder = Folder(storage.path)
         self._pid, self._closed = process_id(), False
         self.storing = Storing(self)
         self._finalizer = weakref.finalize(self, _release, self._fd, self._locks)
@@ -96,17 +99,35 @@ class TreeFile:
         return self._nodes is not None and self._nodes.shared
 
     def own(self) -> None:
-        """Own the files, unless the folder is only read. Raises BufferLockedError: another process does."""
+        """Own the files, unless the folder is only read.
+
+        Raises: BufferLockedError: another process does. WriterLostError: another folder stands at the path.
+        """
+        self._hold()
         if self.storage.read_only or not self.storage.layout.writable:
             return
         try:
-            self._locks.append(self.storage.folder.lock(f"priority/{self.name}.lock"))
+            self._locks.append(self._folder.lock(f"priority/{self.name}.lock"))
         except BufferLockedError:
             raise BufferLockedError(
                 f"{self.storage.path}: another process owns the priorities {self.name!r}; stop it, give these another "
                 "name, or open the folder with read_only=True for priorities of your own",
                 path=self.storage.path,
             ) from None
+
+    def _hold(self) -> None:
+        with suppress(FileNotFoundError):
+            self._folder.hold()
+        self.require_place()
+
+    def require_place(self) -> None:
+        """Raise WriterLostError where another folder than the one that was opened stands at the path."""
+        if not (self._folder.in_place and self.storage.is_of(self._folder)):
+            raise WriterLostError(
+                f"{self.storage.path}: the folder was moved, removed or overwritten, and the priorities {self.name!r} "
+                "with it; open the buffer anew",
+                reason="moved",
+            )
 
     def blocks(self, slots: IntArray, start: IntArray, stop: IntArray) -> Iterator[IntArray]:
         """The leaves of steps start … stop - 1 of slots, some 10⁶ at a time."""
@@ -173,9 +194,10 @@ class TreeFile:
             self._put(MINIMA, 1)
 
     def checkpoint(self) -> None:
-        """Wait until all that was stored is on the disk. Raises OSError."""
+        """Wait until all that was stored is on the disk. Raises OSError, WriterLostError."""
         if self._nodes is None or self._closed:
             return
+        self.require_place()
         if not self._nodes.shared:
             write_word(self._fd["head"], int(self._head[GENERATION]) | 1, self._head_file.offset(GENERATION))
         self._nodes.checkpoint()
@@ -188,6 +210,7 @@ class TreeFile:
             self._head[CLEAN] = 1
             self._save_head()
         self._closed = True
+        self._folder.let_go()
         if process_id() == self._pid:
             self._finalizer()
 
@@ -221,7 +244,7 @@ class TreeFile:
             boot = np.frombuffer(boot_id(), np.uint64)
             words = {
                 CLEAN: 0,
-                INODE: self.storage.folder.inode(self._nodes_file.name),
+                INODE: self._folder.file_key(self._nodes_file.name)[1],
                 BOOT: boot[0],
                 BOOT + 1: boot[1],
                 EPSILON: _bits(self.epsilon),
@@ -236,7 +259,7 @@ class TreeFile:
 
     def _read_head(self) -> str:
         """Read the head; returns why the tree cannot be used as it is, or ""."""
-        folder, file, nodes = self.storage.folder, self._head_file, self._nodes_file
+        folder, file, nodes = self._folder, self._head_file, self._nodes_file
         if not folder.exists(file.name) or not folder.exists(nodes.name):
             return NEW
         data: dict[str, bytes] = {}
@@ -257,7 +280,7 @@ class TreeFile:
         boot = head[BOOT : BOOT + 2].tobytes()
         if int(head[GENERATION]) % 2:
             return "an update did not end"
-        if int(head[INODE]) != folder.inode(nodes.name):
+        if int(head[INODE]) != folder.file_key(nodes.name)[1]:
             return "it is a copy"
         if int(head[ARRANGEMENT]) != KIND:
             return "its sums were arranged otherwise"
@@ -267,11 +290,11 @@ class TreeFile:
 
     def _map(self) -> None:
         head, minima = self._head_file, bool(self._head[MINIMA])
-        self._nodes = Nodes(self.storage.folder, self._nodes_file, self.leaves, minima=minima)
+        self._nodes = Nodes(self._folder, self._nodes_file, self.leaves, minima=minima)
         self.tree = SumTree(self._nodes.array, self.leaves, minima=minima)
         close_all(self._fd)
         shared = self._nodes.shared
-        self._fd["head"], mapped = self.storage.folder.map_to_change(head.name, head.header, head.size, shared=shared)
+        self._fd["head"], mapped = self._folder.map_to_change(head.name, head.header, head.size, shared=shared)
         self._words = np.frombuffer(mapped, np.uint64, WORDS, len(head.header))
         if not shared:
             text = "%s: this file system does not overwrite in place, so changes of the priorities %r stay in memory "
@@ -297,7 +320,7 @@ class TreeFile:
         if why != NEW:
             log.warning("%s: priorities %r are made anew of their leaves: %s", self.storage.path, self.name, why)
         self._doubt_head()
-        folder, final = self.storage.folder, self._nodes_file
+        folder, final = self._folder, self._nodes_file
         self._nodes_file = nodes_file(f"{final.name}.new", self.leaves)
         try:
             folder.unlink(self._nodes_file.name, missing_ok=True)
@@ -314,7 +337,7 @@ class TreeFile:
 
     def _doubt_head(self) -> None:
         """A head whose generation is odd, on the disk before anything else is changed."""
-        folder, head = self.storage.folder, self._head_file
+        folder, head = self._folder, self._head_file
         try:
             with folder.writing(head.name, head.header, head.size) as fd:
                 write_word(fd, 1, head.offset(GENERATION))
@@ -333,7 +356,7 @@ class TreeFile:
         """(slots, lengths, the old nodes, their α) of the episodes whose leaves are right."""
         file, table, nothing = self._nodes_file, self.storage.table, np.zeros(0, np.int64)
         try:
-            old = self.storage.folder.map(file.name, file.header, file.dtype, file.shape)
+            old = self._folder.map(file.name, file.header, file.dtype, file.shape)
         except CorruptBufferError:  # missing or torn
             return nothing, nothing, np.zeros(3), 1.0
         alpha = float(old[0])

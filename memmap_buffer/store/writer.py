@@ -120,6 +120,7 @@ class Writer:
                 self._unfinished = False
             return self._files
         self.require_writable()
+        self._lock.require_place(self.storage)
         self.storage.require_schema(to_write=True)
         if not self._lock.held:
             self._lock.acquire()
@@ -134,6 +135,7 @@ class Writer:
     def _tidy(self) -> None:
         """Under the lock: no other schema than this one stands, and nothing of a change that was not finished."""
         try:
+            self._lock.require_place(self.storage)
             self.storage.require_schema(to_write=True)
             with suppress(MemmapBufferError):  # it is not ours
                 discard_unfinished(self.storage.folder)
@@ -159,6 +161,11 @@ class Writer:
             self._files.close()
         self._files, self._closed = None, True
         return self._lock
+
+    @property
+    def begun(self) -> bool:
+        """Whether this object was the folder's writer before, and is not closed."""
+        return self._files is not None
 
     @property
     def holds(self) -> bool:

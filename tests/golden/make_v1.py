@@ -105,7 +105,7 @@ def neutralise(layout: Layout) -> None:
     """Take out what tells of this machine and this hour, and file modes with it."""
     (FOLDER / ".lock").unlink()
     state = np.load(FOLDER / "state.npy")
-    for name in ("pid", "time", "boot", "host"):
+    for name in ("pid", "time", "boot", "host", "nonce"):
         state[name] = np.zeros_like(state[name])
     records = np.load(FOLDER / "episodes.npy")
     for slot, one in enumerate(records):
