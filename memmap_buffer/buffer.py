@@ -62,6 +62,9 @@ class ReplayBuffer(Recording, Editing, Readable):
         shard: "auto": `folder` is a root of shards, and this writes to the first of them that nobody writes to, that
             was created with these arguments and has room; else to a new one. `ConcatBuffer.from_root` reads them all.
             The shard is taken for as long as this object has the lock: for another in the same process, too.
+        terminated: the field that is true where an episode ended and nothing follows; None: none of them is. It and
+            `truncated` end the episodes of `add`, and stop n-step returns; they are kept in the folder.
+        truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
         max_bytes: with `shard`: how much all shards of the root may show together. After each publication this writer
             retires those of its own episodes that are among the oldest of the root beyond that; see `Capacity`. It
             never touches another's, so what lies in a shard that nobody writes to stays, and counts.
@@ -94,8 +97,11 @@ class ReplayBuffer(Recording, Editing, Readable):
         reserve: bool = False,
         shard: str | None = None,
         max_bytes: int | None = None,
+        terminated: str | None = "terminated",
+        truncated: str | None = "truncated",
     ) -> None:
         schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
+        schema = schema.ending_by(terminated, truncated)
         layout = Layout(
             schema, max_episodes, max_timesteps, spare_slots=spare_slots, circular=bool(circular), max_steps=max_steps
         )

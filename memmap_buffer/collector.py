@@ -41,7 +41,7 @@ class Collector:
         chosen = schema.require(fields if fieldnames is None else fieldnames, "fieldnames", fields)
         meta_chosen = schema.require(meta if meta_fieldnames is None else meta_fieldnames, "meta_fieldnames", meta)
         self._new_stream = new_stream
-        self._collected = Schema({n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen})
+        self._collected = schema.with_fields({n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen})
         self._strict = strict
         self.num_groups = num_groups
         self._parts: dict[str, list[Array]] = {}

@@ -108,6 +108,9 @@ class Recorder:
             "terminated": bool(step.terminated),
             "truncated": bool(step.truncated),
         }
+        schema = self.buffer.schema
+        for name, flag in ((schema.terminated, step.terminated), (schema.truncated, step.truncated)):
+            values |= {} if name is None else {name: bool(flag)}
         infos = {f"{INFO}{name}": value for name in self._infos if (value := step.look_up(name)) is not None}
         lane.episode.store(**self._declared(values), **infos)
         lane.episode_return += float(step.reward)
@@ -162,7 +165,7 @@ class Recorder:
 
 
 def _check_fields(schema: Schema, given: Mapping[str, Any]) -> None:
-    known = Schema(given).fields
+    known = {**Schema(given).fields, **dict.fromkeys(schema.ends)}
     for name, declared in schema.fields.items():
         if name not in known and not name.startswith(INFO) and declared.default is None:
             raise SchemaError(

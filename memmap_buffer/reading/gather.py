@@ -17,6 +17,7 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.slices import Slices
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
+from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.store import kernels
 from memmap_buffer.store.records import FINAL, FIRST_ROW, GENERATION, TERMINATED, Words
 from memmap_buffer.store.table import IntArray
@@ -31,6 +32,24 @@ PADDINGS = ("zero", "edge", "default")
 
 class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):
     """uint16 that are the bits of bfloat16 numbers, so that the PyTorch layer knows."""
+
+
+class Ends(NamedTuple):
+    """How a view knows that an episode ended.
+
+    Attributes:
+        terminated: the field that is true where nothing follows, or None.
+        recorded: whether the records of the episodes tell, so that no row of the field is looked at.
+    """
+
+    terminated: str | None
+    recorded: bool
+
+    @classmethod
+    def of(cls, schema: Schema, terminated: str | None = DECLARED) -> Ends:
+        """By a field; default: the one that was declared."""
+        name = schema.terminated if terminated == DECLARED else terminated
+        return cls(name, recorded=terminated == DECLARED or name == schema.terminated)
 
 
 class Take(NamedTuple):
@@ -92,15 +111,17 @@ class Gather:
     """Items being cut: what a batch of them, or of some of them, holds.
 
     Args:
-        sources: the folders. anchors: (B,) where to cut. size: as many are read together at most; default all.
+        sources: the folders. anchors: (B,) where to cut. ends: of their episodes. size: as many are read together at
+            most; default all.
 
     Attributes:
         batch: key -> (B, …), or what is to be copied for it; filled by the `put` methods.
         t, length: (B,) int64 of each anchor and its episode.
     """
 
-    def __init__(self, sources: Sources, anchors: Anchors, size: int | None = None) -> None:
+    def __init__(self, sources: Sources, anchors: Anchors, ends: Ends, size: int | None = None) -> None:
         self.schema = sources.schema
+        self._ends = ends
         self._since = sources.seen
         self.sources, anchors = sources.find(anchors)
         self.anchors = anchors
@@ -128,8 +149,19 @@ class Gather:
 
     @cached_property
     def terminated(self) -> BoolArray:
-        """(B,) whether each anchor's episode ended by `terminated`."""
-        return self.anchors.has(TERMINATED)
+        """(B,) whether each anchor's episode terminated."""
+        ends = self._ends
+        if ends.recorded:
+            return self.anchors.has(TERMINATED)
+        if ends.terminated is None:
+            return np.zeros(len(self.t), np.bool_)
+        last = self.look_at(ends.terminated, self.length - 1)
+        return np.asarray(last.any(axis=tuple(range(1, last.ndim))))
+
+    @cached_property
+    def goes_on(self) -> BoolArray:
+        """(B,) whether something is known to follow the last step: an observation, or that nothing does."""
+        return self.anchors.has(FINAL | TERMINATED) if self._ends.recorded else self.has_final | self.terminated
 
     def read(self, part: slice = EVERY, make: Make = cut) -> dict[str, Any]:
         """Copy some of the items: key -> what `make` makes of (b, …), which shares memory with no other part."""

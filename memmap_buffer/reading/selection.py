@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.conditions import matches
+from memmap_buffer.reading.gather import Ends
 from memmap_buffer.reading.index import Index, sums
 from memmap_buffer.reading.runs import START, VALID, Runs, filtered
 from memmap_buffer.reading.sources import GOLDEN, Sources, splitmix
@@ -181,8 +182,8 @@ class Selection:
     def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         if not len(slots):
             return Runs(slots, slots, slots, slots, None)
-        ended = _ended(storage, table, slots, self.view.terminal_field)
         schema, has_final = storage.layout.schema, table.of(table.flags, slots) & FINAL != 0
+        ended = _ended(storage, table, slots, self.view.ends(schema))
         length = table.of(table.length, slots)
         spans = self.view.spans(schema, length, has_final, ended)
         runs = Runs(slots, table.of(table.serial, slots), spans.first, spans.count, spans.last)
@@ -262,10 +263,13 @@ def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str | None
     return weight
 
 
-def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, name: str | None) -> BoolArray:
-    """Which episodes ended by the field `name`: the record tells for `terminated`, else the last step is read."""
-    if name in (None, "terminated") or name not in storage.layout.schema.fields:
+def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, ends: Ends) -> BoolArray:
+    """Which episodes terminated: the record tells, or the last step is read."""
+    name = ends.terminated
+    if ends.recorded:
         return np.asarray(table.of(table.flags, slots) & TERMINATED != 0)
+    if name is None:
+        return np.zeros(len(slots), np.bool_)
     final = storage.layout.schema.fields[name].final
     rows = storage.first_row(slots, final) + table.length[slots] - 1
     values = storage.maps.rows[name][rows]

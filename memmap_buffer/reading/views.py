@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.gather import Gather, check_padding
+from memmap_buffer.reading.gather import Ends, Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.table import IntArray
@@ -42,7 +42,6 @@ class View(ABC):
     stride: int = 1
     per_episode: ClassVar[bool] = False
     random: ClassVar[bool] = False
-    terminal_field: str | None = None
 
     @abstractmethod
     def keys(self, schema: Schema) -> list[str]:
@@ -55,6 +54,10 @@ class View(ABC):
     @abstractmethod
     def cut(self, gather: Gather) -> None:
         """Put the batch together."""
+
+    def ends(self, schema: Schema) -> Ends:
+        """How it knows that an episode ended."""
+        return Ends.of(schema)
 
     def crop(self, length: IntArray, u: FloatArray) -> IntArray:
         """Where chance, u (B,) in [0, 1), moves the anchors of episodes of these lengths; only if `random`."""

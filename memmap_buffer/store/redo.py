@@ -89,7 +89,7 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
         pieces.append((name, layout.row_offset(name, first), new.tobytes()))
         kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
         checksums[column_of[name]] = crc32(kept, crc32(new))
-        if name == "terminated" and len(new) == length:
+        if name == layout.schema.terminated and len(new) == length:
             flags = flags & ~TERMINATED | TERMINATED * bool(new[-1].any())
     for name, value in meta.items():
         pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))

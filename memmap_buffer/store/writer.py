@@ -202,7 +202,7 @@ class Writer:
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
-        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * (episode.ended == "terminated")
+        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * self._terminated(episode)
         try:
             publication = self._write(episode)
             if publication.published and self._meta_changed(publication, episode):
@@ -220,6 +220,9 @@ class Writer:
             raise
         if self.capacity is not None and (serial := self.capacity.first_kept()) > self._ring.oldest:
             self._clear_before(self.begin(), serial)
+
+    def _terminated(self, episode: Episode) -> bool:
+        return bool(episode.ended) and episode.ended == self.schema.terminated
 
     def _settle(self) -> None:
         """After an error or an interruption at any line, count anew: what is on the disk is what happened."""
@@ -263,7 +266,7 @@ class Writer:
         publication = None
         try:
             publication = self._write(episode)
-            flags = OPEN | TERMINATED * (episode.ended == "terminated")
+            flags = OPEN | TERMINATED * self._terminated(episode)
             self._commit(publication, episode, flags, at_once=True)
         except BaseException:
             self._settle()
