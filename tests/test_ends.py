@@ -8,11 +8,14 @@ import pytest
 from memmap_buffer import (
     ConcatBuffer,
     Field,
+    Hindsight,
     NStep,
+    Offsets,
     ReplayBuffer,
     Schema,
     SchemaError,
     SchemaMismatchError,
+    Window,
     pack,
     repair,
     unpack,
@@ -190,6 +193,8 @@ def test_returns_without_a_declared_end_name_the_remedy(tmp_path):
         assert buffer.batch(n_steps=2)["n_step_lens"].tolist() == [2, 1]
         assert buffer.batch(n_steps=2, gamma=0.5, terminated=None)["_discount"].tolist() == [0.25, 0.5]
         assert buffer.batch(n_steps=2, gamma=0.5, terminated="done")["_discount"].tolist() == [0.25, 0, 0]
+        (batch,) = buffer.dataloader(9, n_steps=2, gamma=0.5, terminated=None)
+        assert batch["_discount"].tolist() == [0.25, 0.5]
 
 
 def test_none_that_was_declared_is_a_remedy_too(tmp_path):
@@ -206,3 +211,154 @@ def test_the_option_wins_over_what_was_declared(tmp_path):
         assert buffer.batch(n_steps=1, gamma=0.5, terminated="timeout")["_discount"].tolist() == [0.5, 0.5]
         with pytest.raises(SchemaError, match=r"terminated: got 'dons'.*did you mean 'done'"):
             buffer.batch(n_steps=1, gamma=0.5, terminated="dons")
+
+
+# Ends in the middle: what is stored as one is read as if each part had been stored by itself
+
+VIEWS = {
+    "timesteps": {"timestep_level": True},
+    **{f"{n} steps": {"n_steps": n, "gamma": 0.5, "sequence_fields": ["reward"]} for n in (1, 2, 3, 9)},
+    "timeline": {"n_steps": 3, "timeline": True},
+    "stack": {"n_steps": 2, "gamma": 0.5, "stack": {"observation": 3}, "padding": "edge"},
+    **{f"windows, {b}": {"view": Window(3, 2, boundary=b)} for b in ("pad", "shift", "drop", "repeat")},
+    "offsets": {"view": Offsets(observation=(-2, -1, 0, 1), reward=(0, 1), padding="edge")},
+    "offsets, drop": {"view": Offsets(observation=(-1, 0, 2), boundary="drop")},
+    "offsets, shift": {"view": Offsets(observation=(-1, 0, 2), boundary="shift")},
+}
+GLUED = [[(3, "done"), (1, "timeout"), (1, "done"), (5, "timeout"), (2, "done")], [(4, "")], [(2, "timeout"), (6, "")]]
+
+
+def parts_of(episode, first):
+    """The parts of an episode, each as it would be stored by itself; the last one has its final observation."""
+    parts = []
+    for length, end in episode:
+        parts.append(steps(length, first=first, end=end))
+        if not end:
+            parts[-1]["timeout"][:] = False
+        first += length
+    parts[-1]["observation"] = np.append(parts[-1]["observation"], 99.0)
+    return parts
+
+
+def glued(parts):
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def two_ways(folder):
+    """A buffer of glued episodes, and one of their parts."""
+    together, apart = make(folder / "together"), make(folder / "apart")
+    for number, episode in enumerate(GLUED):
+        parts = parts_of(episode, 20.0 * number)
+        together.store_episode(**glued(parts))
+        for part in parts:
+            apart.store_episode(**part)
+    return together, apart
+
+
+def assert_alike(together, apart, **options):
+    got, wanted = together.batch(**options), apart.batch(**options)
+    assert got.keys() == wanted.keys()
+    for key in got.keys() - {"_start", "_indices"}:
+        np.testing.assert_array_equal(got[key], wanted[key], err_msg=key)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_item_reaches_across_an_end_in_the_middle(tmp_path, view):
+    assert_alike(*two_ways(tmp_path), **VIEWS[view])
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_nor_does_it_in_a_packed_folder_or_among_several(tmp_path, view):
+    together, apart = two_ways(tmp_path)
+    pack(together.folder, tmp_path / "packed")
+    packed = ReplayBuffer.from_folder(tmp_path / "packed", read_only=True)
+    assert_alike(packed, apart, **VIEWS[view])
+    assert_alike(ConcatBuffer([packed, together]), ConcatBuffer([apart, apart]), **VIEWS[view])
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_nor_where_the_end_came_with_an_update(tmp_path, view):
+    together, apart = two_ways(tmp_path)
+    with make(tmp_path / "updated") as updated:
+        for i in range(len(together)):
+            episode = together.episode(i)
+            whole = {name: episode[name] for name in FIELDS}
+            updated.store_episode(**{**whole, "done": ~whole["done"], "timeout": np.zeros_like(whole["timeout"])})
+            updated.update(i, done=whole["done"])
+            updated.update(i, timeout=whole["timeout"])
+        assert_alike(updated, apart, **VIEWS[view])
+
+
+def test_returns_by_a_field_that_was_not_declared_stop_at_it_too(tmp_path):
+    """As code does it that stores one stream, whose episodes end by `done`."""
+
+    def plain(folder):
+        return ReplayBuffer(folder, 20, 50, FIELDS)
+
+    together, apart = plain(tmp_path / "together"), plain(tmp_path / "apart")
+    parts = [steps(length, first=10 * i) for i, length in enumerate((3, 1, 5, 2))]
+    together.store_episode(**glued(parts))
+    for part in parts:
+        apart.store_episode(**part)
+    for n in (1, 2, 4, 300):
+        options = {"n_steps": n, "gamma": 0.5, "sequence_fields": ["reward"], "terminated": "done"}
+        assert_alike(together, apart, **options)
+        assert_alike(together, apart, **options, stack={"observation": 3})
+
+
+def test_a_transition_that_ends_in_the_middle_has_no_successor(tmp_path):
+    with make(tmp_path) as buffer:
+        buffer.store_episode(**glued(parts_of([(3, "done"), (3, "timeout"), (2, "")], 0.0)))
+        batch = buffer.batch(n_steps=2, gamma=0.5, return_indices=True)
+        assert batch["_indices"][:, 1].tolist() == [0, 1, 2, 3, 4, 6, 7]  # what follows 5 is not known
+        assert batch["n_step_lens"].tolist() == [2, 2, 1, 2, 1, 2, 1]
+        assert batch["_discount"].tolist() == [0.25, 0, 0, 0.25, 0.5, 0.25, 0.5]
+        assert batch["next_observation"].tolist() == [2, 0, 0, 5, 5, 99, 99]
+
+
+def test_whole_episodes_and_crops_of_them(tmp_path):
+    with make(tmp_path) as buffer:
+        buffer.store_episode(**glued(parts_of([(3, "done"), (3, "timeout"), (2, "")], 0.0)))
+        assert buffer.episode(0)["observation"].tolist() == [*range(8), 99]
+        assert buffer[0]["reward"].tolist() == [*range(100, 108)]
+        crops = buffer.batch([0] * 200, window_length=3)
+        last = crops["_start"] + crops["_lens"]
+        assert {*zip(crops["_start"].tolist(), last.tolist(), strict=True)} == {
+            (0, 3),
+            (1, 3),
+            (2, 3),
+            (3, 6),
+            (4, 6),
+            (5, 6),
+        }
+        assert crops["_reaches_episode_end"].all()
+
+
+def test_a_goal_is_of_the_same_part(tmp_path):
+    part_of = np.repeat([0, 1, 2], (3, 4, 5))
+    fields = {"x": Field("float", final=True), "goal": "float", "reward": "float", "done": "bool"}
+    ends = np.append(part_of[1:] != part_of[:-1], True)
+    with ReplayBuffer(tmp_path, 1, 300, fields, terminated="done") as buffer:
+        buffer.store_episode(x=np.arange(12.0), goal=np.zeros(12), reward=np.zeros(12), done=ends)
+        for strategy in ("future", "final", "episode", "geometric"):
+            how = Hindsight(lambda got, goal, info: got - goal, "goal", "x", strategy=strategy, prob=1.0)
+            batch = buffer.sample(300, n_steps=1, hindsight=how, return_indices=True, seed=0)
+            t, goal = batch["_indices"][:, 1].numpy(), batch["_goal"][:, 1].numpy()
+            given = goal >= 0
+            assert given.any() and (part_of[t[given]] == part_of[goal[given]]).all()
+            assert (batch["goal"].numpy()[given] == goal[given]).all()
+
+
+def test_prioritised_items_and_loaders_stop_there_too(tmp_path):
+    together, apart = two_ways(tmp_path)
+    wanted = {
+        tuple(row)
+        for row in zip(*(apart.batch(n_steps=3, gamma=0.5)[k].tolist() for k in ("reward", "_return")), strict=True)
+    }
+    for options in ({"prioritized": True}, {"filter_fields": {"reward": (101, None)}}, {}):
+        batch = together.sample(400, n_steps=3, gamma=0.5, seed=1, **options)
+        got = {tuple(row) for row in zip(batch["reward"].tolist(), batch["_return"].tolist(), strict=True)}
+        assert got <= wanted and (options or got == wanted)
+    loader = together.dataloader(4, n_steps=3, gamma=0.5, shuffle=True, seed=0)
+    got = [row for batch in loader for row in zip(batch["reward"].tolist(), batch["_return"].tolist(), strict=True)]
+    assert sorted(got) == sorted(wanted)

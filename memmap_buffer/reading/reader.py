@@ -61,6 +61,8 @@ class Reader:
         self._has_text = any(field.storage.kind == "U" for field in sources.schema.all.values())
         self._is_plain = not self._has_text and not self.output.widened
         self._ends = self.selection.view.ends(sources.schema)
+        if options.hindsight is not None:  # a goal may be from anywhere between two ends
+            self._ends = self._ends._replace(before=sources.max_timesteps, after=sources.max_timesteps)
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.gather import Ends, Gather
+from memmap_buffer.reading.ends import Ends
+from memmap_buffer.reading.gather import Gather
 from memmap_buffer.reading.hindsight import Hindsight
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
 from memmap_buffer.store.table import IntArray
@@ -37,7 +38,7 @@ class Relabelling(Gather):
         item, t, there = self._drawn()
         self._chosen = (self.anchors.uniform(1) < how.prob) & whole & there
         self._goal = self._rows_of(how.achieved, item, t)
-        columns = [self.anchors.serial[item], t]
+        columns = [self.anchors.serial[item], t + np.broadcast_to(self.begin, t.shape)[item]]
         columns = columns if self.anchors.source is None else [self.anchors.source[item], *columns]
         self.batch["_goal"] = np.where(self._chosen[:, None], np.stack(columns, axis=1), -1)
 

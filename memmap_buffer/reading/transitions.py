@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.reading.gather import Ends, Gather, check_padding
+from memmap_buffer.reading.ends import Ends
+from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.reading.views import Names, Spans, View, named
 from memmap_buffer.schema import DECLARED, Schema
@@ -67,7 +68,7 @@ class NStep(View):
             check_number("gamma", self.gamma)
 
     def ends(self, schema: Schema) -> Ends:
-        return Ends.of(schema, self.terminated)
+        return Ends.of(schema, self.terminated, before=self.before, after=self.reach)
 
     def sequences(self, schema: Schema) -> dict[str, str]:
         following = named(schema, self.next_fields, "next_fields") if self.timeline else ()
@@ -78,6 +79,10 @@ class NStep(View):
     @property
     def reach(self) -> int:
         return self.n
+
+    @property
+    def before(self) -> int:
+        return max([0, *(steps - 1 for steps in dict(self.stack).values())])
 
     def keys(self, schema: Schema) -> list[str]:
         if self.gamma is not None:

@@ -46,7 +46,7 @@ generation   even; odd while rows of this slot are overwritten; never 0 once wri
 serial       the episode's number, counted from 0, never used twice
 length       timesteps, 1 … max_timesteps
 flags        1 has the final observation, 2 cut short, 4 deleted, 8 open, 16 ended by the field `terminated` of `ends`,
-             32 has checksums
+             32 has checksums, 64 a field of `ends` is true before the last step, too
 first_row    the row of step 0 in every data file; rows of files with `final` lie `slot` further. In a grid it MUST
              be slot * max_timesteps
 time         nanoseconds since 1970 at publication;   epoch   of the writer that published

@@ -107,8 +107,11 @@ class Recording:
     def store_episode(self, **arrays: Any) -> None:
         """Publish a whole episode.
 
+        Where a field that ends episodes is true before the last step, the steps after it are served as those of
+        another episode are: no item reaches across. Whole episodes are given as they were stored.
+
         Args: arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta fields.
-        Raises: SchemaError. EpisodeStateError: longer than max_timesteps, or steps follow `terminated`.
+        Raises: SchemaError. EpisodeStateError: longer than max_timesteps.
         """
         columns, meta, finals, length = edits.whole_episode(self._storage.layout.schema, arrays)
         episode = self._writer.open(meta)

@@ -17,8 +17,8 @@ import numpy as np
 from memmap_buffer.store.files import write_all
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.publication import Files, Publication
-from memmap_buffer.store.records import CHECK, CHECKED, FINAL, GENERATION, RECORD, TERMINATED, check_of, seal
-from memmap_buffer.store.storage import crc32, digest_of
+from memmap_buffer.store.records import CHECK, CHECKED, FINAL, GENERATION, INNER_END, RECORD, TERMINATED, check_of, seal
+from memmap_buffer.store.storage import Storage, crc32, digest_of
 from memmap_buffer.values import Array
 
 log = logging.getLogger("memmap_buffer")
@@ -83,14 +83,14 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
     length, flags = values["length"], values["flags"]
     column_of, checksums = layout.column_of, storage.maps.checksums[slot].copy()
     pieces = []
+    if not rows.keys().isdisjoint(layout.schema.ends):
+        flags = flags & ~(TERMINATED | INNER_END) | _ended(storage, slot, length, rows)
     for name, new in rows.items():
         final = layout.schema.fields[name].final
         first = int(storage.first_row(np.array([slot]), final)[0])
         pieces.append((name, layout.row_offset(name, first), new.tobytes()))
         kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
         checksums[column_of[name]] = crc32(kept, crc32(new))
-        if name == layout.schema.terminated and len(new) == length:
-            flags = flags & ~TERMINATED | TERMINATED * bool(new[-1].any())
     for name, value in meta.items():
         pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
         checksums[column_of[name]] = crc32(value)
@@ -102,6 +102,19 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
     digest = digest_of(checksums.tobytes(), columns)
     values |= {"generation": generation + 2, "flags": flags, "columns": columns, "digest": digest}
     return Rewrite(slot, values["serial"], generation, seal(**values), pieces)
+
+
+def _ended(storage: Storage, slot: int, length: int, rows: Mapping[str, Array]) -> int:
+    """The flags that say how an episode ends, once the first timesteps of some fields are replaced."""
+    schema, flags = storage.layout.schema, 0
+    for name in schema.ends:
+        first = int(storage.first_row(np.array([slot]), schema.fields[name].final)[0])
+        column = storage.maps.rows[name][first : first + length].copy()
+        column[: len(rows.get(name, ()))] = rows.get(name, 0)
+        flags |= INNER_END * bool(column[:-1].any()) | TERMINATED * (
+            name == schema.terminated and bool(column[-1].any())
+        )
+    return flags
 
 
 def close(

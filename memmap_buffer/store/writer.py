@@ -17,7 +17,7 @@ from memmap_buffer.store.creation import discard_unfinished
 from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.publication import Files, Publication, commit
-from memmap_buffer.store.records import CUT, DELETED, FINAL, OPEN, TERMINATED
+from memmap_buffer.store.records import CUT, DELETED, FINAL, INNER_END, OPEN, TERMINATED
 from memmap_buffer.store.recovery import count, take_over
 from memmap_buffer.store.ring import Ring
 from memmap_buffer.store.shards import Capacity
@@ -202,7 +202,8 @@ class Writer:
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
-        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * self._terminated(episode)
+        flags = FINAL * bool(episode.finals) | CUT * cut | INNER_END * episode.has_inner_end
+        flags |= TERMINATED * self._terminated(episode)
         try:
             publication = self._write(episode)
             if publication.published and self._meta_changed(publication, episode):
