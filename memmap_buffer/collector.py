@@ -203,7 +203,7 @@ class Collector:
             self._storing = stream, Steps(schema, nest(values), time=True)
         stream, steps = self._storing
         stream.extend(steps)
-        stream.publish(steps, cut=bool(stream.schema.ends))
+        stream.publish(cut=bool(stream.schema.ends))
         self.clear()
 
     def _stored(self, schema: Schema) -> dict[str, Array]:

@@ -27,7 +27,7 @@ ENDS = {"terminated": "done", "truncated": "timeout"}
 
 
 def make(folder, **options):
-    return ReplayBuffer(folder, 20, 50, **{"fields": FIELDS, **ENDS, **options})
+    return ReplayBuffer(folder, **{"max_episodes": 20, "max_timesteps": 50, "fields": FIELDS, **ENDS, **options})
 
 
 def steps(*lengths, first=0.0, end="done"):
@@ -362,3 +362,54 @@ def test_prioritised_items_and_loaders_stop_there_too(tmp_path):
     loader = together.dataloader(4, n_steps=3, gamma=0.5, shuffle=True, seed=0)
     got = [row for batch in loader for row in zip(batch["reward"].tolist(), batch["_return"].tolist(), strict=True)]
     assert sorted(got) == sorted(wanted)
+
+
+# The last transition of what is cut
+
+
+def transitions(buffer):
+    """(observation, what came next) of every transition, in order."""
+    batch = buffer.batch(n_steps=1)
+    return sorted(zip(batch["observation"].tolist(), batch["next_observation"].tolist(), strict=True))
+
+
+HOW = {"ram": {}, "disk": {"stage": "disk", "spare_slots": 2}, "step": {"publish": "step", "spare_slots": 2}}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("end", ["end_stream", "close"])
+def test_the_end_of_a_stream_keeps_the_last_transition_of_each_environment(tmp_path, how, end):
+    with make(tmp_path, **HOW[how]) as buffer:
+        following = np.array([0.0, 10.0])
+        for _ in range(3):
+            seen = following.copy()
+            following += 1  # as environments do that write into the same array again
+            buffer.add(observation=seen, reward=[0, 0], done=[False, False], next_observation=following)
+        following += 100
+        getattr(buffer, end)()
+    buffer = ReplayBuffer.from_folder(tmp_path)
+    assert transitions(buffer) == [(t, t + 1) for t in (0, 1, 2, 10, 11, 12)]
+
+
+@pytest.mark.parametrize("extend", [True, False])
+@pytest.mark.parametrize("how", HOW)
+def test_a_cut_episode_has_what_the_next_step_began_with(tmp_path, how, extend):
+    seen = np.stack([np.arange(8.0), 10 + np.arange(8.0)], axis=1)
+    done = np.zeros((8, 2), bool)
+    done[5, 0] = True  # where the second of its parts is as long as it may be, too
+    with make(tmp_path, max_timesteps=3, **HOW[how]) as buffer:
+        if extend:
+            buffer.extend(observation=seen, reward=seen, done=done)
+        else:
+            for t in range(8):
+                buffer.add(observation=seen[t], reward=seen[t], done=done[t])
+        buffer.end_stream()
+        wanted = [(t, t + 1) for t in (0, 1, 2, 3, 4, 6, 10, 11, 12, 13, 14, 15, 16)] + [(5, 0)]
+        assert transitions(buffer) == sorted(wanted)
+        assert sorted(buffer.episode_lens.tolist()) == [2, 2, 3, 3, 3, 3]
+
+
+def test_a_cut_episode_without_final_fields_is_published_at_once(tmp_path):
+    with ReplayBuffer(tmp_path, 9, 3, {"x": "int"}) as buffer:
+        buffer.extend(x=np.arange(3))
+        assert len(buffer) == 1

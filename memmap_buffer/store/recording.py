@@ -157,11 +157,14 @@ class Recording:
         """Append one timestep of each of B environments that run side by side.
 
         `terminated` or `truncated` ends the episode of an environment: it is published, and the next call begins
-        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one.
+        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one; where
+        fields have `final`, and no `next_<field>` is given, it is published with the next step, which tells what was
+        seen.
 
         Args:
             step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
-                counts. `next_<field>` of fields with `final`: what was seen after the step, kept where an episode ends.
+                counts. `next_<field>` of fields with `final`: what was seen after the step, kept where an episode ends
+                or is cut.
 
         Raises:
             SchemaError: as `Episode.store`, or another B; BufferFullError, BufferLockedError, ReadOnlyError,
