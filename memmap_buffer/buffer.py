@@ -162,19 +162,23 @@ class ReplayBuffer(Recording, Editing, Readable):
         `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`; see `interop.gymnasium.schema_of`.
 
         Args:
-            env: a Gymnasium environment or vector environment.
-            max_timesteps: default: the time limit that the environment was registered with.
+            env: a Gymnasium environment or vector environment. Where the step after an episode's end is its reset
+                (`AutoresetMode.NEXT_STEP`, the default of vectors, or the wrapper `Autoreset`), `add`, `extend` and
+                collectors of this object leave that step out; call `end_stream` before you reset them yourself.
+            max_timesteps: default: the time limit of the environment, or the longest of a vector.
             fields: more of them, such as log_prob, or others in the place of these.
             folder, max_episodes, options: as for the constructor.
 
         Raises: ImportError: Gymnasium is not installed. SchemaError: a space has no fixed size, or there is no limit.
         """
-        from memmap_buffer.interop.gymnasium import max_steps_of, schema_of, spaces_of
+        from memmap_buffer.interop.gymnasium import max_steps_of, resets_by_a_step, schema_of, spaces_of
 
         limit = max_timesteps or max_steps_of(env)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
-        return cls(folder, max_episodes, limit, {**schema_of(*spaces_of(env)), **(fields or {})}, **options)
+        buffer = cls(folder, max_episodes, limit, {**schema_of(*spaces_of(env)), **(fields or {})}, **options)
+        buffer._skips_resets = resets_by_a_step(env)
+        return buffer
 
     def _setup(self, opened: Storage, lock: WriterLock, how: Durability, capacity: Capacity | None = None) -> None:
         super().__init__(Sources([opened]))

@@ -46,6 +46,7 @@ class Recording:
 
     _storage: Storage
     _writer: Writer
+    _skips_resets = False  # whether the step after an episode's end is the environment's reset
 
     def _record_to(self, storage: Storage, writer: Writer) -> None:
         self._storage = storage
@@ -200,7 +201,8 @@ class Recording:
 
     def _new_stream(self, size: int) -> EpisodeStream:
         layout = self._storage.layout
-        return EpisodeStream(layout.schema, size, layout.max_timesteps, partial(self._writer.open, {}))
+        begin = partial(self._writer.open, {})
+        return EpisodeStream(layout.schema, size, layout.max_timesteps, begin, skips_resets=self._skips_resets)
 
     # Within
 
