@@ -10,6 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import BufferFullError, SchemaError
 from memmap_buffer.interop.gymnasium import encode_space, schema_of, spaces_of
@@ -110,7 +112,7 @@ class Recorder:
         }
         schema = self.buffer.schema
         for name, flag in ((schema.terminated, step.terminated), (schema.truncated, step.truncated)):
-            values |= {} if name is None else {name: bool(flag)}
+            values |= {} if name is None else {name: np.full(schema.fields[name].shape, bool(flag))}
         infos = {f"{INFO}{name}": value for name in self._infos if (value := step.look_up(name)) is not None}
         lane.episode.store(**self._declared(values), **infos)
         lane.episode_return += float(step.reward)
