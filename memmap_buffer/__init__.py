@@ -13,7 +13,7 @@ The layers; a module imports only from levels above its own line, never sideways
     level 8   store.stream, store.columns, store.redo, store.pack, store.priority
     level 9   store.recovery, store.checkup
     level 10  store.writer
-    level 11  store.repair, store.recording, store.editing, reading.spans
+    level 11  store.repair, store.recording, store.editing, reading.spans, reading.ends
     level 12  reading.together, reading.slices, reading.conditions, reading.split, reading.weighting, reading.hindsight
     level 13  reading.sources, reading.runs
     level 14  reading.gather, reading.index

@@ -63,6 +63,9 @@ class ReplayBuffer(Recording, Editing, Readable):
         shard: "auto": `folder` is a root of shards, and this writes to the first of them that nobody writes to, that
             was created with these arguments and has room; else to a new one. `ConcatBuffer.from_root` reads them all.
             The shard is taken for as long as this object has the lock: for another in the same process, too.
+        terminated: the field that is true where an episode ended and nothing follows; None: none of them is. It and
+            `truncated` end the episodes of `add`, and stop n-step returns; they are kept in the folder.
+        truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
 
     Raises:
         SchemaMismatchError: the folder holds another schema; the text lists the differences.
@@ -91,8 +94,11 @@ class ReplayBuffer(Recording, Editing, Readable):
         verify: str = "auto",
         reserve: bool = False,
         shard: str | None = None,
+        terminated: str | None = "terminated",
+        truncated: str | None = "truncated",
     ) -> None:
         schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
+        schema = schema.ending_by(terminated, truncated)
         layout = Layout(
             schema, max_episodes, max_timesteps, spare_slots=spare_slots, circular=bool(circular), max_steps=max_steps
         )
@@ -151,21 +157,24 @@ class ReplayBuffer(Recording, Editing, Readable):
         `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`; see `interop.gymnasium.schema_of`.
 
         Args:
-            env: a Gymnasium environment or vector environment.
-            max_timesteps: default: the time limit that the environment was registered with.
+            env: a Gymnasium environment or vector environment. Where the step after an episode's end is its reset
+                (`AutoresetMode.NEXT_STEP`, the default of vectors, or the wrapper `Autoreset`), `add`, `extend` and
+                collectors of this object leave that step out; call `end_stream` before you reset them yourself.
+            max_timesteps: default: the time limit of the environment, or the longest of a vector.
             fields: more of them, such as log_prob, or others in the place of these.
             folder, max_episodes, options: as for the constructor.
 
         Raises: ImportError: Gymnasium is not installed. SchemaError: a space has no fixed size, or there is no limit.
         """
-        from memmap_buffer.interop.gymnasium import max_steps_of, schema_of, spaces_of
+        from memmap_buffer.interop.gymnasium import max_steps_of, resets_by_a_step, schema_of, spaces_of
 
         limit = max_timesteps or max_steps_of(env)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
-        return cls(
-            folder, max_episodes, limit, {**schema_of(*spaces_of(env)), **declared("fields", fields or {})}, **options
-        )
+        known = {**schema_of(*spaces_of(env)), **declared("fields", fields or {})}
+        buffer = cls(folder, max_episodes, limit, known, **options)
+        buffer._skips_resets = resets_by_a_step(env)
+        return buffer
 
     def _setup(self, opened: Storage, lock: WriterLock, how: Durability) -> None:
         super().__init__(Sources([opened]))

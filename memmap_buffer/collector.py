@@ -41,11 +41,12 @@ class Collector:
         chosen = schema.require(fields if fieldnames is None else fieldnames, "fieldnames", fields)
         meta_chosen = schema.require(meta if meta_fieldnames is None else meta_fieldnames, "meta_fieldnames", meta)
         self._new_stream = new_stream
-        self._collected = Schema({n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen})
+        self._collected = schema.with_fields({n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen})
         self._strict = strict
         self.num_groups = num_groups
         self._parts: dict[str, list[Array]] = {}
         self._length = 0
+        self._over = self._over_before = np.zeros(num_groups, np.bool_)  # whose last step ended an episode; and before
         self._storing: tuple[EpisodeStream, Steps] | None = None
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ class Collector:
         """Forget everything collected; episodes that `store` could not publish are dropped."""
         if self._storing is not None:
             self._storing[0].abort()
-        self._parts, self._length, self._storing = {}, 0, None
+        self._parts, self._length, self._storing, self._over_before = {}, 0, None, self._over
 
     def _require_not_storing(self) -> None:
         if self._storing is not None:
@@ -110,7 +111,7 @@ class Collector:
         self._require_alike(columns, count)
         for name, column in columns.items():
             self._parts.setdefault(name, []).append(np.array(column))
-        self._length += count
+        self._length, self._over = self._length + count, steps.ends[-1]
 
     def _require_alike(self, columns: dict[str, Array], count: int) -> None:
         """Raise SchemaError unless these are the columns that were collected before, of so many timesteps."""
@@ -198,12 +199,13 @@ class Collector:
             if not len(self):
                 raise NotEnoughDataError("the collector is empty; append to it first", steps=0)
             stream = self._new_stream(self.num_groups)
+            stream.over = self._over_before.copy()
             schema = stream.schema  # the buffer's now: fields may have come and gone since
             values = {**self._stored(schema), **self._meta(schema, meta)}
             self._storing = stream, Steps(schema, nest(values), time=True)
         stream, steps = self._storing
         stream.extend(steps)
-        stream.publish(steps, cut=bool(stream.schema.ends))
+        stream.publish(cut=bool(stream.schema.ends))
         self.clear()
 
     def _stored(self, schema: Schema) -> dict[str, Array]:

@@ -18,6 +18,7 @@ MAX_FIELDS = 1024
 MAX_DIMENSIONS = 16
 MAX_NAME = 64
 ENDS = ("terminated", "truncated")
+DECLARED = ""  # as the name of the field that ends an episode: whichever was declared to
 RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
 DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -102,12 +103,22 @@ class Schema:
     Args:
         fields: name -> any spelling of a field, or a nested dict of them.
         meta_fields: the same, one value an episode.
+        terminated: the field that is true where an episode ended and nothing follows; None: none is.
+        truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
+            Both are fields of one number or bool; the default names may be those of no field.
 
     Raises:
         SchemaError: a name is no identifier, is used twice, or a spelling is not understood.
     """
 
-    def __init__(self, fields: Mapping[str, Any], meta_fields: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        meta_fields: Mapping[str, Any] | None = None,
+        *,
+        terminated: str | None = "terminated",
+        truncated: str | None = "truncated",
+    ) -> None:
         leaves = _leaves(declared("fields", fields))
         meta_leaves = _leaves(declared("meta_fields", meta_fields or {}))
         if not leaves:
@@ -118,6 +129,14 @@ class Schema:
         for name, field in self.meta_fields.items():
             if field.final:
                 raise SchemaError(f"meta field {name!r}: `final` is for per-timestep fields; drop it")
+        self.declared_ends: dict[str, str | None] = dict(zip(ENDS, (terminated, truncated), strict=True))
+        for key, end in self.declared_ends.items():
+            if end is not None and end != key and not self._may_end(end, key):
+                raise SchemaError(
+                    f"{key}: field {end!r} is {self.fields[end].dtype} {self.fields[end].shape}, expected one number "
+                    f"or bool a timestep; name another, or give {key}=None",
+                    field=end,
+                )
 
     @classmethod
     def from_example(cls, step: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Schema:
@@ -146,10 +165,44 @@ class Schema:
         return {name: np.broadcast_to(value, value.shape) for name, value in defaults.items()}
 
     @cached_property
+    def terminated(self) -> str | None:
+        """The field that says that an episode ended and nothing follows: one number or bool, true where it is not 0."""
+        return self._end("terminated")
+
+    @cached_property
+    def truncated(self) -> str | None:
+        """The field that says that an episode was ended before its time."""
+        return self._end("truncated")
+
+    @cached_property
     def ends(self) -> tuple[str, ...]:
-        """The fields that say that the episode ended: one number or bool, true where it is not 0."""
-        fields = {name: self.fields[name] for name in ENDS if name in self.fields}
-        return tuple(n for n, field in fields.items() if field.shape in ((), (1,)) and field.storage.kind in "biuf")
+        """The fields that say that the episode ended, `terminated` first."""
+        return tuple(dict.fromkeys(name for name in (self.terminated, self.truncated) if name is not None))
+
+    def _end(self, key: str) -> str | None:
+        name = self.declared_ends[key]
+        return name if name is not None and (name in self.fields and self._may_end(name, key)) else None
+
+    def _may_end(self, name: str, key: str) -> bool:
+        """Whether a field is one number or bool. Raises SchemaError where there is none of that name."""
+        if name not in self.fields:
+            raise self.unknown(name, key, self.fields)
+        return self.fields[name].shape in ((), (1,)) and self.fields[name].storage.kind in "biuf"
+
+    def ending_by(self, terminated: str | None, truncated: str | None) -> Schema:
+        """A schema of the same fields whose episodes these fields end; a default name leaves it as it is here."""
+        given = {key: end for key, end in zip(ENDS, (terminated, truncated), strict=True) if end != key}
+        return Schema(self.fields, self.meta_fields, **{**self.declared_ends, **given}) if given else self
+
+    def with_fields(
+        self, fields: Mapping[str, Field], meta_fields: Mapping[str, Field], names: Mapping[str, str] | None = None
+    ) -> Schema:
+        """A schema of other fields that end episodes as here. names: those that have another name now, old -> new."""
+        new = {key: None if end is None else (names or {}).get(end, end) for key, end in self.declared_ends.items()}
+        gone = {
+            key: None if key in fields else key for key, end in new.items() if end is not None and end not in fields
+        }
+        return Schema(fields, meta_fields, **{**new, **gone})
 
     @cached_property
     def final_names(self) -> frozenset[str]:

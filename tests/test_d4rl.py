@@ -150,3 +150,16 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         buffer.store_episode(observation=columns["observations"][:1], info=infos, **steps)
         with pytest.raises(SchemaError, match="steps 14 to 15: no final observation, which the episodes before have"):
             export_d4rl(buffer, tmp_path / "e.hdf5")
+
+
+def test_a_declared_end_is_exported_as_a_terminal(tmp_path):
+    fields = {"observation": ("float", 2), "action": ("float", 1), "reward": "float", "info": {"done": "bool"}}
+    with ReplayBuffer(tmp_path / "a", 2, 5, fields, terminated="info.done") as buffer:
+        for length in (2, 3):
+            steps = {"observation": np.zeros((length, 2)), "action": np.zeros((length, 1)), "reward": np.zeros(length)}
+            buffer.store_episode(**steps, info={"done": np.arange(length) == length - 1})
+        export_d4rl(buffer, tmp_path / "out.hdf5")
+    with h5py.File(tmp_path / "out.hdf5") as file:
+        assert file["terminals"][()].tolist() == [False, True, False, False, True]
+        assert not file["timeouts"][()].any()
+        assert "infos" not in file

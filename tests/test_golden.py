@@ -153,7 +153,7 @@ def holds_an_episode(slot: int, record: Any, schema: dict[str, Any]) -> bool:
         h = ((h ^ word) * 0x9E3779B97F4A7C15) % 2**64
         h ^= h >> 29
     even = words[0] != 0 and words[0] % 2 == 0
-    bounds = 1 <= record["length"] <= schema["max_timesteps"] and record["flags"] < 64
+    bounds = 1 <= record["length"] <= schema["max_timesteps"] and record["flags"] < 128
     if schema["rows"] is None:
         return h == words[7] and even and bounds and words[3] == slot * schema["max_timesteps"]
     return h == words[7] and even and bounds and words[3] + record["length"] <= schema["rows"]

@@ -169,3 +169,150 @@ def test_without_gymnasium_the_error_names_the_extra():
     code = "import sys; sys.modules['gymnasium'] = None\nimport memmap_buffer.interop.gymnasium"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "install it by: pip install 'memmap-buffer[gymnasium]'" in ran.stderr
+
+
+# Environments that reset themselves, by `add`
+
+
+class Counting(gymnasium.Env):
+    """Observations tell (environment, episode, t); episodes of 2, 4, 3, … steps terminate and are truncated in turn."""
+
+    observation_space = spaces.Box(-1, 1000, (3,), np.float64)
+    action_space = spaces.Discrete(1000)
+
+    def __init__(self, number):
+        self.number, self.episode = number, -1
+
+    def observe(self):
+        return np.array([self.number, self.episode, self.t], np.float64)
+
+    def reset(self, *, seed=None, options=None):
+        self.episode, self.t = self.episode + 1, 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.t += 1
+        over = self.t == 2 + (self.number + 2 * self.episode) % 3
+        return self.observe(), float(action), over and self.episode % 2 == 0, over and self.episode % 2 == 1, {}
+
+
+def by_hand(number, count):
+    """(observation, action, reward, terminated, truncated, next observation) of the first transitions of one."""
+    env, out = Counting(number), []
+    observation, _ = env.reset()
+    while len(out) < count:
+        following, reward, *ends, _ = env.step(7)
+        out.append((*observation, 7, reward, *ends, *following))
+        observation = env.reset()[0] if any(ends) else following
+    return out
+
+
+def stored(buffer):
+    """The same of what is in a buffer, by environment."""
+    out = {}
+    for i in range(len(buffer)):
+        episode = buffer.episode(i)
+        seen = episode["observation"]
+        assert len(seen) == len(episode["reward"]) + 1
+        columns = (*seen[:-1].T, *(episode[k] for k in ("action", "reward", "terminated", "truncated")), *seen[1:].T)
+        out.setdefault(int(seen[0, 0]), []).extend(zip(*(column.tolist() for column in columns), strict=True))
+    return out
+
+
+def run(envs, add, steps=40):
+    """Step as code does that knows nothing of resets, but for what each mode asks of it."""
+    mode = envs.metadata["autoreset_mode"]
+    observations, _ = envs.reset()
+    for _ in range(steps):
+        actions = np.full(envs.num_envs, 7)
+        following, rewards, terminated, truncated, infos = envs.step(actions)
+        ended = terminated | truncated
+        last = following.copy()
+        if mode is AutoresetMode.SAME_STEP and ended.any():
+            last[ended] = np.stack(infos["final_obs"][ended])
+        step = {"observation": observations, "action": actions, "reward": rewards}
+        add(**step, terminated=terminated, truncated=truncated, next_observation=last)
+        observations = following
+        if mode is AutoresetMode.DISABLED and ended.any():
+            observations, _ = envs.reset(options={"reset_mask": ended})
+
+
+HOW = {"ram": {}, "disk": {"stage": "disk", "spare_slots": 3}, "step": {"publish": "step", "spare_slots": 3}}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_added_steps_of_a_vector_are_those_of_each_environment_alone(tmp_path, mode, how):
+    envs = gymnasium.vector.SyncVectorEnv([lambda i=i: Counting(i) for i in range(3)], autoreset_mode=mode)
+    with ReplayBuffer.for_env(envs, tmp_path, max_episodes=200, max_timesteps=3, **HOW[how]) as buffer:
+        run(envs, buffer.add)
+        buffer.end_stream()
+        got = stored(buffer)
+    assert sorted(got) == [0, 1, 2]
+    for number, transitions in got.items():
+        wanted = by_hand(number, 40)
+        if mode is AutoresetMode.NEXT_STEP:  # which spends a step on each reset
+            ended = np.array([row[5] or row[6] for row in wanted])
+            calls = np.arange(1, 41) + np.cumsum(ended) - ended
+            wanted = wanted[: np.count_nonzero(calls <= 40)]
+        assert transitions == wanted
+
+
+def test_extended_and_collected_steps_are_too(tmp_path):
+    envs = gymnasium.vector.SyncVectorEnv([lambda i=i: Counting(i) for i in range(3)])
+    options = {"max_episodes": 200, "max_timesteps": 20}
+    with ReplayBuffer.for_env(envs, tmp_path / "a", **options) as buffer:
+        steps = []
+        run(envs, lambda **step: steps.append(step))
+        for chunk in (steps[:1], steps[1:17], steps[17:]):
+            buffer.extend(**{name: np.stack([step[name] for step in chunk]) for name in steps[0]})
+        buffer.end_stream()
+        got = stored(buffer)
+    with ReplayBuffer.for_env(envs, tmp_path / "b", **options) as buffer:
+        collector = buffer.create_collector(3)
+        for t, step in enumerate(steps):
+            collector.append(**step)
+            if t % 6 == 5:
+                collector.store()
+        collector.store()
+        assert stored(buffer) == got
+    assert got == {number: by_hand(number, len(rows)) for number, rows in got.items()}
+
+
+def test_a_single_environment_that_resets_itself_is_known_too(tmp_path):
+    env = gymnasium.wrappers.Autoreset(Counting(0))
+    with ReplayBuffer.for_env(env, tmp_path, max_episodes=20, max_timesteps=20) as buffer:
+        observation, _ = env.reset()
+        for _ in range(20):
+            following, reward, terminated, truncated, _ = env.step(7)
+            step = {"observation": observation, "action": 7, "reward": reward}
+            buffer.add(**step, terminated=terminated, truncated=truncated, next_observation=following)
+            observation = following
+        buffer.end_stream()
+        got = stored(buffer)[0]
+    assert got == by_hand(0, len(got)) and len(got) < 20
+
+
+# The time limit
+
+
+@pytest.mark.parametrize("vector", [gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv])
+def test_the_time_limit_of_a_vector_is_the_longest_among_its_environments(tmp_path, vector):
+    def limited(number, limit):
+        return lambda: gymnasium.wrappers.TimeLimit(Counting(number), limit)
+
+    envs = vector([limited(0, 12), limited(1, 30)])
+    with ReplayBuffer.for_env(envs, tmp_path / "a", max_episodes=2) as buffer:
+        assert buffer.max_timesteps == 30
+    envs.close()
+    envs = vector([limited(0, 12), lambda: Counting(1)])
+    with pytest.raises(SchemaError, match="max_timesteps: got None, and the environment has no time limit"):
+        ReplayBuffer.for_env(envs, tmp_path / "b", max_episodes=2)
+    envs.close()
+
+
+def test_the_time_limit_that_an_environment_was_registered_with_is_found_in_a_vector(tmp_path):
+    envs = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    assert ReplayBuffer.for_env(envs, tmp_path / "a", max_episodes=2).max_timesteps == 500
+    env = gymnasium.wrappers.TimeLimit(Counting(0), 9)  # registered nowhere
+    assert ReplayBuffer.for_env(env, tmp_path / "b", max_episodes=2).max_timesteps == 9

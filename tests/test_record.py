@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import Autoreset, TimeAwareObservation
 
-from memmap_buffer import BufferFullError, ReplayBuffer, SchemaError
+from memmap_buffer import BufferFullError, Field, ReplayBuffer, SchemaError
 from memmap_buffer.interop.beside import read_names
 from memmap_buffer.interop.record import RecordEpisodes, RecordVectorEpisodes
 
@@ -568,3 +568,19 @@ def is_recorded(episode, alone):
     except AssertionError:
         return False
     return True
+
+
+def test_the_flags_of_the_environment_go_into_the_fields_that_were_declared(tmp_path):
+    fields = {"observation": Field("float32", 4, final=True), "done": "bool", "timeout": ("int8", 1)}
+    with ReplayBuffer(tmp_path, 9, 20, fields, terminated="done", truncated="timeout") as buffer:
+        env = RecordEpisodes(gymnasium.make("CartPole-v1", max_episode_steps=12), buffer)
+        for seed in range(3):
+            env.reset(seed=seed)
+            over = False
+            while not over:
+                *_, terminated, truncated, _ = env.step(1 if seed else seed % 2)
+                over = terminated or truncated
+        for i in range(len(buffer)):
+            episode = buffer.episode(i)
+            assert not episode["done"][:-1].any() and not episode["timeout"][:-1].any()
+            assert episode["done"][-1] or episode["timeout"][-1, 0]

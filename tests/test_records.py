@@ -139,7 +139,7 @@ def test_a_record_within_bounds_is_valid(values: dict[str, int]) -> None:
     [
         *({"generation": g} for g in (0, 1, 3, 2**63, 2**64 - 2, 2**64 - 1)),
         *({"length": n} for n in (0, MAX_TIMESTEPS + 1, 2**31, 2**32 - 1, 0x7FC00000)),
-        *({"flags": f} for f in (64, 128, 2**31, 2**32 - 1)),
+        *({"flags": f} for f in (128, 256, 2**31, 2**32 - 1)),
         *({"serial": s} for s in (2**62, 2**63, 2**64 - 1)),
         *({"first_row": r} for r in (1, MAX_TIMESTEPS, 2**63, 2**64 - MAX_TIMESTEPS, 2**64 - 1)),
     ],
@@ -239,7 +239,7 @@ def test_each_flipped_byte_of_a_record_voids_exactly_that_episode(folder: Path) 
         {"length": 6},
         {"length": 2**31},
         {"length": 2**32 - 1},
-        {"flags": 64},
+        {"flags": 128},
         {"first_row": 5},
         {"serial": 2**63},
         {"generation": 3},
@@ -306,7 +306,7 @@ def visible(slots: list[dict[str, Any]], base: int, max_steps: int | None) -> li
     held = {
         slot: record["serial"]
         for slot, record in enumerate(slots)
-        if record["sound"] and record["generation"] in (2, 4) and 1 <= record["length"] <= 4 and record["flags"] < 64
+        if record["sound"] and record["generation"] in (2, 4) and 1 <= record["length"] <= 4 and record["flags"] < 128
     }
     single = {slot: serial for slot, serial in held.items() if list(held.values()).count(serial) == 1}
     shown = [slot for slot, serial in single.items() if not slots[slot]["flags"] & 4 and serial >= base]

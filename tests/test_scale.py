@@ -27,7 +27,7 @@ FIELDS = {"x": ("float", 4), "reward": "float"}
 DRAWS = {
     "steps": {"timestep_level": True},
     "windows": {"view": Window(16)},
-    "5-step items": {"n_steps": 5, "gamma": 0.9},
+    "5-step items": {"n_steps": 5, "gamma": 0.9, "terminated": None},
 }
 each_draw = pytest.mark.parametrize("options", DRAWS.values(), ids=DRAWS)
 

@@ -77,7 +77,7 @@ def slow(chunks, end=False):
                 if ended or len(running[i]) == LIMIT:
                     close(i, t, steps, TERMINATED * bool(steps["terminated"][t, i]) | CUT * (not ended))
     for i in sorted(running) if end else ():
-        close(i, -1, None, CUT)
+        close(i, -1, chunks[-1], CUT)
     return done
 
 

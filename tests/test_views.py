@@ -210,7 +210,7 @@ class TestTransitions:
     def test_rewards_of_several_parts_have_a_return_each(self, tmp_path):
         rewards = np.array([[1.0, 10], [2, 20], [3, 30]])
         buffer = buffer_of(tmp_path, {"reward": rewards}, fields={"reward": ("float", 2)})
-        batch = next(iter(buffer.dataloader(9, n_steps=2, gamma=0.5)))
+        batch = next(iter(buffer.dataloader(9, n_steps=2, gamma=0.5, terminated=None)))
         assert batch["_return"].tolist() == [[2, 20], [2, 20]]
         assert batch["_discount"].tolist() == [[0.25], [0.5]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.cli.terminal import Problem, progress
+from memmap_buffer.schema import ENDS
 from memmap_buffer.values import Array
 
 CHUNK = 1 << 26  # bytes of padded rows read at a time
@@ -41,18 +42,19 @@ def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:
     """One row an episode, oldest first.
 
     Args: reward: a scalar field whose sum over the steps is the return; there is no such column without that field.
-    Returns: `serial`, `length`, `return`, `end` ("terminated", "truncated" or "", where there are such fields), and
-        every scalar meta field, as "meta.<name>" where one of these has its name: (episodes,) each.
+    Returns: `serial`, `length`, `return`, `end` ("terminated", "truncated" or "", where fields say so), and every
+        scalar meta field, as "meta.<name>" where one of these has its name: (episodes,) each.
     """
-    wanted = [name for name in (reward, "terminated", "truncated") if _is_scalar(buffer, name)]
+    ends = {kind: name for kind in ENDS if (name := getattr(buffer.schema, kind)) is not None}
+    wanted = list(dict.fromkeys([*[reward] * _is_scalar(buffer, reward), *ends.values()]))
     chunks = list(_chunks(buffer, wanted))
     data = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
     _, first = np.unique(data["_index"], return_index=True)  # a ring that went on meanwhile shows some of them twice
     table = {"serial": data["_index"], "length": data["_lens"]}
     if reward in wanted:
         table["return"] = data[reward]
-    if wanted[-1:] and wanted[-1] in ("terminated", "truncated"):
-        table["end"] = _ends(data)
+    if ends:
+        table["end"] = _ends(data, ends)
     scalar = [name for name in buffer.meta_fieldnames if buffer.schema.meta_fields[name].shape in ((), (1,))]
     table |= {f"meta.{name}" if name in table else name: data[name].reshape(-1) for name in scalar}
     return {name: values[first] for name, values in table.items()}
@@ -151,11 +153,10 @@ def _sum(values: Array) -> Array:
     return np.asarray(values.sum(axis=tuple(range(1, values.ndim)), dtype=np.float64))
 
 
-def _ends(data: dict[str, Array]) -> Array:
+def _ends(data: dict[str, Array], names: Mapping[str, str]) -> Array:
     ends = np.full(len(data["_lens"]), "", "U10")
-    for name in ("truncated", "terminated"):
-        if name in data:
-            ends[data[name] > 0] = name
+    for kind, name in reversed([*names.items()]):
+        ends[data[name] > 0] = kind
     return ends
 
 

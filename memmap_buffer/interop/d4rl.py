@@ -18,13 +18,13 @@ from memmap_buffer.interop.beside import read_beside, read_names, write_beside, 
 from memmap_buffer.interop.extras import extra
 from memmap_buffer.interop.names import Names
 from memmap_buffer.interop.survey import first_difference, flat
-from memmap_buffer.schema import Field
+from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):
     import h5py
 
 STEPS = {"observations": "observation", "actions": "action", "rewards": "reward"}
-ENDS = {"terminals": "terminated", "timeouts": "truncated"}
+ENDS = {"terminals": "terminated", "timeouts": "truncated"}  # as the schema calls what ends its episodes
 
 
 def import_d4rl(
@@ -89,7 +89,7 @@ def export_d4rl(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
     keys = {name: path[1:] if name.startswith("info.") else path for name, path in keys.items()}
     names = {name: "/".join(["infos", *map(str, path)]) for name, path in keys.items()}
     names |= {ours: theirs for theirs, ours in STEPS.items() if ours in names}
-    names = {name: place for name, place in names.items() if name not in ENDS.values()}
+    names = {name: place for name, place in names.items() if name not in buffer.schema.ends}
     for name in ("observation", "action"):
         if name not in names:
             raise SchemaError(f"{buffer.folder}: it has no field {name!r}, which D4RL needs flat; flatten or rename it")
@@ -101,7 +101,7 @@ def export_d4rl(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
         for place in ENDS:
             file.create_dataset(place, (bounds[-1],), bool)
         for i, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-            _write_episode(file, buffer.episode(i), names, start, stop, last=i == len(buffer) - 1)
+            _write_episode(file, buffer.schema, buffer.episode(i), names, start, stop, last=i == len(buffer) - 1)
         for name, value in (read_beside(buffer, "d4rl") or {}).items():
             file[f"metadata/{name}"] = value
 
@@ -157,9 +157,9 @@ def _metadata(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_episode(
-    file: Any, episode: dict[str, Any], names: Mapping[str, str], start: int, stop: int, *, last: bool
+    file: Any, schema: Schema, episode: dict[str, Any], names: Mapping[str, str], start: int, stop: int, *, last: bool
 ) -> None:
-    columns = flat(episode)
+    columns, none = flat(episode), np.zeros(stop - start, bool)
     for name, place in names.items():
         file[place][start:stop] = columns[name][: stop - start]
     whole = episode["observation"]
@@ -174,7 +174,7 @@ def _write_episode(
         raise SchemaError(
             f"steps {start} to {stop}: no final observation, which the episodes before have; leave it out"
         )
-    terminated = np.asarray(episode.get("terminated", np.zeros(stop - start, bool)))
-    truncated = np.array(episode.get("truncated", np.zeros(stop - start, bool)))
+    terminated = np.asarray(columns.get(schema.terminated or "", none)).reshape(-1) != 0
+    truncated = np.array(columns.get(schema.truncated or "", none)).reshape(-1) != 0
     truncated[-1] |= not last and not terminated[-1]
     file["terminals"][start:stop], file["timeouts"][start:stop] = terminated, truncated

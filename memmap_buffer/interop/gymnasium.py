@@ -14,7 +14,11 @@ from memmap_buffer.interop.names import Names, parts_of
 from memmap_buffer.schema import Field
 
 with extra("gymnasium"):
-    from gymnasium import Space, spaces
+    from gymnasium import Space, Wrapper, spaces
+    from gymnasium.vector import AutoresetMode, VectorEnv
+    from gymnasium.wrappers import Autoreset
+
+TIME_LIMIT = "_max_episode_steps"  # of `TimeLimit`
 
 
 def schema_of(observation_space: Space[Any], action_space: Space[Any]) -> dict[str, Any]:
@@ -80,9 +84,27 @@ def spaces_of(env: Any) -> tuple[Space[Any], Space[Any]]:
 
 
 def max_steps_of(env: Any) -> int | None:
-    """The time limit that an environment was registered with, or None."""
+    """The time limit of an environment, or the longest among those of a vector environment; None: one has none."""
     limit: int | None = getattr(getattr(env, "spec", None), "max_episode_steps", None)
-    return limit
+    if limit is not None:
+        return limit
+    call = getattr(env.unwrapped, "call", None) if isinstance(env, VectorEnv) else None
+    if call is not None:  # the specifications of members in other processes may not pickle; these answers do
+        limits = call("get_wrapper_attr", TIME_LIMIT) if all(call("has_wrapper_attr", TIME_LIMIT)) else [None]
+        return None if None in limits else max(limits)
+    own = getattr(env, "has_wrapper_attr", None)
+    return env.get_wrapper_attr(TIME_LIMIT) if own is not None and own(TIME_LIMIT) else None
+
+
+def resets_by_a_step(env: Any) -> bool:
+    """Whether the step after an episode's end is the reset, its action ignored: Gymnasium's `NEXT_STEP`."""
+    if isinstance(env, VectorEnv):
+        return env.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP
+    while isinstance(env, Wrapper):
+        if isinstance(env, Autoreset):
+            return True
+        env = env.env
+    return False
 
 
 def _is_text(space: spaces.Tuple[Any]) -> bool:

@@ -10,6 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import BufferFullError, SchemaError
 from memmap_buffer.interop.beside import read_names
@@ -121,6 +123,9 @@ class Recorder:
             "terminated": bool(step.terminated),
             "truncated": bool(step.truncated),
         }
+        schema = self.buffer.schema
+        for name, flag in ((schema.terminated, step.terminated), (schema.truncated, step.truncated)):
+            values |= {} if name is None else {name: np.full(schema.fields[name].shape, bool(flag))}
         infos = {name: value for name, path in self._infos.items() if (value := step.look_up(path)) is not None}
         lane.episode.store(**self._declared(values), **infos)
         lane.episode_return += float(step.reward)
@@ -175,7 +180,7 @@ class Recorder:
 
 
 def _check_fields(schema: Schema, given: Mapping[str, Any]) -> None:
-    known = Schema(given).fields
+    known = {**Schema(given).fields, **dict.fromkeys(schema.ends)}
     for name, declared in schema.fields.items():
         if name not in known and not name.startswith(f"{INFO}.") and declared.default is None:
             raise SchemaError(

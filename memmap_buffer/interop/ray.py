@@ -28,7 +28,7 @@ from memmap_buffer.interop.extras import extra
 from memmap_buffer.interop.rows import as_episode, columns_of
 from memmap_buffer.interop.survey import flat
 from memmap_buffer.reading.views import Trajectory
-from memmap_buffer.schema import Schema
+from memmap_buffer.schema import Field, Schema
 
 with extra("ray"):
     import ray
@@ -261,7 +261,7 @@ class Recorder:
         **options: Any,
     ) -> None:
         given = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
-        schema = Schema(given.fields, {ID: "U32", **given.meta_fields})
+        schema = given.with_fields(given.fields, {ID: Field("U32"), **given.meta_fields})
         self._buffer = _alone(partial(ReplayBuffer, folder, max_episodes, max_timesteps, schema, **options))
         self._synced = options.get("durability") == "power"
         count = len(self._buffer)

@@ -17,7 +17,7 @@ from memmap_buffer.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.interop.beside import read_names, write_names
 from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.gymnasium import names_of, spaces_of
+from memmap_buffer.interop.gymnasium import names_of, resets_by_a_step, spaces_of
 from memmap_buffer.interop.lanes import GIVEN_SEED, INFO, Recorder, Step
 from memmap_buffer.interop.names import Names
 from memmap_buffer.schema import Field, Schema
@@ -26,7 +26,6 @@ with extra("gymnasium"):
     import gymnasium
     from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
     from gymnasium.vector.utils import iterate
-    from gymnasium.wrappers import Autoreset
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +81,7 @@ class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         opened = _open(buffer, env, infos, meta, options)
         self._recorder = Recorder(opened, env, 1, meta, keep_partial, owned=opened is not buffer)
-        self._autoreset = _resets_itself(env)
+        self._autoreset = resets_by_a_step(env)
 
     @property
     def buffer(self) -> ReplayBuffer:
@@ -244,11 +243,3 @@ def _seed_of(seed: int | Sequence[int | None] | None, i: int) -> int | None:
     if seed is None:
         return None
     return int(seed) + i if isinstance(seed, (int, np.integer)) else seed[i]
-
-
-def _resets_itself(env: gymnasium.Env[Any, Any]) -> bool:
-    while isinstance(env, gymnasium.Wrapper):
-        if isinstance(env, Autoreset):
-            return True
-        env = env.env
-    return False

@@ -37,7 +37,7 @@ def import_memmap_replay_buffer(
 
     Returns: the buffer, open to be written.
     Raises: NotABufferError: it is no such folder. CorruptBufferError: a file is not what it should be. SchemaError: its
-        configuration holds more than plain values. EpisodeStateError: steps follow one that `terminated`.
+        configuration holds more than plain values.
     """
     source = Path(path)
     config = _config(source)

@@ -15,16 +15,18 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.reading.ends import Ends
 from memmap_buffer.reading.slices import Slices
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
 from memmap_buffer.store import kernels
-from memmap_buffer.store.records import FINAL, FIRST_ROW, GENERATION, TERMINATED, Words
+from memmap_buffer.store.records import FINAL, FIRST_ROW, GENERATION, INNER_END, TERMINATED, Words
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, all_of, any_of, decode
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # what finding one row takes
 BLOCK_BYTES = 3 << 19  # what is copied together, so that it lies in the second cache until it is asked for
+LOOK = 256  # timesteps that are looked at together for the end of an episode
 EVERY = slice(None)
 PADDINGS = ("zero", "edge", "default")
 
@@ -106,15 +108,18 @@ class Gather:
     """Items being cut: what a batch of them, or of some of them, holds.
 
     Args:
-        sources: the folders. anchors: (B,) where to cut. size: as many are read together at most; default all.
+        sources: the folders. anchors: (B,) where to cut. ends: of their episodes. size: as many are read together at
+            most; default all.
 
     Attributes:
         batch: key -> (B, …), or what is to be copied for it; filled by the `put` methods.
-        t, length: (B,) int64 of each anchor and its episode.
+        t, length: (B,) int64 of each anchor and its episode, or of the part of it between two ends.
+        begin: (B,) the timestep at which that part begins; 0 where there is none.
     """
 
-    def __init__(self, sources: Sources, anchors: Anchors, size: int | None = None) -> None:
+    def __init__(self, sources: Sources, anchors: Anchors, ends: Ends, size: int | None = None) -> None:
         self.schema = sources.schema
+        self._ends, self._parted = ends, False
         self._since = sources.seen
         self.sources, anchors = sources.find(anchors)
         self.anchors = anchors
@@ -127,6 +132,9 @@ class Gather:
         self._all_there = all_of(self._there)
         if not self._all_there:
             self._set_aside(~self._there)
+        self.begin: IntArray | int = 0
+        if ends.names and ends.after and (not ends.marked or any_of(anchors.has(INNER_END))):
+            self._keep_between_ends()
         self.batch: dict[str, What] = {}
         self._ahead: dict[tuple[int, int], Copied] = {}  # of parts, what is not yet read
 
@@ -135,6 +143,39 @@ class Gather:
         self.t, self.length = np.where(gone, 0, self.t), np.where(gone, 1, self.length)
         self._first = np.where(gone, self.sources.first_rows(self.anchors), self._first)
 
+    def _keep_between_ends(self) -> None:
+        """Take the steps between two ends for the episode, as far as items reach: what is beyond does not exist."""
+        ends, whole = self._ends, self.length
+        begin, stop = np.full_like(whole, -1), whole.copy()
+        for start in range(0, ends.after, LOOK):
+            steps = range(start, min(start + LOOK, ends.after))
+            found = self._is_end(steps)
+            here = found.any(axis=1) & (stop == whole)
+            stop = np.where(here, self.t + start + found.argmax(axis=1) + 1, stop)
+            if not any_of((stop == whole) & (self.t + steps.stop < whole)):
+                break
+        for start in range(0, ends.before, LOOK):
+            steps = range(-min(start + LOOK, ends.before), -start)
+            found = self._is_end(steps)[:, ::-1]
+            here = found.any(axis=1) & (begin < 0)
+            begin = np.where(here, self.t - start - found.argmax(axis=1), begin)
+            if not any_of((begin < 0) & (self.t + steps.start > 0)):
+                break
+        self.begin = np.maximum(begin, 0)
+        self.has_final = self.anchors.has(FINAL) & (stop == whole)
+        self._first, self._first_of_final = self._first + self.begin, None
+        self.t, self.length = self.t - self.begin, stop - self.begin
+        self._parted = True
+
+    def _is_end(self, steps: range) -> BoolArray:
+        """(B, K) whether a field that ends episodes is true at `t + steps`."""
+        out = np.zeros((len(self.t), len(steps)), np.bool_)
+        for name in self._ends.names:
+            self._require_size(name, len(steps))
+            values = self._copy(self._take_of(name, steps, self.length, "zero"), EVERY)
+            out |= values.any(axis=tuple(range(2, values.ndim)))
+        return out
+
     @cached_property
     def has_final(self) -> BoolArray:
         """(B,) whether each anchor's episode has its final observation."""
@@ -142,8 +183,20 @@ class Gather:
 
     @cached_property
     def terminated(self) -> BoolArray:
-        """(B,) whether each anchor's episode ended by `terminated`."""
-        return self.anchors.has(TERMINATED)
+        """(B,) whether each anchor's episode terminated."""
+        ends = self._ends
+        if ends.recorded and not self._parted:
+            return self.anchors.has(TERMINATED)
+        if ends.terminated is None:
+            return np.zeros(len(self.t), np.bool_)
+        last = self.look_at(ends.terminated, self.length - 1)
+        return np.asarray(last.any(axis=tuple(range(1, last.ndim))))
+
+    @cached_property
+    def goes_on(self) -> BoolArray:
+        """(B,) whether something is known to follow the last step: an observation, or that nothing does."""
+        told = self._ends.recorded and not self._parted
+        return self.anchors.has(FINAL | TERMINATED) if told else self.has_final | self.terminated
 
     def read(self, part: slice = EVERY, make: Make = cut) -> dict[str, Any]:
         """Copy some of the items: key -> what `make` makes of (b, …), which shares memory with no other part."""

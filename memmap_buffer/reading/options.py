@@ -19,7 +19,7 @@ from memmap_buffer.reading.selection import Selection
 from memmap_buffer.reading.transitions import NStep
 from memmap_buffer.reading.views import Crop, Timestep, Trajectory, View, names_of
 from memmap_buffer.reading.weighting import Prioritized
-from memmap_buffer.schema import Schema
+from memmap_buffer.schema import DECLARED, Schema
 
 if TYPE_CHECKING:
     Names = Iterable[str]
@@ -42,7 +42,7 @@ class ReadOptions(TypedDict, total=False):
     sequence_fields: Names
     gamma: float
     reward: str
-    terminated: str
+    terminated: str | None
     stack: Mapping[str, int]
     padding: str
     timeline: bool
@@ -111,7 +111,7 @@ class Options:
     sequence_fields: Names | None = None
     gamma: float | None = None
     reward: str = "reward"
-    terminated: str = "terminated"
+    terminated: str | None = DECLARED
     stack: Mapping[str, int] | None = None
     padding: str = "zero"
     timeline: bool = False

@@ -107,9 +107,9 @@ class Readable(Contents):
         """
         from memmap_buffer.reading.datasets import make_loader
 
-        own = {
-            name: value for name, value in options.items() if name in ReadOptions.__annotations__ and value is not None
-        }
+        known = {name: value for name, value in options.items() if name in ReadOptions.__annotations__}
+        # None stands for "not given", but for `terminated`, where it says that nothing does.
+        own = {name: value for name, value in known.items() if value is not None or name == "terminated"}
         loader_options = {name: value for name, value in options.items() if name not in ReadOptions.__annotations__}
         own |= dataset_kwargs or {}
         if dataset is not None and own:

@@ -82,6 +82,9 @@ class Reader:
         self.prioritized = Prioritized.parse(options.prioritized, sources.schema)
         self._has_text = any(field.storage.kind == "U" for field in sources.schema.all.values())
         self._is_plain = not self._has_text and not self.output.widened
+        self._ends = self.selection.view.ends(sources.schema)
+        if options.hindsight is not None:  # a goal may be from anywhere between two ends
+            self._ends = self._ends._replace(before=sources.max_timesteps, after=sources.max_timesteps)
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
@@ -99,6 +102,7 @@ class Reader:
             "prioritized": self.prioritized,
             "_has_text": self._has_text,
             "_is_plain": self._is_plain,
+            "_ends": self._ends,
             "_index": self.index(),
             "_tables": (),
             "_living": None,
@@ -198,9 +202,9 @@ class Reader:
         """What a batch of these anchors, or of `size` of them, holds; nothing that takes much memory is copied yet."""
         view = self.selection.view
         if self.hindsight is None:
-            gather = Gather(self.sources, anchors, size)
+            gather = Gather(self.sources, anchors, self._ends, size)
         else:
-            gather = Relabelling(self.sources, anchors, size, self.hindsight, view.reach)
+            gather = Relabelling(self.sources, anchors, self._ends, size, self.hindsight, view.reach)
         view.cut(gather)
         gather.put_meta(self.output.meta)
         gather.batch |= self._told(gather.anchors)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.reading.ends import Ends
 from memmap_buffer.reading.gather import Gather
 from memmap_buffer.reading.hindsight import Hindsight
 from memmap_buffer.reading.sources import Anchors, BoolArray, Sources
@@ -23,19 +24,21 @@ class Relabelling(Gather):
     """Items being cut, with goals that were achieved.
 
     Args:
-        sources: the folders. anchors: (B,) where to cut, each with its chance. size: see `Gather`. how: which goals.
+        sources, ends, size: see `Gather`. anchors: (B,) where to cut, each with its chance. how: which goals.
         reach: how many timesteps from its anchor on an item may have rewards of.
     """
 
-    def __init__(self, sources: Sources, anchors: Anchors, size: int | None, how: Hindsight, reach: int) -> None:
-        super().__init__(sources, anchors, size)
+    def __init__(
+        self, sources: Sources, anchors: Anchors, ends: Ends, size: int | None, how: Hindsight, reach: int
+    ) -> None:
+        super().__init__(sources, anchors, ends, size)
         self._how = how
         self._entries = self.limit(self.schema.fields[how.achieved].final)
         whole = (self._entries > self.length) | (self.t + reach < self.length)
         item, t, there = self._drawn()
         self._chosen = (self.anchors.uniform(1) < how.prob) & whole & there
         self._goal = self._rows_of(how.achieved, item, t)
-        columns = [self.anchors.serial[item], t]
+        columns = [self.anchors.serial[item], t + np.broadcast_to(self.begin, t.shape)[item]]
         columns = columns if self.anchors.source is None else [self.anchors.source[item], *columns]
         self.batch["_goal"] = np.where(self._chosen[:, None], np.stack(columns, axis=1), -1)
 

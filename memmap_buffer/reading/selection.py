@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.reading.conditions import matches
+from memmap_buffer.reading.ends import Ends
 from memmap_buffer.reading.index import Index, sums
 from memmap_buffer.reading.runs import START, VALID, Runs, filtered
 from memmap_buffer.reading.sources import GOLDEN, Sources, splitmix
-from memmap_buffer.reading.views import View
+from memmap_buffer.reading.views import Spans, View
 from memmap_buffer.schema import Schema
-from memmap_buffer.store.records import FINAL, TERMINATED
+from memmap_buffer.store.records import FINAL, INNER_END, TERMINATED
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.values import Array, check_count, decode
@@ -181,11 +182,17 @@ class Selection:
     def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         if not len(slots):
             return Runs(slots, slots, slots, slots, None)
-        ended = _ended(storage, table, slots, self.view.terminal_field)
-        schema, has_final = storage.layout.schema, table.of(table.flags, slots) & FINAL != 0
-        length = table.of(table.length, slots)
-        spans = self.view.spans(schema, length, has_final, ended)
-        runs = Runs(slots, table.of(table.serial, slots), spans.first, spans.count, spans.last)
+        schema, flags, length = storage.layout.schema, table.of(table.flags, slots), table.of(table.length, slots)
+        ends = self.view.ends(schema)
+        ended, serial = _ended(storage, table, slots, ends), table.of(table.serial, slots)
+        inner = np.flatnonzero(flags & INNER_END) if ends.names else slots[:0]
+        if len(inner) and not self.view.per_episode:
+            parts = _parts(storage, slots, length, inner, ends)
+            spans = parts.spans(self.view, schema, flags & FINAL != 0, ended)
+            slots, serial = slots[parts.number], serial[parts.number]
+        else:
+            spans = self.view.spans(schema, length, flags & FINAL != 0, ended)
+        runs = Runs(slots, serial, spans.first, spans.count, spans.last)
         if self.filter_fields and not self.view.per_episode:
             return filtered(runs, storage, self.filter_fields, self.view.stride)
         keep = spans.count > 0
@@ -262,10 +269,59 @@ def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str | None
     return weight
 
 
-def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, name: str | None) -> BoolArray:
-    """Which episodes ended by the field `name`: the record tells for `terminated`, else the last step is read."""
-    if name in (None, "terminated") or name not in storage.layout.schema.fields:
+class _Parts(NamedTuple):
+    """Episodes cut behind each end in their middle, all (P,): which of them each part is of, where it begins and stops.
+
+    ended: whether it terminated there, for those that are not the last of their episode.
+    """
+
+    number: IntArray
+    begin: IntArray
+    stop: IntArray
+    is_last: BoolArray
+    ended: BoolArray
+
+    def spans(self, view: View, schema: Schema, has_final: BoolArray, ended: BoolArray) -> Spans:
+        """The anchors of each part, as if it were an episode; none lies before its part, unless it is the first."""
+        final = has_final[self.number] & self.is_last
+        terminated = np.where(self.is_last, ended[self.number], self.ended)
+        spans = view.spans(schema, self.stop - self.begin, final, terminated)
+        early = np.where(self.begin > 0, np.maximum(-spans.first, 0), 0)
+        skipped = np.minimum(-(-early // view.stride), spans.count)
+        first = spans.first + skipped * view.stride + self.begin
+        return Spans(first, spans.count - skipped, None if spans.last is None else spans.last + self.begin)
+
+
+def _parts(storage: Storage, slots: IntArray, length: IntArray, inner: IntArray, ends: Ends) -> _Parts:
+    """The parts of episodes (E,), those at positions `inner` cut: their columns of `ends` are read."""
+    numbers, stops, ended = [np.arange(len(slots))], [length], [np.zeros(len(slots), np.bool_)]
+    for i in inner.tolist():
+        found, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)
+        for name in ends.names:
+            first = int(storage.first_row(slots[i : i + 1], storage.layout.schema.fields[name].final)[0])
+            column = storage.maps.rows[name][first : first + len(found)]
+            here = column.any(axis=tuple(range(1, column.ndim)))
+            found |= here
+            terminated |= here & (name == ends.terminated)
+        at = np.flatnonzero(found)
+        numbers.append(np.full(len(at), i))
+        stops.append(at + 1)
+        ended.append(terminated[at])
+    number, stop = np.concatenate(numbers), np.concatenate(stops)
+    order = np.lexsort((stop, number))
+    number, stop = number[order], stop[order]
+    is_first = np.append(True, number[1:] != number[:-1])
+    begin = np.where(is_first, 0, np.append(0, stop[:-1]))
+    return _Parts(number, begin, stop, np.append(is_first[1:], True), np.concatenate(ended)[order])
+
+
+def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, ends: Ends) -> BoolArray:
+    """Which episodes terminated: the record tells, or the last step is read."""
+    name = ends.terminated
+    if ends.recorded:
         return np.asarray(table.of(table.flags, slots) & TERMINATED != 0)
+    if name is None:
+        return np.zeros(len(slots), np.bool_)
     final = storage.layout.schema.fields[name].final
     rows = storage.first_row(slots, final) + table.length[slots] - 1
     values = storage.maps.rows[name][rows]

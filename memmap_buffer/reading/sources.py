@@ -16,6 +16,7 @@ from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchE
 from memmap_buffer.reading.memory import SMALL, Pool
 from memmap_buffer.reading.slices import Slices, joined
 from memmap_buffer.reading.together import Together
+from memmap_buffer.schema import ENDS
 from memmap_buffer.store.folder import disk_reads, will_need
 from memmap_buffer.store.records import FLAGS, LENGTH, Words
 from memmap_buffer.store.shards import Shards
@@ -158,7 +159,8 @@ class Sources:
             if storage in known or storage.withdrawn:  # that is shaped as one that was taken in
                 continue
             differences = self._layout.differences(storage.layout)
-            lines = [line for line in differences if line.startswith(("fields", "meta_fields"))]
+            ends = (key for key in ENDS if getattr(storage.layout.schema, key) != getattr(self.schema, key))
+            lines = [line for line in differences if line.startswith(("fields", "meta_fields", *ends))]
             if lines:
                 text = "\n  ".join([f"{storage.path} and {self._path} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)

@@ -8,21 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.reading.ends import Ends
 from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.reading.views import Names, Spans, View, named
-from memmap_buffer.schema import Schema
-from memmap_buffer.store.records import FINAL, TERMINATED
+from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.transforms import n_step_return
 from memmap_buffer.values import check_count, check_number
+
+FLAGS = ("done", "terminal")  # what others call it
 
 
 @dataclass(frozen=True)
 class NStep(View):
     """Transitions over n steps: what is at t, what came until t + k, and what is at t + k.
 
-    k = min(n, length - t) where the episode has its final observation or ended by `terminated`, else
+    k = min(n, length - t) where the episode has its final observation or terminated, else
     min(n, length - t - 1); a step with k = 0 has no successor and is not served. So with either, the last step and
     its reward are always reached. A successor that does not exist is zeros.
 
@@ -35,7 +37,8 @@ class NStep(View):
         n: the most steps.
         current_fields, next_fields: which; default all. sequence_fields: which; default none.
         gamma: γ; None leaves return and discount out.
-        reward, terminated: the names of these fields.
+        reward: the field. terminated: the field that is true where nothing follows; default: the one that the buffer
+            declared. None: nothing terminates, so every discount is γ^k.
         stack: field -> S, how many timesteps stand for one, the latest last. padding: what stands for those before
             the episode: "zero", "edge" (the first step) or "default".
         timeline: `next_` is all that comes until t + k: (B, n, *field), of t + 1 … t + k and zero behind.
@@ -47,7 +50,7 @@ class NStep(View):
     sequence_fields: Names = ()
     gamma: float | None = None
     reward: str = "reward"
-    terminated: str = "terminated"
+    terminated: str | None = DECLARED
     stack: Mapping[str, int] | Iterable[tuple[str, int]] = ()
     padding: str = "zero"
     timeline: bool = False
@@ -66,9 +69,8 @@ class NStep(View):
         if self.gamma is not None:
             check_number("gamma", self.gamma)
 
-    @property
-    def terminal_field(self) -> str:  # type: ignore[override]
-        return self.terminated
+    def ends(self, schema: Schema) -> Ends:
+        return Ends.of(schema, self.terminated, before=self.before, after=self.reach)
 
     def sequences(self, schema: Schema) -> dict[str, str]:
         following = named(schema, self.next_fields, "next_fields") if self.timeline else ()
@@ -80,10 +82,15 @@ class NStep(View):
     def reach(self) -> int:
         return self.n
 
+    @property
+    def before(self) -> int:
+        return max([0, *(steps - 1 for steps in dict(self.stack).values())])
+
     def keys(self, schema: Schema) -> list[str]:
         if self.gamma is not None:
             schema.require([self.reward], "reward", schema.fields)
-        if self.terminated != "terminated":
+            self._require_terminated(schema)
+        if self.terminated:
             schema.require([self.terminated], "terminated", schema.fields)
         schema.require(dict(self.stack), "stack", schema.fields)
         return [
@@ -94,6 +101,18 @@ class NStep(View):
             *["_return", "_discount"] * (self.gamma is not None),
         ]
 
+    def _require_terminated(self, schema: Schema) -> None:
+        """Raise SchemaError where nothing was said of how episodes end: the last reward would be lost in silence."""
+        if self.terminated == DECLARED and schema.terminated is None and schema.declared_ends["terminated"] is not None:
+            flags = [
+                name for name, field in schema.fields.items() if field.dtype == "bool" and field.shape in ((), (1,))
+            ]
+            raise SchemaError(
+                "gamma: the discount is 0 where an episode terminated, and there is no field `terminated`; name yours, "
+                f"terminated={next((name for name in FLAGS if name in schema.fields), (flags or FLAGS)[0])!r}, or give "
+                "terminated=None if nothing ever terminates; here, or to ReplayBuffer, which keeps it"
+            )
+
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros(len(length), np.int64), length - ~(has_final | terminated))
 
@@ -102,7 +121,7 @@ class NStep(View):
         if self.n == 1:  # what is served has a successor
             k = np.ones(len(t), np.int64)
         else:
-            k = np.minimum(np.maximum(length - t - ~_goes_on(gather, self.terminated), 1), self.n)
+            k = np.minimum(np.maximum(length - t - ~gather.goes_on, 1), self.n)
         steps, following = range(self.n), named(schema, self.next_fields, "next_fields")
         self._put(gather, named(schema, self.current_fields, "current_fields"), t)
         if self.timeline:
@@ -113,7 +132,7 @@ class NStep(View):
             gather.put(named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
         gather.batch["n_step_lens"] = k
         if self.gamma is not None:
-            self._put_return(gather, steps, k, _ended(gather, self.terminated) & (t + k == length))
+            self._put_return(gather, steps, k, gather.terminated & (t + k == length))
 
     def _put_return(self, gather: Gather, steps: range, k: IntArray, terminated: BoolArray) -> None:
         rewards = gather.look(self.reward, steps, limit=gather.t + k)
@@ -133,22 +152,3 @@ class NStep(View):
             before = range(1 - stacks[name], 1)
             offsets = before if t is gather.t else (t - gather.t)[:, None] + np.array(before)
             gather.put([name], offsets, prefix=prefix, padding=self.padding)
-
-
-def _goes_on(gather: Gather, name: str) -> BoolArray:
-    """(B,) whether there is something behind the last step of each anchor's episode: an observation, or the end."""
-    if _in_record(gather, name):
-        return gather.anchors.has(FINAL | TERMINATED)
-    return gather.has_final | _ended(gather, name)
-
-
-def _in_record(gather: Gather, name: str) -> bool:
-    return name == "terminated" or name not in gather.schema.fields
-
-
-def _ended(gather: Gather, name: str) -> BoolArray:
-    """(B,) whether each anchor's episode ended by the field `name`."""
-    if _in_record(gather, name):
-        return gather.terminated
-    last = gather.look_at(name, gather.length - 1)
-    return np.asarray(last.reshape(len(last), -1).any(axis=1))

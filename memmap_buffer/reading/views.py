@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.reading.ends import Ends
 from memmap_buffer.reading.gather import Gather, check_padding
 from memmap_buffer.reading.sources import BoolArray
 from memmap_buffer.schema import Schema
@@ -42,7 +43,6 @@ class View(ABC):
     stride: int = 1
     per_episode: ClassVar[bool] = False
     random: ClassVar[bool] = False
-    terminal_field: str | None = None
 
     @abstractmethod
     def keys(self, schema: Schema) -> list[str]:
@@ -56,6 +56,10 @@ class View(ABC):
     def cut(self, gather: Gather) -> None:
         """Put the batch together."""
 
+    def ends(self, schema: Schema) -> Ends:
+        """How it knows that an episode ended, and how far around its anchor it looks."""
+        return Ends.of(schema, before=self.before, after=self.reach)
+
     def crop(self, length: IntArray, u: FloatArray) -> IntArray:
         """Where chance, u (B,) in [0, 1), moves the anchors of episodes of these lengths; only if `random`."""
         raise NotImplementedError
@@ -66,8 +70,13 @@ class View(ABC):
 
     @property
     def reach(self) -> int:
-        """How many timesteps from the anchor on an item may have rewards of."""
+        """How many timesteps from the anchor on an item may have; 0: all of them, whatever ends in their middle."""
         return 1
+
+    @property
+    def before(self) -> int:
+        """How many timesteps before the anchor an item may have of the same episode."""
+        return 0
 
     def _keep_names(self, *arguments: str) -> None:
         """Keep names as tuples, however they were given, so that views are values."""
@@ -91,7 +100,7 @@ def named(schema: Schema, names: Names, where: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Trajectory(View):
-    """Whole episodes, padded with zeros to the longest of the batch.
+    """Whole episodes, padded with zeros to the longest of the batch, as they were stored.
 
     A batch: fields (B, Tmax, *field), `_lens` (B,).
 
@@ -123,6 +132,10 @@ class Trajectory(View):
     def sequences(self, schema: Schema) -> dict[str, str]:
         names = named(schema, self.fields, "fields") if self.return_lens else ()
         return {name: "_lens" for name in names if not (self.final_observation and schema.fields[name].final)}
+
+    @property
+    def reach(self) -> int:
+        return 0
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
@@ -227,7 +240,12 @@ class Window(View):
         rest = gather.length - t
         lens = np.minimum(rest, self.length) + np.minimum(t, 0)
         ends = rest <= self.length
-        gather.batch |= {"_lens": lens, "_mask": gather.exists(steps), "_start": t.copy(), "_reaches_episode_end": ends}
+        gather.batch |= {
+            "_lens": lens,
+            "_mask": gather.exists(steps),
+            "_start": t + gather.begin,
+            "_reaches_episode_end": ends,
+        }
 
 
 @dataclass(frozen=True)
@@ -251,6 +269,10 @@ class Crop(View):
 
     def sequences(self, schema: Schema) -> dict[str, str]:
         return dict.fromkeys(named(schema, self.fields, "fields"), "_lens")
+
+    @property
+    def reach(self) -> int:
+        return self.length
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
@@ -315,6 +337,10 @@ class Offsets(View):
     @property
     def reach(self) -> int:
         return max(1, *(max(values) + 1 for values in self.offsets.values()))
+
+    @property
+    def before(self) -> int:
+        return max(0, *(-min(values) for values in self.offsets.values()))
 
     def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
         low, stop = 0, length

@@ -20,8 +20,6 @@ from memmap_buffer.store.records import CHECKED, FINAL, RECORD
 from memmap_buffer.store.storage import crc32
 from memmap_buffer.values import Array
 
-IN_RECORDS = "terminated"  # every record says, too, whether its episode ended so
-
 
 def add(files: Files, name: str, field: Field, *, meta: bool, rows_of: Callable[[int], Array] | None) -> None:
     """Add a field, filled for every episode that there is.
@@ -32,8 +30,8 @@ def add(files: Files, name: str, field: Field, *, meta: bool, rows_of: Callable[
 
     Raises: SchemaError: the name is taken, or there is no column of checksums left. OSError: nothing was added.
     """
-    _refuse(name, "add_field")
     layout = files.layout
+    _refuse(layout.schema, name, "add_field")
     new = _with(layout, name, field, meta, _free_column(files))
     array, column = new.arrays[name], new.column_of[name]
     table = files.storage.refresh()
@@ -59,22 +57,23 @@ def add(files: Files, name: str, field: Field, *, meta: bool, rows_of: Callable[
 def drop(files: Files, names: tuple[str, ...]) -> None:
     """Remove fields and their files."""
     layout = files.layout
-    groups = [{n: f for n, f in group.items() if n not in names} for group in _groups(layout.schema)]
+    fields, meta = ({n: f for n, f in group.items() if n not in names} for group in _groups(layout.schema))
     column_of = {n: column for n, column in layout.column_of.items() if n not in names}
-    replace(files.storage.folder, layout, layout.with_fields(Schema(*groups), column_of))
+    replace(files.storage.folder, layout, layout.with_fields(layout.schema.with_fields(fields, meta), column_of))
     files.changed()
 
 
 def rename(files: Files, names: Mapping[str, str]) -> None:
     """Give fields other names; their files keep every byte. Raises OSError where there are no second links to files."""
-    for name in [*names, *names.values()]:
-        _refuse(name, "rename_field")
     layout = files.layout
+    for name in names.values():
+        _refuse(layout.schema, name, "rename_field")
     groups = [{names.get(n, n): f for n, f in group.items()} for group in _groups(layout.schema)]
     for group, before in zip(groups, _groups(layout.schema), strict=True):
         if len(group) != len(before):
             raise SchemaError(f"rename_field: {', '.join(names.values())} would stand twice; choose another name")
-    new = layout.with_fields(Schema(*groups), {names.get(n, n): column for n, column in layout.column_of.items()})
+    schema = layout.schema.with_fields(groups[0], groups[1], names)
+    new = layout.with_fields(schema, {names.get(n, n): column for n, column in layout.column_of.items()})
     links = {layout.arrays[old].name: new.arrays[name].name for old, name in names.items()}
     replace(files.storage.folder, layout, new, links)
     files.changed()
@@ -89,7 +88,7 @@ def _with(layout: Layout, name: str, field: Field, meta: bool, column: int) -> L
     if name in layout.schema.all:
         raise SchemaError(f"add_field {name!r}: there is one already; drop_field it, or recompute it", field=name)
     more = {name: field}
-    schema = Schema({**fields, **({} if meta else more)}, {**meta_fields, **(more if meta else {})})
+    schema = layout.schema.with_fields({**fields, **({} if meta else more)}, {**meta_fields, **(more if meta else {})})
     return layout.with_fields(schema, {**layout.column_of, name: column})
 
 
@@ -107,8 +106,9 @@ def _free_column(files: Files) -> int:
     return column
 
 
-def _refuse(name: str, what: str) -> None:
-    if name == IN_RECORDS:
+def _refuse(schema: Schema, name: str, what: str) -> None:
+    """Refuse a field that would end episodes: the records of those that are there do not say whether it did."""
+    if name in schema.declared_ends.values():
         raise SchemaError(
             f"{what}: {name!r} is also kept in the record of every episode; declare it when the buffer is created, and "
             "copy the episodes into that one",

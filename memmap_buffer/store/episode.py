@@ -52,7 +52,8 @@ class Episode:
     Attributes:
         length: timesteps stored. columns: while it is open, field -> its staged rows, from timestep `base` on.
         finals, meta: the final observation and the meta fields, as stored.
-        state: "open", "published" or "aborted". ended: the flag that ended it, or "".
+        state: "open", "published" or "aborted". ended: the flag that ended it, or "". has_inner_end: whether a flag
+            is true before its last step.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Episode:
         self.meta: dict[str, Array] = {name: field.fill for name, field in self._schema.meta_fields.items()}
         self.state = "open"
         self.ended = ""
+        self.has_inner_end = False
         self._plan: list[Column] = []
         self._capacity = 0
         self._stop = 0
@@ -149,15 +151,9 @@ class Episode:
             self._on_step(self)
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
-        """Take whole encoded columns, (length, *field) each, as the episode's steps."""
+        """Take whole encoded columns, (length, *field) each, as the episode's steps; views stop at each end in them."""
         self._require_within(length)
-        for name in self._schema.ends:
-            early = columns[name][: length - 1]
-            if np.count_nonzero(early):
-                raise EpisodeStateError(
-                    f"timestep {np.flatnonzero(early)[0]} of {length} is {name}, yet steps follow it; "
-                    "split the data into episodes there"
-                )
+        self.has_inner_end = any(np.count_nonzero(columns[name][: length - 1]) for name in self._schema.ends)
         self.columns, self.length, self.base = dict(columns), length, 0
         self._plan, self._capacity, self._stop = [], 0, 0
         self.ended = next((name for name in self._schema.ends if self.columns[name].item(length - 1)), "")

@@ -29,11 +29,13 @@ schema.json
 -----------
 UTF-8 JSON without a byte order mark, at most 1 MiB, no key twice, no NaN or Infinity: `{"format": "memmap-buffer",
 "version": 1, "id", "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular",
-"max_steps", "rows", "columns", "fields", "meta_fields"}`. `id` is 32 hexadecimal digits, drawn at random when the
-buffer is created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a
+"max_steps", "rows", "columns", "fields", "meta_fields", "ends"}`. `id` is 32 hexadecimal digits, drawn at random when
+the buffer is created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a
 grid and the total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape",
-"default", "final", "column"}`, `column` being its place in checksums.npy. Readers MUST refuse unknown keys and
-versions.
+"default", "final", "column"}`, `column` being its place in checksums.npy. `ends` is `{"terminated",
+"truncated"}`, each the name of a field that is true (not 0) at the last step of an episode that ended so, or null;
+without `ends`, the fields of these two names, if there are such of one number or bool. Readers MUST refuse unknown keys
+and versions.
 Names are dot-joined identifiers, `[A-Za-z][A-Za-z0-9_]*`, of at most 64 characters in all, distinct without regard
 to case, no name being a dotted prefix of another. dtypes are the names of `values.NUMERIC` and U1 … U4096; bfloat16
 is stored as its bits in u2.
@@ -46,7 +48,8 @@ One record a slot:  generation u8 | serial u8 | length u4 | flags u4 | first_row
 generation   even; odd while rows of this slot are overwritten; never 0 once written
 serial       the episode's number, counted from 0, never used twice
 length       timesteps, 1 … max_timesteps
-flags        1 has the final observation, 2 cut short, 4 deleted, 8 open, 16 ended by `terminated`, 32 has checksums
+flags        1 has the final observation, 2 cut short, 4 deleted, 8 open, 16 ended by the field `terminated` of `ends`,
+             32 has checksums, 64 a field of `ends` is true before the last step, too
 first_row    the row of step 0 in every data file; rows of files with `final` lie `slot` further. In a grid it MUST
              be slot * max_timesteps
 time         nanoseconds since 1970 at publication;   epoch   of the writer that published

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.schema import MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
+from memmap_buffer.schema import ENDS, MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
 from memmap_buffer.store.files import npy_header
 from memmap_buffer.store.records import RECORD, STATE
 from memmap_buffer.values import is_dtype_name
@@ -36,6 +36,7 @@ _KEYS = (
     *("rows", "columns", "fields", "meta_fields"),
 )
 _ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
+_ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema does not say it
 _FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
 
 
@@ -176,6 +177,8 @@ class Layout:
                 lines.append(
                     _differ(f"{group} {name!r}", _spelling(mine[group].get(name)), _spelling(theirs[group].get(name)))
                 )
+        for key in ENDS:
+            lines.append(_differ(key, *(repr(layout.schema.declared_ends[key]) for layout in (self, other))))
         return [line for line in lines if line]
 
     def to_json(self) -> bytes:
@@ -206,7 +209,8 @@ class Layout:
             "rows": self.rows,
             "columns": self.columns,
         }
-        return json.dumps({**head, **groups}, indent=1, allow_nan=False).encode() + b"\n"
+        ends = {} if self.schema.declared_ends == _ENDS else {"ends": self.schema.declared_ends}
+        return json.dumps({**head, **groups, **ends}, indent=1, allow_nan=False).encode() + b"\n"
 
     @staticmethod
     def may_be_torn(data: bytes) -> bool:
@@ -234,7 +238,7 @@ class Layout:
         """Whether each field of another layout is in this one as it was: what is open by it may be read on."""
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         groups = ("fields", "meta_fields")
-        same = all(mine[key] == theirs[key] for key in _KEYS if key not in groups)
+        same = all(mine.get(key) == theirs.get(key) for key in (*_KEYS, "ends") if key not in groups)
         return same and all(mine[group].get(name) == spec for group in groups for name, spec in theirs[group].items())
 
     def part_id(self, serials: Iterable[int]) -> str:
@@ -322,8 +326,9 @@ def _layout(document: dict[str, Any]) -> Layout:
         raise SchemaError(
             f"version: got {document.get('version')!r}, this release reads {VERSION}; install a newer one"
         )
-    if set(document) != set(_KEYS):
-        raise SchemaError(f"keys: {sorted(set(document) ^ set(_KEYS))} are unknown or missing")
+    document = {"ends": _ENDS, **document}
+    if set(document) != {*_KEYS, "ends"}:
+        raise SchemaError(f"keys: {sorted(set(document) ^ {*_KEYS, 'ends'})} are unknown or missing")
     kind = _typed(document, "layout", str)
     if kind not in ("grid", "packed") or (kind == "packed") != (document["rows"] is not None):
         raise SchemaError(f"layout: got {kind!r} with rows {document['rows']!r}")
@@ -338,7 +343,7 @@ def _layout(document: dict[str, Any]) -> Layout:
         key: None if document[key] is None else _integer(document, key, 1, 2**62) for key in ("max_steps", "rows")
     }
     return Layout(
-        Schema(*groups),
+        Schema(groups[0], groups[1], **_ends(document)),
         _integer(document, "max_episodes", 1, MAX_SLOTS),
         _integer(document, "max_timesteps", 1, MAX_TIMESTEPS),
         spare_slots=_integer(document, "spare_slots", 0, MAX_SLOTS),
@@ -348,6 +353,15 @@ def _layout(document: dict[str, Any]) -> Layout:
         id=document["id"],
         **optional,
     )
+
+
+def _ends(document: dict[str, Any]) -> dict[str, str | None]:
+    ends: dict[str, str | None] = _typed(document, "ends", dict)
+    if set(ends) != set(ENDS) or not all(end is None or type(end) is str for end in ends.values()):
+        raise SchemaError(
+            f"ends: got {ends!r}, expected the keys {', '.join(ENDS)}, each with the name of a field or null"
+        )
+    return ends
 
 
 def _fields(group: dict[str, Any], columns: dict[str, int]) -> dict[str, Field]:

@@ -46,6 +46,7 @@ class Recording:
 
     _storage: Storage
     _writer: Writer
+    _skips_resets = False  # whether the step after an episode's end is the environment's reset
 
     def _record_to(self, storage: Storage, writer: Writer) -> None:
         self._storage = storage
@@ -107,8 +108,11 @@ class Recording:
     def store_episode(self, **arrays: Any) -> None:
         """Publish a whole episode.
 
+        Where a field that ends episodes is true before the last step, the steps after it are served as those of
+        another episode are: no item reaches across. Whole episodes are given as they were stored.
+
         Args: arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta fields.
-        Raises: SchemaError. EpisodeStateError: longer than max_timesteps, or steps follow `terminated`.
+        Raises: SchemaError. EpisodeStateError: longer than max_timesteps.
         """
         columns, meta, finals, length = edits.whole_episode(self._storage.layout.schema, arrays)
         episode = self._writer.open(meta)
@@ -154,11 +158,14 @@ class Recording:
         """Append one timestep of each of B environments that run side by side.
 
         `terminated` or `truncated` ends the episode of an environment: it is published, and the next call begins
-        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one.
+        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one; where
+        fields have `final`, and no `next_<field>` is given, it is published with the next step, which tells what was
+        seen.
 
         Args:
             step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
-                counts. `next_<field>` of fields with `final`: what was seen after the step, kept where an episode ends.
+                counts. `next_<field>` of fields with `final`: what was seen after the step, kept where an episode ends
+                or is cut.
 
         Raises:
             SchemaError: as `Episode.store`, or another B; BufferFullError, BufferLockedError, ReadOnlyError,
@@ -194,7 +201,8 @@ class Recording:
 
     def _new_stream(self, size: int) -> EpisodeStream:
         layout = self._storage.layout
-        return EpisodeStream(layout.schema, size, layout.max_timesteps, partial(self._writer.open, {}))
+        begin = partial(self._writer.open, {})
+        return EpisodeStream(layout.schema, size, layout.max_timesteps, begin, skips_resets=self._skips_resets)
 
     # Within
 

@@ -27,7 +27,7 @@ from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.store.files import read_at, write_all
 from memmap_buffer.store.layout import Layout
 from memmap_buffer.store.publication import Files, Publication
-from memmap_buffer.store.records import CHECK, CHECKED, FINAL, GENERATION, RECORD, TERMINATED, check_of, seal
+from memmap_buffer.store.records import CHECK, CHECKED, FINAL, GENERATION, INNER_END, RECORD, TERMINATED, check_of, seal
 from memmap_buffer.store.storage import Storage, crc32, digest_of
 from memmap_buffer.values import Array
 
@@ -202,6 +202,8 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
     # Where none are kept, no row was ever written, and looking at a hole through a map kills on a full tmpfs.
     column_of, checksums = layout.column_of, storage.maps.checksums[slot].copy() if checked else None
     pieces: list[Piece] = []
+    if not rows.keys().isdisjoint(layout.schema.ends):
+        flags = flags & ~(TERMINATED | INNER_END) | _ended(storage, slot, length, rows)
     for name, new in rows.items():
         final = layout.schema.fields[name].final
         first = int(storage.first_row(np.array([slot]), final)[0])
@@ -209,8 +211,6 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
         if checksums is not None:
             kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
             checksums[column_of[name]] = crc32(kept, crc32(new))
-        if name == "terminated" and len(new) == length:
-            flags = flags & ~TERMINATED | TERMINATED * bool(new[-1].any())
     for name, value in meta.items():
         pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
         if checksums is not None:
@@ -224,6 +224,19 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
     digest = digest_of(row, columns)
     values |= {"generation": generation + 2, "flags": flags, "columns": columns, "digest": digest}
     return Rewrite(slot, values["serial"], generation, seal(**values), pieces)
+
+
+def _ended(storage: Storage, slot: int, length: int, rows: Mapping[str, Array]) -> int:
+    """The flags that say how an episode ends, once the first timesteps of some fields are replaced."""
+    schema, flags = storage.layout.schema, 0
+    for name in schema.ends:
+        first = int(storage.first_row(np.array([slot]), schema.fields[name].final)[0])
+        column = storage.maps.rows[name][first : first + length].copy()
+        column[: len(rows.get(name, ()))] = rows.get(name, 0)
+        flags |= INNER_END * bool(column[:-1].any()) | TERMINATED * (
+            name == schema.terminated and bool(column[-1].any())
+        )
+    return flags
 
 
 def close(

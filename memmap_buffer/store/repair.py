@@ -15,7 +15,6 @@ from os import PathLike
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError
-from memmap_buffer.schema import Schema
 from memmap_buffer.store import files, redo
 from memmap_buffer.store.checkup import Finding, Survey
 from memmap_buffer.store.creation import LEFT_BEHIND
@@ -235,7 +234,7 @@ def _drop_fields(place: Folder, layout: Layout, lost: set[str]) -> None:
         for group in (layout.schema.fields, layout.schema.meta_fields)
     )
     columns = {name: column for name, column in layout.column_of.items() if name not in lost}
-    smaller = replace(layout, schema=Schema(fields, meta), column_of=columns)
+    smaller = replace(layout, schema=layout.schema.with_fields(fields, meta), column_of=columns)
     place.write_new("schema.json.new", smaller.to_json(), sync=True)
     place.rename("schema.json.new", "schema.json")
 

@@ -15,6 +15,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Schema
 from memmap_buffer.store.episode import Episode, require_default
 from memmap_buffer.store.group import EpisodeGroup
+from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array, to_numpy
 
 NEXT = "next_"
@@ -23,13 +24,21 @@ NEXT = "next_"
 class EpisodeStream(EpisodeGroup):
     """B environments side by side, each with its own episode ends; `episodes` are those they are in.
 
+    An episode that is cut where it is as long as it may be has what was seen next as its final observation: by `next_`
+    of its last step, or else by the step that follows, with which it is published then.
+
     Args:
-        schema: the fields. size: B. limit: the longest episode. begin: opens an episode.
+        schema: the fields. size: B. limit: the longest episode. begin: opens an episode. skips_resets: the step after
+            an episode's end is the environment's reset, no step of an episode, and is left out.
     """
 
-    def __init__(self, schema: Schema, size: int, limit: int, begin: Callable[[], Episode]) -> None:
+    def __init__(
+        self, schema: Schema, size: int, limit: int, begin: Callable[[], Episode], *, skips_resets: bool = False
+    ) -> None:
         super().__init__(schema, [])
-        self._size, self._limit, self._begin = size, limit, begin
+        self._size, self._limit, self._begin, self._skips_resets = size, limit, begin, skips_resets
+        self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
+        self._following: dict[str, Array] = {}  # what was seen after the last step
 
     def __len__(self) -> int:
         return self._size
@@ -43,32 +52,58 @@ class EpisodeStream(EpisodeGroup):
         """
         count = len(steps.ends)
         while steps.done < count:
+            self._finish(steps)
             self._publish_what_ended()
             self._begin_where_needed()
+            start, recorded = steps.done, self._recorded()
             if all(episode.staged for episode in self.episodes):
-                stop = min(count, steps.done + self._limit - max(episode.length for episode in self.episodes))
-                ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
-                self._append(steps, steps.done + int(ended[0]) + 1 if ended.size else stop)
+                self._append(steps, self._stop(steps, recorded), recorded)
             else:
-                self._append_in_place(steps)
+                self._append_in_place(steps, recorded)
+            if steps.done > start:
+                self.over[:] = False
+                self.over[recorded] = steps.ends[steps.done - 1, recorded]
+                self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
         self._publish_what_ended()
 
-    def publish(self, last: Steps | None = None, *, cut: bool = True) -> None:
-        """Publish what is open, as `cut` short where it did not end.
-
-        Args: last: the timesteps stored last; what was seen after them is the final observation.
-        """
-        self._publish_what_ended()
+    def publish(self, *, cut: bool = True) -> None:
+        """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation."""
         for i, episode in enumerate(self.episodes):
-            if episode.state == "open" and episode.length:
-                if last is not None and last.following and not episode.finals:
-                    episode.final(**{name: rows[-1, i] for name, rows in last.following.items()})
-                episode.publish(cut=cut)
+            if episode.state == "open":
+                if episode.length and self._following and not (episode.ended or episode.finals):
+                    episode.final(**{name: rows[i] for name, rows in self._following.items()})
+                episode.publish(cut=(cut or episode.length == self._limit) and not episode.ended)
+
+    def _finish(self, steps: Steps) -> None:
+        """Give the episodes that were cut at the limit their final observation: what the next step begins with."""
+        if steps.ahead or not self.schema.final_names:
+            return
+        for i, episode in enumerate(self.episodes):
+            if self._waits(episode):
+                episode.final(**{name: steps.fields[name][steps.done, i] for name in self.schema.final_names})
+
+    def _waits(self, episode: Episode) -> bool:
+        """Whether an episode is as long as it may be, and only the next step tells what was seen after it."""
+        full = episode.state == "open" and episode.length == self._limit and not episode.ended
+        return full and bool(self.schema.final_names) and not episode.finals
 
     def _publish_what_ended(self) -> None:
         for episode in self.episodes:
-            if episode.state == "open" and (episode.ended or episode.length == self._limit):
+            whole = episode.state == "open" and (episode.ended or episode.length == self._limit)
+            if whole and not self._waits(episode):
                 episode.publish(cut=not episode.ended)
+
+    def _recorded(self) -> IntArray:
+        """The environments whose next step is one of an episode."""
+        return np.flatnonzero(~self.over) if self._skips_resets else np.arange(self._size)
+
+    def _stop(self, steps: Steps, recorded: IntArray) -> int:
+        """Up to which timestep all can be stored together: only the last of them may end an episode, or be left out."""
+        if len(recorded) < self._size:
+            return steps.done + 1
+        stop = min(len(steps.ends), steps.done + self._limit - max(episode.length for episode in self.episodes))
+        ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
+        return steps.done + int(ended[0]) + 1 if ended.size else stop
 
     def _begin_where_needed(self) -> None:
         while len(self.episodes) < self._size:
@@ -77,13 +112,13 @@ class EpisodeStream(EpisodeGroup):
             if episode.state != "open":
                 self.episodes[i] = self._begin()
 
-    def _append(self, steps: Steps, stop: int) -> None:
+    def _append(self, steps: Steps, stop: int, recorded: IntArray) -> None:
         """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
         before, start = [episode.length for episode in self.episodes], steps.done
-        for episode in self.episodes:
-            episode.require_room(stop - start)
+        for i in recorded:
+            self.episodes[i].require_room(stop - start)
         try:
-            for i in range(len(self)):
+            for i in recorded:
                 self._store(steps, i, start, stop)
             steps.done = stop
         except BaseException:
@@ -92,11 +127,11 @@ class EpisodeStream(EpisodeGroup):
                 episode.finals = {}
             raise
 
-    def _append_in_place(self, steps: Steps) -> None:
+    def _append_in_place(self, steps: Steps, recorded: IntArray) -> None:
         """Store one timestep. What was shown is not taken back: after an error the environments before have it."""
-        for episode in self.episodes[steps.ahead :]:
-            episode.require_room()
-        for i in range(steps.ahead, len(self)):
+        for i in recorded[steps.ahead :]:
+            self.episodes[i].require_room()
+        for i in recorded[steps.ahead :]:
             before = self.episodes[i].length
             try:
                 self._store(steps, i, steps.done, steps.done + 1)

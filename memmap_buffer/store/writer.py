@@ -17,7 +17,7 @@ from memmap_buffer.store.creation import discard_unfinished
 from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.publication import Files, Publication, commit
-from memmap_buffer.store.records import CUT, DELETED, FINAL, OPEN, TERMINATED
+from memmap_buffer.store.records import CUT, DELETED, FINAL, INNER_END, OPEN, TERMINATED
 from memmap_buffer.store.recovery import count, take_over
 from memmap_buffer.store.ring import Ring
 from memmap_buffer.store.staging import Staging
@@ -206,7 +206,8 @@ class Writer:
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
-        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * (episode.ended == "terminated")
+        flags = FINAL * bool(episode.finals) | CUT * cut | INNER_END * episode.has_inner_end
+        flags |= TERMINATED * self._terminated(episode)
         try:
             publication = self._write(episode)
             if publication.published and self._meta_changed(publication, episode):
@@ -222,6 +223,9 @@ class Writer:
         except BaseException:
             self._settle()
             raise
+
+    def _terminated(self, episode: Episode) -> bool:
+        return bool(episode.ended) and episode.ended == self.schema.terminated
 
     def _settle(self) -> None:
         """After an error or an interruption at any line, count anew: what is on the disk is what happened."""
@@ -267,7 +271,7 @@ class Writer:
         publication = None
         try:
             publication = self._write(episode)
-            flags = OPEN | TERMINATED * (episode.ended == "terminated")
+            flags = OPEN | TERMINATED * self._terminated(episode)
             self._commit(publication, episode, flags, at_once=True)
         except BaseException:
             self._settle()
