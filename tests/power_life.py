@@ -95,11 +95,19 @@ class Promise(NamedTuple):
         states: the folder is in one of them, None being no buffer, unless some writer left the barriers out.
         safe: is there in any case.
         copies: the snapshots that were begun, by folder, and the states that each may be in.
+        changing: the episode that is being changed in place; a reader may not see it before the next writer has come.
     """
 
     states: list[State | None]
     safe: State
     copies: dict[int, list[State | None]]
+    changing: int | None = None
+
+    @property
+    def before_a_writer(self) -> list[State | None]:
+        """The states in which a reader that comes first may find the folder."""
+        hidden = [{s: e for s, e in state.items() if s != self.changing} for state in self.states if state is not None]
+        return [*self.states, *hidden]
 
 
 class Life:
@@ -163,17 +171,19 @@ class Life:
         options = {**sizes, "overwrite": overwrite, **protocol.options}
         self.buffer = ReplayBuffer(self.folder, EPISODES, LONGEST, SMALL, META_FIELDS, **options)
 
-    def promise(self, *states: State | None) -> None:
+    def promise(self, *states: State | None, changing: int | None = None) -> None:
         """From here on the folder is in one of these states."""
         for state in states:
             for serial, episode in (state or {}).items():
                 self.ever[serial].add(episode)
         always = {s: e for s, e in self.safe.items() if all((state or {}).get(s) == e for state in states)}
-        self.recorder.mark(Promise(list(states), always, dict(self.copies)))
+        self.recorder.mark(Promise(list(states), always, dict(self.copies), changing))
 
-    def do(self, action: Callable[[], Any], *states: State | None, safe: bool = False) -> None:
+    def do(
+        self, action: Callable[[], Any], *states: State | None, safe: bool = False, changing: int | None = None
+    ) -> None:
         """Do something that takes the folder through these states, the last of which stays."""
-        self.promise(self.now, *states)
+        self.promise(self.now, *states, changing=changing)
         action()
         self.now = states[-1] or {} if states else self.now
         if self.exact:
@@ -208,7 +218,8 @@ class Life:
         opened["version"] = episode.data["version"]
         if episode.final:
             opened.final(**episode.final)
-        self.do(opened.publish, {**self.now, episode.data["serial"]: episode})
+        serial = episode.data["serial"]
+        self.do(opened.publish, {**self.now, serial: episode}, changing=serial)
 
     def withdraw(self) -> None:
         opened, episode = self.open_steps()
@@ -224,7 +235,8 @@ class Life:
         change = {"version": self.stamp, "value": np.concatenate([rows, old.data["value"][steps:]])}
         new = Episode({**old.data, **change})
         position = self.buffer.serials.tolist().index(serial)
-        self.do(lambda: self.buffer.update(position, value=rows, version=self.stamp), {**self.now, serial: new})
+        shown = {**self.now, serial: new}
+        self.do(lambda: self.buffer.update(position, value=rows, version=self.stamp), shown, changing=serial)
 
     def delete(self) -> None:
         if self.now:

@@ -67,10 +67,12 @@ def left(disk: Disk, folder: int, path: Path, rng: random.Random, number: int = 
 
 
 def cut_off(disk: Disk, folder: int, life: Life, path: Path, rng: random.Random) -> Counter[str]:
-    """Look at what is left, and at one of the snapshots."""
+    """Look at what is left, before a writer has come and behind it, and at one of the snapshots."""
     found, promise = Counter(states=1), disk.marked
     trusting = "never" if life.exact else "always"
     with left(disk, folder, path, rng):
+        state, differs = look(path, rng, read_only=True, verify=rng.choice(("auto", trusting, "read")))
+        found.update(differs + judge(state, promise._replace(states=promise.before_a_writer), life))
         state, differs = look(path, rng, verify=rng.choice(("auto", trusting, "read")))
         found.update(differs + judge(state, promise, life))
         if state is None:

@@ -15,7 +15,7 @@ import memmap_buffer
 
 PACKAGE = Path(memmap_buffer.__file__).parent
 NAME = PACKAGE.name
-MAX_LINES = 400
+MAX_LINES = 450
 SYSTEM = {"os", "mmap", "fcntl", "filelock", "posix"}
 NEAR_THE_SYSTEM = {"store.files", "store.folder"}
 SLOW = {"torch", "gymnasium", "matplotlib", "pandas", "tqdm"}

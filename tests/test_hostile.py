@@ -423,7 +423,7 @@ def test_a_packed_schema_of_other_rows_is_refused(tmp_path: Path, rows: int) -> 
 
 
 def test_an_update_left_in_a_packed_folder_is_not_carried_out(tmp_path: Path, folder: Path) -> None:
-    assert killed(folder, 4, "update") == KILLED
+    assert killed(folder, 5, "update") == KILLED
     pack(damage.example(), tmp_path / "packed")
     shutil.copy(folder / ".redo", tmp_path / "packed" / ".redo")
     before = listing(tmp_path / "packed")
@@ -865,7 +865,7 @@ def test_a_real_redo_file_of_another_folder_is_dropped(tmp_path: Path) -> None:
     other = damage.copy_of_example(tmp_path / "other")
     with ReplayBuffer.from_folder(other) as buffer:
         buffer.update(1, number=[5, 6])
-    assert killed(other, 3, "update") == KILLED
+    assert killed(other, 4, "update") == KILLED
 
     def prepare(folder: Path) -> None:
         shutil.copy(other / ".redo", folder)

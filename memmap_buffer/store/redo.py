@@ -261,6 +261,7 @@ def finish(files: Files) -> None:
 
 def _apply(files: Files, rewrite: Rewrite, wait: Callable[..., None]) -> None:
     files.write_generation(rewrite.slot, rewrite.generation | 1)
+    wait("/episodes")  # else the disk may have some new rows under an even generation, which whoever reads first trusts
     for key, offset, data in rewrite.pieces:
         for part in _parts(data):
             write_all(files.fd[key], part, offset)

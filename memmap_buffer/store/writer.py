@@ -244,6 +244,8 @@ class Writer:
     def _rewrite(self, rewrite: redo.Rewrite) -> None:
         """Carry a rewrite out; should it fail half way, it is finished before anything else is done."""
         files = self.begin()
+        if self.storage.state("base") < self._ring.oldest:  # what was retired is not seen in its place meanwhile
+            self._retire(files)
         try:
             redo.carry_out(files, rewrite)
         except BaseException:
