@@ -187,6 +187,47 @@ def test_reading_takes_no_space_of_a_tmpfs(tmp_path):
     assert on_tmpfs(disk, work) == [0]
 
 
+def changed(disk: Path, tell: Callable[[Any], None], checksum: str | None) -> None:
+    """Change published episodes on a tmpfs that is full, or nearly; a slot's row of any file is in pages of its own."""
+    folder, ballast, leave = disk / "buffer", disk / "ballast", 0
+    buffer = ReplayBuffer(folder, 1000, 2, {"x": ("float64", 512)}, {"version": "int"}, checksum=checksum)
+    for serial in range(150):
+        buffer.store_episode(x=np.full((2, 512), serial), version=0)
+    buffer.add_field("zero", ("float64", 512, 0.0))
+    buffer.add_field("none", ("int", (), 0), meta=True)
+    while leave is not None:
+        fill(ballast, leave)
+        failed = 0
+        for i, change in enumerate(
+            (
+                lambda: buffer.update(149, version=7),
+                lambda: buffer.update(148, x=np.zeros((1, 512))),
+                lambda: buffer.update(147, zero=np.ones((1, 512))),
+                lambda: buffer.update(146, none=1),
+                lambda: buffer.store_datapoint(145, 1, "zero", np.ones(512)),
+                lambda: buffer.get_all_data(),
+            )
+        ):
+            try:
+                change()
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                failed += i < 5
+        tell(failed)
+        ballast.unlink()
+        leave = (leave * 2 or 4096) if failed else None
+    buffer.close()
+    assert verify(folder) == []
+
+
+@pytest.mark.parametrize("checksum", ["crc32", None])
+def test_a_change_on_a_full_tmpfs_gives_an_error_and_no_signal(tmp_path, checksum):
+    """Nobody looks through a map at what was never written: no checksums, or a field of zeros that was added."""
+    disk = tmp_path / "disk"
+    told = on_tmpfs(disk, lambda tell: changed(disk, tell, checksum))
+    assert told[0] > 0 == told[-1]
+
+
 # A limit, or an error of any kind, at any write
 
 

@@ -38,7 +38,7 @@ def add(files: Files, name: str, field: Field, *, meta: bool, rows_of: Callable[
     array, column = new.arrays[name], new.column_of[name]
     table = files.storage.refresh()
     visible = set(table.visible.tolist())
-    sums = layout.arrays["/checksums"]
+    sums, sparse = layout.arrays["/checksums"], files.holes_are_harmless and not field.fill.tobytes().strip(b"\0")
     with creating(files.storage.folder, new, bool(files.storage.state("reserved")), only=[name]):
         with files.storage.folder.writing(array.name, array.header, array.size) as fd:
             for slot in progress(np.flatnonzero(table.valid).tolist(), f"add_field {name}"):
@@ -47,7 +47,7 @@ def add(files: Files, name: str, field: Field, *, meta: bool, rows_of: Callable[
                 computed = rows_of is not None and slot in visible
                 rows = rows_of(slot) if rows_of and computed else np.broadcast_to(field.fill, (*lead, *field.shape))
                 rows = np.ascontiguousarray(rows)
-                if computed or field.fill.tobytes().strip(b"\0"):  # else it is a hole, which reads as zeros
+                if computed or not sparse:  # else it is a hole, which reads as zeros
                     write_all(fd, rows, array.offset(slot))
                 if table.flags[slot] & CHECKED:
                     crc = np.uint32(crc32(rows)).tobytes()

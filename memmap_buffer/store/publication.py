@@ -113,12 +113,15 @@ class Files:
                 row += piece
         return crcs
 
+    @property
+    def holes_are_harmless(self) -> bool:
+        """Whether holes may be looked at through a map: on a tmpfs that is full, that would kill."""
+        return file_system(self.storage.path) not in MEMORY
+
     def _rows_given_back(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The fields of which what a slot held before may take so much space that it is given back."""
-        reserved = bool(self.storage.state("reserved"))
-        # A reader that is late copies what was given back, before it sees that the episode is gone. On a tmpfs that
-        # is full, looking at a hole would kill it.
-        if not reserved and file_system(self.storage.path) not in MEMORY:
+        # A reader that is late copies what was given back, before it sees that the episode is gone.
+        if not self.storage.state("reserved") and self.holes_are_harmless:
             for name, row in self._row.items():
                 if row[2] * row[3] >= BLOCK:
                     yield name, row

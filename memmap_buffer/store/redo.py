@@ -198,25 +198,30 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
     record = storage.maps.words[slot].view(RECORD)[0]
     values = {key: int(record[key]) for key in RECORD.names or ()}
     length, flags = values["length"], values["flags"]
-    column_of, checksums = layout.column_of, storage.maps.checksums[slot].copy()
+    checked = bool(flags & CHECKED) and files.checksum
+    # Where none are kept, no row was ever written, and looking at a hole through a map kills on a full tmpfs.
+    column_of, checksums = layout.column_of, storage.maps.checksums[slot].copy() if checked else None
     pieces: list[Piece] = []
     for name, new in rows.items():
         final = layout.schema.fields[name].final
         first = int(storage.first_row(np.array([slot]), final)[0])
         pieces.append((name, layout.row_offset(name, first), new.tobytes()))
-        kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
-        checksums[column_of[name]] = crc32(kept, crc32(new))
+        if checksums is not None:
+            kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
+            checksums[column_of[name]] = crc32(kept, crc32(new))
         if name == "terminated" and len(new) == length:
             flags = flags & ~TERMINATED | TERMINATED * bool(new[-1].any())
     for name, value in meta.items():
         pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
-        checksums[column_of[name]] = crc32(value)
-    if flags & CHECKED and files.checksum:
-        pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), checksums.tobytes()))
+        if checksums is not None:
+            checksums[column_of[name]] = crc32(value)
+    row, generation, columns = b"", values["generation"], 0
+    if checksums is not None:
+        row, columns = checksums.tobytes(), values["columns"]
+        pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), row))
     else:
         flags &= ~CHECKED
-    generation, columns = values["generation"], values["columns"] * bool(flags & CHECKED)
-    digest = digest_of(checksums.tobytes(), columns)
+    digest = digest_of(row, columns)
     values |= {"generation": generation + 2, "flags": flags, "columns": columns, "digest": digest}
     return Rewrite(slot, values["serial"], generation, seal(**values), pieces)
 
