@@ -160,9 +160,8 @@ class Folder:
 
         Raises: SchemaError where the file system cannot hold it; OSError (ENOSPC) where `reserve` finds no space.
         """
-        sub, _, base = name.rpartition("/")
-        with self._directory(sub, create=True) as directory:
-            fd = files.system.create(base, directory)
+        with self._directory(name.rpartition("/")[0], create=True) as directory:
+            fd = self._create(name, directory)
             try:
                 files.system.truncate(fd, size)
                 if reserve:
@@ -178,6 +177,16 @@ class Folder:
                 raise
             finally:
                 os.close(fd)
+
+    def _create(self, name: str, directory: int) -> int:
+        try:
+            return files.system.create(name.rpartition("/")[2], directory)
+        except FileExistsError:
+            raise self._in_the_way(name) from None
+
+    def _in_the_way(self, name: str) -> CorruptBufferError:
+        path = self.path / name
+        return CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
 
     def sync_array(self, name: str) -> None:
         fd = self._open(name, os.O_RDONLY)
@@ -208,7 +217,7 @@ class Folder:
         """A new file of these bytes, whole and, with `sync`, on the disk; where that fails there is none."""
         sub, _, base = name.rpartition("/")
         with self._directory(sub, create=True) as directory:
-            fd, offset = files.system.create(base, directory), 0
+            fd, offset = self._create(name, directory), 0
             try:
                 for data in parts:
                     write_all(fd, data, offset)
@@ -229,7 +238,10 @@ class Folder:
         together = sub == new.rpartition("/")[0]
         skip = len(sub) + 1 if together and sub else 0
         with self._directory(sub if together else "") as directory:
-            files.system.rename(old[skip:], new[skip:], directory)
+            try:
+                files.system.rename(old[skip:], new[skip:], directory)
+            except IsADirectoryError:
+                raise self._in_the_way(new) from None
             files.system.sync_folder(directory)
 
     def link(self, old: str, new: str) -> None:
@@ -268,11 +280,11 @@ class Folder:
 
     def copy_file(self, name: str, target: Folder, new: str = "") -> None:
         """Copy a file by its bytes into a folder where no such file exists yet."""
-        sub, _, base = (new or name).rpartition("/")
+        new = new or name
         source = self._open(name, os.O_RDONLY)
         try:
-            with target._directory(sub, create=True) as directory:
-                fd = files.system.create(base, directory)
+            with target._directory(new.rpartition("/")[0], create=True) as directory:
+                fd = target._create(new, directory)
             try:
                 size = os.fstat(source).st_size
                 files.system.truncate(fd, size)
@@ -294,8 +306,7 @@ class Folder:
         """Raise CorruptBufferError where something stands under one of these names."""
         for name in names:
             if self.exists(name):
-                path = self.path / name
-                raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
+                raise self._in_the_way(name)
 
     def create(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
