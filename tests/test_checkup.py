@@ -388,7 +388,7 @@ def test_an_update_that_was_cut_off_without_its_redo_file_has_lost_the_episode(f
 
 @pytest.mark.parametrize("cut", [0, 5, 8, 20, 24, 60, -1])
 def test_a_torn_redo_file_is_found_and_nothing_is_lost_by_it(folder: Path, cut: int) -> None:
-    assert killed(folder, 3, "update") == KILLED
+    assert killed(folder, 4, "update") == KILLED
     whole = (folder / ".redo").read_bytes()
     (folder / ".redo").write_bytes(whole[:cut])
     (finding,) = verify(folder)

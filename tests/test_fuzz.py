@@ -133,7 +133,7 @@ def redo_of(change: tuple[str, Any], data: bytes) -> Mutation:
 @cache
 def real_redo() -> bytes:
     folder = damage.copy_of_example(Path(tempfile.mkdtemp()) / "buffer")
-    killed(folder, 3, "update")
+    killed(folder, 4, "update")
     return (folder / ".redo").read_bytes()
 
 

@@ -39,6 +39,7 @@ from memmap_buffer import (
     MemmapBufferError,
     NStep,
     Offsets,
+    Prioritized,
     ReplayBuffer,
     Schema,
     SchemaError,
@@ -341,6 +342,31 @@ def test_no_link_pipe_or_device_is_followed_waited_for_or_written_to(tmp_path: P
         assert found["read"] == found["look"] == ""
 
 
+@pytest.mark.parametrize("what", odd_files())
+@pytest.mark.parametrize("place", ["td.npy", "td.npy.new", "td.head.npy", "td.head.npy.new", "td.lock", "td.lock/a"])
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+def test_what_stands_where_priorities_lie_is_no_error_of_others(
+    tmp_path: Path, place: str, what: str, used: bool
+) -> None:
+    """A link, a folder, a pipe in the place of a tree, of its head, its lock, or of what it is renamed from."""
+
+    def draw(folder: Path) -> None:
+        with ReplayBuffer.from_folder(folder) as buffer:
+            buffer.sample(4, timestep_level=True, prioritized=Prioritized())
+
+    def prepare(folder: Path) -> None:
+        if used:
+            draw(folder)
+        path = folder / "priority" / place
+        if path.parent.is_file():
+            path.parent.unlink()
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.unlink(missing_ok=True)
+        odd_files()[what](path, folder.parent / "victim")
+
+    enter(prepare, tmp_path, (draw, read, copy, replace))
+
+
 @pytest.mark.parametrize("sub", ["data", "meta", "lost+found"])
 @pytest.mark.parametrize("what", ["a link", "a link to nothing", "a pipe", "a hard link"])
 def test_no_subfolder_is_followed_out(tmp_path: Path, sub: str, what: str) -> None:
@@ -423,7 +449,7 @@ def test_a_packed_schema_of_other_rows_is_refused(tmp_path: Path, rows: int) -> 
 
 
 def test_an_update_left_in_a_packed_folder_is_not_carried_out(tmp_path: Path, folder: Path) -> None:
-    assert killed(folder, 4, "update") == KILLED
+    assert killed(folder, 5, "update") == KILLED
     pack(damage.example(), tmp_path / "packed")
     shutil.copy(folder / ".redo", tmp_path / "packed" / ".redo")
     before = listing(tmp_path / "packed")
@@ -865,7 +891,7 @@ def test_a_real_redo_file_of_another_folder_is_dropped(tmp_path: Path) -> None:
     other = damage.copy_of_example(tmp_path / "other")
     with ReplayBuffer.from_folder(other) as buffer:
         buffer.update(1, number=[5, 6])
-    assert killed(other, 3, "update") == KILLED
+    assert killed(other, 4, "update") == KILLED
 
     def prepare(folder: Path) -> None:
         shutil.copy(other / ".redo", folder)
@@ -917,3 +943,18 @@ def test_a_damaged_file_is_an_error_of_ours_and_an_oserror(folder: Path) -> None
     os.truncate(folder / "data/text.npy", 5)
     with pytest.raises(CorruptBufferError, match="has 5 bytes, the schema says"):
         ReplayBuffer.from_folder(folder)
+
+
+def test_priorities_of_billions_of_steps_in_memory_are_refused(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "buffer", 1, 2**31, {"x": "uint8"}) as buffer:
+        buffer.store_episode(x=np.ones(2, np.uint8))
+    rewrite_record(tmp_path / "buffer", 0, length=2**31, flags=0)
+
+    def child(tell: Callable[[Any], None]) -> None:
+        buffer = ReplayBuffer.from_folder(tmp_path / "buffer", read_only=True)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (2**36, hard))
+        with pytest.raises(SchemaError, match=r"priorities of 4294967296 steps take 96 GiB.*open it to write"):
+            buffer.sample(4, timestep_level=True, prioritized=Prioritized())
+
+    assert in_child(child).status == 0

@@ -13,7 +13,7 @@ from faults import KILLED, in_child, system
 from kill_writer import content, following, make, staged, steps
 from power import recording
 
-from memmap_buffer import ReplayBuffer, StaleEpisodeError, repair, verify
+from memmap_buffer import CorruptBufferError, ReplayBuffer, StaleEpisodeError, repair, verify
 from memmap_buffer.store import redo
 from memmap_buffer.store.storage import Storage
 
@@ -161,7 +161,7 @@ def test_an_update_beside_a_redo_file_that_is_not_its_own_leaves_that_alone(tmp_
     with make(folder) as buffer:
         buffer.store_episode(**content(0))
         (folder / ".redo").write_bytes(b"of another")
-        with pytest.raises(FileExistsError, match="File exists"):
+        with pytest.raises(CorruptBufferError, match="redo is in the way"):
             buffer.update(0, version=1)
         assert (folder / ".redo").read_bytes() == b"of another"
         buffer.update(0, version=1)

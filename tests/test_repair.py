@@ -417,7 +417,7 @@ def test_an_update_whose_redo_file_is_lost_costs_the_episode_unless_it_is_whole(
 
 
 def test_an_update_that_is_to_be_finished_is_kept_in_lost_and_found(folder: Path) -> None:
-    assert killed(folder, 3, "update") == KILLED
+    assert killed(folder, 4, "update") == KILLED
     redo = (folder / ".redo").read_bytes()
     repair(folder)
     assert (folder / LOST / "redo.0").read_bytes() == redo
@@ -635,7 +635,7 @@ KILLS: dict[str, tuple[Callable[[Path], Any], Damage]] = {
         Damage("", print, "", frozenset({4, 5})),
     ),
     "a link": (lambda folder: os.link(folder / "data/half.npy", folder.parent / "other"), Damage("", print, "")),
-    "an update": (lambda folder: killed(folder, 3, "update"), Damage("", print, "")),
+    "an update": (lambda folder: killed(folder, 4, "update"), Damage("", print, "")),
     "lost counters": (lambda folder: (folder / "state.npy").unlink(), Damage("", print, "")),
     "lost checksums and a field": (
         lambda folder: ((folder / "checksums.npy").unlink(), (folder / "data/half.npy").unlink()),

@@ -265,7 +265,7 @@ def test_a_ring_that_turns_faster_than_it_is_copied_is_an_error_and_leaves_no_co
 
 def test_an_update_that_a_dead_writer_left_is_not_waited_for_for_ever(tmp_path: Path, folder: Path) -> None:
     """Fault 31: its episode is not visible before the next writer finishes it; the others are copied."""
-    assert killed(folder, 4, "update") == KILLED
+    assert killed(folder, 5, "update") == KILLED
     assert np.load(folder / "episodes.npy")[3]["generation"] % 2
     before = listing(folder)
     copy(folder, tmp_path / "copy")

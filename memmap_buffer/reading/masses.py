@@ -20,7 +20,7 @@ from memmap_buffer.reading.weighting import Prioritized
 from memmap_buffer.store.priority import Priorities
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import IntArray
-from memmap_buffer.store.tree import FloatArray, SumTree, num_nodes
+from memmap_buffer.store.tree import FloatArray, SumTree, new_nodes
 
 BLOCK = 1 << 20  # leaves that are looked at together
 _U64 = np.uint64
@@ -95,7 +95,7 @@ class Heap:
         self._length = 0 if view.per_episode else int(getattr(view, "length", 1))
         layout = storage.layout
         leaves = (layout.rows or layout.slots * layout.max_timesteps) + layout.slots * self._before
-        self._tree = SumTree(np.zeros(num_nodes(leaves)), leaves, minima=how.normalize == "buffer")
+        self._tree = SumTree(new_nodes(leaves), leaves, minima=how.normalize == "buffer")
         self._index: Index | None = None
         self._signature = np.zeros(layout.slots, _U64)
         self._serial = np.full(layout.slots, -1)

@@ -229,7 +229,7 @@ class Folder:
         """
         sub, _, base = name.rpartition("/")
         with self._changing(sub, create=True) as directory:
-            fd = files.system.create(base, directory)
+            fd = self._create(name, directory)
             try:
                 files.system.truncate(fd, size)
                 if reserve:
@@ -245,6 +245,16 @@ class Folder:
                 raise
             finally:
                 os.close(fd)
+
+    def _create(self, name: str, directory: int) -> int:
+        try:
+            return files.system.create(name.rpartition("/")[2], directory)
+        except FileExistsError:
+            raise self._in_the_way(name) from None
+
+    def _in_the_way(self, name: str) -> CorruptBufferError:
+        path = self.path / name
+        return CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
 
     def sync_array(self, name: str) -> None:
         fd = self._open(name, os.O_RDONLY)
@@ -275,7 +285,7 @@ class Folder:
         """A new file of these bytes, whole and, with `sync`, on the disk; where that fails there is none."""
         sub, _, base = name.rpartition("/")
         with self._changing(sub, create=True) as directory:
-            fd, offset = files.system.create(base, directory), 0
+            fd, offset = self._create(name, directory), 0
             try:
                 for data in parts:
                     write_all(fd, data, offset)
@@ -296,7 +306,10 @@ class Folder:
         together = sub == new.rpartition("/")[0]
         skip = len(sub) + 1 if together and sub else 0
         with self._changing(sub if together else "") as directory:
-            files.system.rename(old[skip:], new[skip:], directory)
+            try:
+                files.system.rename(old[skip:], new[skip:], directory)
+            except IsADirectoryError:
+                raise self._in_the_way(new) from None
             files.system.sync_folder(directory)
 
     def link(self, old: str, new: str) -> None:
@@ -340,7 +353,7 @@ class Folder:
         source = self._open(name, os.O_RDONLY)
         try:
             with target._changing(sub, create=True) as directory:
-                fd = files.system.create(base, directory)
+                fd = target._create(new or name, directory)
                 try:
                     size = os.fstat(source).st_size
                     files.system.truncate(fd, size)
@@ -376,8 +389,7 @@ class Folder:
         """Raise CorruptBufferError where something stands under one of these names."""
         for name in names:
             if self.exists(name):
-                path = self.path / name
-                raise CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
+                raise self._in_the_way(name)
 
     def create(self) -> None:
         self._place.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -43,6 +43,18 @@ def num_nodes(leaves: int) -> int:
     return 3 * capacity_of(leaves)
 
 
+def new_nodes(leaves: int) -> FloatArray:
+    """The nodes of an empty tree in memory. Raises SchemaError: there is not so much."""
+    count = num_nodes(leaves)
+    try:
+        return np.zeros(count)
+    except MemoryError:
+        raise SchemaError(
+            f"priorities of {leaves} steps take {count >> 27} GiB, more than there is memory; open it to write, where "
+            "those of TD errors are in a file, or record into a folder of a lower max_timesteps"
+        ) from None
+
+
 class SumTree:
     """Priorities with their sums; zero means that a leaf is never drawn.
 

@@ -30,7 +30,7 @@ from memmap_buffer.store.layout import ArrayFile
 from memmap_buffer.store.nodes import Nodes, nodes_file
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import IntArray
-from memmap_buffer.store.tree import KIND, MAX_PRIORITY, FloatArray, SumTree, num_nodes
+from memmap_buffer.store.tree import KIND, MAX_PRIORITY, FloatArray, SumTree, new_nodes
 from memmap_buffer.values import Array
 
 log = logging.getLogger("memmap_buffer")
@@ -314,7 +314,7 @@ class TreeFile:
         self._head[WORDS:] = 0
         self._head[MINIMA] = 0
         if not self._locks:
-            self.tree = SumTree(np.zeros(num_nodes(self.leaves)), self.leaves)
+            self.tree = SumTree(new_nodes(self.leaves), self.leaves)
             self._restore(*kept)
             return
         if why != NEW:
