@@ -273,7 +273,8 @@ def test_nor_does_it_in_a_packed_folder_or_among_several(tmp_path, view):
     pack(together.folder, tmp_path / "packed")
     packed = ReplayBuffer.from_folder(tmp_path / "packed", read_only=True)
     assert_alike(packed, apart, **VIEWS[view])
-    assert_alike(ConcatBuffer([packed, together]), ConcatBuffer([apart, apart]), **VIEWS[view])
+    others = two_ways(tmp_path / "others")
+    assert_alike(ConcatBuffer([packed, others[0]]), ConcatBuffer([apart, others[1]]), **VIEWS[view])
 
 
 @pytest.mark.parametrize("view", VIEWS)

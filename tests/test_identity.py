@@ -216,7 +216,7 @@ def test_a_relative_path_is_that_of_the_moment_when_it_was_opened(
 def test_an_update_never_removes_the_redo_file_of_another(tmp_path: Path) -> None:
     with make(tmp_path, 1, 2) as buffer:
         (tmp_path / ".redo").write_bytes(b"another's")
-        with pytest.raises(FileExistsError, match="redo"):
+        with pytest.raises(CorruptBufferError, match="redo"):
             buffer.update(0, x=3.0)
         assert (tmp_path / ".redo").read_bytes() == b"another's"
         (tmp_path / ".redo").unlink()
@@ -235,7 +235,7 @@ def test_a_creation_never_removes_a_file_that_another_makes_meanwhile(
         (self.path / name).write_bytes(b"another's")
 
     monkeypatch.setattr(Folder, "require_free", late)
-    with pytest.raises(FileExistsError, match=Path(name).name):
+    with pytest.raises(CorruptBufferError, match=Path(name).name):
         make(tmp_path)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {".lock", name} and (tmp_path / name).read_bytes() == b"another's"
@@ -254,7 +254,7 @@ def test_a_change_of_the_schema_never_removes_a_file_that_another_makes_meanwhil
             (self.path / name).write_bytes(b"another's")
 
         monkeypatch.setattr(Folder, "require_free", late)
-        with pytest.raises(FileExistsError, match=Path(name).name):
+        with pytest.raises(CorruptBufferError, match=Path(name).name):
             buffer.rename_field("x", "z")
         assert (tmp_path / name).read_bytes() == b"another's"
         (tmp_path / name).unlink()
@@ -279,7 +279,7 @@ def test_a_copy_never_removes_a_file_that_another_makes_meanwhile(
             real(self, name, target, new)
 
         monkeypatch.setattr(Folder, "copy_file", late)
-        with pytest.raises(FileExistsError, match="b"):
+        with pytest.raises(CorruptBufferError, match="b"):
             buffer.snapshot(tmp_path / "copy")
     left = [path.name for path in (tmp_path / "copy").rglob("*") if path.is_file()]
     assert sorted(left) == [".lock", "b"] and place.read_bytes() == b"another's"

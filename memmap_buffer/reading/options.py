@@ -139,12 +139,13 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Options:
-        """Options from keywords; None is the default. Raises SchemaError naming the closest one for an unknown."""
+        """Options from keywords; None is the default, but of `terminated` that nothing ends. Raises SchemaError naming the closest one for an unknown."""
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
                 raise unknown_option(name, known)
-        options = cls(**{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None or name == "terminated"}
+        options = cls(**given)
         options._check()
         return options
 

@@ -68,7 +68,7 @@ def _claimed(mine: set[str], name: str) -> Iterator[None]:
     mine.add(name)
     try:
         yield
-    except FileExistsError:
+    except CorruptBufferError:
         mine.remove(name)
         raise
 

@@ -227,7 +227,7 @@ class Folder:
 
         Raises: SchemaError where the file system cannot hold it; OSError (ENOSPC) where `reserve` finds no space.
         """
-        sub, _, base = name.rpartition("/")
+        sub, _, _ = name.rpartition("/")
         with self._changing(sub, create=True) as directory:
             fd = self._create(name, directory)
             try:
