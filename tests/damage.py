@@ -348,7 +348,7 @@ def records() -> list[Damage]:
         crafted("a length of 0", length=0),
         crafted("a length beyond the slot", length=MAX_TIMESTEPS + 1),
         crafted("a length of -1", length=2**32 - 1),
-        crafted("an unknown flag", flags=64),
+        crafted("an unknown flag", flags=128),
         crafted("a digest of other checksums", digest=7),
         crafted("a first row of another slot", first_row=0),
         crafted("a serial beyond all", serial=2**62),

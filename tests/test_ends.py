@@ -1,9 +1,12 @@
 """Which fields end an episode: declared once, kept in the folder, obeyed by all that writes and reads."""
 
+import errno
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
+from faults import system
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -19,6 +22,7 @@ from memmap_buffer import (
     pack,
     repair,
     unpack,
+    verify,
 )
 from memmap_buffer.store.records import TERMINATED
 
@@ -408,6 +412,35 @@ def test_a_cut_episode_has_what_the_next_step_began_with(tmp_path, how, extend):
         wanted = [(t, t + 1) for t in (0, 1, 2, 3, 4, 6, 10, 11, 12, 13, 14, 15, 16)] + [(5, 0)]
         assert transitions(buffer) == sorted(wanted)
         assert sorted(buffer.episode_lens.tolist()) == [2, 2, 3, 3, 3, 3]
+
+
+def test_a_cut_episode_is_seen_at_once_and_completed_where_it_still_stands(tmp_path):
+    for name, sync_every in (("a", 1), ("b", 3)):
+        options = {"max_timesteps": 2, "max_episodes": 2, "circular": True, "spare_slots": 3}
+        how = {} if sync_every == 1 else {"durability": "power", "sync_every": sync_every}
+        with make(tmp_path / name, **options, **how) as buffer:
+            for t in range(2):
+                buffer.add(observation=[t, 10 + t, 20 + t], reward=[0, 0, 0], done=[False] * 3)
+            if sync_every == 1:
+                assert buffer.episode_lens.tolist() == [2, 2]  # the third is in the place of the first
+                assert transitions(buffer) == [(10, 11), (20, 21)]
+            buffer.add(observation=[2, 12, 22], reward=[0, 0, 0], done=[False] * 3)
+            assert transitions(buffer) == [(10, 11), (11, 12), (20, 21), (21, 22)]
+            assert verify(buffer.folder) == []
+
+
+def test_a_cut_episode_is_completed_by_the_call_after_one_that_failed(tmp_path):
+    for at_operation in range(1, 60):
+        with make(tmp_path / str(at_operation), max_timesteps=2) as buffer:
+            buffer.extend(observation=[0, 1], reward=[0, 0], done=[False, False])
+            with system(at_operation, error=errno.ENOSPC, only=("pwrite",)) as seen, suppress(OSError):
+                buffer.add(observation=2, reward=0, done=False)
+            buffer.add(observation=3, reward=0, done=False)
+            assert transitions(buffer) == [(0, 1), (1, 2), (2, 3)]
+            assert verify(buffer.folder) == []
+        if seen.count < at_operation:
+            break
+    assert at_operation > 3
 
 
 def test_a_cut_episode_without_final_fields_is_published_at_once(tmp_path):

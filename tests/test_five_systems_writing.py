@@ -228,10 +228,10 @@ def test_S3_03_and_S3_04_more_fields_are_checked_like_the_others_and_no_next_obs
         for t in range(9):
             buffer.add(**{**good, "observation": [t, t]})
         assert [e["observation"] for _, e in shown(buffer)] == [
-            [[t, t] for t in part] for part in ((3, 4, 5), (6, 7, 8))
+            [[t, t] for t in part] for part in ((3, 4, 5, 6), (6, 7, 8))
         ]
         batch = next(iter(buffer.dataloader(10, n_steps=1)))
-        assert batch["next_observation"].tolist() == [[t + 1, t + 1] for t in (3, 4, 6, 7)]
+        assert batch["next_observation"].tolist() == [[t + 1, t + 1] for t in (3, 4, 5, 6, 7)]
 
 
 def test_S3_05_the_first_step_may_declare_the_fields_and_lists_of_ids_are_padded(tmp_path):

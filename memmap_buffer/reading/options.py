@@ -139,7 +139,10 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Options:
-        """Options from keywords; None is the default, but of `terminated` that nothing ends. Raises SchemaError naming the closest one for an unknown."""
+        """Options from keywords; None is the default, but of `terminated` it says that nothing ends.
+
+        Raises: SchemaError: an option that there is not; the closest one is named.
+        """
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:

@@ -36,6 +36,9 @@ class Sink(Protocol):
     def withdraw(self, episode: Episode) -> None:
         """Forget it."""
 
+    def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
+        """Add the final observation to a published one, if it is still there."""
+
 
 class Episode:
     """One episode being written. Nothing of it is visible before `publish`, unless the buffer publishes every step.
@@ -173,10 +176,21 @@ class Episode:
         Raises: SchemaError: a field that has none, or one is missing. EpisodeStateError: no step was stored yet.
         """
         self._require_open()
-        names = self._schema.final_names
         if self.length == 0 or self.finals:
             what = "called before the first step" if self.length == 0 else "called twice"
             raise EpisodeStateError(f"final: {what}; call it once, after the last `store`")
+        self.finals = self._encode_final(observation)
+
+    def complete(self, **observation: Any) -> None:
+        """Add the final observation to an episode that was published without; to one that is gone meanwhile, nothing.
+
+        Raises: SchemaError: as `final`. OSError: nothing was added, or it is with the next write.
+        """
+        assert self.state == "published" and not self.finals
+        self._sink.complete(self, self._encode_final(observation))
+
+    def _encode_final(self, observation: Mapping[str, Any]) -> dict[str, Array]:
+        names = self._schema.final_names
         given = self._schema.flatten(observation)
         for name in given:
             if name not in names:
@@ -187,9 +201,7 @@ class Episode:
                 f"final: {', '.join(map(repr, missing))} missing; all fields with final=True belong together"
             )
         fields = self._schema.fields
-        self.finals = {
-            name: self._encode(fields[name], name, value, self.length).copy() for name, value in given.items()
-        }
+        return {name: self._encode(fields[name], name, value, self.length).copy() for name, value in given.items()}
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set a meta field; it may be known only at the end."""

@@ -158,9 +158,8 @@ class Recording:
         """Append one timestep of each of B environments that run side by side.
 
         `terminated` or `truncated` ends the episode of an environment: it is published, and the next call begins
-        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one; where
-        fields have `final`, and no `next_<field>` is given, it is published with the next step, which tells what was
-        seen.
+        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one; where no
+        `next_<field>` is given, the next step adds what was seen after it.
 
         Args:
             step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value

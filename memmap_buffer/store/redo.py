@@ -187,12 +187,18 @@ def _inside(layout: Layout, slot: int, key: str, offset: int, size: int) -> bool
     return array.offset(slot) <= offset <= array.offset(slot + 1) - size
 
 
-def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, Array]) -> Rewrite:
+def plan(
+    files: Files,
+    slot: int,
+    rows: Mapping[str, Array],
+    meta: Mapping[str, Array],
+    finals: Mapping[str, Array] | None = None,
+) -> Rewrite:
     """The rewrite that replaces the first timesteps of some fields, and some meta fields, of a visible slot.
 
     Args:
         rows: name -> (t, *field) stored values for steps 0 … t - 1, t at most the episode's length.
-        meta: name -> one stored value.
+        meta: name -> one stored value. finals: the final observation, for an episode that has none.
     """
     storage, layout = files.storage, files.layout
     record = storage.maps.words[slot].view(RECORD)[0]
@@ -211,6 +217,11 @@ def plan(files: Files, slot: int, rows: Mapping[str, Array], meta: Mapping[str, 
         if checksums is not None:
             kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
             checksums[column_of[name]] = crc32(kept, crc32(new))
+    for name, value in (finals or {}).items():
+        first, flags = int(storage.first_row(np.array([slot]), True)[0]), flags | FINAL
+        pieces.append((name, layout.row_offset(name, first + length), value.tobytes()))
+        if checksums is not None:
+            checksums[column_of[name]] = crc32(value, crc32(storage.maps.rows[name][first : first + length]))
     for name, value in meta.items():
         pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
         if checksums is not None:

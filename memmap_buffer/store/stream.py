@@ -25,7 +25,7 @@ class EpisodeStream(EpisodeGroup):
     """B environments side by side, each with its own episode ends; `episodes` are those they are in.
 
     An episode that is cut where it is as long as it may be has what was seen next as its final observation: by `next_`
-    of its last step, or else by the step that follows, with which it is published then.
+    of its last step, or else by the step that follows, which adds it.
 
     Args:
         schema: the fields. size: B. limit: the longest episode. begin: opens an episode. skips_resets: the step after
@@ -39,6 +39,8 @@ class EpisodeStream(EpisodeGroup):
         self._size, self._limit, self._begin, self._skips_resets = size, limit, begin, skips_resets
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
         self._following: dict[str, Array] = {}  # what was seen after the last step
+        # By environment, an episode that was cut without its final observation, and that, once it was seen.
+        self._cut: dict[int, tuple[Episode, dict[str, Array]]] = {}
 
     def __len__(self) -> int:
         return self._size
@@ -52,8 +54,8 @@ class EpisodeStream(EpisodeGroup):
         """
         count = len(steps.ends)
         while steps.done < count:
-            self._finish(steps)
             self._publish_what_ended()
+            self._see(steps)
             self._begin_where_needed()
             start, recorded = steps.done, self._recorded()
             if all(episode.staged for episode in self.episodes):
@@ -74,24 +76,23 @@ class EpisodeStream(EpisodeGroup):
                     episode.final(**{name: rows[i] for name, rows in self._following.items()})
                 episode.publish(cut=(cut or episode.length == self._limit) and not episode.ended)
 
-    def _finish(self, steps: Steps) -> None:
-        """Give the episodes that were cut at the limit their final observation: what the next step begins with."""
-        if steps.ahead or not self.schema.final_names:
-            return
-        for i, episode in enumerate(self.episodes):
-            if self._waits(episode):
-                episode.final(**{name: steps.fields[name][steps.done, i] for name in self.schema.final_names})
-
-    def _waits(self, episode: Episode) -> bool:
-        """Whether an episode is as long as it may be, and only the next step tells what was seen after it."""
-        full = episode.state == "open" and episode.length == self._limit and not episode.ended
-        return full and bool(self.schema.final_names) and not episode.finals
+    def _see(self, steps: Steps) -> None:
+        """Keep what the next step begins with: the final observation of the episodes that were cut before it."""
+        if not steps.ahead:  # else some environments have that step already
+            for i, (episode, _) in self._cut.items():
+                names = self.schema.final_names
+                self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
 
     def _publish_what_ended(self) -> None:
-        for episode in self.episodes:
-            whole = episode.state == "open" and (episode.ended or episode.length == self._limit)
-            if whole and not self._waits(episode):
+        for i, (episode, final) in [*self._cut.items()]:
+            if final:
+                episode.complete(**final)
+                del self._cut[i]
+        for i, episode in enumerate(self.episodes):
+            if episode.state == "open" and (episode.ended or episode.length == self._limit):
                 episode.publish(cut=not episode.ended)
+                if self.schema.final_names and not (episode.ended or episode.finals):
+                    self._cut[i] = episode, {}
 
     def _recorded(self) -> IntArray:
         """The environments whose next step is one of an episode."""

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyError, SchemaError, StaleEpisodeError
 from memmap_buffer.store import redo
@@ -102,6 +105,7 @@ class Writer:
         self._files: Files | None = None
         self._ring: Ring
         self._publications: dict[Episode, Publication] = {}
+        self._last_cut: WeakKeyDictionary[Episode, Publication] = WeakKeyDictionary()
         self._pending: list[tuple[Publication, int, int]] = []
         self._staging = Staging()
         self._unfinished = False
@@ -217,6 +221,8 @@ class Writer:
                 publication.write_final(episode.finals)
                 self._commit(publication, episode, flags, at_once=publication.published)
             episode.state = "published"
+            if cut and not episode.finals:
+                self._last_cut[episode] = publication
             self._lock.open_episodes.discard(episode)
             if publication.published:
                 self._publications.pop(episode, None)
@@ -257,6 +263,15 @@ class Writer:
         except BaseException:
             self._unfinished = True
             raise
+
+    def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
+        """Add the final observation to an episode that was published as cut short, if it is still there: atomic."""
+        files, publication = self.begin(), self._last_cut.get(episode)
+        self._commit_pending(files)
+        if publication is not None and publication.published:
+            slot, serial = np.array([[publication.slot], [publication.serial]])
+            if self.storage.refresh().shows(slot, serial)[0]:
+                self._rewrite(redo.plan(files, publication.slot, {}, {}, finals))
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
