@@ -3,7 +3,7 @@
 The layers; a module imports only from levels above its own line, never sideways:
 
     level 0   errors, interop.extras, progress
-    level 1   values, interop.plain, store.records, reading.option_keys
+    level 1   values, interop.plain, store.records, store.block, reading.option_keys
     level 2   schema, transforms, reading.memory, store.kernels
     level 3   store.files, store.staging, store.tree, interop.names, interop.rows
     level 4   store.layout, store.host, store.folder, store.table, interop.gymnasium

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class ReplayBuffer(Recording, Editing, Readable):
+class ReplayBuffer(Editing, Recording, Readable):
     """A folder of episodes, one memory-mapped array per field.
 
     Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
@@ -188,9 +188,10 @@ class ReplayBuffer(Recording, Editing, Readable):
 
     def _reopen(self) -> None:
         verify, how = self._storage.verify, self._writer.how
+        before, opened = self._writer, Storage.open(self._storage.folder, verify=verify)
         self._close_priorities()
-        lock = self._writer.detach()
-        self._setup(Storage.open(self._storage.folder, verify=verify), lock, how)
+        self._setup(opened, before.lock, how)
+        before.detach()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
@@ -271,17 +272,19 @@ class ReplayBuffer(Recording, Editing, Readable):
 
     def flush(self) -> None:
         """Wait until everything published is on the disk, and the priorities."""
-        self._writer.flush()
+        with self._turn:
+            self._writer.flush()
         self.checkpoint()
 
     def close(self) -> None:
         """Flush and let go of the lock; twice is fine. Open episodes are dropped, but for those of `add`."""
-        try:
-            if self._writer.holds:
-                self.end_stream()
-            self._close_priorities()
-        finally:
-            self._writer.close()
+        with self._turn:
+            try:
+                if self._writer.holds:
+                    self.end_stream()
+                self._close_priorities()
+            finally:
+                self._writer.close()
 
     def __enter__(self) -> Self:
         return self

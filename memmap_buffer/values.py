@@ -82,7 +82,7 @@ def to_numpy(value: Any) -> Array:
     """An array of what a user passed: a tensor on any device, an array, a list, a scalar. May share memory."""
     if type(value) is np.ndarray:
         return value
-    torch = sys.modules.get("torch")
+    torch = loaded_torch()
     if torch is not None:
         value = _without_tensors(value, torch)
     if isinstance(value, (str, list, tuple)) and _ends_in_nul(value):
@@ -94,6 +94,12 @@ def to_numpy(value: Any) -> Array:
             f"got a value that is no rectangular array ({error}); pad it, or store its length too"
         ) from None
     return array
+
+
+def loaded_torch() -> Any:
+    """torch, if somebody has imported it; None, too, while another thread is at that, as there are no tensors yet."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "Tensor") else None
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

@@ -165,8 +165,9 @@ class Heap:
     # Following
 
     def _follow_priorities(self, priorities: Priorities) -> None:
-        behind, self._seen = priorities.num_changes - self._seen, priorities.num_changes
-        changes = list(priorities.changes)
+        with priorities.lock:  # others update them
+            behind, self._seen = priorities.num_changes - self._seen, priorities.num_changes
+            changes = list(priorities.changes)
         if behind > len(changes):
             self._doubtful[:] = True
             return

@@ -17,6 +17,8 @@ from memmap_buffer.reading.prioritized import PrioritizedDraws, Trees, update_pr
 from memmap_buffer.reading.reader import Element, Reader
 from memmap_buffer.reading.samplers import Draws
 from memmap_buffer.reading.sources import Sources
+from memmap_buffer.reading.weighting import Prioritized
+from memmap_buffer.store.lock import Turn
 from memmap_buffer.values import to_numpy
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Readable(Contents):
         self._rng: np.random.Generator | None = None
         self._draws: dict[Any, Draws | PrioritizedDraws] = {}
         self._priorities: dict[str, Trees] = {}
+        self._opening = Turn()
 
     @cached_property
     def _torch(self) -> ModuleType:
@@ -223,22 +226,25 @@ class Readable(Contents):
 
     def checkpoint(self) -> None:
         """Wait until the priorities are on the disk; `flush` and `close` do so, too."""
-        for priorities in self._priorities.values():
+        for priorities in list(self._priorities.values()):
             priorities.checkpoint()
 
     def _make_draws(self, reader: Reader) -> Draws | PrioritizedDraws:
         how = reader.prioritized
         if how is None:
             return Draws(reader, self._weights)
-        priorities = None
-        if how.meta is None:
+        priorities = None if how.meta is not None else self._trees(how)
+        return PrioritizedDraws(reader, how, priorities, self._weights)
+
+    def _trees(self, how: Prioritized) -> Trees:
+        with self._opening.lock:
             priorities = self._priorities.get(how.name)
             if priorities is None:
                 priorities = Trees(self._sources, how.name, alpha=how.alpha, epsilon=how.epsilon)
                 priorities.open()
                 self._priorities[how.name] = priorities
             priorities.require(alpha=how.alpha, epsilon=how.epsilon)
-        return PrioritizedDraws(reader, how, priorities, self._weights)
+            return priorities
 
     def _close_priorities(self) -> None:
         while self._priorities:

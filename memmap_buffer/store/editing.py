@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,6 +11,7 @@ from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.store import columns, edits
+from memmap_buffer.store.publication import Files
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.store.writer import Writer
@@ -26,6 +26,14 @@ class Editing:
 
     _storage: Storage
     _writer: Writer
+    _schema_changes = False
+
+    @property
+    def _turn(self) -> Any:
+        """To be held, by `with`, by whatever writes."""
+        if self._schema_changes and self._storage.schema_replaced:
+            self._follow_schema()  # what was interrupted, even where it was about to
+        return self._writer.turn
 
     def _reopen(self) -> None:
         """Open the folder again: its schema is another one."""
@@ -43,9 +51,10 @@ class Editing:
         """
         if not data:
             raise SchemaError("update: no data was given; pass field=values")
-        slots, single = self._slots_of(indices)
-        rows, meta = edits.changes(self._storage, slots, single, data)
-        self._writer.update(slots, rows, meta)
+        with self._turn:
+            slots, single = self._slots_of(indices)
+            rows, meta = edits.changes(self._storage, slots, single, data)
+            self._writer.update(slots, rows, meta)
 
     def set_valid(self, indices: Any, flag: Any = False) -> int:
         """Exclude timesteps from being drawn, or include them again: written to the field `valid`.
@@ -59,6 +68,14 @@ class Editing:
         Returns: how many of them were dropped because their episode was overwritten or cleared meanwhile.
         Raises: SchemaError: there is no such timestep, or `valid` is a field of another kind.
         """
+        with self._turn:
+            self._require_valid()
+            self._writer.begin()
+            slots, rows, gone = edits.marked(self._storage, VALID, indices, flag)
+            self._writer.update(slots, {VALID: rows}, {})
+            return gone
+
+    def _require_valid(self) -> None:
         schema = self._storage.layout.schema
         if VALID not in schema.all:
             self.add_field(VALID, ("bool", (), True))
@@ -66,16 +83,13 @@ class Editing:
             raise SchemaError(
                 "set_valid: `valid` is no bool field of one value a timestep here; rename it", field=VALID
             )
-        self._writer.begin()
-        slots, rows, gone = edits.marked(self._storage, VALID, indices, flag)
-        self._writer.update(slots, {VALID: rows}, {})
-        return gone
 
     def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one timestep of one field of a published episode."""
-        slots, _ = self._slots_of([episode_index])
-        rows = edits.one_step(self._storage, slots, timestep_index, name, datapoint)
-        self._writer.update(slots, rows, {})
+        with self._turn:
+            slots, _ = self._slots_of([episode_index])
+            rows = edits.one_step(self._storage, slots, timestep_index, name, datapoint)
+            self._writer.update(slots, rows, {})
 
     def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one meta field of a published episode."""
@@ -84,13 +98,15 @@ class Editing:
 
     def clear(self) -> None:
         """Remove every episode; the files keep their size."""
-        self._writer.clear()
+        with self._turn:
+            self._writer.clear()
 
     reset_ = clear
 
     def delete(self, indices: Any) -> None:
         """Remove episodes: positions: an int, list, array or slice. Their serials are never used again."""
-        self._writer.delete(self._slots_of(indices)[0].tolist())
+        with self._turn:
+            self._writer.delete(self._slots_of(indices)[0].tolist())
 
     # Columns
 
@@ -125,31 +141,31 @@ class Editing:
             raise SchemaError(
                 f"add_field {name!r}: got no default for the episodes that are there; give one, or compute"
             )
-        files = self._writer.begin_alone("add_field")
-        rows_of = None if compute is None else self._rows_of(f"add_field {name!r}", field, meta, compute, fields)
-        with self._reopened():
+
+        def change(files: Files) -> None:
+            rows_of = None if compute is None else self._rows_of(f"add_field {name!r}", field, meta, compute, fields)
             columns.add(files, name, field, meta=meta, rows_of=rows_of)
+
+        self._change_schema("add_field", change)
 
     def drop_field(self, name: str) -> None:
         """Remove a field or meta field, or a group of them, and its files. Readers of it must be opened again.
 
         Raises: SchemaError: there is none, or it is the last one. EpisodeStateError: an episode is open.
         """
-        names = self._storage.layout.schema.require([name], "drop_field")
-        files = self._writer.begin_alone("drop_field")
-        with self._reopened():
-            columns.drop(files, names)
+        with self._turn:
+            names = self._storage.layout.schema.require([name], "drop_field")
+            self._change_schema("drop_field", lambda files: columns.drop(files, names))
 
     def rename_field(self, name: str, new: str) -> None:
         """Give a field or meta field, or a group of them, another name. Readers of it must be opened again.
 
         Raises: SchemaError: there is none, or the new name is taken. EpisodeStateError: an episode is open.
         """
-        members = self._storage.layout.schema.require([name], "rename_field")
-        names = {old: f"{new}{old.removeprefix(name)}" for old in members}
-        files = self._writer.begin_alone("rename_field")
-        with self._reopened():
-            columns.rename(files, names)
+        with self._turn:
+            members = self._storage.layout.schema.require([name], "rename_field")
+            names = {old: f"{new}{old.removeprefix(name)}" for old in members}
+            self._change_schema("rename_field", lambda files: columns.rename(files, names))
 
     def recompute(self, name: str, compute: Compute, *, fields: Iterable[str] | None = None) -> None:
         """Replace a field or meta field by what is computed from each episode; each changes at once or not at all.
@@ -157,6 +173,10 @@ class Editing:
         Args: compute, fields: as for `add_field`.
         Raises: SchemaError: what was computed does not fit; the episodes before it are changed. EpisodeStateError.
         """
+        with self._turn:
+            self._recompute(name, compute, fields)
+
+    def _recompute(self, name: str, compute: Compute, fields: Iterable[str] | None) -> None:
         schema = self._storage.layout.schema
         schema.require([name], "recompute", list(schema.all))
         self._writer.begin()
@@ -188,14 +208,24 @@ class Editing:
             )
         return slots, single
 
-    @contextmanager
-    def _reopened(self) -> Iterator[None]:
-        """Around a change of the schema by the writer: whatever happens, what goes on is the one that stands."""
-        try:
-            yield
-        finally:
+    def _change_schema(self, what: str, change: Callable[[Files], None]) -> None:
+        """Change the schema; whatever interrupts it, what goes on is the one that stands."""
+        with self._turn:
+            files = self._writer.begin_alone(what)
+            try:
+                self._schema_changes = True
+                change(files)
+                self._follow_schema()
+            except BaseException:
+                self._follow_schema()
+                raise
+
+    def _follow_schema(self) -> None:
+        """Open the folder again where a change of its schema came so far that it stands."""
+        with self._writer.turn:
             if self._storage.schema_replaced:
                 self._reopen()
+            self._schema_changes = False
 
     def _rows_of(
         self, where: str, field: Field, meta: bool, compute: Compute, fields: Iterable[str] | None

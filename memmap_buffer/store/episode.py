@@ -6,19 +6,18 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from operator import itemgetter
+from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy import ndarray
 
 from memmap_buffer.errors import EpisodeStateError, SchemaError
 from memmap_buffer.schema import Field, Schema
+from memmap_buffer.store.block import Block, Held, left
 from memmap_buffer.store.staging import Column, Staging, column
 from memmap_buffer.values import Array
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 FIRST_CAPACITY = 64
 CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place, and at first by any other
@@ -34,13 +33,16 @@ class Sink(Protocol):
         """Make it visible, and set its state to "published"."""
 
     def withdraw(self, episode: Episode) -> None:
-        """Forget it."""
+        """Forget it, and set its state to "aborted"."""
+
+    def settle(self, episode: Episode) -> None:
+        """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
 
     def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
         """Add the final observation to a published one, if it is still there."""
 
 
-class Episode:
+class Episode(Block):
     """One episode being written. Nothing of it is visible before `publish`, unless the buffer publishes every step.
 
     As a context manager it publishes at the end of the block and aborts on any exception; with `keep_partial` it
@@ -50,13 +52,13 @@ class Episode:
         sink: who publishes it. meta: what is known at the start. keep_partial: see above.
         on_step: called after each stored step, or None: it publishes the steps stored so far.
         spill: called when CHUNK_BYTES are staged, or None: it writes them out, so that no more is ever staged.
-        staging: where its memory comes from and goes to.
+        staging: where its memory comes from and goes to. held: of the block that it was opened for, see `Block`.
 
     Attributes:
         length: timesteps stored. columns: while it is open, field -> its staged rows, from timestep `base` on.
         finals, meta: the final observation and the meta fields, as stored.
         state: "open", "published" or "aborted". ended: the flag that ended it, or "". has_inner_end: whether a flag
-            is true before its last step.
+            is true before its last step. thread: which opened it.
     """
 
     def __init__(
@@ -68,13 +70,14 @@ class Episode:
         on_step: Callable[[Episode], None] | None = None,
         spill: Callable[[Episode], None] | None = None,
         staging: Staging | None = None,
+        held: Held | None = None,
     ) -> None:
         self._sink = sink
         self._schema = sink.schema
         self._on_step = on_step
         self._spill = spill
         self._staging = staging or Staging()
-        self.keep_partial = keep_partial
+        self.keep_partial, self.held, self.thread = keep_partial, held, get_ident()
         self.length = 0
         self.base = 0
         self.columns: dict[str, Array] = {}
@@ -175,7 +178,7 @@ class Episode:
 
         Raises: SchemaError: a field that has none, or one is missing. EpisodeStateError: no step was stored yet.
         """
-        self._require_open()
+        self.require_open()
         if self.length == 0 or self.finals:
             what = "called before the first step" if self.length == 0 else "called twice"
             raise EpisodeStateError(f"final: {what}; call it once, after the last `store`")
@@ -209,7 +212,7 @@ class Episode:
 
     def update(self, meta: Mapping[str, Any]) -> None:
         """Set meta fields. Raises SchemaError naming an unknown one, a wrong shape, or a lossy cast."""
-        self._require_open()
+        self.require_open()
         known = self._schema.meta_fields
         for name, value in self._schema.flatten(meta).items():
             if name not in known:
@@ -223,7 +226,7 @@ class Episode:
 
         Raises: OSError: the disk is full, say. Nothing became visible, and the staged episode can be published again.
         """
-        self._require_open()
+        self.require_open()
         if self.length:
             self._sink.publish(self, cut=cut)
             self._release()
@@ -234,27 +237,36 @@ class Episode:
         """Drop the episode; steps that `publish="step"` had shown are withdrawn."""
         if self.state == "open":
             self._sink.withdraw(self)
-            self.state = "aborted"
             self._release()
 
-    def __enter__(self) -> Self:
-        return self
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """The end of its block. After an error of the disk it is still open; an interruption ends it, either way."""
+        try:
+            self.held = None
+            if self.state != "open":
+                return
+            if kind is None:
+                self.publish()
+            elif self.length and (self.keep_partial or self._on_step is not None):
+                self.publish(cut=True)  # steps that were published are kept: they were promised to last
+            else:
+                self.abort()
+        except Exception:
+            raise
+        except BaseException:
+            self.settle()
+            raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.state != "open":
-            return
-        if kind is None:
-            self.publish()
-        elif self.length and (self.keep_partial or self._on_step is not None):
-            self.publish(cut=True)  # steps that were published are kept: they were promised to last
-        else:
-            self.abort()
+    def settle(self) -> None:
+        """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
+        if self.state == "open":
+            self.held = left  # should this be interrupted, too, the writer's next call does it
+            self._sink.settle(self)
 
     # Within
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raise EpisodeStateError where it was published or aborted."""
         if self.state != "open":
             raise EpisodeStateError(f"this episode was {self.state}; begin a new one with one_episode()")
 
@@ -266,7 +278,7 @@ class Episode:
             self._grow(self.length + count)
 
     def _refuse(self) -> None:
-        self._require_open()
+        self.require_open()
         what = f"ended at timestep {self.length - 1} by `{self.ended}`" if self.ended else "has its final observation"
         raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
 
@@ -303,9 +315,10 @@ class Episode:
 
     def _release(self) -> None:
         """Give the memory back, unless the columns are a user's."""
-        if self._capacity:
-            self._staging.keep(self.columns)
+        columns, own = self.columns, self._capacity
         self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
+        if own:
+            self._staging.keep(columns)  # last, so that it is given back once
 
     def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
         try:

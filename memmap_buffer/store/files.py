@@ -397,20 +397,20 @@ class FileLock:
         """None where another process has it. Raises OSError: ELOOP, EISDIR, ENXIO: it is no plain file."""
         while True:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600, dir_fd=directory)
-            lock, status = cls(fd), os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                lock.release()
-                raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), name)
+            lock = cls(fd)
             try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), name)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+                with suppress(FileNotFoundError):
+                    if identity(os.stat(name, dir_fd=directory, follow_symlinks=False)) == identity(status):
+                        return lock
+            except BaseException as error:  # an interruption, too: its traceback would keep the lock
                 lock.release()
-                if error.errno in (errno.EAGAIN, errno.EACCES):  # the latter on some network file systems
-                    return None
+                if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):  # the latter on some
+                    return None  # network file systems
                 raise
-            with suppress(FileNotFoundError):
-                if identity(os.stat(name, dir_fd=directory, follow_symlinks=False)) == identity(status):
-                    return lock
             lock.release()  # its name is another file's by now
 
     def release(self) -> None:

@@ -436,17 +436,21 @@ class Folder:
     def lock(self, name: str = ".lock") -> FileLock:
         """Take the writer's lock, or another. Raises BufferLockedError at once when another process holds it."""
         sub, _, base = name.rpartition("/")
-        with self._changing(sub, create=True) as directory:
-            try:
+        lock: FileLock | None = None
+        try:
+            with self._changing(sub, create=True) as directory:
                 lock = FileLock.take(base, directory)
-            except OSError as error:
-                if error.errno not in NO_FILE:
-                    raise
-                text = self._text(name, "is a link or no plain file")
-                raise CorruptBufferError(text, path=self.path / name) from None
-        if lock is None:
-            raise BufferLockedError(f"{self.path} has another writer", path=self.path)
-        return lock
+            if lock is None:
+                raise BufferLockedError(f"{self.path} has another writer", path=self.path)
+            return lock
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name) from None
+        except BaseException:  # an interruption, whose traceback would keep it
+            if lock is not None:
+                lock.release()
+            raise
 
 
 def will_need(array: Array, stretches: Iterable[tuple[int, int]]) -> None:

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Field, Schema
+from memmap_buffer.store.block import Block, Held
 from memmap_buffer.store.episode import Episode, require_default
 from memmap_buffer.values import Array
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class EpisodeGroup:
+class EpisodeGroup(Block):
     """B open episodes that step together; `episodes` are its members, in the order of the batch axis.
 
     As a context manager it publishes all of them at the end of the block, and aborts all on any exception.
+
+    Args: schema: the fields. episodes: the members. held: of the block that they were opened for, see `Block`.
     """
 
-    def __init__(self, schema: Schema, episodes: Sequence[Episode]) -> None:
+    def __init__(self, schema: Schema, episodes: Sequence[Episode], held: Held | None = None) -> None:
         self.schema = schema
         self.episodes = list(episodes)
-
-    def add(self, episode: Episode) -> None:
-        """One more member, before the first step."""
-        self.episodes.append(episode)
+        self.held, self.thread = held, get_ident()
 
     def __len__(self) -> int:
         return len(self.episodes)
+
+    @property
+    def state(self) -> str:
+        """ "open" as long as one of them is, then "ended"."""
+        return "open" if any(episode.state == "open" for episode in self.episodes) else "ended"
 
     def store(self, **batch: Any) -> None:
         """Append one timestep to every episode.
@@ -76,16 +79,19 @@ class EpisodeGroup:
         for episode in self.episodes:
             episode.abort()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.publish()
-        for episode in self.episodes:
-            episode.__exit__(kind, error, trace)
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """The end of its block, as for each of its episodes."""
+        try:
+            for episode in self.episodes:
+                episode.held = None  # none of them is over as long as this runs
+            for episode in self.episodes:
+                episode.leave(kind, error, trace)
+        except Exception:
+            raise
+        except BaseException:
+            for episode in self.episodes:
+                episode.settle()
+            raise
 
     def _encode(self, batch: Mapping[str, Any], known: Mapping[str, Field], where: str) -> dict[str, Array]:
         out: dict[str, Array] = {}

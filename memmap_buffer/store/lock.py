@@ -1,12 +1,13 @@
 """Who may write: the folder's lock, the epoch that fences a broken one, and the guards against fork and poison.
 
-One object per process and folder holds the lock; a newer one takes it over unless an episode is open. Nothing here
-touches episodes.
+One object per process and folder holds the lock; a newer one takes it over unless an episode is open. The threads of a
+process take turns, whichever object of the folder they write with. Nothing here touches episodes.
 """
 
 from __future__ import annotations
 
 import datetime
+import threading
 import weakref
 from typing import Any
 
@@ -15,9 +16,29 @@ from memmap_buffer.store.files import process_id
 from memmap_buffer.store.folder import Folder
 from memmap_buffer.store.storage import Storage
 
+
+class Turn:
+    """A re-entrant lock between threads, which a forked child finds free whoever held it in the parent."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Turn, ()
+
+    @property
+    def lock(self) -> Any:
+        """What to take by `with`: the lock itself, as an interruption within an `__enter__` of ours would keep it."""
+        process = process_id()
+        found = self._of.get(process)
+        return self._of.setdefault(process, threading.RLock()) if found is None else found
+
+
 # Which object of this process holds which folder. It must be known across objects: a second lock on the same file
 # would wait for the first for ever (flock belongs to the open file, not to the process).
 _holders: weakref.WeakValueDictionary[tuple[int, int], WriterLock] = weakref.WeakValueDictionary()
+_turns: weakref.WeakValueDictionary[tuple[int, int], Turn] = weakref.WeakValueDictionary()
+_finding = Turn()
 
 _REMEDY = {
     "forked": "a forked child may read, not write; open the buffer anew in the child, or write in the parent",
@@ -36,9 +57,43 @@ class WriterLock:
         self._folder = folder
         self._lock: Any = None
         self._pid = 0
+        self._turn: Turn | None = None
         self.epoch = 0
-        self.open_episodes: set[Any] = set()
+        self._episodes: tuple[weakref.ref[Any], ...] = ()
         self.lost = ""
+
+    @property
+    def turn(self) -> Any:
+        """To be held, by `with`, while anything is written: whatever object of this process writes to the folder."""
+        if self._turn is None:
+            with _finding.lock:
+                self._turn = self._found_turn()
+        return self._turn.lock
+
+    def _found_turn(self) -> Turn:
+        try:
+            key = self._folder.lock_key()
+        except (FileNotFoundError, NotADirectoryError):  # removed: nobody else writes to what is not there
+            return Turn()
+        turn = _turns.get(key)
+        if turn is None:
+            turn = _turns[key] = Turn()
+        return turn
+
+    def add(self, episode: Any) -> None:
+        """Know of an open episode, as long as somebody holds it."""
+        self._episodes = (*map(weakref.ref, self.episodes), weakref.ref(episode))
+
+    @property
+    def episodes(self) -> list[Any]:
+        """The episodes that did not end."""
+        found = (held() for held in self._episodes)
+        return [episode for episode in found if episode is not None and episode.state == "open"]
+
+    @property
+    def open_episodes(self) -> list[Any]:
+        """Those of them whose block was not left."""
+        return [episode for episode in self.episodes if not episode.was_left]
 
     @property
     def held(self) -> bool:
@@ -58,29 +113,30 @@ class WriterLock:
         """
         if self.held:
             return
-        self._folder.hold()
         try:
-            self._acquire()
-        finally:
-            if not self.held:
-                self._folder.let_go()
+            with self.turn:
+                self._folder.hold()
+                self._pid = process_id()
+                self._lock = self._taken_over() or self._take()
+                _holders[self._folder.lock_key()] = self
+        except BaseException:
+            self.release()
+            raise
 
-    def _acquire(self) -> None:
-        key = self._folder.lock_key()
-        holder = _holders.get(key)
-        if holder is not None and holder.held and holder._pid == process_id():
-            if holder.open_episodes and not holder.lost:
-                raise BufferLockedError(
-                    f"{self._folder.path}: another ReplayBuffer object of this process has an episode open; "
-                    "finish that episode, or use that object",
-                    path=self._folder.path,
-                    pid=process_id(),
-                )
-            self._lock, holder._lock, holder.lost = holder._lock, None, "taken over"
-        else:
-            self._lock = self._take()
-        self._pid = process_id()
-        _holders[key] = self
+    def _taken_over(self) -> Any:
+        """The lock of an older object of this process, None where none has it."""
+        holder = _holders.get(self._folder.lock_key())
+        if holder is None or not holder.held or holder._pid != process_id():
+            return None
+        if holder.open_episodes and not holder.lost:
+            raise BufferLockedError(
+                f"{self._folder.path}: another ReplayBuffer object of this process has an episode open; "
+                "finish that episode, or use that object",
+                path=self._folder.path,
+                pid=process_id(),
+            )
+        self._lock, holder._lock, holder.lost = holder._lock, None, "taken over"
+        return self._lock
 
     def _take(self) -> Any:
         try:
@@ -115,10 +171,17 @@ class WriterLock:
 
     def release(self) -> None:
         """Let go; twice is fine, and in a forked child it does nothing."""
-        lock, self._lock = self._lock, None
+        try:
+            self._let_go()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        if self._lock is not None and process_id() == self._pid:
+            self._lock.release()
+        self._lock = None
         self._folder.let_go()
-        if lock is not None and process_id() == self._pid:
-            lock.release()
 
     def _fail(self, reason: str) -> None:
         raise WriterLostError(f"{self._folder.path}: this object may not write: {_REMEDY[reason]}", reason=reason)

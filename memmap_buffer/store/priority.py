@@ -16,6 +16,7 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.store import kernels
 from memmap_buffer.store.files import process_id
+from memmap_buffer.store.lock import Turn
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import EpisodeTable, IntArray
 from memmap_buffer.store.tree import MAX_PRIORITY, FloatArray, SumTree
@@ -26,6 +27,7 @@ REMEMBERED = 4096  # changes that one who keeps a heap of its own may be behind
 
 # Within a process all objects share one tree of a name: a second lock on its file would wait for the first for ever.
 _open: weakref.WeakValueDictionary[tuple[tuple[int, int], str, int], Priorities] = weakref.WeakValueDictionary()
+_opening = Turn()  # of all of them: two threads that draw for the first time share a tree
 
 
 class Priorities:
@@ -57,6 +59,11 @@ class Priorities:
         """
         if not (name.isidentifier() and name.isascii() and len(name) <= 64) or name.startswith("_"):
             raise SchemaError(f"priorities: {name!r} cannot name a file; give an identifier of at most 64 characters")
+        with _opening.lock:
+            return cls._found(storage, name, alpha, epsilon)
+
+    @classmethod
+    def _found(cls, storage: Storage, name: str, alpha: float, epsilon: float) -> Priorities:
         file = TreeFile(storage, name, alpha=alpha, epsilon=epsilon)
         file.require_place()
         key = storage.folder.lock_key(), name, process_id()
@@ -91,9 +98,10 @@ class Priorities:
 
     def close(self) -> None:
         """Bring everything to the disk and let go, when the last of those who opened it does."""
-        self._users = max(0, self._users - 1)
-        if not self._users:
-            self._file.close()
+        with _opening.lock, self.lock:
+            self._users = max(0, self._users - 1)
+            if not self._users:
+                self._file.close()
 
     @property
     def tree(self) -> SumTree:
@@ -128,15 +136,15 @@ class Priorities:
     def find(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
         """(slots, serials, t, priorities) of the steps (B,) at values of the cumulative sum; made anew if damaged."""
         with self.lock:
-            found = self._found(values)
+            found = self._at(values)
             if found is None:
                 self._load("its sums are damaged")
                 self.follow()
-                found = self._found(values * 0 if not self.tree.total else np.minimum(values, self.tree.total))
+                found = self._at(values * 0 if not self.tree.total else np.minimum(values, self.tree.total))
             assert found is not None
             return found
 
-    def _found(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
+    def _at(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
         """None where a value leads to what is no step, as the sums are damaged."""
         table, compiled, layout = self._table, kernels.now, self.storage.layout
         assert table is not None

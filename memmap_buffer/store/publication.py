@@ -168,6 +168,10 @@ class Publication:
 
     Args:
         files: the open files. slot: a slot that is neither visible nor another's.
+
+    Attributes:
+        serial, published: what its record says, if it stands. length: timesteps written. meta: as written.
+        given: whether its episode was given up to be published, by itself or with others.
     """
 
     def __init__(self, files: Files, slot: int) -> None:
@@ -181,6 +185,7 @@ class Publication:
         self._crcs = [0] * files.layout.columns
         self._final_crcs = self._crcs
         self._shown = (0, self._crcs)
+        self.given = False
         self._sealed: tuple[int, bytes, tuple[int, list[int]]] | None = None
         words = files.storage.maps.words
         generation, extent = words.item(slot, GENERATION), words.item(slot, EXTENT)
@@ -203,9 +208,8 @@ class Publication:
         self._begin()
         start = self.length
         if start < stop:
-            rows = range(start - base, stop - base)
-            self._crcs = self._final_crcs = self.files.write_rows(columns, rows, self.slot, start, self._crcs)
-            self.length = stop
+            crcs = self.files.write_rows(columns, range(start - base, stop - base), self.slot, start, self._crcs)
+            self._crcs, self._final_crcs, self.length = crcs, crcs, stop  # at once: an interruption may come anywhere
 
     def write_final(self, final: Mapping[str, Array]) -> None:
         """Write the observation after the last action behind the last step, for every field with `final`."""
@@ -257,8 +261,11 @@ class Publication:
 
     def settle(self) -> None:
         """Whatever went wrong: if the record that was last sealed stands on the disk, that much is published."""
-        if self._sealed is not None and self.files.storage.maps.words[self.slot].tobytes() == self._sealed[1]:
+        words = self.files.storage.maps.words[self.slot]
+        if self._sealed is not None and words.tobytes() == self._sealed[1]:
             self.published, (self.serial, _, self._shown) = True, self._sealed
+        if self.published and words[GENERATION] % 2 == 0:
+            self._generation = int(words[GENERATION]) - 1  # a redo file may have moved it on
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import ref
 
 import numpy as np
 
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
 from memmap_buffer.store import edits
+from memmap_buffer.store.block import Block, Held
 from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.group import EpisodeGroup
 from memmap_buffer.store.storage import Storage
@@ -41,6 +45,32 @@ class Stored(NamedTuple):
     size: int
 
 
+Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)
+
+
+class Scope(Block, Generic[Opened]):
+    """The block of `one_episode` or `batched_episode`; what it opens is what its thread stores to.
+
+    Args: scopes: what each thread stores to. begin: opens it, for the block that is held.
+    """
+
+    def __init__(self, scopes: dict[int, Any], begin: Callable[[Held | None], Opened]) -> None:
+        self._scopes, self._begin = scopes, begin
+
+    def __enter__(self) -> Opened:  # type: ignore[override]
+        super().__enter__()
+        opened = self._begin(self.held)
+        self._scopes[get_ident()] = self._opened = opened
+        return opened
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """What was opened ends, and nobody stores to it any more."""
+        try:
+            self._opened.leave(kind, error, trace)
+        finally:
+            self._scopes.pop(self._opened.thread, None)
+
+
 class Recording:
     """The writing half of `ReplayBuffer`."""
 
@@ -49,14 +79,20 @@ class Recording:
     _skips_resets = False  # whether the step after an episode's end is the environment's reset
 
     def _record_to(self, storage: Storage, writer: Writer) -> None:
-        self._storage = storage
-        self._writer = writer
-        self._scope: Episode | EpisodeGroup | None = None
-        self._begun: list[Episode] = []
+        self._storage, self._writer = storage, writer
+        self._scopes: dict[int, Episode | EpisodeGroup] = {}  # by thread
+        self._begun: tuple[ref[Episode], ...] = ()
+        self._newest: dict[
+            int, Episode
+        ] = {}  # by thread: of those that were begun, what `store` finds without a handle
         self._stream: EpisodeStream | None = None
 
-    @contextmanager
-    def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Iterator[Episode]:
+    @property
+    def _turn(self) -> Any:
+        """To be held, by `with`, by whatever writes."""
+        raise NotImplementedError
+
+    def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Scope[Episode]:
         """Record one episode: `store` in the block, published at its end, dropped on any exception.
 
         Args:
@@ -65,36 +101,49 @@ class Recording:
 
         Raises: EpisodeStateError: nested. BufferFullError, BufferLockedError, ReadOnlyError, WriterLostError.
         """
-        self._require_no_scope()
-        with self._entered(self._writer.open(meta, keep_partial=keep_partial)) as episode:
-            yield episode
+
+        def begin(held: Held | None) -> Episode:
+            self._require_no_scope()
+            with self._turn:
+                return self._writer.open(meta, keep_partial=keep_partial, held=held)
+
+        return Scope(self._scopes, begin)
 
     def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
-        """An open episode to `store` to, `publish` or `abort`; several may be open at once."""
-        episode = self._writer.open(meta, keep_partial=keep_partial)
-        self._begun = [*(other for other in self._begun if other.state == "open"), episode]
-        return episode
+        """An open episode to `store` to, `publish` or `abort`; several may be open at once.
 
-    @contextmanager
-    def batched_episode(self, batch_size: int, **meta_batch: Any) -> Iterator[EpisodeGroup]:
+        One of which nobody holds what this returned, and that is not the last one begun, is dropped.
+        """
+        with self._turn:
+            episode = self._writer.open(meta, keep_partial=keep_partial)
+            self._begun = (*map(ref, self._begun_ones()), ref(episode))
+            still = {thread: other for thread, other in self._newest.items() if other.state == "open"}
+            self._newest = {**still, get_ident(): episode}
+            return episode
+
+    def batched_episode(self, batch_size: int, **meta_batch: Any) -> Scope[EpisodeGroup]:
         """Record `batch_size` synchronised environments: `store_batch` in the block.
 
         Args: meta_batch: meta field -> (batch_size, *field).
         """
         check_count("batch_size", batch_size)
-        self._require_no_scope()
-        with self._entered(EpisodeGroup(self._storage.layout.schema, [])) as group:
-            for _ in range(batch_size):
-                group.add(self._writer.open({}))
+
+        def begin(held: Held | None) -> EpisodeGroup:
+            self._require_no_scope()
+            with self._turn:
+                episodes = [self._writer.open({}, held=held) for _ in range(batch_size)]
+                group = EpisodeGroup(self._storage.layout.schema, episodes, held)
             group.update(meta_batch)
-            yield group
+            return group
+
+        return Scope(self._scopes, begin)
 
     def store(self, **step: Any) -> Any:
         """Append one timestep to the open episode; see `Episode.store`.
 
         Raises: EpisodeStateError: no episode is open, or several are. SchemaError.
         """
-        scope = self._scope
+        scope = self._scopes.get(get_ident())
         return (scope if type(scope) is Episode else self._current()).store(**step)
 
     def store_batch(self, **batch: Any) -> None:
@@ -114,15 +163,16 @@ class Recording:
         Args: arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta fields.
         Raises: SchemaError. EpisodeStateError: longer than max_timesteps.
         """
-        columns, meta, finals, length = edits.whole_episode(self._storage.layout.schema, arrays)
-        episode = self._writer.open(meta)
-        try:
-            episode.fill(columns, length)
-            episode.finals = finals
-            episode.publish()
-        except BaseException:
-            episode.abort()
-            raise
+        with self._turn:
+            columns, meta, finals, length = edits.whole_episode(self._storage.layout.schema, arrays)
+            episode = self._writer.open(meta)
+            try:
+                episode.fill(columns, length)
+                episode.finals = finals
+                episode.publish()
+            except BaseException:
+                episode.abort()
+                raise
 
     def advance_episode(self) -> None:
         """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.
@@ -183,11 +233,16 @@ class Recording:
 
     def end_stream(self) -> None:
         """Publish the episodes that `add` has open, flagged as cut short; `close` does so, too."""
-        if self._stream is not None:
-            self._stream.publish()
-        self._stream = None
+        with self._turn:
+            if self._stream is not None:
+                self._stream.publish()
+            self._stream = None
 
     def _extend(self, given: Mapping[str, Any], *, time: bool) -> None:
+        with self._turn:
+            self._extend_in_turn(given, time)
+
+    def _extend_in_turn(self, given: Mapping[str, Any], time: bool) -> None:
         self._writer.require_writable()
         steps = Steps(self._storage.layout.schema, given, time=time)
         if self._stream is None:
@@ -205,39 +260,45 @@ class Recording:
 
     # Within
 
-    @contextmanager
-    def _entered(self, scope: Any) -> Iterator[Any]:
-        self._scope = scope
-        try:
-            with scope:
-                yield scope
-        finally:
-            self._scope = None
-
     def _require_no_scope(self) -> None:
-        if self._scope is not None:
+        scope = self._scopes.get(get_ident())
+        if scope is not None and scope.state == "open" and not scope.was_left:
             raise EpisodeStateError(
                 "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
                 "episode.store() for several side by side"
             )
 
     def _current(self) -> Episode:
-        if isinstance(self._scope, EpisodeGroup):
+        """The open episode of this thread, else the only one that is open."""
+        found = self._open_ones()
+        if len(found) == 1 and isinstance(found[0], EpisodeGroup):
             raise EpisodeStateError("store: a batch of episodes is open; use store_batch")
-        if self._scope is not None:
-            return self._scope
+        if len(found) == 1 and isinstance(found[0], Episode):
+            return found[0]
+        some = (
+            f"{len(found)} episodes are open; use episode.store()"
+            if found
+            else "no episode is open; store within `with buffer.one_episode():`, or after begin_episode()"
+        )
+        raise EpisodeStateError(f"{self._storage.path}: {some}")
+
+    def _begun_ones(self) -> list[Episode]:
+        found = [held() for held in self._begun]
+        return [episode for episode in found if episode is not None and episode.state == "open"]
+
+    def _open_ones(self) -> list[Episode | EpisodeGroup]:
+        thread = get_ident()
+        mine = self._scopes.get(thread)
+        if mine is not None:
+            return [mine]
         self._writer.require_writable()
-        self._begun = [episode for episode in self._begun if episode.state == "open"]
-        if len(self._begun) != 1:
-            some = (
-                f"{len(self._begun)} episodes are open; use episode.store()"
-                if self._begun
-                else ("no episode is open; store within `with buffer.one_episode():`, or after begin_episode()")
-            )
-            raise EpisodeStateError(f"{self._storage.path}: {some}")
-        return self._begun[0]
+        begun = self._begun_ones()
+        scopes = [scope for scope in list(self._scopes.values()) if scope.state == "open"]
+        return [episode for episode in begun if episode.thread == thread] or [*scopes, *begun]
 
     def _group(self, what: str) -> EpisodeGroup:
-        if not isinstance(self._scope, EpisodeGroup):
+        scopes = self._scopes
+        mine = scopes.get(get_ident()) or (next(iter(scopes.values())) if len(scopes) == 1 else None)
+        if not isinstance(mine, EpisodeGroup):
             raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
-        return self._scope
+        return mine

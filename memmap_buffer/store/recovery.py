@@ -14,6 +14,7 @@ from memmap_buffer.store.publication import Files
 from memmap_buffer.store.records import CUT, FINAL, MAX_SERIAL, OPEN, RECORD, STATE_WORD, columns_of
 from memmap_buffer.store.ring import Ring
 from memmap_buffer.store.storage import checksum_row
+from memmap_buffer.store.table import IntArray
 
 log = logging.getLogger("memmap_buffer")
 
@@ -38,7 +39,7 @@ def take_over(files: Files) -> Ring:
             files.write_state(name, int.from_bytes(text[8 * i : 8 * i + 8], "little"), word=i)
     files.sync("/state")
     redo.finish(files)
-    _close_abandoned(files)
+    close_abandoned(files, storage.refresh().visible)
     ring = count(files)
     if files.storage.state("next") < ring.next:
         files.write_state("next", ring.next)  # before `base`, in the same sector: never `base` beyond what is known
@@ -85,11 +86,11 @@ def _doubts(files: Files, boot: bytes) -> dict[str, int]:
     return words
 
 
-def _close_abandoned(files: Files) -> None:
-    """Episodes that a dead writer left open are complete as far as they go: flag them as cut short."""
+def close_abandoned(files: Files, slots: IntArray) -> None:
+    """Visible episodes that nobody goes on with are complete as far as they go: flag the open ones as cut short."""
     storage = files.storage
     table = storage.refresh()
-    for slot in table.visible[table.flags[table.visible] & OPEN != 0].tolist():
+    for slot in slots[table.flags[slots] & OPEN != 0].tolist():
         if not storage.trust(np.array([slot])):
             continue  # its steps did not survive a crash of the machine
         flags = int(table.flags[slot])

@@ -20,8 +20,13 @@ class Staging:
 
     def take(self, needed: int) -> dict[str, Array]:
         """Columns of an episode that ended, with room for so many steps; or nothing."""
-        if self._kept and all(len(column) >= needed for column in self._kept[-1][1].values()):
-            return self._kept.pop()[1]
+        try:
+            kept = self._kept.pop()  # at once, as another thread may want it, too
+        except IndexError:
+            return {}
+        if all(len(column) >= needed for column in kept[1].values()):
+            return kept[1]
+        self._kept.append(kept)
         return {}
 
     def keep(self, columns: dict[str, Array]) -> None:

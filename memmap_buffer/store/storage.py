@@ -195,7 +195,7 @@ class Storage:
         if old is not None and old.changes == changes:
             return old
         self.require_schema()
-        table = self._read_table(changes, old)
+        num_damaged, table = self.num_damaged, self._read_table(changes, old)
         for _ in range(20):
             # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
             if old is None or not self._being_updated(table, old):
@@ -203,7 +203,7 @@ class Storage:
             time.sleep(0.001)
             table = self._read_table(changes, table)
         self._table = table
-        return table
+        return table if self.num_damaged == num_damaged else self.reread()  # another thread found more meanwhile
 
     def reread(self) -> EpisodeTable:
         """The episode table from all records, without a look at the change counter."""
@@ -226,7 +226,7 @@ class Storage:
             columns = columns_since(words, before.columns, layout.max_timesteps)
         if self._void:
             good = columns.valid.copy()
-            for slot, number in self._void.items():
+            for slot, number in tuple(self._void.items()):  # at once: another thread may find more
                 good[slot] &= columns.serial[slot] != number
             columns = columns._replace(valid=good)
         return EpisodeTable(changes, base, *columns, self._visible(columns, base, before))
@@ -347,8 +347,11 @@ class Storage:
         if pending is None or not pending[slots].any():
             return True
         first = np.unique(slots[pending[slots]])
-        pending[first] = False
-        return not self.check(first)
+        whole = not self.check(first)
+        pending[first] = (
+            False  # not before: another thread, or one that is interrupted here, would serve them unchecked
+        )
+        return whole
 
     def check(self, slots: IntArray) -> list[tuple[int, str]]:
         """Compare the visible rows of `slots` with their checksums; those that differ are void for this object.

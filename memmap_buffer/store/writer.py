@@ -2,31 +2,38 @@
 
 It takes the lock at the first write. What an episode's steps are is `episode`'s; which slot is free is `ring`'s; in
 which order bytes are written is `publication`'s and `redo`'s.
+
+Threads take turns at it. What an interruption or an error leaves half done is settled at once, or, where that is
+interrupted too, by the next call: no line of a change needs to run for what comes after it to be right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyError, SchemaError, StaleEpisodeError
 from memmap_buffer.store import redo
+from memmap_buffer.store.block import Held
 from memmap_buffer.store.creation import discard_unfinished
 from memmap_buffer.store.episode import Episode
 from memmap_buffer.store.lock import WriterLock
 from memmap_buffer.store.publication import Files, Publication, commit
 from memmap_buffer.store.records import CUT, DELETED, FINAL, INNER_END, OPEN, TERMINATED
-from memmap_buffer.store.recovery import count, take_over
+from memmap_buffer.store.recovery import close_abandoned, count, take_over
 from memmap_buffer.store.ring import Ring
 from memmap_buffer.store.staging import Staging
 from memmap_buffer.store.storage import Storage
 from memmap_buffer.store.table import IntArray
 from memmap_buffer.values import Array
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,50 +108,110 @@ class Writer:
         self.max_timesteps = storage.layout.max_timesteps
         how.require_spare(storage.path, storage.layout.spare_slots)
         self.how = how
-        self._lock = lock
+        self.lock = lock
         self._files: Files | None = None
         self._ring: Ring
-        self._publications: dict[Episode, Publication] = {}
+        self._publications: dict[ref[Episode], Publication] = {}  # of open episodes
         self._last_cut: WeakKeyDictionary[Episode, Publication] = WeakKeyDictionary()
         self._pending: list[tuple[Publication, int, int]] = []
         self._staging = Staging()
-        self._unfinished = False
+        self._settled = True
         self._closed = False
 
+    @property
+    def turn(self) -> Any:
+        """See `WriterLock.turn`."""
+        return self.lock.turn
+
     def begin(self) -> Files:
-        """The open files; takes the lock at the first call.
+        """The open files, with nothing left half done; takes the lock at the first call.
 
         Raises: ReadOnlyError, BufferLockedError, WriterLostError. EpisodeStateError: it was closed.
         """
-        if self._files is not None:
-            self._lock.check(self.storage)
-            self._files.catch_up()
-            if self._unfinished:
-                redo.finish(self._files)
-                self._unfinished = False
-            return self._files
+        with self.turn:
+            files = self._files
+            if files is None:
+                files = self._take_over()
+            else:
+                self.lock.check(self.storage)
+                files.catch_up()
+            if not self._settled:
+                self._settle(files)
+            self._end_what_was_left(files)
+            return files
+
+    def _take_over(self) -> Files:
         self.require_writable()
-        self._lock.require_place(self.storage)
+        self.lock.require_place(self.storage)
         self.storage.require_schema(to_write=True)
-        if not self._lock.held:
-            self._lock.acquire()
+        self.lock.acquire()
         self._tidy()
         files = Files(
-            self.storage, self._lock, power=self.how.durability == "power", checksum=self.how.checksum is not None
+            self.storage, self.lock, power=self.how.durability == "power", checksum=self.how.checksum is not None
         )
         self._ring = take_over(files)
         self._files = files
         return files
 
+    def _change(self, work: Callable[[Files], T]) -> T:
+        """Do a change in its turn. Whatever it ends with, what is on the disk then is what happened."""
+        with self.turn:
+            files = self.begin()
+            try:
+                self._settled = False
+                done = work(files)
+                self._settled = True
+                return done
+            except BaseException:
+                if self.lock.mine:
+                    with suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
+                        self._settle(files)
+                raise
+
+    def _settle(self, files: Files) -> None:
+        """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
+        redo.finish(files)
+        self._ring = count(files)
+        files.announce(self._ring.next)
+        for publication in [*self._publications.values(), *(publication for publication, _, _ in self._pending)]:
+            publication.settle()
+        for episode, publication in list(self._publications.items()):
+            if not (publication.published or self.how.in_place):
+                self._publications.pop(episode)  # it is staged still, and its slot is free
+        self._pending = [entry for entry in self._pending if entry[0].given and not entry[0].published]
+        self._settled = True
+
+    def _end_what_was_left(self, files: Files) -> None:
+        """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
+        for held in list(self._publications):
+            episode = held()
+            if episode is None or episode.was_left or episode.state != "open":
+                self._end(files, held)
+        for episode in self.lock.episodes:
+            if episode.was_left:
+                self._drop(episode)
+
+    def _end(self, files: Files, held: ref[Episode]) -> None:
+        """End an episode that was written to its slot: published if any of it is shown."""
+        publication = self._publications.get(held)
+        if publication is None:
+            return
+        if publication.published:
+            close_abandoned(files, np.array([publication.slot]))
+        episode = held()
+        if episode is not None and episode.state == "open":
+            episode.state = "published" if publication.published else "aborted"
+        self._publications.pop(held)
+
     def _tidy(self) -> None:
         """Under the lock: no other schema than this one stands, and nothing of a change that was not finished."""
         try:
-            self._lock.require_place(self.storage)
+            self.lock.require_place(self.storage)
             self.storage.require_schema(to_write=True)
             with suppress(MemmapBufferError):  # it is not ours
                 discard_unfinished(self.storage.folder)
         except BaseException:
-            self._lock.release()
+            self.lock.release()
             raise
 
     def begin_alone(self, what: str) -> Files:
@@ -153,18 +220,17 @@ class Writer:
         Raises: as `begin`. EpisodeStateError: an episode is open.
         """
         files = self.begin()
-        if self._lock.open_episodes:
-            raise EpisodeStateError(f"{what}: {len(self._lock.open_episodes)} episodes are open; end them first")
-        self._commit_pending(files)
-        self._retire(files)
+        if self.lock.open_episodes:
+            raise EpisodeStateError(f"{what}: {len(self.lock.open_episodes)} episodes are open; end them first")
+        self._change(self._commit_pending)
+        self._change(self._retire)
         return files
 
-    def detach(self) -> WriterLock:
-        """Let go of the files, for another writer of the same folder that goes on under the same lock."""
-        if self._files is not None:
-            self._files.close()
-        self._files, self._closed = None, True
-        return self._lock
+    def detach(self) -> None:
+        """Let go of the files, as another writer of the same folder goes on under the same lock."""
+        files, self._files, self._closed = self._files, None, True
+        if files is not None:
+            files.close()
 
     @property
     def begun(self) -> bool:
@@ -174,7 +240,7 @@ class Writer:
     @property
     def holds(self) -> bool:
         """Whether this object is the folder's writer now."""
-        return self._files is not None and self._lock.mine
+        return self._files is not None and self.lock.mine
 
     def require_writable(self) -> None:
         """Raise EpisodeStateError or ReadOnlyError where nothing can be written whoever holds the lock."""
@@ -188,127 +254,127 @@ class Writer:
 
     # Episodes
 
-    def open(self, meta: Mapping[str, Any], *, keep_partial: bool = False) -> Episode:
+    def open(self, meta: Mapping[str, Any], *, keep_partial: bool = False, held: Held | None = None) -> Episode:
         """A new open episode. Raises BufferFullError or EpisodeStateError when it could not be published."""
-        self.begin()
-        started = [self._publications.get(episode) for episode in self._lock.open_episodes]
-        waiting = sum(p is None or not p.published for p in started) + len(self._pending)
-        self._ring.require_room(self.storage.path, waiting + 1, 1)
-        in_place = len(self._lock.open_episodes) + 1
-        if self.how.in_place and in_place > self.storage.layout.spare_slots:
-            self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
-        episode = Episode(
-            self,
-            meta,
-            keep_partial=keep_partial,
-            on_step=self._append if self.how.publish == "step" else None,
-            spill=self._spill if self.how.in_place else None,
-            staging=self._staging,
-        )
-        self._lock.open_episodes.add(episode)
-        return episode
+        with self.turn:
+            self.begin()
+            others = self.lock.open_episodes
+            started = [self._publications.get(ref(episode)) for episode in others]
+            waiting = sum(p is None or not p.published for p in started) + len(self._pending)
+            self._ring.require_room(self.storage.path, waiting + 1, 1)
+            in_place = len(others) + 1
+            if self.how.in_place and in_place > self.storage.layout.spare_slots:
+                self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
+            episode = Episode(
+                self,
+                meta,
+                keep_partial=keep_partial,
+                on_step=self._append if self.how.publish == "step" else None,
+                spill=self._spill if self.how.in_place else None,
+                staging=self._staging,
+                held=held,
+            )
+            try:
+                self.lock.add(episode)
+                return episode
+            except BaseException:
+                episode.state = "aborted"  # whoever asked for it never gets it
+                raise
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
+        self._change(partial(self._publish, episode, cut))
+
+    def _publish(self, episode: Episode, cut: bool, files: Files) -> None:
+        episode.require_open()
         flags = FINAL * bool(episode.finals) | CUT * cut | INNER_END * episode.has_inner_end
         flags |= TERMINATED * self._terminated(episode)
-        try:
-            publication = self._write(episode)
-            if publication.published and self._meta_changed(publication, episode):
-                files = self.begin()
-                self._rewrite(redo.close(files, publication, flags, episode.finals, episode.meta))
-            else:
-                publication.write_final(episode.finals)
-                self._commit(publication, episode, flags, at_once=publication.published)
-            episode.state = "published"
-            if cut and not episode.finals:
-                self._last_cut[episode] = publication
-            self._lock.open_episodes.discard(episode)
-            if publication.published:
-                self._publications.pop(episode, None)
-        except BaseException:
-            self._settle()
-            raise
+        publication = self._write(episode, files)
+        if publication.published and self._meta_changed(publication, episode):
+            self._rewrite(redo.close(files, publication, flags, episode.finals, episode.meta), files)
+        else:
+            publication.write_final(episode.finals)
+            self._commit(publication, episode, flags, at_once=publication.published)
+        episode.state, publication.given = "published", True
+        if cut and not episode.finals:
+            self._last_cut[episode] = publication
+        self._publications.pop(ref(episode))
 
     def _terminated(self, episode: Episode) -> bool:
         return bool(episode.ended) and episode.ended == self.schema.terminated
 
-    def _settle(self) -> None:
-        """After an error or an interruption at any line, count anew: what is on the disk is what happened."""
-        if self._files is None or not self._lock.mine:
-            return
-        self._ring = count(self._files)
-        self._unfinished = self.storage.folder.exists(redo.NAME)
-        kept: dict[Episode, Publication] = {}
-        for episode, publication in self._publications.items():
-            publication.settle()
-            waiting = episode.state == "published" and not publication.published
-            if waiting or (episode.state == "open" and (publication.published or self.how.in_place)):
-                kept[episode] = publication
-        self._publications = kept
-        closed = [publication for episode, publication in kept.items() if episode.state == "published"]
-        self._pending = [entry for entry in self._pending if entry[0] in closed]
-        self._lock.open_episodes = {episode for episode in self._lock.open_episodes if episode.state == "open"}
+    def _rewrite(self, rewrite: redo.Rewrite, files: Files) -> None:
+        if self.storage.state("base") < self._ring.oldest:  # what was retired is not seen in its place meanwhile
+            self._retire(files)
+        redo.carry_out(files, rewrite)
 
     def _meta_changed(self, publication: Publication, episode: Episode) -> bool:
         return any(publication.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
 
-    def _rewrite(self, rewrite: redo.Rewrite) -> None:
-        """Carry a rewrite out; should it fail half way, it is finished before anything else is done."""
-        files = self.begin()
-        if self.storage.state("base") < self._ring.oldest:  # what was retired is not seen in its place meanwhile
-            self._retire(files)
-        try:
-            redo.carry_out(files, rewrite)
-        except BaseException:
-            self._unfinished = True
-            raise
-
     def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
         """Add the final observation to an episode that was published as cut short, if it is still there: atomic."""
-        files, publication = self.begin(), self._last_cut.get(episode)
+        self._change(partial(self._complete, episode, finals))
+
+    def _complete(self, episode: Episode, finals: Mapping[str, Array], files: Files) -> None:
+        publication = self._last_cut.get(episode)
         self._commit_pending(files)
         if publication is not None and publication.published:
             slot, serial = np.array([[publication.slot], [publication.serial]])
             if self.storage.refresh().shows(slot, serial)[0]:
-                self._rewrite(redo.plan(files, publication.slot, {}, {}, finals))
+                self._rewrite(redo.plan(files, publication.slot, {}, {}, finals), files)
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
-        publication = self._publications.get(episode)
-        if publication is not None and publication.published:
-            self.delete([publication.slot])
-        self._publications.pop(episode, None)
-        self._lock.open_episodes.discard(episode)
+        with self.turn:
+            if not self._settled and self.lock.mine:
+                self.begin()
+            publication = self._publications.get(ref(episode))
+            if publication is not None and publication.published:
+                self.delete([publication.slot])
+            self._drop(episode)
+
+    def settle(self, episode: Episode) -> None:
+        """End an episode in the middle of its end: published if any of it is shown, else dropped."""
+        with self.turn, suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
+            if ref(episode) in self._publications and self.lock.mine:
+                self._change(partial(self._end, held=ref(episode)))
+            self._drop(episode)
+
+    def _drop(self, episode: Episode) -> None:
+        if episode.state == "open":
+            episode.state = "aborted"
+        self._publications.pop(ref(episode), None)
 
     def _append(self, episode: Episode) -> None:
         """Publish the step that was just stored. On an error it is as if it had never been, unless it is visible."""
-        publication = None
         try:
-            publication = self._write(episode)
-            flags = OPEN | TERMINATED * self._terminated(episode)
-            self._commit(publication, episode, flags, at_once=True)
+            self._change(partial(self._show_steps, episode))
         except BaseException:
-            self._settle()
+            publication = self._publications.get(ref(episode))
             if publication is not None:
                 publication.rewind()
             if publication is None or publication.length < episode.length:
                 episode.drop_last()
             raise
 
-    def _spill(self, episode: Episode) -> None:
-        self._write(episode)
+    def _show_steps(self, episode: Episode, files: Files) -> None:
+        flags = OPEN | TERMINATED * self._terminated(episode)
+        self._commit(self._write(episode, files), episode, flags, at_once=True)
 
-    def _write(self, episode: Episode) -> Publication:
+    def _spill(self, episode: Episode) -> None:
+        self._change(partial(self._write, episode))
+
+    def _write(self, episode: Episode, files: Files) -> Publication:
         """Write the steps that are staged to the episode's slot."""
-        files = self.begin()
-        publication = self._publications.get(episode)
+        publication = self._publications.get(ref(episode))
         if publication is None:
-            slot = self._ring.take({other.slot for other in self._publications.values()})
+            waiting = [publication for publication, _, _ in self._pending]
+            busy = {other.slot for other in (*self._publications.values(), *waiting)}
+            slot = self._ring.take(busy)
             if slot is None:
-                busy = len(self._publications)
-                self._refuse_spare(f"{busy} episodes that are being written in place, and one to publish", busy + 1)
-            publication = self._publications[episode] = Publication(files, slot)
+                what = f"{len(busy)} episodes that are being written in place, and one to publish"
+                self._refuse_spare(what, len(busy) + 1)
+            publication = self._publications[ref(episode)] = Publication(files, slot)
         publication.write(episode.columns, episode.base, episode.length)
         return publication
 
@@ -324,18 +390,11 @@ class Writer:
             self._commit_pending(publication.files)
 
     def _commit_pending(self, files: Files) -> None:
-        if not self._pending:
-            return
-        entries = self._pending
-        try:
-            commit(files, entries)
-        finally:
-            self._pending = [entry for entry in entries if not entry[0].published]
-            for publication, serial, _ in entries:
-                if publication.published:
-                    self._ring.show(serial, publication.slot, publication.length)
-        for episode in [e for e, p in self._publications.items() if p.published and e.state == "published"]:
-            self._publications.pop(episode, None)
+        if self._pending:
+            commit(files, self._pending)
+            for publication, serial, _ in self._pending:
+                self._ring.show(serial, publication.slot, publication.length)
+            self._pending = []
 
     def _refuse_spare(self, what: str, needed: int) -> NoReturn:
         _refuse_spare(self.storage.path, what, self.storage.layout.spare_slots, needed)
@@ -348,17 +407,24 @@ class Writer:
         Args:
             slots: (n,). rows: name -> n arrays (t, *field), t at most the length. meta: name -> n values.
         """
-        files = self.begin()
+        self._change(partial(self._update, slots, rows, meta))
+
+    def _update(
+        self, slots: IntArray, rows: Mapping[str, Sequence[Array]], meta: Mapping[str, Sequence[Array]], files: Files
+    ) -> None:
         self._refuse_open_steps("update")
         if not self.storage.trust(slots):
             raise StaleEpisodeError(f"{self.storage.path}: an episode to be updated fails its checksums; see `verify`")
         for i, slot in enumerate(slots.tolist()):
             new_rows = {name: arrays[i] for name, arrays in rows.items()}
-            self._rewrite(redo.plan(files, slot, new_rows, {name: values[i] for name, values in meta.items()}))
+            new_meta = {name: values[i] for name, values in meta.items()}
+            self._rewrite(redo.plan(files, slot, new_rows, new_meta), files)
 
     def delete(self, slots: Sequence[int]) -> None:
         """Make visible slots invisible for good, in one pass. What was retired before stays retired."""
-        files = self.begin()
+        self._change(partial(self._delete, slots))
+
+    def _delete(self, slots: Sequence[int], files: Files) -> None:
         self._retire(files)
         table = self.storage.refresh()
         files.behind = True  # whatever ends this, readers are told: now, or by the next call
@@ -377,7 +443,9 @@ class Writer:
 
     def clear(self) -> None:
         """Make every episode invisible, in one write. Episodes that are open and staged are not touched."""
-        files = self.begin()
+        self._change(self._clear)
+
+    def _clear(self, files: Files) -> None:
         self._refuse_open_steps("clear")
         self._commit_pending(files)
         files.write_state("base", self._ring.next)
@@ -393,31 +461,32 @@ class Writer:
 
     def flush(self) -> None:
         """Wait until everything published is on the disk. Raises OSError, and then nothing more may be written."""
-        if self._files is not None:
-            files = self.begin()
-            self._commit_pending(files)
-            files.sync()
+        with self.turn:
+            if self._files is not None:
+                self._change(self._commit_pending)
+                self.begin().sync()
 
     def close(self) -> None:
         """Flush, mark the folder clean, and let go of the lock. Open episodes are dropped. Twice is fine."""
-        files = self._files
-        try:
-            if files is not None and self.holds:
-                self._finish(files)
-        finally:
-            self._closed, self._files = True, None
-            if files is not None:
-                files.close()
-            self._lock.release()
+        with self.turn:
+            files = self._files
+            try:
+                if files is not None and self.holds:
+                    self._finish()
+            finally:
+                self._closed, self._files = True, None
+                if files is not None:
+                    files.close()
+                self.lock.release()
 
-    def _finish(self, files: Files) -> None:
+    def _finish(self) -> None:
         self.begin()
-        for episode in list(self._lock.open_episodes):
+        for episode in self.lock.open_episodes:
             if self.how.publish == "step":
                 episode.publish(cut=True)
             else:
                 episode.abort()
-        self._commit_pending(files)
-        files.sync()
+        self.flush()
+        files = self.begin()
         files.write_state("clean", 1)
         files.sync("/state")
