@@ -171,7 +171,7 @@ class Recording:
                 episode.finals = finals
                 episode.publish()
             except BaseException:
-                episode.abort()
+                episode.settle()  # it may be published already, and the oldest one gone for it
                 raise
 
     def advance_episode(self) -> None:
