@@ -116,10 +116,14 @@ class Recording:
         """
         with self._turn:
             episode = self._writer.open(meta, keep_partial=keep_partial)
-            self._begun = (*map(ref, self._begun_ones()), ref(episode))
-            still = {thread: other for thread, other in self._newest.items() if other.state == "open"}
-            self._newest = {**still, get_ident(): episode}
-            return episode
+            try:
+                self._begun = (*map(ref, self._begun_ones()), ref(episode))
+                still = {thread: other for thread, other in self._newest.items() if other.state == "open"}
+                self._newest = {**still, get_ident(): episode}
+                return episode
+            except BaseException:
+                episode.abort()  # whoever asked for it never gets it
+                raise
 
     def batched_episode(self, batch_size: int, **meta_batch: Any) -> Scope[EpisodeGroup]:
         """Record `batch_size` synchronised environments: `store_batch` in the block.
