@@ -6,6 +6,7 @@ import ast
 import dis
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,15 +24,16 @@ PACKAGE = str(Path(memmap_buffer.__file__).parent)
 class Interrupt:
     """Raises KeyboardInterrupt before the `at`-th line of the package that is run, counted from 0; `where` it did.
 
-    Not at the begin of a `try`, which is an instruction that does nothing, nor where a `with` statement goes on to the
-    end of its block: Python looks for no signal there, and has no handler.
+    Not in a finaliser, where Python drops what is raised; not at the begin of a `try`, an instruction that does
+    nothing, nor where a `with` statement goes on to the end of its block: there Python looks for no signal.
     """
 
     def __init__(self, at: int) -> None:
         self._left, self.where = at, ""
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        finaliser = frame.f_back is not None and frame.f_back.f_code.co_filename == weakref.__file__
+        if finaliser or not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line" and frame.f_lasti not in without_signals(frame.f_code):
             self._left -= 1
