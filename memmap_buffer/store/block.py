@@ -31,11 +31,16 @@ class _Exit:
     @overload
     def __get__(self, block: Block, kind: type[Block]) -> Leave: ...
     def __get__(self, block: Block | None, kind: type[Block]) -> Callable[..., None]:
-        if block is None:
-            return kind.leave  # to `contextlib.ExitStack`, which asks the class, nothing can be told of its end
-        leave = block.leave
-        block._asked = weakref.ref(leave)
-        return leave
+        try:
+            if block is None:
+                return kind.leave  # to `contextlib.ExitStack`, which asks the class, nothing can be told of its end
+            leave = block.leave
+            block._asked = weakref.ref(leave)
+            return leave
+        except BaseException:
+            if block is not None:
+                block.held = left  # it is never entered
+            raise
 
 
 class Block:
@@ -51,9 +56,13 @@ class Block:
     _asked: Held | None = None
 
     def __enter__(self) -> Self:
-        if self._asked is not None and self._asked() is not None:  # by `with`, which asks for both before it enters
-            self.held, self.thread = self._asked, get_ident()
-        return self
+        try:
+            if self._asked is not None and self._asked() is not None:  # by `with`, which asks for both before it enters
+                self.held, self.thread = self._asked, get_ident()
+            return self
+        except BaseException:
+            self.held = left
+            raise
 
     __exit__ = _Exit()
 
