@@ -29,7 +29,7 @@ def conservative_loss(network: nn.Module, target: nn.Module, batch: dict[str, Te
     values = network(batch["observation"])
     recorded = values.gather(1, batch["action"][:, None])[:, 0]
     with torch.no_grad():
-        best = network(batch["next_observation"]).argmax(dim=1, keepdim=True)
+        best = network(batch["next_observation"]).argmax(dim=1, expand_scalars=True)
         bootstrap = target(batch["next_observation"]).gather(1, best)[:, 0]
         goal = batch["_return"] + batch["_discount"] * bootstrap
     optimism = (values.logsumexp(dim=1) - recorded).mean()

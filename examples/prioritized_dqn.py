@@ -85,7 +85,7 @@ class Learner:
         """δ of each transition, (B,)."""
         values = self.network(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         with torch.no_grad():
-            best = self.network(batch["next_observation"]).argmax(dim=1, keepdim=True)
+            best = self.network(batch["next_observation"]).argmax(dim=1, expand_scalars=True)
             bootstrap = self.target(batch["next_observation"]).gather(1, best)[:, 0]
         return batch["_return"] + batch["_discount"] * bootstrap - values
 
@@ -157,7 +157,7 @@ def main() -> None:
         "truncated": "bool",
     }
     with ReplayBuffer(
-        arguments.folder / "played", 2000, 500, fields, circular=True, max_steps=50_000, publish="step"
+        arguments.folder / "played", 2000, 500, fields, circular=True, capacity=50_000, publish="step"
     ) as buffer:
         learner = Learner(buffer, arguments.folder / "prioritized_dqn.pt")
         if learner.steps:

@@ -24,7 +24,7 @@ import torch
 
 from cartpole import make_environment
 from memmap_buffer import ConcatBuffer
-from memmap_buffer.interop.gymnasium import max_steps_of, schema_of, spaces_of
+from memmap_buffer.environments import max_steps_of, schema_of, spaces_of
 from memmap_buffer.interop.ray import ID, Outbox, start_recorders, this_node
 from offline_rl import conservative_loss, follow
 from training import Curve, greedy_policy, make_network

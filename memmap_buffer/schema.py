@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from memmap_buffer.dtypes import Array, decode, dtype_name, encode, storage_dtype, to_numpy
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.values import Array, decode, dtype_name, encode, storage_dtype, to_numpy
 
 MAX_FIELDS = 1024
 MAX_DIMENSIONS = 16

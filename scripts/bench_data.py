@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from memmap_buffer import ReplayBuffer
-from memmap_buffer.store.records import CHECK, RECORD, WORDS, check_of
+from memmap_buffer.format.records import CHECK, RECORD, WORDS, check_of
 
 Fields = Mapping[str, Any]
 Array = np.ndarray[Any, Any]

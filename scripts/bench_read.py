@@ -14,7 +14,7 @@ from bench_data import LONGEST, TRANSITIONS, Array, Arrays, Run, Store
 from bench_measure import BOUND, OURS, Call, Row, medians, throughput
 from bench_peers import contenders
 from memmap_buffer import ReplayBuffer, Window, pack
-from memmap_buffer.reading.datasets import collate
+from memmap_buffer.loading.datasets import collate
 
 GAMMA = 0.99
 TRAINED = 50  # batches of a call
@@ -180,7 +180,7 @@ def n_step(run: Run) -> Iterator[Row]:
 
 def check_returns(store: Store, batch: dict[str, torch.Tensor]) -> None:
     """Against the definition, an item at a time."""
-    reward, records = store.rows["reward"].numpy(), store.records
+    reward, records = store.rows["reward"].numpy(), format.records
     for i, (serial, t) in enumerate(batch["_indices"].tolist()):
         length, row = int(records["length"][serial]), serial * LONGEST + t
         ended = bool(store.rows["terminated"][serial * LONGEST + length - 1])

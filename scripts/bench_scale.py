@@ -19,9 +19,9 @@ from bench_data import TRANSITIONS, Run, forge
 from bench_measure import BOUND, OURS, Call, Goal, Row, finish, medians
 from bench_read import endless, windowed
 from memmap_buffer import ReplayBuffer, Window
-from memmap_buffer.reading.order import draw
-from memmap_buffer.reading.reader import Reader
-from memmap_buffer.reading.sources import Sources
+from memmap_buffer.items.shuffle import draw
+from memmap_buffer.loading.batch_reader import Reader
+from memmap_buffer.views.folders import Folders
 
 STEPS = 1000  # of every episode, so that 10^9 steps are 10^6 episodes
 LEAST = 5  # the scale begins at 10^5 steps
@@ -33,7 +33,7 @@ VIEWS: dict[str, tuple[dict[str, Any], int]] = {
 }
 OPENING = """
 import json, sys, time
-import torch, torch.utils.data, memmap_buffer, memmap_buffer.reading.datasets
+import torch, torch.utils.data, memmap_buffer, memmap_buffer.loading.datasets
 start = time.perf_counter()
 buffer = memmap_buffer.ReplayBuffer.from_folder(sys.argv[1], read_only=True)
 batch = next(iter(buffer.dataloader(256, timestep_level=True, shuffle=True)))
@@ -116,7 +116,7 @@ class Sparse:
 
 def generation_check(run: Run) -> Iterator[Row]:
     """What reading the generations again adds to a batch of 256 whole-step rows, beside the batch itself."""
-    reader = Reader(Sources([run.store("low-dim").buffer._storage]), TRANSITIONS)
+    reader = Reader(Folders([run.store("low-dim").buffer._storage]), TRANSITIONS)
     index, rng = reader.index(refresh=True), np.random.default_rng(0)
     drawn = [draw(reader.selection, reader.sources, index, 256, rng) for _ in range(64)]
     plans, reads = endless([reader.plan(anchors) for anchors in drawn]), endless(drawn)

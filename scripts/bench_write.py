@@ -15,7 +15,7 @@ from bench_data import SCHEMAS, Arrays, Run, episode
 from bench_measure import BOUND, OURS, Call, Row, medians, throughput
 from bench_peers import contenders
 from memmap_buffer import ReplayBuffer
-from memmap_buffer.store.episode import Episode
+from memmap_buffer.writing.episode import Episode
 
 LENGTHS = {"low-dim": 1000, "image": 200}  # steps of an episode that is stored
 RING = {"low-dim": 400, "image": 40}  # episodes, so that what is written is in no processor's cache

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from memmap_buffer import Field, ReplayBuffer
-from memmap_buffer.reading.sources import Sources
-from memmap_buffer.store import kernels
+from memmap_buffer.priority import kernels
+from memmap_buffer.views.folders import Folders
 
 FIELDS = {
     "number": "int",
@@ -89,7 +89,7 @@ def in_the_middle(monkeypatch):
     """`in_the_middle(action)`: it happens after the first field of the next batch was copied, before the others are."""
 
     def arrange(action, times=1):
-        take, left = Sources.take, [action] * times
+        take, left = Folders.take, [action] * times
 
         def taken(self, name, source, rows):
             out = take(self, name, source, rows)
@@ -97,7 +97,7 @@ def in_the_middle(monkeypatch):
                 left.pop()()
             return out
 
-        monkeypatch.setattr(Sources, "take", taken)
+        monkeypatch.setattr(Folders, "take", taken)
 
     return arrange
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from memmap_buffer.interop.extras import extra
+from memmap_buffer.extras import extra
 
 NEEDS = {
     "gymnasium": ("gymnasium", "gymnasium"),

@@ -10,9 +10,9 @@ import pytest
 
 import memmap_buffer
 from memmap_buffer import ConcatBuffer, ReplayBuffer
-from memmap_buffer.reading.options import ReadOptions
-from memmap_buffer.store.editing import Editing
-from memmap_buffer.store.recording import Recording
+from memmap_buffer.api.editing import Editing
+from memmap_buffer.api.recording import Recording
+from memmap_buffer.loading.options import ReadOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = {"ray.md"}  # run by ray_cases.py, in a process of their own

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.schema import MAX_FIELDS, nest
-from memmap_buffer.values import NUMERIC
 
 # Spellings of a field
 

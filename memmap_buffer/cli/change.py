@@ -12,7 +12,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli import plain
 from memmap_buffer.cli.episodes import matching, opened, read_episode, serials_of, table_of
 from memmap_buffer.cli.look import Where
@@ -29,17 +30,16 @@ from memmap_buffer.cli.terminal import (
     temporary,
     watching,
 )
-from memmap_buffer.concat import ConcatBuffer
+from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.schema import Field
-from memmap_buffer.store.pack import pack
 
-Sources = Annotated[list[Path], typer.Argument(help="The folders, in the order of their episodes.", show_default=False)]
+Folders = Annotated[list[Path], typer.Argument(help="The folders, in the order of their episodes.", show_default=False)]
 Parts = Annotated[list[str] | None, typer.Option("--part", help="A part and its share, as in train=0.8; repeat it.")]
 
 
 def merge(
     target: Target,
-    sources: Sources,
+    sources: Folders,
     max_episodes: Annotated[int | None, typer.Option(min=1, help="Room in the new folder; default: as needed.")] = None,
 ) -> None:
     """Copy the episodes of several folders, or roots of such, of equal fields into one new folder to be written to.

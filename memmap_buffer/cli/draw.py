@@ -11,23 +11,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.episodes import opened, read_episode, serials_of, table_of
 from memmap_buffer.cli.look import Episode, Fields
-from memmap_buffer.cli.terminal import (
-    FolderArgument,
-    Problem,
-    Reward,
-    Yes,
-    agreed,
-    named_as,
-    progress,
-    say,
-    temporary,
-)
-from memmap_buffer.interop.extras import extra
+from memmap_buffer.cli.terminal import FolderArgument, Problem, Reward, Yes, agreed, named_as, progress, say, temporary
+from memmap_buffer.dtypes import Array
+from memmap_buffer.extras import extra
 from memmap_buffer.schema import Field
-from memmap_buffer.values import Array
 
 MAX_LINES = 32  # lines in one panel that an eye can tell apart, and more
 SHEET = 16  # frames of a contact sheet

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.terminal import Problem, progress
+from memmap_buffer.dtypes import Array
 from memmap_buffer.schema import ENDS
-from memmap_buffer.values import Array
 
 CHUNK = 1 << 26  # bytes of padded rows read at a time
 TRIES = 100

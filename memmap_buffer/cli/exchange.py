@@ -45,7 +45,7 @@ FORMATS = {
     "torchrl": Format("a folder that a LazyMemmapStorage of torchrl dumped (import only)"),
     "memmap_replay_buffer": Format("a folder of memmap-replay-buffer (import only)", module="upstream"),
 }
-OF_BUFFERS = ("max_episodes", "max_timesteps", "circular", "max_steps", "spare_slots", "durability", "reserve")
+OF_BUFFERS = ("max_episodes", "max_timesteps", "circular", "capacity", "spare_slots", "durability", "reserve")
 LIST = ", ".join(f"{name}: {form.what}" for name, form in FORMATS.items())
 
 FormatArgument = Annotated[str, typer.Argument(metavar="FORMAT", help=LIST, show_default=False)]

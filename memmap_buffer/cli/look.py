@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli.episodes import column_of, matching, opened, read_episode, serials_of, table_of
 from memmap_buffer.cli.plain import shards_of
 from memmap_buffer.cli.terminal import (
@@ -24,9 +25,8 @@ from memmap_buffer.cli.terminal import (
     say_json,
     show_table,
 )
-from memmap_buffer.concat import ConcatBuffer
-from memmap_buffer.statistics import FieldStatistics
-from memmap_buffer.values import Array
+from memmap_buffer.dtypes import Array
+from memmap_buffer.maintenance.statistics import FieldStatistics
 
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 24
@@ -190,7 +190,7 @@ def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
     steps = int(table["length"].sum())
     return {
         "folder": str(buffer.folder),
-        **{key: stored[key] for key in ("version", "layout", "max_episodes", "max_timesteps", "max_steps", "circular")},
+        **{key: stored[key] for key in ("version", "layout", "max_episodes", "max_timesteps", "capacity", "circular")},
         "episodes": len(table["serial"]),
         "steps": steps,
         "first_serial": int(table["serial"][0]) if len(table["serial"]) else None,
@@ -217,7 +217,7 @@ def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
 
 def _say_facts(facts: dict[str, Any]) -> None:
     kind = "packed, read-only" if facts["layout"] == "packed" else "a ring" if facts["circular"] else "until full"
-    limit = f", at most {facts['max_steps']} steps" if facts["max_steps"] is not None else ""
+    limit = f", at most {facts['capacity']} steps" if facts["capacity"] is not None else ""
     say(f"{facts['folder']}: {kind}, format version {facts['version']}")
     say(f"episodes  {facts['episodes']} of {facts['max_episodes']}{limit}, numbers {_from_to(facts)}")
     say(f"steps     {facts['steps']}, at most {facts['max_timesteps']} an episode")

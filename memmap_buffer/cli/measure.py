@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.episodes import opened
 from memmap_buffer.cli.plain import FOUND
 from memmap_buffer.cli.terminal import (
@@ -30,10 +30,10 @@ from memmap_buffer.cli.terminal import (
     show_table,
 )
 from memmap_buffer.errors import NotEnoughDataError
-from memmap_buffer.reading.views import Window
-from memmap_buffer.store.cold import FromDisk, from_disk
-from memmap_buffer.store.folder import Folder
-from memmap_buffer.store.host import anyone_may_rename, network_filesystem
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.host import anyone_may_rename, network_filesystem
+from memmap_buffer.maintenance.disk_speed import FromDisk, from_disk
+from memmap_buffer.views.windows import Window
 
 BATCH = 256
 BURST = 0.02  # seconds: short enough that some bursts meet no other work

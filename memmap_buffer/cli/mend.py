@@ -10,7 +10,7 @@ import typer
 from memmap_buffer.cli import plain
 from memmap_buffer.cli.episodes import opened
 from memmap_buffer.cli.terminal import FolderArgument, Yes, end, progress, watching
-from memmap_buffer.store import pack as copies
+from memmap_buffer.maintenance import pack as copies
 
 Source = Annotated[Path, typer.Argument(help="The folder to copy; it may be in use.", show_default=False)]
 Target = Annotated[Path, typer.Argument(help="A new folder.", show_default=False)]

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import MemmapBufferError, NotABufferError
-from memmap_buffer.store.checkup import Finding, verify
-from memmap_buffer.store.pack import pack, unpack
-from memmap_buffer.store.repair import LOST, repair
-from memmap_buffer.store.shards import shard_name, shard_numbers
+from memmap_buffer.format.shards import shard_name, shard_numbers
+from memmap_buffer.maintenance.pack import pack, unpack
+from memmap_buffer.maintenance.repair import LOST, repair
+from memmap_buffer.maintenance.verification import Finding, verify
 
 OK, FOUND, FAILED, INTERRUPTED = 0, 1, 2, 130  # the last as shells have it: 128 + SIGINT
 COMMANDS = ("verify", "repair", "pack", "unpack")

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.draw import frames_of, is_image, replacing
 from memmap_buffer.cli.episodes import opened, read_episode, serials_of
 from memmap_buffer.cli.look import Fields
 from memmap_buffer.cli.terminal import FolderArgument, Problem, Yes, progress, say
-from memmap_buffer.interop.extras import extra
-from memmap_buffer.values import Array
+from memmap_buffer.dtypes import Array
+from memmap_buffer.extras import extra
 
 NEWEST = 10  # episodes that are shown, if none are named
 LOOPBACK = "127.0.0.1"

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.beside import read_beside, read_names, write_beside, write_names
-from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.names import Names
+from memmap_buffer.extras import extra
+from memmap_buffer.interop.extra_json import read_beside, read_names, write_beside, write_names
 from memmap_buffer.interop.survey import first_difference, flat
+from memmap_buffer.names import Names
 from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.interop.beside import read_beside, read_names, write_beside, write_names
-from memmap_buffer.interop.described import Described, is_picture
-from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.names import Names
+from memmap_buffer.extras import extra
+from memmap_buffer.interop.extra_json import read_beside, read_names, write_beside, write_names
+from memmap_buffer.interop.lerobot_stats import Described, is_picture
 from memmap_buffer.interop.survey import flat
+from memmap_buffer.names import Names
 from memmap_buffer.schema import Field
 
 with extra("lerobot"):

@@ -14,10 +14,10 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.beside import read_names, write_names
-from memmap_buffer.interop.names import Names
+from memmap_buffer.interop.extra_json import read_names, write_names
+from memmap_buffer.names import Names
 from memmap_buffer.schema import Field
 
 NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"}

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.extras import extra
+from memmap_buffer.extras import extra
 
 with extra("pandas"):
     import pandas
 
 if TYPE_CHECKING:
-    from memmap_buffer.reading.readable import Readable
+    from memmap_buffer.api.reading import Readable
 
 WHENCE = ("_source", "_episode", "_t")
 KINDS = ("view", "n_steps", "timestep_level", "window_length")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.extras import extra
+from memmap_buffer.extras import extra
 from memmap_buffer.interop.survey import flat
 
 with extra("parquet"):

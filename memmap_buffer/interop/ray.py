@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.buffer import ReplayBuffer
-from memmap_buffer.concat import ConcatBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
-from memmap_buffer.interop.extras import extra
+from memmap_buffer.extras import extra
 from memmap_buffer.interop.rows import as_episode, columns_of
 from memmap_buffer.interop.survey import flat
-from memmap_buffer.reading.views import Trajectory
 from memmap_buffer.schema import Field, Schema
+from memmap_buffer.views.windows import Trajectory
 
 with extra("ray"):
     import ray

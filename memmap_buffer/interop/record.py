@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.environments import names_of, resets_by_a_step, spaces_of
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.beside import read_names, write_names
-from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.gymnasium import names_of, resets_by_a_step, spaces_of
-from memmap_buffer.interop.lanes import GIVEN_SEED, INFO, Recorder, Step
-from memmap_buffer.interop.names import Names
+from memmap_buffer.extras import extra
+from memmap_buffer.interop.extra_json import read_names, write_names
+from memmap_buffer.interop.vector_lanes import GIVEN_SEED, INFO, Recorder, Step
+from memmap_buffer.names import Names
 from memmap_buffer.schema import Field, Schema
 
 with extra("gymnasium"):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.buffer import ReplayBuffer
-from memmap_buffer.concat import ConcatBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.interop.beside import write_names
-from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.names import Names
+from memmap_buffer.extras import extra
+from memmap_buffer.interop.extra_json import write_names
 from memmap_buffer.interop.survey import flat
+from memmap_buffer.names import Names
 from memmap_buffer.schema import Field, Schema
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.buffer import ReplayBuffer
+from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.interop.extras import extra
-from memmap_buffer.interop.plain import plain_values
+from memmap_buffer.extras import extra
+from memmap_buffer.interop.safe_pickle import plain_values
 from memmap_buffer.schema import Field
 
 LENGTHS = "episode_lens"

@@ -1,0 +1,325 @@
+"""`ReplayBuffer`: the user's words for one folder, wired to the writer and the readers. No logic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from memmap_buffer.api.collector import Collector
+from memmap_buffer.api.editing import Editing
+from memmap_buffer.api.reading import Readable
+from memmap_buffer.api.recording import Recording
+from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
+from memmap_buffer.format import creation, storage
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.lock import WriterLock
+from memmap_buffer.format.shards import take_free, tell_readers
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import path_of
+from memmap_buffer.maintenance.snapshot import snapshot
+from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, described, keep, kept, statistics
+from memmap_buffer.schema import Schema, declared
+from memmap_buffer.views.folders import Folders
+from memmap_buffer.writing.writer import WriteOptions, Writer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ReplayBuffer(Editing, Recording, Readable):
+    """A folder of episodes, one memory-mapped array per field.
+
+    Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
+    `overwrite=True`, or by the first write, and held until `close` or the end of the process; readers need none.
+
+    Args:
+        folder: where; it is made if it is missing. As in every path, `~` is the home folder.
+        max_episodes: how many episodes it shows at most.
+        max_timesteps: the longest episode.
+        fields: per-timestep fields: name -> "float", ("float", shape), ("float", shape, default), a `Field`, any
+            numpy or torch dtype, or a nested dict of these; or a `Schema`.
+        meta_fields: per-episode fields, spelled alike.
+        circular: publishing into a full buffer retires the oldest episode, instead of raising BufferFullError.
+        overwrite: delete the buffer in the folder first, exactly the files that its schema lists.
+        read_only: open an existing folder, and never write to it.
+        flush_every_store_step: accepted and without effect; nothing is on disk before an episode is published.
+        capacity: show at most this many timesteps: publishing retires the oldest episodes until the rest fits.
+        spare_slots: slots beyond `max_episodes`, one for every episode that is written in place at a time.
+        durability, sync_every, checksum, publish, stage: how it is written, see `WriteOptions`.
+        verify: when checksums are compared on reading: "auto" (what a crash of the machine may have spoilt, when it
+            is first read), "always" (all of it, on opening), "read" (at every read) or "never".
+        reserve: take the whole disk space when creating, instead of as episodes are written.
+        shard: "auto": `folder` is a root of shards, and this writes to the first of them that nobody writes to, that
+            was created with these arguments and has room; else to a new one. `ConcatBuffer.from_root` reads them all.
+            The shard is taken for as long as this object has the lock: for another in the same process, too.
+        terminated: the field that is true where an episode ended and nothing follows; None: none of them is. It and
+            `truncated` end the episodes of `add`, and stop n-step returns; they are kept in the folder.
+        truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
+
+    Raises:
+        SchemaMismatchError: the folder holds another schema; the text lists the differences.
+        SchemaError, NotABufferError, CorruptBufferError, BufferLockedError.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        max_episodes: int,
+        max_timesteps: int,
+        fields: Mapping[str, Any] | Schema,
+        meta_fields: Mapping[str, Any] | None = None,
+        circular: bool = False,
+        overwrite: bool = False,
+        read_only: bool = False,
+        flush_every_store_step: int = 1,
+        *,
+        capacity: int | None = None,
+        spare_slots: int = 1,
+        durability: str = "process",
+        sync_every: int = 1,
+        checksum: str | None = "crc32",
+        publish: str = "episode",
+        stage: str = "ram",
+        verify: str = "auto",
+        reserve: bool = False,
+        shard: str | None = None,
+        terminated: str | None = "terminated",
+        truncated: str | None = "truncated",
+    ) -> None:
+        schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
+        schema = schema.ending_by(terminated, truncated)
+        layout = Layout(
+            schema, max_episodes, max_timesteps, spare_slots=spare_slots, circular=bool(circular), capacity=capacity
+        )
+        how = WriteOptions(durability, sync_every, checksum, publish, stage)
+        storage.check_verify(verify)
+        how.require_spare(folder, layout.spare_slots)
+        if read_only and overwrite:
+            raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")
+        place, lock = _place(folder) if shard is None else _free_shard(folder, layout, shard, overwrite or read_only)
+        if not read_only and (overwrite or not place.exists("schema.json")):
+            _create(place, lock, layout, overwrite, reserve)
+        opened = Storage.open(place, read_only=read_only, verify=verify)
+        differences = opened.layout.differences(layout)
+        if differences:
+            text = "\n  ".join([f"{place.path} holds a buffer of another schema:", *differences])
+            hint = "\nOpen it with from_folder, give the stored values, or pass overwrite=True to replace it."
+            raise SchemaMismatchError(text + hint, differences=differences)
+        self._setup(opened, lock, how)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | PathLike[str],
+        read_only: bool = False,
+        *,
+        durability: str = "process",
+        sync_every: int = 1,
+        checksum: str | None = "crc32",
+        publish: str = "episode",
+        stage: str = "ram",
+        verify: str = "auto",
+    ) -> Self:
+        """Open an existing folder with the schema that it holds; arguments as for the constructor.
+
+        Raises: NotABufferError, SchemaError, CorruptBufferError.
+        """
+        buffer = cls.__new__(cls)
+        opened = Storage.open(folder, read_only=read_only, verify=verify)
+        lock = WriterLock(opened.folder)
+        buffer._setup(opened, lock, WriteOptions(durability, sync_every, checksum, publish, stage))
+        return buffer
+
+    @classmethod
+    def for_env(
+        cls,
+        env: Any,
+        folder: str | PathLike[str],
+        *,
+        max_episodes: int,
+        max_timesteps: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A buffer with the fields of a Gymnasium environment's timesteps; of a vector's, those of one of them.
+
+        `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`; see `environments.schema_of`.
+
+        Args:
+            env: a Gymnasium environment or vector environment. Where the step after an episode's end is its reset
+                (`AutoresetMode.NEXT_STEP`, the default of vectors, or the wrapper `Autoreset`), `add`, `extend` and
+                collectors of this object leave that step out; call `end_episodes` before you reset them yourself.
+            max_timesteps: default: the time limit of the environment, or the longest of a vector.
+            fields: more of them, such as log_prob, or others in the place of these.
+            folder, max_episodes, options: as for the constructor.
+
+        Raises: ImportError: Gymnasium is not installed. SchemaError: a space has no fixed size, or there is no limit.
+        """
+        from memmap_buffer.environments import max_steps_of, resets_by_a_step, schema_of, spaces_of
+
+        limit = max_timesteps or max_steps_of(env)
+        if limit is None:
+            raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
+        known = {**schema_of(*spaces_of(env)), **declared("fields", fields or {})}
+        buffer = cls(folder, max_episodes, limit, known, **options)
+        buffer._skips_resets = resets_by_a_step(env)
+        return buffer
+
+    def _setup(self, opened: Storage, lock: WriterLock, how: WriteOptions) -> None:
+        super().__init__(Folders([opened]))
+        self._record_to(opened, Writer(opened, lock, how))
+        if lock.held:
+            self._writer.begin()  # who creates is the writer from the start
+        if not self.read_only and opened.folder.exists(".redo"):
+            with suppress(BufferLockedError):  # its writer lives, and is at it
+                self._writer.begin()
+                opened.check_always()
+
+    def _reopen(self) -> None:
+        verify, how = self._storage.verify, self._writer.how
+        before, opened = self._writer, Storage.open(self._storage.folder, verify=verify)
+        self._close_priorities()
+        self._setup(opened, before.lock, how)
+        before.detach()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (
+            type(self),
+            self.folder,
+            self._storage.read_only,
+            {**vars(self._writer.how), "verify": self._storage.verify},
+        )
+
+    def __repr__(self) -> str:
+        table, layout = self._storage.refresh(), self._storage.layout
+        mode = "read-only" if self.read_only else "circular" if layout.circular else "until full"
+        return (
+            f"<ReplayBuffer {str(self.folder)!r}: {len(table)} of {layout.max_episodes} episodes, {table.steps} steps, "
+            f"{mode}, fields {', '.join(self.fieldnames)}>"
+        )
+
+    @property
+    def folder(self) -> Path:
+        return self._storage.path
+
+    @property
+    def read_only(self) -> bool:
+        return self._storage.read_only or not self._storage.layout.writable
+
+    @property
+    def circular(self) -> bool:
+        return self._storage.layout.circular
+
+    # Online
+
+    def add_and_sample(self, step: Mapping[str, Any], batch_size: int, **options: Any) -> Any:
+        """`add` a timestep of each environment, then `sample` a batch of what is published.
+
+        Args: step: as for `add`. batch_size, options: as for `sample`; the same seed gives the same batch.
+        Raises: as both do; NotEnoughDataError: no episode is published yet, and the step is kept all the same.
+        """
+        self.add(**step)
+        return self.sample(batch_size, **options)
+
+    def statistics(
+        self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
+    ) -> Statistics:
+        """Count, mean, standard deviation, extremes and quantiles of fields, over all visible episodes.
+
+        They are kept in the folder by its writer, and computed again when something visible has changed.
+
+        Args: names: which; default: all of numbers. quantiles: which; `rank_error` of each field says how exact they
+            are. seed: of the samples that they are taken from.
+        Raises: NotEnoughDataError: there are no episodes. SchemaError: an unknown field, or a bad quantile.
+        """
+        found = kept(self._storage, names, quantiles)
+        if found is None:
+            of = described(self._storage.refresh())
+            found = statistics([self._storage], names, quantiles, seed=seed)
+            if self._writer.holds:
+                keep(self._storage.folder, found, of)
+        return found
+
+    def create_collector(
+        self,
+        num_groups: int,
+        fieldnames: Sequence[str] | None = None,
+        meta_fieldnames: Sequence[str] | None = None,
+        strict: bool = True,
+    ) -> Collector:
+        """Rollouts of several groups, kept in memory to learn from and then to `store` here; see `Collector`."""
+        return Collector(self._new_stream, self.schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
+
+    # Ending
+
+    def snapshot(self, path: str | PathLike[str]) -> None:
+        """Copy what is published now into a new buffer at `path`, from any process, beside a writer that goes on.
+
+        Raises: SchemaMismatchError: there is a buffer already. CorruptBufferError. OSError: the disk is full.
+        """
+        snapshot(self._storage, path_of(path))
+
+    def flush(self) -> None:
+        """Wait until everything published is on the disk, and the priorities."""
+        with self._turn:
+            self._writer.flush()
+        self.checkpoint()
+
+    def close(self) -> None:
+        """Flush and let go of the lock; twice is fine. Open episodes are dropped, but for those of `add`."""
+        with self._turn:
+            try:
+                if self._writer.holds:
+                    self.end_episodes()
+                self._close_priorities()
+            finally:
+                self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _place(folder: str | PathLike[str]) -> tuple[Folder, WriterLock]:
+    place = Folder(path_of(folder))
+    return place, WriterLock(place)
+
+
+def _free_shard(root: str | PathLike[str], layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
+    if shard != "auto":
+        raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
+    if excluded:
+        raise SchemaError("shard='auto' writes beside what is there; leave out overwrite and read_only")
+    return take_free(root, layout)
+
+
+def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, reserve: bool) -> None:
+    """Make the folder's buffer, its lock held from then on."""
+    folder.create()
+    lock.acquire()
+    try:
+        if overwrite and folder.exists("schema.json"):
+            with suppress(MemmapBufferError, OSError):  # a damaged one may be replaced all the same
+                Writer(
+                    Storage(folder), lock, WriteOptions()
+                ).begin()  # raises the epoch, which stops a writer whose lock failed
+            creation.remove(folder)
+        if not folder.exists("schema.json"):
+            creation.create(folder, layout, reserve)
+            tell_readers(folder)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _reopen(kind: type[ReplayBuffer], folder: Path, read_only: bool, how: dict[str, Any]) -> ReplayBuffer:
+    return kind.from_folder(folder, read_only, **how)

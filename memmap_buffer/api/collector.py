@@ -1,0 +1,221 @@
+"""Rollouts in memory, for methods that learn from them once: read in several orders, then stored by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array, decode, to_numpy
+from memmap_buffer.errors import EpisodeStateError, NotEnoughDataError, SchemaError
+from memmap_buffer.schema import Schema, nest
+from memmap_buffer.writing.vector_env import NEXT, EpisodeStream, Steps
+
+
+class Collector:
+    """Timesteps of G groups that run side by side, staged in memory as (T, G, *field).
+
+    What is read is given as tensors, nested, with `next_<field>` where it was collected, and with the columns that were
+    computed from it (`collector["advantage"] = …`).
+
+    Args:
+        new_stream: size -> where the timesteps go when they are stored. schema: the buffer's fields.
+        num_groups: G. fieldnames, meta_fieldnames: which are collected; default: all.
+        strict: an unknown name raises; otherwise it is collected, read like the others, and not stored.
+
+    Raises: SchemaError: a name is unknown.
+    """
+
+    def __init__(
+        self,
+        new_stream: Callable[[int], EpisodeStream],
+        schema: Schema,
+        num_groups: int,
+        fieldnames: Sequence[str] | None = None,
+        meta_fieldnames: Sequence[str] | None = None,
+        *,
+        strict: bool = True,
+    ) -> None:
+        fields, meta = schema.fields, schema.meta_fields
+        chosen = schema.require(fields if fieldnames is None else fieldnames, "fieldnames", fields)
+        meta_chosen = schema.require(meta if meta_fieldnames is None else meta_fieldnames, "meta_fieldnames", meta)
+        self._new_stream = new_stream
+        self._collected = schema.with_fields({n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen})
+        self._strict = strict
+        self.num_groups = num_groups
+        self._parts: dict[str, list[Array]] = {}
+        self._length = 0
+        self._over = self._over_before = np.zeros(num_groups, np.bool_)  # whose last step ended an episode; and before
+        self._storing: tuple[EpisodeStream, Steps] | None = None
+
+    def __len__(self) -> int:
+        """T, the timesteps of each group."""
+        return self._length
+
+    # Collecting
+
+    def append(self, **step: Any) -> None:
+        """Append one timestep of every group: field -> (G, *field); see `ReplayBuffer.add`.
+
+        Raises: SchemaError. Nothing was appended.
+        """
+        self._extend(step, time=False)
+
+    def extend(self, **steps: Any) -> None:
+        """Append T timesteps of every group: field -> (T, G, *field). Raises SchemaError."""
+        self._extend(steps, time=True)
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        """Set a column that was computed from the others, (T, G, …); if it is a field of the buffer it is stored."""
+        self._require_not_storing()
+        array = np.array(to_numpy(values))
+        if array.shape[:2] != (len(self), self.num_groups):
+            wanted = f"({len(self)}, {self.num_groups}, …)"
+            raise SchemaError(
+                f"column {name!r}: got shape {array.shape}, expected {wanted}: time, then groups", field=name
+            )
+        self._parts = {key: parts for key, parts in self._parts.items() if key != name}
+        self._parts[name] = [array]
+
+    def clear(self) -> None:
+        """Forget everything collected; episodes that `store` could not publish are dropped."""
+        if self._storing is not None:
+            self._storing[0].abort()
+        self._parts, self._length, self._storing, self._over_before = {}, 0, None, self._over
+
+    def _require_not_storing(self) -> None:
+        if self._storing is not None:
+            raise EpisodeStateError(
+                "some of what was collected is not stored yet; call store() again once there is room, or clear()"
+            )
+
+    def _extend(self, given: dict[str, Any], *, time: bool) -> None:
+        self._require_not_storing()
+        names = {name.split(".")[0] for name in self._collected.all}
+        others = {n: v for n, v in given.items() if n.removeprefix(NEXT).split(".")[0] not in names and n not in names}
+        known = given if self._strict else {name: value for name, value in given.items() if name not in others}
+        steps = Steps(self._collected, known, time=time)
+        if steps.num_envs != self.num_groups:
+            raise SchemaError(f"got {steps.num_envs} groups, the collector was made for {self.num_groups}")
+        count = len(steps.ends)
+        following = {f"{NEXT}{name}": rows for name, rows in steps.following.items()}
+        fields = self._collected.all
+        columns = {
+            name: decode(rows, fields[name if name in fields else name.removeprefix(NEXT)].dtype)
+            for name, rows in {**steps.fields, **steps.meta, **following}.items()
+        }
+        for name, value in {} if self._strict else others.items():
+            array = to_numpy(value)
+            columns[name] = array if time else array[None]
+        self._require_alike(columns, count)
+        for name, column in columns.items():
+            self._parts.setdefault(name, []).append(np.array(column))
+        self._length, self._over = self._length + count, steps.ends[-1]
+
+    def _require_alike(self, columns: dict[str, Array], count: int) -> None:
+        """Raise SchemaError unless these are the columns that were collected before, of so many timesteps."""
+        if self._length and columns.keys() != self._parts.keys():
+            differing = ", ".join(sorted(columns.keys() ^ self._parts.keys()))
+            raise SchemaError(
+                f"{differing}: collected for some timesteps only; give the same names each time, or clear()"
+            )
+        for name, column in columns.items():
+            if column.shape[:2] != (count, self.num_groups):
+                raise SchemaError(
+                    f"column {name!r}: got shape {column.shape}, expected ({count}, {self.num_groups}, …)", field=name
+                )
+
+    # Reading
+
+    @property
+    def time_major(self) -> dict[str, Any]:
+        """Name -> (T, G, *field)."""
+        return self._tensors(self._columns())
+
+    @property
+    def env_major(self) -> dict[str, Any]:
+        """Name -> (G, T, *field)."""
+        return self._tensors({name: column.swapaxes(0, 1) for name, column in self._columns().items()})
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """For each group name -> (T, *field)."""
+        columns = self._columns()
+        return [self._tensors({name: column[:, i] for name, column in columns.items()}) for i in range(self.num_groups)]
+
+    @property
+    def all_data(self) -> dict[str, Any]:
+        """Name -> (T · G, *field), time before groups."""
+        return self._tensors(self._flat())
+
+    def minibatches(
+        self,
+        batch_size: int,
+        *,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int | None = None,
+        drop_last: bool = False,
+    ) -> Iterator[dict[str, Any]]:
+        """Batches of the T · G timesteps, each once an epoch: name -> (B, *field).
+
+        Args: seed: fixes the order, a new one each epoch. drop_last: leave out an incomplete last batch.
+        Raises: NotEnoughDataError: nothing was collected.
+        """
+        flat, count = self._flat(), len(self) * self.num_groups
+        if not count:
+            raise NotEnoughDataError("the collector is empty; append to it first", steps=0)
+        rng = np.random.default_rng(seed)
+        for _ in range(epochs):
+            order = rng.permutation(count) if shuffle else np.arange(count)
+            for start in range(0, count - (batch_size - 1) * drop_last, batch_size):
+                chosen = order[start : start + batch_size]
+                yield self._tensors({name: column[chosen] for name, column in flat.items()})
+
+    def _columns(self) -> dict[str, Array]:
+        for name, parts in self._parts.items():
+            if len(parts) > 1:
+                self._parts[name] = [np.concatenate(parts)]
+        return {name: parts[0] for name, parts in self._parts.items()}
+
+    def _flat(self) -> dict[str, Array]:
+        return {name: column.reshape((-1, *column.shape[2:])) for name, column in self._columns().items()}
+
+    def _tensors(self, columns: dict[str, Array]) -> dict[str, Any]:
+        from memmap_buffer.loading.datasets import to_tensors
+
+        return to_tensors({name: np.array(column) for name, column in columns.items()})
+
+    # Storing
+
+    def store(self, **meta: Any) -> None:
+        """Publish what was collected, an episode for each group and each of its ends, and forget it.
+
+        Args: meta: meta field -> (G, *field), or one value for all.
+        Raises: SchemaError. BufferFullError, OSError: call it again once there is room: it goes on where it stood.
+        """
+        if self._storing is None:
+            if not len(self):
+                raise NotEnoughDataError("the collector is empty; append to it first", steps=0)
+            stream = self._new_stream(self.num_groups)
+            stream.over = self._over_before.copy()
+            schema = stream.schema  # the buffer's now: fields may have come and gone since
+            values = {**self._stored(schema), **self._meta(schema, meta)}
+            self._storing = stream, Steps(schema, nest(values), time=True)
+        stream, steps = self._storing
+        stream.extend(steps)
+        stream.publish(cut=bool(stream.schema.ends))
+        self.clear()
+
+    def _stored(self, schema: Schema) -> dict[str, Array]:
+        known = {*schema.all, *(f"{NEXT}{name}" for name in schema.final_names)}
+        return {name: column for name, column in self._columns().items() if name in known}
+
+    def _meta(self, schema: Schema, given: dict[str, Any]) -> dict[str, Array]:
+        out = {}
+        for name, value in schema.flatten(given).items():
+            schema.require([name], "meta", schema.meta_fields)
+            array, shape = to_numpy(value), schema.meta_fields[name].shape
+            out[name] = np.broadcast_to(array, (len(self), self.num_groups, *shape))
+        return out

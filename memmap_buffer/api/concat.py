@@ -1,0 +1,130 @@
+"""`ConcatBuffer`: several folders of equal fields, read as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.api.reading import Readable
+from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
+from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import path_of
+from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
+from memmap_buffer.views.folders import Folders
+
+
+class ConcatBuffer(Readable):
+    """Several buffers read as one, at every level; episodes are listed source by source, oldest first.
+
+    Args:
+        sources: folders, or open buffers.
+        weights: one positive number per source: every batch has exactly these shares (what does not divide is carried
+            over to the next), however many items each has. Without them every item counts the same.
+
+    Raises: SchemaMismatchError: the fields differ. SchemaError: no source, or weights that do not fit.
+    """
+
+    def __init__(
+        self, sources: Sequence[str | PathLike[str] | ReplayBuffer], weights: Sequence[float] | None = None
+    ) -> None:
+        if not sources:
+            raise SchemaError("ConcatBuffer: got no source, expected at least one folder or buffer")
+        if weights is not None and (len(weights) != len(sources) or not all(0 < w < float("inf") for w in weights)):
+            raise SchemaError(
+                f"weights: got {list(weights)!r}, expected one positive number for each of {len(sources)} sources"
+            )
+        super().__init__(Folders([_storage(source) for source in sources]), weights)
+
+    @classmethod
+    def from_root(
+        cls,
+        root: str | PathLike[str],
+        weights: Sequence[float] | None = None,
+        *,
+        on_damaged: str = "raise",
+    ) -> ConcatBuffer:
+        """The buffers that are direct subfolders of `root`.
+
+        Where it holds shards (`shard-00000` …, as `ReplayBuffer(root, …, shard="auto")` makes them), these are read,
+        and those that appear later: `refresh`, every `sample` and every new epoch look for them. A shard's number is
+        the one of its name, first in `_indices` and `_index`, whichever others there are; the episodes of one that is
+        removed are gone as those of a ring that went on. Else, or with `weights`, they are the folders of now, by name.
+
+        A shard that lacks a file or the end of one, as while it is copied there, is passed over until it is whole, and
+        the log says so.
+
+        Args:
+            root: the folder that they are in. weights: as for `ConcatBuffer`, by name.
+            on_damaged: "skip" passes over what else cannot be opened, too, with its weight; "raise" does not.
+
+        Raises:
+            NotABufferError: there is none. SchemaMismatchError: the fields differ.
+            CorruptBufferError, SchemaError: one is damaged.
+        """
+        root = path_of(root)
+        shards = Shards(root, on_damaged)
+        if weights is None and next(shard_numbers(root), None) is not None:
+            buffer = cls.__new__(cls)
+            Readable.__init__(buffer, Folders.of_root(shards))
+            return buffer
+        folders = sorted(path.parent for path in root.glob("*/schema.json"))
+        if on_damaged == "skip":
+            whole = [is_whole(folder) for folder in folders]
+            if weights is not None and len(weights) == len(folders):
+                weights = list(compress(weights, whole))
+            folders = list(compress(folders, whole))
+        if not folders:
+            raise NotABufferError(f"{root}: no subfolder holds a buffer", path=root)
+        return cls(folders, weights)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return tuple(storage.path for storage in self._present)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The number of each folder, by which `_indices` and `_index` begin."""
+        return tuple(number for number, storage in self._numbered if not storage.withdrawn)
+
+    @property
+    def read_only(self) -> bool:
+        return True
+
+    @property
+    def _present(self) -> list[Storage]:
+        return [storage for _, storage in self._numbered if not storage.withdrawn]
+
+    @property
+    def _numbered(self) -> list[tuple[int, Storage]]:
+        return [(number, storage) for number, storage, _ in self._sources.by_number(self._sources.tables)]
+
+    def statistics(
+        self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
+    ) -> Statistics:
+        """As of one buffer, over the episodes of all sources; see `ReplayBuffer.statistics`. They are not kept."""
+        return statistics(self._present, names, quantiles, seed=seed)
+
+    def flush(self) -> None:
+        """Nothing to do: there is nothing of its own to write."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ReadOnlyError("a ConcatBuffer only reads; write to one of its sources")
+
+    one_episode = begin_episode = batched_episode = store = store_batch = store_meta_batch = _refuse
+    store_episode = store_datapoint = store_meta_datapoint = advance_episode = update = clear = reset_ = _refuse
+    add = extend = end_episodes = add_and_sample = create_collector = delete = _refuse
+    set_valid = add_field = drop_field = rename_field = recompute = _refuse
+
+
+ConcatReplayBuffer = ConcatBuffer
+
+
+def _storage(source: str | PathLike[str] | ReplayBuffer) -> Storage:
+    if isinstance(source, ReplayBuffer):
+        return source._storage
+    return Storage.open(source, read_only=True)

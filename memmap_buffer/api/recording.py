@@ -1,0 +1,308 @@
+"""What records: open episodes, whole ones, groups. `ReplayBuffer`'s words for the writer; no logic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import ref
+
+import numpy as np
+
+from memmap_buffer.dtypes import check_count
+from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.writing import validation
+from memmap_buffer.writing.block import Block, Held
+from memmap_buffer.writing.episode import Episode
+from memmap_buffer.writing.episode_group import EpisodeGroup
+from memmap_buffer.writing.vector_env import EpisodeStream, Steps
+from memmap_buffer.writing.writer import Writer
+
+
+class ToStore(NamedTuple):
+    """What `store` takes of a field: its shape and dtype, whether it must be given, whether there is one more entry an
+    episode (`final`), and whether it is a meta field, one value an episode.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    required: bool
+    final: bool
+    meta: bool
+
+
+class Stored(NamedTuple):
+    """An array of the folder: its file, which `numpy.load` opens, its shape and dtype there, and the file's bytes."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    size: int
+
+
+Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)
+
+
+class Scope(Block, Generic[Opened]):
+    """The block of `one_episode` or `batched_episode`; what it opens is what its thread stores to.
+
+    Args: scopes: what each thread stores to. begin: opens it, for the block that is held.
+    """
+
+    def __init__(self, scopes: dict[int, Any], begin: Callable[[Held | None], Opened]) -> None:
+        self._scopes, self._begin = scopes, begin
+
+    def __enter__(self) -> Opened:  # type: ignore[override]
+        super().__enter__()
+        opened = self._begin(self.held)
+        self._scopes[get_ident()] = self._opened = opened
+        return opened
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """What was opened ends, and nobody stores to it any more."""
+        try:
+            self._opened.leave(kind, error, trace)
+        finally:
+            self._scopes.pop(self._opened.thread, None)
+
+
+class Recording:
+    """The writing half of `ReplayBuffer`."""
+
+    _storage: Storage
+    _writer: Writer
+    _skips_resets = False  # whether the step after an episode's end is the environment's reset
+
+    def _record_to(self, storage: Storage, writer: Writer) -> None:
+        self._storage, self._writer = storage, writer
+        self._scopes: dict[int, Episode | EpisodeGroup] = {}  # by thread
+        self._begun: tuple[ref[Episode], ...] = ()
+        self._newest: dict[
+            int, Episode
+        ] = {}  # by thread: of those that were begun, what `store` finds without a handle
+        self._stream: EpisodeStream | None = None
+
+    @property
+    def _turn(self) -> Any:
+        """To be held, by `with`, by whatever writes."""
+        raise NotImplementedError
+
+    def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Scope[Episode]:
+        """Record one episode: `store` in the block, published at its end, dropped on any exception.
+
+        Args:
+            keep_partial: on an exception publish what was stored so far, flagged as cut short.
+            meta: meta fields known at the start; later ones by `episode[name] = value`.
+
+        Raises: EpisodeStateError: nested. BufferFullError, BufferLockedError, ReadOnlyError, WriterLostError.
+        """
+
+        def begin(held: Held | None) -> Episode:
+            self._require_no_scope()
+            with self._turn:
+                return self._writer.open(meta, keep_partial=keep_partial, held=held)
+
+        return Scope(self._scopes, begin)
+
+    def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
+        """An open episode to `store` to, `publish` or `abort`; several may be open at once.
+
+        One of which nobody holds what this returned, and that is not the last one begun, is dropped.
+        """
+        with self._turn:
+            episode = self._writer.open(meta, keep_partial=keep_partial)
+            try:
+                self._begun = (*map(ref, self._begun_ones()), ref(episode))
+                still = {thread: other for thread, other in self._newest.items() if other.state == "open"}
+                self._newest = {**still, get_ident(): episode}
+                return episode
+            except BaseException:
+                episode.abort()  # whoever asked for it never gets it
+                raise
+
+    def batched_episode(self, batch_size: int, **meta_batch: Any) -> Scope[EpisodeGroup]:
+        """Record `batch_size` synchronised environments: `store_batch` in the block.
+
+        Args: meta_batch: meta field -> (batch_size, *field).
+        """
+        check_count("batch_size", batch_size)
+
+        def begin(held: Held | None) -> EpisodeGroup:
+            self._require_no_scope()
+            with self._turn:
+                episodes = [self._writer.open({}, held=held) for _ in range(batch_size)]
+                group = EpisodeGroup(self._storage.layout.schema, episodes, held)
+            group.update(meta_batch)
+            return group
+
+        return Scope(self._scopes, begin)
+
+    def store(self, **step: Any) -> Any:
+        """Append one timestep to the open episode; see `Episode.store`.
+
+        Raises: EpisodeStateError: no episode is open, or several are. SchemaError.
+        """
+        scope = self._scopes.get(get_ident())
+        return (scope if type(scope) is Episode else self._current()).store(**step)
+
+    def store_batch(self, **batch: Any) -> None:
+        """Append one timestep to every episode of the open batch: field -> (B, *field)."""
+        self._group("store_batch").store(**batch)
+
+    def store_meta_batch(self, **meta_batch: Any) -> None:
+        """Set meta fields of the open batch: name -> (B, *field)."""
+        self._group("store_meta_batch").update(meta_batch)
+
+    def store_episode(self, **arrays: Any) -> None:
+        """Publish a whole episode.
+
+        Where a field that ends episodes is true before the last step, the steps after it are served as those of
+        another episode are: no item reaches across. Whole episodes are given as they were stored.
+
+        Args: arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta fields.
+        Raises: SchemaError. EpisodeStateError: longer than max_timesteps.
+        """
+        with self._turn:
+            columns, meta, finals, length = validation.whole_episode(self._storage.layout.schema, arrays)
+            episode = self._writer.open(meta)
+            try:
+                episode.fill(columns, length)
+                episode.finals = finals
+                episode.publish()
+            except BaseException:
+                episode.settle()  # it may be published already, and the oldest one gone for it
+                raise
+
+    def advance_episode(self) -> None:
+        """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.
+
+        An episode without steps stays open.
+        """
+        episode = self._current()
+        if episode.length:
+            episode.publish()
+            with suppress(BufferFullError):  # the next `store` says that no episode is open
+                self.begin_episode()
+
+    # What there is to store, and where it lies
+
+    def step_spec(self) -> dict[str, ToStore]:
+        """What to pass to `store`, `store_episode` and `add`: dotted name -> `ToStore`."""
+        schema = self._storage.layout.schema
+        return {
+            name: ToStore(field.shape, field.dtype, not meta and field.default is None, field.final, meta)
+            for name, field in schema.all.items()
+            for meta in (name in schema.meta_fields,)
+        }
+
+    def storage_spec(self) -> dict[str, Stored]:
+        """Where each field is stored: dotted name -> `Stored`; the first axis of each array is the slots."""
+        layout = self._storage.layout
+        arrays = {name: layout.arrays[name] for name in layout.schema.all}
+        return {name: Stored(self._storage.path / a.name, a.shape, a.dtype, a.size) for name, a in arrays.items()}
+
+    # Transitions of environments that run on
+
+    def add(self, **step: Any) -> None:
+        """Append one timestep of each of B environments that run side by side.
+
+        `terminated` or `truncated` ends the episode of an environment: it is published, and the next call begins
+        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one; where no
+        `next_<field>` is given, the next step adds what was seen after it.
+
+        Args:
+            step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
+                counts. `next_<field>` of fields with `final`: what was seen after the step, kept where an episode ends
+                or is cut.
+
+        Raises:
+            SchemaError: as `Episode.store`, or another B; BufferFullError, BufferLockedError, ReadOnlyError,
+                WriterLostError, EpisodeStateError. No environment got the step.
+            OSError: an episode that ended could not be published; it is kept, and published by the next call.
+        """
+        self._extend(step, time=False)
+
+    def extend(self, **steps: Any) -> None:
+        """Append T timesteps of each of B environments, as so many calls of `add`.
+
+        Args: steps: field -> (T, B, *field), or (T, *field) where there is one environment.
+        Raises: as `add`; after BufferFullError the timesteps stay that lie before the episode that did not fit.
+        """
+        self._extend(steps, time=True)
+
+    def end_episodes(self) -> None:
+        """Publish the episodes that `add` has open, flagged as cut short; `close` does so, too."""
+        with self._turn:
+            if self._stream is not None:
+                self._stream.publish()
+            self._stream = None
+
+    def _extend(self, given: Mapping[str, Any], *, time: bool) -> None:
+        with self._turn:
+            self._extend_in_turn(given, time)
+
+    def _extend_in_turn(self, given: Mapping[str, Any], time: bool) -> None:
+        self._writer.require_writable()
+        steps = Steps(self._storage.layout.schema, given, time=time)
+        if self._stream is None:
+            self._stream = self._new_stream(steps.num_envs)
+        if len(self._stream) != steps.num_envs:
+            raise SchemaError(
+                f"got {steps.num_envs} environments, {len(self._stream)} are running; call end_episodes() before others"
+            )
+        self._stream.extend(steps)
+
+    def _new_stream(self, size: int) -> EpisodeStream:
+        layout = self._storage.layout
+        begin = partial(self._writer.open, {})
+        return EpisodeStream(layout.schema, size, layout.max_timesteps, begin, skips_resets=self._skips_resets)
+
+    # Within
+
+    def _require_no_scope(self) -> None:
+        scope = self._scopes.get(get_ident())
+        if scope is not None and scope.state == "open" and not scope.was_left:
+            raise EpisodeStateError(
+                "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
+                "episode.store() for several side by side"
+            )
+
+    def _current(self) -> Episode:
+        """The open episode of this thread, else the only one that is open."""
+        found = self._open_ones()
+        if len(found) == 1 and isinstance(found[0], EpisodeGroup):
+            raise EpisodeStateError("store: a batch of episodes is open; use store_batch")
+        if len(found) == 1 and isinstance(found[0], Episode):
+            return found[0]
+        some = (
+            f"{len(found)} episodes are open; use episode.store()"
+            if found
+            else "no episode is open; store within `with buffer.one_episode():`, or after begin_episode()"
+        )
+        raise EpisodeStateError(f"{self._storage.path}: {some}")
+
+    def _begun_ones(self) -> list[Episode]:
+        found = [held() for held in self._begun]
+        return [episode for episode in found if episode is not None and episode.state == "open"]
+
+    def _open_ones(self) -> list[Episode | EpisodeGroup]:
+        thread = get_ident()
+        mine = self._scopes.get(thread)
+        if mine is not None:
+            return [mine]
+        self._writer.require_writable()
+        begun = self._begun_ones()
+        scopes = [scope for scope in list(self._scopes.values()) if scope.state == "open"]
+        return [episode for episode in begun if episode.thread == thread] or [*scopes, *begun]
+
+    def _group(self, what: str) -> EpisodeGroup:
+        scopes = self._scopes
+        mine = scopes.get(get_ident()) or (next(iter(scopes.values())) if len(scopes) == 1 else None)
+        if not isinstance(mine, EpisodeGroup):
+            raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
+        return mine

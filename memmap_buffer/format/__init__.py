@@ -1,0 +1,124 @@
+"""The bytes on disk: this docstring is the specification of the format, version 1.
+
+MUST and SHOULD are used as in RFC 2119. All numbers are little-endian, all arrays in C order.
+
+The folder
+----------
+    schema.json            what is in the folder; a folder without it is not a buffer
+    episodes.npy           (slots,) records of 64 bytes: the only place where an episode becomes visible
+    state.npy              (1,) record of 256 bytes
+    checksums.npy          (slots, columns) u4
+    data/<field>.npy       (slots, max_timesteps, *shape); one more timestep with `final`; packed: (rows, *shape)
+    meta/<field>.npy       (slots, *shape)
+    priority/<name>.*      optional, one tree of priorities each: `priority.tree_file` tells their format
+    extra/                 optional
+    .redo                  present only while an `update` is being carried out
+    .redo.bad              the last one that failed its check; nothing reads it
+    .lock                  locked by the one writer; readers never touch it
+
+Every array file MUST be exactly the header below followed by its elements, neither shorter nor longer. Readers MUST
+refuse any other, and MUST NOT extend, truncate or delete it. The header is numpy's version 1.0: `93 4E 55 4D 50 59 01
+00`, a u16 length, then `{'descr': D, 'fortran_order': False, 'shape': S, }` padded with spaces to a multiple of 64
+bytes and ended by a newline, D and S as Python's `repr` writes them (`npy_header`). So no record crosses a sector.
+Data, meta and checksums SHOULD be sparse; the other two SHOULD NOT, as readers look at all of them, and looking at
+a hole of a file on a full tmpfs kills. Files are created 0600, and MUST be plain files, not links or pipes.
+
+schema.json
+-----------
+UTF-8 JSON without a byte order mark, at most 1 MiB, no key twice, no NaN or Infinity: `{"format": "memmap-buffer",
+"version": 1, "id", "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular",
+"max_steps", "rows", "columns", "fields", "meta_fields", "ends"}`. `id` is 32 hexadecimal digits, drawn at random when
+the buffer is created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a
+grid and the total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape",
+"default", "final", "column"}`, `column` being its place in checksums.npy. `ends` is `{"terminated",
+"truncated"}`, each the name of a field that is true (not 0) at the last step of an episode that ended so, or null;
+without `ends`, the fields of these two names, if there are such of one number or bool. Readers MUST refuse unknown keys
+and versions.
+Names are dot-joined identifiers, `[A-Za-z][A-Za-z0-9_]*`, of at most 64 characters in all, distinct without regard
+to case, no name being a dotted prefix of another. dtypes are the names of `dtypes.NUMERIC` and U1 … U4096; bfloat16
+is stored as its bits in u2.
+
+episodes.npy
+------------
+One record a slot:  generation u8 | serial u8 | length u4 | flags u4 | first_row u8 | time u8 | epoch u8 | digest u4
+| columns u4 | check u8.
+
+generation   even; odd while rows of this slot are overwritten; never 0 once written
+serial       the episode's number, counted from 0, never used twice
+length       timesteps, 1 … max_timesteps
+flags        1 has the final observation, 2 cut short, 4 deleted, 8 open, 16 ended by the field `terminated` of `ends`,
+             32 has checksums, 64 a field of `ends` is true before the last step, too
+first_row    the row of step 0 in every data file; rows of files with `final` lie `slot` further. In a grid it MUST
+             be slot * max_timesteps
+time         nanoseconds since 1970 at publication;   epoch   of the writer that published
+digest       with flag 32: CRC-32 of the first `columns` entries of the slot's row of checksums.npy, so that the row
+             cannot be taken for another episode's. While flag 8 is set the row is not written: then it is of the
+             CRC-32s that the row will have, zeros where there is no field. Columns added later are not in it
+check        a fold of the seven 8-byte words before it: h = 0x6D656D6D61706275;
+             for each word w: h = (h ^ w) * 0x9E3779B97F4A7C15 mod 2^64; h ^= h >> 29
+
+A record is valid if its check is right, its generation even and not 0, its length, flags and first_row within
+bounds. In a packed folder those that share a row are all void; so are two valid records of one serial. Visible are,
+of the valid records without the deleted flag and with serial >= base, the `max_episodes` highest serials, and of these
+the newest whose lengths sum to at most `capacity`, if that is set. Only rows below a visible record's length may be
+read (and, with flag 1, the row at `length` of files with `final`).
+
+state.npy
+---------
+base u8 (serials below it are cleared) | next u8 | synced u8 (serials below it are known to be on the disk) |
+changes u8 | epoch u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8 (1 if the disk
+space of all files was taken at creation; no block of them is given back) | nonce u8 | unused u8[11].
+Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change. The next
+serial is the larger of `next` and the highest serial in any valid record + 1.
+
+Publishing
+----------
+The writer holds `.lock` by flock(2) and has raised `epoch`; before each change it compares `epoch` with its own, and
+the folder and state.npy at its path with those that it has open, and stops if one differs. It names files only
+relative to the folder that it has open, and MUST NOT remove one that it could not make. A slot is chosen that is
+neither visible nor taken by an open episode. Then, in this order:
+
+1. the slot's generation, odd   2. data and meta   3. the slot's checksums
+   (durability "power": a barrier on each of these files)
+4. the record with its even generation, in one write: the commit   ("power": a barrier)
+5. `next`, to the serial + 1; then `changes`
+
+The record lies in one sector and one page, and its check covers its generation, so no kill, power cut or concurrent
+read can take half of it for an episode.
+
+Between 1 and 4, or before it closes an open record, the writer MAY give blocks back that hold nothing but rows of its
+own slot beyond those of the new record: of the episode that the slot held before. To a reader and to a crash that is a
+write of zeros like those of step 2. It MUST NOT do so on a tmpfs, where a reader that is late would look at a hole.
+
+Appending a step to an open record (flag 8) writes its rows beyond the visible length, then replaces the record from
+the serial on by one write, the generation unchanged; `checksums.npy` is written when the episode is closed.
+Deleting sets flag 4 the same way, after raising `base` to the oldest visible serial so that nothing retired comes
+back. Clearing sets `base` to `next`.
+
+Updating in place
+-----------------
+`base` is raised to the oldest visible serial, so that nothing retired comes back while this episode is not visible, and
+`.redo` gets all new bytes (`writing.redo`); then steps 1 to 5 with the same serial ("power": a barrier behind step 1 too, as
+these rows were visible before); then `.redo` is removed. Whoever
+takes the lock next carries a valid `.redo` through, removes one that was not finished, and renames any other to
+`.redo.bad`.
+
+Creating, opening, trusting
+---------------------------
+Creating and adding a field: the new schema as `schema.json.new`, the files (O_EXCL), then fsync, rename, fsync of the
+folders. What only a `.new` names, the next writer MAY remove under the lock. A field gets a column of checksums.npy
+that no record counts in; its CRC-32s are written before the rename. Dropping and renaming fields: the schema as it is
+as `schema.json.old`, the other one as `.new`, a second link to each file that is renamed, rename of the schema; then
+what only `.old` names is removed, and `.old`, by the next writer if need be. `overwrite` removes the heads of
+priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking
+the lock raises `epoch`, draws `nonce`, by which copies that were both written to differ, stores pid, time, host and
+boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier behind that; if
+the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial. What it finishes or
+closes for a dead writer has barriers whatever its own durability; then `next` rises to what was found. Closing puts
+barriers on all files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another boot without
+`clean`) all of them, MUST be checked against their checksums before they are served (`verify="auto"`).
+
+Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
+where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Trees of priorities are the
+exception, see `priority.mapped_nodes`.
+"""

@@ -1,0 +1,479 @@
+"""The files of one folder: opened by name relative to it, never through a link, and exactly as the schema says."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError, SchemaError, WriterLostError
+from memmap_buffer.format import syscalls
+from memmap_buffer.format.syscalls import (
+    FOLDER,
+    NEVER_FOLLOW,
+    Descriptor,
+    FileLock,
+    barrier,
+    copy_range,
+    identity,
+    read_at,
+    write_all,
+)
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+_TOO_MANY = {
+    errno.EMFILE: "too many open files; raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "too many open files on this machine; raise fs.file-max",
+    errno.ENOMEM: "too many maps, as each array has one; raise the limit on maps (sysctl vm.max_map_count)",
+}
+NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)
+ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
+
+
+class Folder:
+    """The files of one folder, opened by name relative to it, never through a link.
+
+    Who only reads looks the path up each time. Who writes holds the folder: all its work then goes through one
+    descriptor, so that it never reaches what another put in the folder's place.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._place = path if path.is_absolute() else Path.cwd() / path  # the process may change its own meanwhile
+        self._held: Descriptor | None = None
+
+    def hold(self) -> None:
+        """From now on be the folder that stands at the path now; twice is fine. Raises FileNotFoundError."""
+        self._held = self._held or Descriptor(self._place)
+
+    def let_go(self) -> None:
+        """Be what stands at the path again, whatever that is."""
+        self._held = None
+
+    @contextmanager
+    def held(self) -> Iterator[Folder]:
+        """One and the same folder for all that is done in the block."""
+        folder = Folder(self.path)
+        folder._place, folder._held = self._place, self._held
+        folder.hold()
+        try:
+            yield folder
+        finally:
+            folder.let_go()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the folder that is held, if one is, stands at its path still."""
+        held = self._held
+        try:
+            return held is None or held.key == identity(os.stat(self._place))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    @contextmanager
+    def _changing(self, sub: str, create: bool = False) -> Iterator[int]:
+        """As `_directory`, to change what is in it. Raises WriterLostError."""
+        self._require_in_place()
+        with self._directory(sub, create) as directory:
+            yield directory
+
+    def _require_in_place(self) -> None:
+        if not self.in_place:
+            raise WriterLostError(
+                f"{self.path}: the folder that was written to was moved or removed; open it where it is", reason="moved"
+            )
+
+    @contextmanager
+    def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
+        held = self._held  # open for as long as somebody refers to it
+        root = os.open(self._place, FOLDER) if held is None else held.fd
+        try:
+            if not sub:
+                yield root
+                return
+            if create:
+                with suppress(FileExistsError):
+                    syscalls.system.mkdir(sub, root)
+            try:
+                directory = os.open(sub, os.O_RDONLY | os.O_DIRECTORY | NEVER_FOLLOW, dir_fd=root)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
+                    raise CorruptBufferError(self._text(sub, "is a link or no folder"), path=self.path / sub) from None
+                raise
+            try:
+                yield directory
+            finally:
+                os.close(directory)
+        finally:
+            if held is None:
+                os.close(root)
+
+    def _open(self, name: str, flags: int) -> int:
+        sub, _, base = name.rpartition("/")
+        try:
+            with self._directory(sub) as directory:
+                fd = os.open(base, flags | NEVER_FOLLOW, dir_fd=directory)
+        except OSError as error:
+            if error.errno in NO_FILE:
+                raise CorruptBufferError(
+                    self._text(name, "is a link or no plain file"), path=self.path / name
+                ) from None
+            raise
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or (flags & os.O_RDWR and status.st_nlink != 1):
+            os.close(fd)
+            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name)
+        return fd
+
+    def _text(self, name: str, what: str) -> str:
+        return f"{self.path / name} {what}; restore it from a copy, or look at the folder with `verify`"
+
+    def _checked(self, name: str, flags: int, header: bytes, size: int) -> int:
+        """Open an array file whose size and header are exactly what the schema says."""
+        try:
+            fd = self._open(name, flags)
+        except FileNotFoundError:
+            missing = self._text(name, "is missing")
+            raise CorruptBufferError(missing, path=self.path / name, size=0, expected=size) from None
+        got = os.fstat(fd).st_size
+        if got == size and read_at(fd, len(header), 0) == header:
+            return fd
+        os.close(fd)
+        what = f"has {got} bytes, the schema says {size}" if got != size else "has another header than the schema says"
+        raise CorruptBufferError(self._text(name, what), path=self.path / name, size=got, expected=size)
+
+    def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """The array of a file, mapped read-only, as a plain ndarray."""
+        count = int(np.prod(shape, dtype=object))
+        try:
+            mapped = self._map(name, header, len(header) + count * dtype.itemsize)
+        except OSError as error:
+            remedy = _TOO_MANY.get(error.errno or 0)
+            if remedy is None:
+                raise
+            raise OSError(error.errno, f"{self.path / name}: {remedy}, or read fewer folders at once") from None
+        return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
+
+    def _map(self, name: str, header: bytes, size: int) -> memoryview:
+        fd = self._checked(name, os.O_RDONLY, header, size)
+        try:
+            return syscalls.map_to_read(fd, size)
+        finally:
+            os.close(fd)
+
+    def map_to_change(self, name: str, header: bytes, size: int, *, shared: bool) -> tuple[int, mmap.mmap]:
+        """A descriptor, which the caller closes, and a map of a whole file; stores reach it only where `shared`.
+
+        A store into a shared map kills where the block under it is not allocated and the disk is full (SIGBUS).
+        """
+        fd = self._checked(name, os.O_RDWR, header, size)
+        try:
+            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY)
+            if hasattr(mmap, "MADV_RANDOM"):
+                mapped.madvise(mmap.MADV_RANDOM)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, mapped
+
+    def open_to_read(self, name: str, header: bytes, size: int) -> int:
+        """A descriptor to copy from; the caller closes it."""
+        return self._checked(name, os.O_RDONLY, header, size)
+
+    def forget(self, name: str, header: bytes, size: int, stretches: Iterable[tuple[int, int]]) -> None:
+        """Drop the pages of bytes (first, stop) from the system's cache, where nobody uses them."""
+        fd = self._checked(name, os.O_RDONLY, header, size)
+        try:
+            for first, stop in stretches:
+                syscalls.forget(fd, *_pages(first, stop))
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
+        """A descriptor for `write_all`, on the disk and closed at the end of the block."""
+        fd = self.open_to_write(name, header, size)
+        try:
+            yield fd
+            barrier(fd)
+        finally:
+            os.close(fd)
+
+    def open_to_write(self, name: str, header: bytes, size: int) -> int:
+        """A descriptor for `write_all`; the caller closes it."""
+        self._require_in_place()
+        return self._checked(name, os.O_RDWR, header, size)
+
+    def create_array(self, name: str, header: bytes, size: int, reserve: bool = False) -> None:
+        """A new file of zeros behind its header, sparse unless its space is reserved.
+
+        Raises: SchemaError where the file system cannot hold it; OSError (ENOSPC) where `reserve` finds no space.
+        """
+        sub, _, _ = name.rpartition("/")
+        with self._changing(sub, create=True) as directory:
+            fd = self._create(name, directory)
+            try:
+                syscalls.system.truncate(fd, size)
+                if reserve:
+                    syscalls.system.reserve(fd, size)
+                write_all(fd, header, 0)
+            except OSError as error:
+                if error.errno in (errno.EFBIG, errno.EINVAL, errno.EOVERFLOW):
+                    raise SchemaError(
+                        f"{self.path / name}: a file of {size / 2**40:.1f} TiB is more than this file system allows; "
+                        "lower max_episodes or max_timesteps, or split the buffer into several folders",
+                        path=self.path / name,
+                    ) from error
+                raise
+            finally:
+                os.close(fd)
+
+    def _create(self, name: str, directory: int) -> int:
+        try:
+            return syscalls.system.create(name.rpartition("/")[2], directory)
+        except FileExistsError:
+            raise self._in_the_way(name) from None
+
+    def _in_the_way(self, name: str) -> CorruptBufferError:
+        path = self.path / name
+        return CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
+
+    def sync_array(self, name: str) -> None:
+        fd = self._open(name, os.O_RDONLY)
+        try:
+            barrier(fd)
+        finally:
+            os.close(fd)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A small file whole. Raises FileNotFoundError, or CorruptBufferError beyond `limit` bytes."""
+        with self.reading(name) as (fd, size):
+            if size > limit:
+                raise CorruptBufferError(
+                    self._text(name, f"has {size} bytes, more than {limit}"), path=self.path / name
+                )
+            return read_at(fd, size, 0)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[tuple[int, int]]:
+        """A descriptor for `read_at`, closed at the end of the block, and the size of the file."""
+        fd = self._open(name, os.O_RDONLY)
+        try:
+            yield fd, os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def write_new(self, name: str, *parts: bytes, sync: bool) -> None:
+        """A new file of these bytes, whole and, with `sync`, on the disk; where that fails there is none."""
+        sub, _, base = name.rpartition("/")
+        with self._changing(sub, create=True) as directory:
+            fd, offset = self._create(name, directory), 0
+            try:
+                for data in parts:
+                    write_all(fd, data, offset)
+                    offset += len(data)
+                if sync:
+                    barrier(fd)
+                    syscalls.system.sync_folder(directory)
+            except BaseException:
+                with suppress(OSError):
+                    syscalls.system.unlink(base, directory)
+                raise
+            finally:
+                os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Replace `new` by `old`; on the disk when this returns, where both are in the same folder."""
+        sub = old.rpartition("/")[0]
+        together = sub == new.rpartition("/")[0]
+        skip = len(sub) + 1 if together and sub else 0
+        with self._changing(sub if together else "") as directory:
+            try:
+                syscalls.system.rename(old[skip:], new[skip:], directory)
+            except IsADirectoryError:
+                raise self._in_the_way(new) from None
+            syscalls.system.sync_folder(directory)
+
+    def link(self, old: str, new: str) -> None:
+        """A second name for a file, in the same subfolder; on the disk when this returns."""
+        sub, _, base = old.rpartition("/")
+        with self._changing(sub) as directory:
+            syscalls.system.link(base, new.rpartition("/")[2], directory)
+            syscalls.system.sync_folder(directory)
+
+    def sync_folders(self, *subs: str) -> None:
+        for sub in subs:
+            with self._directory(sub) as directory:
+                syscalls.system.sync_folder(directory)
+
+    def unlink(self, name: str, missing_ok: bool = False) -> None:
+        sub, _, base = name.rpartition("/")
+        try:
+            with self._changing(sub) as directory:
+                syscalls.system.unlink(base, directory)
+        except (FileNotFoundError, IsADirectoryError, CorruptBufferError):  # no such file, or what we did not make
+            if not missing_ok:
+                raise
+
+    def free_bytes(self) -> int:
+        """What the file system still has for this user."""
+        held = self._held
+        status = os.statvfs(self._place if held is None else held.fd)
+        return status.f_bavail * status.f_frsize
+
+    def list(self, sub: str) -> list[str]:
+        """The plain files of a subfolder, by name; none where there is no such folder."""
+        try:
+            with self._directory(sub) as directory:
+                return sorted(entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+
+    def copy_file(self, name: str, target: Folder, new: str = "") -> None:
+        """Copy a file by its bytes into a folder where no such file exists yet; where that fails there is none."""
+        sub, _, base = (new or name).rpartition("/")
+        source = self._open(name, os.O_RDONLY)
+        try:
+            with target._changing(sub, create=True) as directory:
+                fd = target._create(new or name, directory)
+                try:
+                    size = os.fstat(source).st_size
+                    syscalls.system.truncate(fd, size)
+                    copy_range(source, fd, 0, size)
+                    barrier(fd)
+                except BaseException:
+                    with suppress(OSError):
+                        syscalls.system.unlink(base, directory)
+                    raise
+                finally:
+                    os.close(fd)
+        finally:
+            os.close(source)
+
+    def _lstat(self, name: str) -> os.stat_result:
+        held = self._held
+        if held is None:
+            return os.lstat(self._place / name)
+        return os.stat(name, dir_fd=held.fd, follow_symlinks=False)
+
+    def exists(self, name: str) -> bool:
+        try:
+            self._lstat(name)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def alone(self, name: str) -> bool:
+        """Whether nothing stands under a name, or a file that has no other."""
+        return not self.exists(name) or self._lstat(name).st_nlink == 1
+
+    def require_free(self, names: Iterable[str]) -> None:
+        """Raise CorruptBufferError where something stands under one of these names."""
+        for name in names:
+            if self.exists(name):
+                raise self._in_the_way(name)
+
+    def create(self) -> None:
+        self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def require(self) -> None:
+        if not self.exists("schema.json"):
+            if not self._place.is_dir():
+                raise NotABufferError(f"{self.path}: there is no such folder; check the path", path=self.path)
+            hint = "its creation did not finish" if self.exists("schema.json.new") else "there is no schema.json"
+            raise NotABufferError(
+                f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path
+            )
+
+    def stamp(self, name: str) -> tuple[int, int]:
+        """What changes when a file is replaced by another. Raises NotABufferError where the folder is none any more."""
+        try:
+            status = self._lstat(name)
+        except FileNotFoundError:
+            self.require()
+            raise
+        return status.st_ino, status.st_mtime_ns
+
+    def marks(self, name: str) -> tuple[int, int, int]:
+        """(bytes, time, inode) of a file, which tell whether it was written to or replaced; -1 where there is none."""
+        try:
+            status = self._lstat(name)
+        except (FileNotFoundError, NotADirectoryError):
+            return -1, -1, -1
+        return status.st_size, status.st_mtime_ns, status.st_ino
+
+    def file_key(self, name: str) -> tuple[int, int]:
+        """What tells a file from another that took its name, as long as it is open."""
+        return identity(self._lstat(name))
+
+    def touch(self) -> None:
+        """Have the folder bear the time of now, as if something in it had changed."""
+        os.utime(self._place)
+
+    def lock_key(self) -> tuple[int, int]:
+        """What names this folder's lock within the process, whatever path led to it."""
+        held = self._held
+        return identity(os.stat(self._place)) if held is None else held.key
+
+    def lock(self, name: str = ".lock") -> FileLock:
+        """Take the writer's lock, or another. Raises BufferLockedError at once when another process holds it."""
+        sub, _, base = name.rpartition("/")
+        lock: FileLock | None = None
+        try:
+            with self._changing(sub, create=True) as directory:
+                lock = FileLock.take(base, directory)
+            if lock is None:
+                raise BufferLockedError(f"{self.path} has another writer", path=self.path)
+            return lock
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name) from None
+        except BaseException:  # an interruption, whose traceback would keep it
+            if lock is not None:
+                lock.release()
+            raise
+
+
+def will_need(array: Array, stretches: Iterable[tuple[int, int]]) -> None:
+    """Ask the system to read rows of an array of `Folder.map` into memory, without waiting.
+
+    Args: stretches: (first, stop) rows of each.
+    """
+    start, row = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
+    for first, stop in stretches:
+        end = start + min(stop * row, array.nbytes)
+        for begin in range((start + max(first, 0) * row) // mmap.PAGESIZE * mmap.PAGESIZE, end, ASKED_BYTES):
+            syscalls.will_need(begin, min(ASKED_BYTES, end - begin))
+
+
+def in_memory(array: Array, rows: Iterable[int]) -> list[bool]:
+    """Whether each of these rows of an array of `Folder.map` is in memory, whole."""
+    start, width = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
+    return [syscalls.in_memory(*_pages(start + row * width, start + (row + 1) * width)) for row in rows]
+
+
+def _pages(first: int, stop: int) -> tuple[int, int]:
+    """The whole pages that hold some bytes: where they begin, and their size."""
+    begin, end = first // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
+    return begin * mmap.PAGESIZE, max(1, end - begin) * mmap.PAGESIZE
+
+
+def disk_reads() -> int:
+    """A number that grows as this thread has the disk read something; always 0 where the system does not tell."""
+    if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
+        return 0
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_inblock + usage.ru_majflt

@@ -1,0 +1,61 @@
+"""Which process, machine and file system this is. Reads only."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from memmap_buffer.format.syscalls import process_id
+
+NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
+
+
+def this_process() -> tuple[int, int, bytes, bytes]:
+    """(pid, time in ns, host of at most 64 bytes, boot id of 16 bytes; zeros where the system tells none)."""
+    return process_id(), time.time_ns(), host_name().encode()[:64], boot_id()
+
+
+def host_name() -> str:
+    """The name of this machine."""
+    return socket.gethostname()
+
+
+def boot_id() -> bytes:
+    """What changes when this machine starts anew; zeros where it cannot be known."""
+    try:
+        if sys.platform == "darwin":
+            command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
+            text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        else:
+            text = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return bytes.fromhex(text.strip().replace("-", ""))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return bytes(16)
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that `path` lies on, or "" where it cannot be known."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return ""
+    place = path.resolve()
+    # mountinfo(5): field 4 is the mount point, the file system's type follows the separator "-"
+    found = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
+    return max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
+
+
+def network_filesystem(path: Path) -> str:
+    """The kind of network file system that `path` lies on, or "" for a local one."""
+    kind = file_system(path)
+    return kind if kind.removeprefix("fuse.") in NETWORK else ""
+
+
+def anyone_may_rename(path: Path) -> bool:
+    """Whether any user of the machine could replace this folder: its parent is open to all, without the sticky bit."""
+    mode = path.resolve().parent.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX

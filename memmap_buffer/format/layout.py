@@ -1,0 +1,396 @@
+"""A schema laid out in a folder: which files, their shapes and headers; `schema.json` to and from text. No I/O.
+
+The text may come from a stranger: it is parsed strictly, and bounded before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import is_dtype_name
+from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.format.records import RECORD, STATE
+from memmap_buffer.format.syscalls import npy_header
+from memmap_buffer.schema import ENDS, MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
+
+FORMAT, VERSION = "memmap-buffer", 1
+MAX_SCHEMA_BYTES = 2**20
+MAX_FILE_BYTES = 2**62
+MAX_SLOTS = 2**24  # opening takes some 100 bytes a slot, whatever a stranger's schema says
+MAX_TIMESTEPS = 2**31
+SPARE_COLUMNS = 16
+ID_BYTES = 16
+_KEYS = (
+    *("format", "version", "id", "layout", "max_episodes", "max_timesteps", "spare_slots", "circular", "capacity"),
+    *("rows", "columns", "fields", "meta_fields"),
+)
+_ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
+_ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema does not say it
+_FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """One `.npy` file of the folder: its name in it, its dtype and shape."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @cached_property
+    def header(self) -> bytes:
+        descr = repr(self.dtype.descr if self.dtype.names else self.dtype.str)
+        return npy_header(descr, self.shape)
+
+    @cached_property
+    def size(self) -> int:
+        return len(self.header) + math.prod(self.shape) * self.dtype.itemsize
+
+    def offset(self, row: int) -> int:
+        """Where row `row` of the first axis begins."""
+        return len(self.header) + row * self.row_bytes
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `schema.json` says.
+
+    Args:
+        schema: the fields.
+        max_episodes: how many episodes are visible at most.
+        max_timesteps: the longest episode.
+        spare_slots: slots beyond `max_episodes`, so that the one being written is never a visible one.
+        circular: publishing into a full buffer retires the oldest episode, instead of raising.
+        capacity: the most timesteps that are visible, or None.
+        rows: None for a grid; the total of all steps for a packed, read-only folder.
+        columns: columns of checksums.npy; column_of: name -> its column.
+        id: what names the buffer, in every copy of it; default: a new one.
+
+    Raises:
+        SchemaError: a size is out of bounds, or too large for any file.
+    """
+
+    schema: Schema
+    max_episodes: int
+    max_timesteps: int
+    spare_slots: int = 1
+    circular: bool = False
+    capacity: int | None = None
+    rows: int | None = None
+    columns: int = 0
+    column_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    id: str = dataclasses.field(default_factory=partial(secrets.token_hex, ID_BYTES))
+
+    def __post_init__(self) -> None:
+        if not self.column_of:
+            object.__setattr__(self, "column_of", {name: i for i, name in enumerate(self.schema.all)})
+        if not self.columns:
+            object.__setattr__(self, "columns", len(self.schema.all) + SPARE_COLUMNS)
+        self._check()
+
+    def _check(self) -> None:
+        packed = self.rows is not None
+        bounds = {
+            "max_episodes": (1, MAX_SLOTS),
+            "max_timesteps": (1, MAX_TIMESTEPS),
+            "spare_slots": (0 if packed else 1, MAX_SLOTS),
+        }
+        for name, (low, high) in bounds.items():
+            object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
+        if self.capacity is not None and (_whole("capacity", self.capacity, 1, 2**62) < self.max_timesteps):
+            raise SchemaError(
+                f"capacity: got {self.capacity}, expected at least max_timesteps ({self.max_timesteps}), "
+                "so that the newest episode always fits"
+            )
+        if self.slots > MAX_SLOTS or any(array.size > MAX_FILE_BYTES for array in self.arrays.values()):
+            raise SchemaError("the sizes multiply to more than any file can hold; lower max_episodes or max_timesteps")
+
+    @cached_property
+    def used_columns(self) -> int:
+        """The columns of checksums.npy that fields have."""
+        return 1 + max(self.column_of.values())
+
+    @cached_property
+    def checksum_format(self) -> str:
+        """How `struct` packs a slot's row of checksums.npy."""
+        return f"<{self.columns}I"
+
+    @property
+    def slots(self) -> int:
+        return self.max_episodes + self.spare_slots
+
+    @property
+    def writable(self) -> bool:
+        return self.rows is None
+
+    @cached_property
+    def arrays(self) -> dict[str, ArrayFile]:
+        """Every array file: "episodes", "state", "checksums", then fields and meta fields by their names."""
+        files = {
+            "/episodes": ArrayFile("episodes.npy", RECORD, (self.slots,)),
+            "/state": ArrayFile("state.npy", STATE, (1,)),
+            "/checksums": ArrayFile("checksums.npy", np.dtype("<u4"), (self.slots, self.columns)),
+        }
+        for name, field in self.schema.fields.items():
+            lead = (self.slots, self.max_timesteps + field.final)
+            if self.rows is not None:
+                lead = (self.rows + self.slots * field.final,)  # type: ignore[assignment]
+            files[name] = ArrayFile(f"data/{name}.npy", field.storage, (*lead, *field.shape))
+        for name, field in self.schema.meta_fields.items():
+            files[name] = ArrayFile(f"meta/{name}.npy", field.storage, (self.slots, *field.shape))
+        return files
+
+    def rows_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a per-timestep field with its slots and timesteps as one axis of rows."""
+        shape = self.arrays[name].shape
+        return shape if self.rows is not None else (shape[0] * shape[1], *shape[2:])
+
+    def row_offset(self, name: str, row: int) -> int:
+        """Where a row of a per-timestep field begins in its file."""
+        return len(self.arrays[name].header) + row * self.schema.fields[name].itemsize
+
+    def differences(self, other: Layout) -> list[str]:
+        """What this layout (stored) and another (given) disagree on, a line each."""
+        mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
+        lines = [
+            _differ(key, mine[key], theirs[key])
+            for key in _KEYS
+            if not isinstance(mine[key], dict) and key not in ("columns", "id")
+        ]
+        for group in ("fields", "meta_fields"):
+            for name in dict.fromkeys([*mine[group], *theirs[group]]):
+                lines.append(
+                    _differ(f"{group} {name!r}", _spelling(mine[group].get(name)), _spelling(theirs[group].get(name)))
+                )
+        for key in ENDS:
+            lines.append(_differ(key, *(repr(layout.schema.declared_ends[key]) for layout in (self, other))))
+        return [line for line in lines if line]
+
+    def to_json(self) -> bytes:
+        """The bytes of `schema.json`."""
+        groups = {
+            group: {
+                name: {
+                    "dtype": field.dtype,
+                    "shape": list(field.shape),
+                    "default": _default_to_json(field.default),
+                    "final": field.final,
+                    "column": self.column_of[name],
+                }
+                for name, field in fields.items()
+            }
+            for group, fields in (("fields", self.schema.fields), ("meta_fields", self.schema.meta_fields))
+        }
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": self.id,
+            "layout": "grid" if self.rows is None else "packed",
+            "max_episodes": self.max_episodes,
+            "max_timesteps": self.max_timesteps,
+            "spare_slots": self.spare_slots,
+            "circular": self.circular,
+            "capacity": None if self.capacity is None else int(self.capacity),
+            "rows": self.rows,
+            "columns": self.columns,
+        }
+        ends = {} if self.schema.declared_ends == _ENDS else {"ends": self.schema.declared_ends}
+        return json.dumps({**head, **groups, **ends}, indent=1, allow_nan=False).encode() + b"\n"
+
+    @staticmethod
+    def may_be_torn(data: bytes) -> bool:
+        """Whether bytes that do not parse may be what a power cut left of what `to_json` wrote, sector by sector."""
+        begin = json.dumps({"format": FORMAT}, indent=1)[:-2].encode()
+        return not data[:512].strip(b"\0") or begin.startswith(data) or data.startswith(begin)
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Layout:
+        """Parse `schema.json`.
+
+        Args:
+            data: its bytes; where: its path, for the errors.
+
+        Raises:
+            NotABufferError: another format. SchemaError: an unknown version, key, dtype or name, a size out of bounds.
+        """
+        document = _parse(data, where)
+        try:
+            return _layout(document)
+        except SchemaError as error:
+            raise type(error)(f"{where}: {error}", path=where) from None
+
+    def keeps(self, other: Layout) -> bool:
+        """Whether each field of another layout is in this one as it was: what is open by it may be read on."""
+        mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
+        groups = ("fields", "meta_fields")
+        same = all(mine.get(key) == theirs.get(key) for key in (*_KEYS, "ends") if key not in groups)
+        return same and all(mine[group].get(name) == spec for group in groups for name, spec in theirs[group].items())
+
+    def part_id(self, serials: Iterable[int]) -> str:
+        """The id of a copy that has only these episodes: the same for the same ones."""
+        text = f"{self.id} {','.join(map(str, serials))}"
+        return hashlib.blake2b(text.encode(), digest_size=ID_BYTES).hexdigest()
+
+    def with_fields(self, schema: Schema, column_of: Mapping[str, int]) -> Layout:
+        """The same layout with other fields."""
+        return replace(self, schema=schema, column_of=column_of, columns=max(self.columns, 1 + max(column_of.values())))
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
+        limit = f"2**{high.bit_length() - 1}"
+        raise SchemaError(f"{name}: got {value!r}, expected a whole number from {low} to {limit}")
+    return int(value)
+
+
+def _differ(key: str, stored: Any, given: Any) -> str:
+    return "" if stored == given else f"{key}: stored {stored}, given {given}"
+
+
+def _spelling(field: dict[str, Any] | None) -> str | None:
+    """A field as a user would write it."""
+    if field is None:
+        return None
+    extra = [f", {key}={field[key]!r}" for key in ("default", "final") if field[key] not in (None, False)]
+    return f"Field({field['dtype']!r}, {tuple(field['shape'])}{''.join(extra)})"
+
+
+def _default_to_json(default: Any) -> Any:
+    if isinstance(default, list):
+        return [_default_to_json(item) for item in default]
+    if isinstance(default, complex):
+        return {"real": _default_to_json(default.real), "imag": _default_to_json(default.imag)}
+    return repr(default) if isinstance(default, float) and not math.isfinite(default) else default
+
+
+def _default_from_json(value: Any, numeric: bool, depth: int = 0) -> Any:
+    if isinstance(value, list) and depth < MAX_DIMENSIONS:
+        return [_default_from_json(item, numeric, depth + 1) for item in value]
+    if isinstance(value, dict) and value.keys() == {"real", "imag"}:
+        parts = [_default_from_json(value[key], True) for key in ("real", "imag")]
+        if all(isinstance(part, float) for part in parts):
+            return complex(*parts)
+    if numeric and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, (dict, list)) or (numeric and isinstance(value, str)):
+        raise SchemaError(f"default: got {value!r}, expected a number")
+    return value
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        document = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite
+        )
+    except (ValueError, RecursionError) as error:
+        raise CorruptBufferError(f"{where} is no valid schema ({error}); restore it from a copy", path=where) from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise NotABufferError(f"{where} does not describe a {FORMAT}; another program wrote it", path=where)
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key stands twice")
+    return out
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is out of range")
+    return value
+
+
+def _layout(document: dict[str, Any]) -> Layout:
+    if document.get("version") != VERSION or type(document.get("version")) is not int:
+        raise SchemaError(
+            f"version: got {document.get('version')!r}, this release reads {VERSION}; install a newer one"
+        )
+    document = {"ends": _ENDS, **document}
+    if set(document) != {*_KEYS, "ends"}:
+        raise SchemaError(f"keys: {sorted(set(document) ^ {*_KEYS, 'ends'})} are unknown or missing")
+    kind = _typed(document, "layout", str)
+    if kind not in ("grid", "packed") or (kind == "packed") != (document["rows"] is not None):
+        raise SchemaError(f"layout: got {kind!r} with rows {document['rows']!r}")
+    if not _ID.fullmatch(_typed(document, "id", str)):
+        raise SchemaError(f"id: got {document['id']!r}, expected {2 * ID_BYTES} digits, 0 … 9 and a … f")
+    columns: dict[str, int] = {}
+    groups = [_fields(_typed(document, group, dict), columns) for group in ("fields", "meta_fields")]
+    total = _integer(document, "columns", 1, 2 * MAX_FIELDS + SPARE_COLUMNS)
+    if len(set(columns.values())) != len(columns) or max(columns.values(), default=0) >= total:
+        raise SchemaError("column: two fields share one, or it lies beyond `columns`")
+    optional = {
+        key: None if document[key] is None else _integer(document, key, 1, 2**62) for key in ("capacity", "rows")
+    }
+    return Layout(
+        Schema(groups[0], groups[1], **_ends(document)),
+        _integer(document, "max_episodes", 1, MAX_SLOTS),
+        _integer(document, "max_timesteps", 1, MAX_TIMESTEPS),
+        spare_slots=_integer(document, "spare_slots", 0, MAX_SLOTS),
+        circular=_typed(document, "circular", bool),
+        columns=total,
+        column_of=columns,
+        id=document["id"],
+        **optional,
+    )
+
+
+def _ends(document: dict[str, Any]) -> dict[str, str | None]:
+    ends: dict[str, str | None] = _typed(document, "ends", dict)
+    if set(ends) != set(ENDS) or not all(end is None or type(end) is str for end in ends.values()):
+        raise SchemaError(
+            f"ends: got {ends!r}, expected the keys {', '.join(ENDS)}, each with the name of a field or null"
+        )
+    return ends
+
+
+def _fields(group: dict[str, Any], columns: dict[str, int]) -> dict[str, Field]:
+    if len(group) > MAX_FIELDS:
+        raise SchemaError(f"got {len(group)} fields, at most {MAX_FIELDS} are possible")
+    out = {}
+    for name, spec in group.items():
+        if not isinstance(spec, dict) or set(spec) != set(_FIELD_KEYS) or re.search(r"[^A-Za-z0-9_.]", name):
+            raise SchemaError(f"field {name!r}: expected exactly the keys {', '.join(_FIELD_KEYS)}")
+        dtype, shape = _typed(spec, "dtype", str), _typed(spec, "shape", list)
+        if not is_dtype_name(dtype) or any(type(n) is not int for n in shape):
+            raise SchemaError(f"field {name!r}: dtype {dtype!r} or shape {shape!r} is none that can be stored")
+        default = _default_from_json(spec["default"], not dtype.startswith("U"))
+        try:
+            out[name] = Field(dtype, tuple(shape), default, _typed(spec, "final", bool))
+        except SchemaError as error:
+            raise SchemaError(f"field {name!r}: {error}") from None
+        columns[name] = _integer(spec, "column", 0, 2 * MAX_FIELDS + SPARE_COLUMNS)
+    return out
+
+
+def _typed(document: dict[str, Any], key: str, kind: type) -> Any:
+    if type(document[key]) is not kind:
+        raise SchemaError(f"{key}: got {document[key]!r}, expected {kind.__name__}")
+    return document[key]
+
+
+def _integer(document: dict[str, Any], key: str, low: int, high: int) -> int:
+    value: int = _typed(document, key, int)
+    if not low <= value <= high:
+        raise SchemaError(f"{key}: got {value}, expected {low} … {high}")
+    return value

@@ -1,0 +1,208 @@
+"""Who may write: the folder's lock, the epoch that fences a broken one, and the guards against fork and poison.
+
+One object per process and folder holds the lock; a newer one takes it over unless an episode is open. The threads of a
+process take turns, whichever object of the folder they write with. Nothing here touches episodes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import weakref
+from typing import Any
+
+from memmap_buffer.errors import BufferLockedError, MemmapBufferError, WriterLostError
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import process_id
+
+
+class Turn:
+    """A re-entrant lock between threads, which a forked child finds free whoever held it in the parent."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Turn, ()
+
+    @property
+    def lock(self) -> Any:
+        """What to take by `with`: the lock itself, as an interruption within an `__enter__` of ours would keep it."""
+        process = process_id()
+        found = self._of.get(process)
+        return self._of.setdefault(process, threading.RLock()) if found is None else found
+
+
+# Which object of this process holds which folder. It must be known across objects: a second lock on the same file
+# would wait for the first for ever (flock belongs to the open file, not to the process).
+_holders: weakref.WeakValueDictionary[tuple[int, int], WriterLock] = weakref.WeakValueDictionary()
+_turns: weakref.WeakValueDictionary[tuple[int, int], Turn] = weakref.WeakValueDictionary()
+_finding = Turn()
+
+_REMEDY = {
+    "forked": "a forked child may read, not write; open the buffer anew in the child, or write in the parent",
+    "fenced": "another process took the folder over (the lock does not hold on this file system); reopen it",
+    "taken over": "a newer object of this process writes to the folder now; use that one",
+    "poisoned": "a barrier failed, so what was written may be lost; reopen the buffer, which checks it",
+    "closed": "the buffer was closed; reopen it with from_folder",
+    "moved": "its folder was moved, removed or overwritten, and what stands at the path is another; open that anew",
+}
+
+
+class WriterLock:
+    """The right to write to one folder, which is held as long as this has its lock."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._lock: Any = None
+        self._pid = 0
+        self._turn: Turn | None = None
+        self.epoch = 0
+        self._episodes: tuple[weakref.ref[Any], ...] = ()
+        self.lost = ""
+
+    @property
+    def turn(self) -> Any:
+        """To be held, by `with`, while anything is written: whatever object of this process writes to the folder."""
+        if self._turn is None:
+            with _finding.lock:
+                self._turn = self._found_turn()
+        return self._turn.lock
+
+    def _found_turn(self) -> Turn:
+        try:
+            key = self._folder.lock_key()
+        except (FileNotFoundError, NotADirectoryError):  # removed: nobody else writes to what is not there
+            return Turn()
+        turn = _turns.get(key)
+        if turn is None:
+            turn = _turns[key] = Turn()
+        return turn
+
+    def add(self, episode: Any) -> None:
+        """Know of an open episode, as long as somebody holds it."""
+        self._episodes = (*map(weakref.ref, self.episodes), weakref.ref(episode))
+
+    @property
+    def episodes(self) -> list[Any]:
+        """The episodes that did not end."""
+        found = (held() for held in self._episodes)
+        return [episode for episode in found if episode is not None and episode.state == "open"]
+
+    @property
+    def open_episodes(self) -> list[Any]:
+        """Those of them whose block was not left."""
+        return [episode for episode in self.episodes if not episode.was_left]
+
+    @property
+    def held(self) -> bool:
+        return self._lock is not None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an object of this process holds the folder."""
+        holder = _holders.get(self._folder.lock_key())
+        return holder is not None and holder.mine
+
+    def acquire(self) -> None:
+        """Take the lock, from an older object of this process if need be.
+
+        Raises: BufferLockedError: another process holds it, or an object of this one with an episode open that it can
+            still publish.
+        """
+        if self.held:
+            return
+        try:
+            with self.turn:
+                self._folder.hold()
+                self._pid = process_id()
+                self._lock = self._taken_over() or self._take()
+                _holders[self._folder.lock_key()] = self
+        except BaseException:
+            self.release()
+            raise
+
+    def _taken_over(self) -> Any:
+        """The lock of an older object of this process, None where none has it."""
+        holder = _holders.get(self._folder.lock_key())
+        if holder is None or not holder.held or holder._pid != process_id():
+            return None
+        if holder.open_episodes and not holder.lost:
+            raise BufferLockedError(
+                f"{self._folder.path}: another ReplayBuffer object of this process has an episode open; "
+                "finish that episode, or use that object",
+                path=self._folder.path,
+                pid=process_id(),
+            )
+        self._lock, holder._lock, holder.lost = holder._lock, None, "taken over"
+        return self._lock
+
+    def _take(self) -> Any:
+        try:
+            return self._folder.lock()
+        except BufferLockedError as error:
+            raise _with_holder(error, self._folder) from None
+
+    def check(self, storage: Storage) -> None:
+        """Raise WriterLostError unless this object may still write."""
+        if self._lock is not None and process_id() != self._pid:
+            self._fail("forked")
+        if self.lost:
+            self._fail(self.lost)
+        self.require_place(storage)
+        if storage.state("epoch") != self.epoch:
+            self.lost = "fenced"
+            self._fail("fenced")
+
+    def require_place(self, storage: Storage) -> None:
+        """Raise WriterLostError where another folder than the one that was opened, or none, stands at the path."""
+        if not storage.in_place:
+            self.lost = "moved"
+            self._fail("moved")
+
+    @property
+    def mine(self) -> bool:
+        """Whether this object, in this process, may still write."""
+        return self.held and process_id() == self._pid and not self.lost
+
+    def poison(self) -> None:
+        self.lost = "poisoned"
+
+    def release(self) -> None:
+        """Let go; twice is fine, and in a forked child it does nothing."""
+        try:
+            self._let_go()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        if self._lock is not None and process_id() == self._pid:
+            self._lock.release()
+        self._lock = None
+        self._folder.let_go()
+
+    def _fail(self, reason: str) -> None:
+        raise WriterLostError(f"{self._folder.path}: this object may not write: {_REMEDY[reason]}", reason=reason)
+
+
+def _with_holder(error: BufferLockedError, folder: Folder) -> BufferLockedError:
+    """The same error, naming the holder as far as the folder tells."""
+    if not folder.exists("schema.json"):
+        return error
+    storage = Storage(folder)
+    try:
+        pid, since = storage.state("pid"), storage.state("time")
+        host = storage.maps.state[11:19].tobytes().rstrip(b"\0").decode(errors="replace")
+        when = datetime.datetime.fromtimestamp(since / 1e9).isoformat(sep=" ", timespec="seconds")
+    except (MemmapBufferError, OSError, ValueError, OverflowError):  # damaged; the lock is held all the same
+        return error
+    return BufferLockedError(
+        f"{folder.path} has another writer: process {pid} on {host}, since {when}; wait for it, stop it, or write "
+        "to a folder of your own and read both with ConcatBuffer",
+        path=folder.path,
+        pid=pid,
+        host=host,
+        since=since,
+    )

@@ -1,0 +1,318 @@
+"""Every system call of the package, but those of `folder`: the seam at which tests fail, shorten, record or kill.
+
+`system` is what tests replace. With `folder` this is the only user of `os`, `mmap` and `filelock`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import SchemaError
+
+NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the data in the drive's cache (fsync(2))
+CAN_RESERVE = hasattr(os, "posix_fallocate")
+BLOCK = 1 << 16  # a multiple of every file system's; less is not worth the call: 105 us on ext4, where writing takes 15
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # fallocate(2), which Python's os does not have with its modes
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)  # None: macOS
+if _fallocate is not None:
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_mmap, _MAP_FAILED = getattr(_libc, "mmap64", None) or _libc.mmap, ctypes.c_void_p(-1).value
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+CAN_FORGET = hasattr(os, "posix_fadvise")
+
+
+class System:
+    """The system calls that change files, one method each, so that a test can stand between."""
+
+    pwrite: Callable[[int, Any, int], int] = staticmethod(os.pwrite)
+
+    def barrier(self, fd: int) -> None:
+        if _FULL_FSYNC is not None:
+            fcntl.fcntl(fd, _FULL_FSYNC)
+        else:
+            os.fdatasync(fd)
+
+    def create(self, name: str, directory: int) -> int:
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | NEVER_FOLLOW, 0o600, dir_fd=directory)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def reserve(self, fd: int, size: int) -> None:
+        if not CAN_RESERVE:  # macOS
+            raise OSError(errno.EOPNOTSUPP, "this system cannot reserve disk space; leave reserve=False")
+        os.posix_fallocate(fd, 0, size)
+
+    def punch(self, fd: int, offset: int, size: int) -> None:
+        if _fallocate is None:
+            raise OSError(errno.ENOSYS, "no fallocate")
+        if _fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, size):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def copy_range(self, source: int, target: int, offset: int, size: int) -> int:
+        if not hasattr(os, "copy_file_range"):  # macOS
+            raise OSError(errno.ENOSYS, "no copy_file_range")
+        return os.copy_file_range(source, target, size, offset, offset)
+
+    def rename(self, old: str, new: str, directory: int) -> None:
+        os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
+
+    def link(self, old: str, new: str, directory: int) -> None:
+        os.link(old, new, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+
+    def unlink(self, name: str, directory: int) -> None:
+        os.unlink(name, dir_fd=directory)
+
+    def mkdir(self, name: str, directory: int) -> None:
+        os.mkdir(name, 0o700, dir_fd=directory)
+
+    def sync_folder(self, directory: int) -> None:
+        os.fsync(directory)
+
+
+system = System()
+
+
+def path_of(given: str | PathLike[str]) -> Path:
+    """A path as users write it: `~` and `~user` are home folders.
+
+    Raises: SchemaError: there is no such user, as what is made of a word for a home is not what was meant.
+    """
+    text = os.fspath(given)
+    path = Path(os.path.expanduser(text))
+    if not path.parts or not path.parts[0].startswith("~"):
+        return path
+    if text.startswith("~"):
+        raise SchemaError(f"{text}: there is no home folder {path.parts[0]!r}; for one of that name give './{text}'")
+    return Path.cwd() / path  # `Path` has dropped the "./" by which it is no home
+
+
+def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
+    """The header of an array file, to the byte; `descr` as `repr` writes it."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape!r}, }}".encode("latin1")
+    padding = -(10 + len(text) + 1) % 64
+    return b"\x93NUMPY\x01\x00" + (len(text) + padding + 1).to_bytes(2, "little") + text + b" " * padding + b"\n"
+
+
+def write_all(fd: int, data: Array | bytes, offset: int) -> None:
+    """Write every byte of a C-contiguous array at `offset`, going on after a short write.
+
+    Raises: OSError: ENOSPC on a full disk, EFBIG, EIO.
+    """
+    size = data.nbytes if isinstance(data, np.ndarray) else len(data)
+    written = system.pwrite(fd, data, offset)  # nearly always all of it
+    if written == size:
+        return
+    rest = memoryview(data.reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data)
+    while written < size:
+        if written <= 0:
+            raise OSError(errno.EIO, "a write made no progress")
+        rest, offset, size = rest[written:], offset + written, size - written
+        written = system.pwrite(fd, rest, offset)
+
+
+def write_word(fd: int, value: int, offset: int) -> None:
+    """Write one aligned 8-byte word: the unit that a reader never sees half of."""
+    data = value.to_bytes(8, "little")
+    if system.pwrite(fd, data, offset) != 8:
+        write_all(fd, data, offset)
+
+
+def copy_range(source: int, target: int, offset: int, size: int) -> None:
+    """Copy bytes between files at the same offset, sharing blocks where the file system can (copy_file_range(2))."""
+    end = offset + size
+    while offset < end:
+        try:
+            copied = system.copy_range(source, target, offset, end - offset)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            data = os.pread(source, min(end - offset, 1 << 22), offset)
+            write_all(target, data, offset)
+            copied = len(data)
+        if copied == 0:
+            raise OSError(errno.EIO, "the source is shorter than its header says")
+        offset += copied
+
+
+def read_at(fd: int, size: int, offset: int) -> bytes:
+    """The bytes there, zeros for a hole, fewer only at the end of the file.
+
+    Nothing is mapped, so a hole costs no block and no signal. Linux reads at most 0x7FFFF000 bytes a call (read(2)).
+    """
+    data = os.pread(fd, size, offset)  # nearly always all of it
+    if len(data) == size:
+        return data
+    parts, got = [data], len(data)
+    while data and got < size:
+        data = os.pread(fd, size - got, offset + got)
+        parts.append(data)
+        got += len(data)
+    return b"".join(parts)
+
+
+def map_to_read(fd: int, size: int) -> memoryview:
+    """A read-only map of a file's first bytes, for as long as anything looks at it.
+
+    Python's own before 3.13 (`trackfd`) keeps a descriptor for each map, and 300 folders have thousands of maps.
+
+    Raises: OSError: ENOMEM: there are too many maps.
+    """
+    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    mapped = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(mapped, _libc.munmap, address, size).atexit = False
+    return memoryview(mapped).toreadonly()
+
+
+def will_need(address: int, size: int) -> None:
+    """Ask the system to read mapped pages into memory, without waiting."""
+    if hasattr(mmap, "MADV_WILLNEED"):
+        _libc.madvise(address, size, mmap.MADV_WILLNEED)
+
+
+def in_memory(address: int, size: int) -> bool:
+    """Whether mapped pages, from the begin of one, are in the cache; True of another user's files (mincore(2))."""
+    told = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    return bool(_libc.mincore(address, size, told)) or all(page & 1 for page in told)
+
+
+def forget(fd: int, start: int, size: int) -> None:
+    """Drop pages from the cache, but for those that any process has mapped, and those not written to the disk yet."""
+    os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
+
+
+def has_hole(fd: int, start: int, stop: int) -> bool:
+    """Whether some block between two offsets is not written yet; True where the file system cannot tell."""
+    try:
+        return not hasattr(os, "SEEK_HOLE") or os.lseek(fd, start, os.SEEK_HOLE) < stop
+    except OSError:
+        return True
+
+
+def is_hole(fd: int, start: int, stop: int) -> bool:
+    """Whether no block between two offsets is written yet; False where the file system cannot tell."""
+    try:
+        return hasattr(os, "SEEK_DATA") and os.lseek(fd, start, os.SEEK_DATA) >= stop
+    except OSError as error:
+        return error.errno == errno.ENXIO  # there is nothing behind it, either
+
+
+def punch(fd: int, start: int, stop: int) -> None:
+    """Give the whole blocks between two offsets back, where the system can: zeros are read there from then on."""
+    start, stop = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
+    if start < stop:
+        with suppress(OSError):  # nothing is lost but space
+            system.punch(fd, start, stop - start)
+
+
+def barrier(fd: int) -> None:
+    """Wait until what was written to `fd` is on the disk. Raises OSError, after which the data may be gone."""
+    system.barrier(fd)
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def close_all(descriptors: dict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """What tells a file or folder from every other that there is."""
+    return status.st_dev, status.st_ino
+
+
+class Descriptor:
+    """A folder, open until nobody refers to this any more: another thread may be at work in it.
+
+    Attributes: fd; key: its `identity`, which no other has as long as it is open.
+    """
+
+    def __init__(self, path: os.PathLike[str]) -> None:
+        self.fd = os.open(path, FOLDER)
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        self.key = identity(os.fstat(self.fd))
+
+
+class FileLock:
+    """The lock of a file (flock(2)), until `release`, or nobody refers to it, or the process ends.
+
+    A forked child has no part in it: neither could it free its parent's, nor would it keep it after the parent's end.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = {"": fd}
+        weakref.finalize(self, _unlock, self._fd).atexit = False
+        _locks.add(self)
+
+    @classmethod
+    def take(cls, name: str, directory: int) -> FileLock | None:
+        """None where another process has it. Raises OSError: ELOOP, EISDIR, ENXIO: it is no plain file."""
+        while True:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600, dir_fd=directory)
+            lock = cls(fd)
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), name)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with suppress(FileNotFoundError):
+                    if identity(os.stat(name, dir_fd=directory, follow_symlinks=False)) == identity(status):
+                        return lock
+            except BaseException as error:  # an interruption, too: its traceback would keep the lock
+                lock.release()
+                if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):  # the latter on some
+                    return None  # network file systems
+                raise
+            lock.release()  # its name is another file's by now
+
+    def release(self) -> None:
+        """Let go; twice is fine."""
+        _unlock(self._fd)
+
+    def forget(self) -> None:
+        """In a forked child: it is the parent's."""
+        close_all(self._fd)
+
+
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _unlock(descriptor: dict[str, int]) -> None:
+    for fd in descriptor.values():
+        with suppress(OSError):  # closing it does so, too, unless a child that was forked otherwise has it
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    close_all(descriptor)
+
+
+def _forget_locks() -> None:
+    for lock in list(_locks):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

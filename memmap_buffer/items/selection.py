@@ -1,0 +1,338 @@
+"""Which anchors are wanted, a view, filters, a split; and which of them exist at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.dtypes import Array, check_count, decode
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.items.conditions import matches
+from memmap_buffer.items.index import Index, sums
+from memmap_buffer.items.runs import START, VALID, Runs, filtered
+from memmap_buffer.schema import Schema
+from memmap_buffer.views.ends import Ends
+from memmap_buffer.views.folders import GOLDEN, Folders, splitmix
+from memmap_buffer.views.windows import Spans, View
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is wanted of the episodes that exist.
+
+    Args:
+        view: how items are cut.
+        filter_meta: meta field (or "episode_lens") -> condition; filter_fields: field -> condition on step t, where an
+            item may begin; "_start" is t itself, so {"_start": 0} serves what begins with its episode. A condition is
+            a scalar (equal), a set or list (member), (low, high) (low ≤ x < high, None is open), or a callable from
+            the column to bools. All must hold. Where a bool field `valid` of no shape was declared,
+            {"valid": True} holds unless another condition on it is given; see `excluding`.
+        min_episode_len: timesteps.
+        top_k: (meta field, k): only the k episodes where it is highest.
+        weight_by: a meta field (or "episode_lens"): an episode's anchors are drawn in proportion to it, and not at all
+            where it is 0.
+        split: name -> fraction of the episodes, and `part`, the name of the one that is wanted; by `split_seed`. An
+            episode's part follows from its serial alone, so it never changes.
+        random: whether chance has a say in each item. mixes: whether an item holds rows of others of its batch, so that
+            no batches may be worked out together.
+    """
+
+    view: View
+    filter_meta: Mapping[str, Any] = field(default_factory=dict)
+    filter_fields: Mapping[str, Any] = field(default_factory=dict)
+    min_episode_len: int = 1
+    top_k: tuple[str, int] | None = None
+    split: Mapping[str, float] | None = None
+    part: str | None = None
+    split_seed: int = 0
+    weight_by: str | None = None
+    random: bool = False
+    mixes: bool = False
+
+    def check(self, schema: Schema) -> None:
+        """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
+        check_count("min_episode_len", self.min_episode_len, 0)
+        if not isinstance(self.split_seed, int):
+            raise SchemaError(f"split_seed: got {self.split_seed!r}, expected a whole number")
+        _check_top_k(self.top_k, schema)
+        _check_number("weight_by", self.weight_by, schema)
+        for name in self.filter_meta:
+            if name != "episode_lens" and name not in schema.meta_fields:
+                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, "episode_lens"])
+        for name in self.filter_fields.keys() - {START}:
+            if name not in schema.fields:
+                raise schema.unknown(name, "filter_fields", [*schema.fields, START])
+            if schema.fields[name].shape not in ((), (1,)):
+                raise SchemaError(
+                    f"filter_fields: {name!r} has shape {schema.fields[name].shape}; filter by a scalar field"
+                )
+        if self.filter_fields.keys() - {VALID} and self.view.per_episode:
+            raise SchemaError("filter_fields needs a view of timesteps; filter whole episodes by filter_meta")
+        if self.split is not None:
+            _check_split(self.split, self.part)
+        elif self.part is not None:
+            raise SchemaError(f"part: got {self.part!r} without split; give split={{{self.part!r}: 0.9, …}} too")
+
+    def excluding(self, schema: Schema) -> Selection:
+        """The same without what the field `valid` excludes, where there is one.
+
+        It is the anchor that must be valid: the timestep, the first step of a transition or a window (the episode's,
+        where the window begins before it), offset 0. What else lies in an item, such as the later steps of a window or
+        the rewards of n steps, is given as it is, with `valid` among its fields. Whole episodes and crops are served if
+        any of their steps is valid.
+        """
+        field = schema.fields.get(VALID)
+        if field is None or field.dtype != "bool" or field.shape or VALID in self.filter_fields:
+            return self
+        return replace(self, filter_fields={VALID: True, **self.filter_fields})
+
+    def without_callables(self) -> Selection:
+        """What can be pickled; see `Index` for the episodes it leaves open."""
+        meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
+        fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
+        return replace(self, filter_meta=meta, filter_fields=fields)
+
+    def describe(self) -> str:
+        """The view and what narrows it, for an error."""
+        narrowed = [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("filter_meta", "filter_fields", "top_k", "split", "weight_by")
+        ]
+        given = [text for text in narrowed if not text.endswith(("={}", "=None"))]
+        return ", ".join([f"view {type(self.view).__name__}", f"min_episode_len={self.min_episode_len}", *given])
+
+    @property
+    def has_callables(self) -> bool:
+        return any(callable(c) for c in [*self.filter_meta.values(), *self.filter_fields.values()])
+
+    def index(
+        self,
+        sources: Folders,
+        tables: Sequence[EpisodeTable] | None = None,
+        before: tuple[Index, Sequence[EpisodeTable]] | None = None,
+    ) -> Index:
+        """The anchors that exist in the tables as last read, or in these.
+
+        Args: before: an index and the tables that it was made of; only episodes that changed since are looked at.
+        """
+        each = sources.by_number(sources.tables if tables is None else tables)
+        folders, numbers = [(storage, table) for _, storage, table in each], np.array([number for number, *_ in each])
+        if before is None or self.has_callables or self.top_k is not None:  # whether one passes may depend on others
+            slots = [self._slots(*one, one[-1].visible) for one in each]
+            slots = slots if self.top_k is None else _top_k(slots, folders, *self.top_k)
+            parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
+        else:
+            olds = {number: table for number, _, table in sources.by_number(before[1])}
+            known = zip(each, before[0].parts(numbers), strict=True)
+            parts = [self._later(*one, runs, olds.get(one[0])) for one, runs in known]
+        weights = [_weights(*folder, part, self.weight_by) for folder, part in zip(folders, parts, strict=True)]
+        if self.weight_by is not None:
+            parts = [part.where(np.flatnonzero(weight)) for part, weight in zip(parts, weights, strict=True)]
+        source = None if sources.single else np.repeat(numbers, [len(part.slot) for part in parts])
+        slot, serial, first, count = (
+            _joined([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
+        )
+        lasts = [part.last for part in parts if part.last is not None and len(part.slot)]
+        return Index(
+            *(slot, serial, first),
+            starts=sums(count),
+            stride=self.view.stride,
+            source=source,
+            last=_joined(lasts) if lasts else None,
+            mass=None if self.weight_by is None else sums(count * _joined([w[w > 0] for w in weights])),
+        )
+
+    def _later(
+        self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable | None
+    ) -> Runs:
+        """The runs of a folder, where those of an earlier table are known: of what its records tell, nothing else."""
+        if table is before:
+            return runs
+        if before is None or len(before.check) != len(table.check):  # the folder was not there
+            return self._runs(storage, table, self._slots(number, storage, table, table.visible))
+        changed = (table.check != before.check) | (table.shown != before.shown)
+        stay = np.flatnonzero(~changed.take(runs.slot))
+        # Mostly it is the oldest that leave, and the newest that grow: what is between them is not copied.
+        between = len(stay) > 0 and stay[-1] - stay[0] == len(stay) - 1
+        kept = runs.where(slice(stay[0], stay[-1] + 1) if between else stay)
+        slots = table.visible[changed.take(table.visible)]
+        return kept.joined(self._runs(storage, table, self._slots(number, storage, table, slots)))
+
+    def _slots(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
+        """Those of some visible slots whose episodes pass."""
+        if self.min_episode_len <= 1 and not self.filter_meta and self.split is None:
+            return slots
+        keep = table.of(table.length, slots) >= self.min_episode_len
+        for name, condition in self.filter_meta.items():
+            keep &= matches(_episode_column(storage, table, name, slots), condition, name)
+        if self.split is not None:
+            keep &= self._in_part(table.serial[slots], number)
+        return slots if keep.all() else slots[keep]
+
+    def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
+        if not len(slots):
+            return Runs(slots, slots, slots, slots, None)
+        schema, flags, length = storage.layout.schema, table.of(table.flags, slots), table.of(table.length, slots)
+        ends = self.view.ends(schema)
+        ended, serial = _ended(storage, table, slots, ends), table.of(table.serial, slots)
+        inner = np.flatnonzero(flags & INNER_END) if ends.names else slots[:0]
+        if len(inner) and not self.view.per_episode:
+            parts = _parts(storage, slots, length, inner, ends)
+            spans = parts.spans(self.view, schema, flags & FINAL != 0, ended)
+            slots, serial = slots[parts.number], serial[parts.number]
+        else:
+            spans = self.view.spans(schema, length, flags & FINAL != 0, ended)
+        runs = Runs(slots, serial, spans.first, spans.count, spans.last)
+        if self.filter_fields and not self.view.per_episode:
+            return filtered(runs, storage, self.filter_fields, self.view.stride)
+        keep = spans.count > 0
+        if self.filter_fields:
+            steps = replace(runs, first=np.zeros(len(slots), np.int64), count=length, last=None)
+            keep &= np.isin(slots, filtered(steps, storage, self.filter_fields, 1).slot)
+        return runs if keep.all() else runs.where(np.flatnonzero(keep))
+
+    def _in_part(self, serial: IntArray, number: int) -> BoolArray:
+        """Where a hash of (seed, source, serial) falls into the part's share of [0, 1)."""
+        shares = dict(self.split or {})
+        names = list(shares)
+        edges = np.concatenate([[0.0], np.cumsum([shares[name] for name in names])])
+        edges[edges > 1 - 1e-9] = np.inf  # all that is left, though a sum of fractions may miss 1 by a bit
+        start, stop = edges[names.index(self.part or "") :][:2]
+        key = np.uint64((self.split_seed * GOLDEN + number * 0xD1B54A32D192ED03) % 2**64)
+        u = splitmix(serial.astype(np.uint64) + key).astype(np.float64) / 2.0**64
+        return np.asarray((u >= start) & (u < stop))
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def _check_top_k(top_k: object, schema: Schema) -> None:
+    if top_k is None:
+        return
+    if not (isinstance(top_k, tuple) and len(top_k) == 2 and type(top_k[1]) is int and top_k[1] > 0):
+        raise SchemaError(f"top_k: got {top_k!r}, expected (meta field, how many), such as ('return', 10)")
+    _check_number("top_k", top_k[0], schema)
+
+
+def _check_number(where: str, name: str | None, schema: Schema) -> None:
+    if name in (None, "episode_lens"):
+        return
+    if name not in schema.meta_fields:
+        raise schema.unknown(name, where, [*schema.meta_fields, "episode_lens"])
+    field = schema.meta_fields[name]
+    if field.shape not in ((), (1,)) or field.storage.kind == "U":
+        held = "holds text" if field.storage.kind == "U" else f"has shape {field.shape}"
+        raise SchemaError(f"{where}: {name!r} {held}; give a field of one number")
+
+
+def _check_split(split: object, part: str | None) -> None:
+    fractions = list(split.values()) if isinstance(split, Mapping) else []
+    numbers = all(isinstance(fraction, (int, float, np.number)) for fraction in fractions)
+    if not fractions or not numbers or part not in split or min(fractions) < 0 or sum(fractions) > 1 + 1e-9:  # type: ignore[operator]
+        raise SchemaError(
+            f"split: got {split!r} and part={part!r}, expected fractions of at most 1 in all and the name of one of "
+            "them, such as split={'train': 0.9, 'val': 0.1}, part='train'"
+        )
+
+
+def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
+    """A meta field, or the lengths as "episode_lens", of some slots."""
+    if name == "episode_lens":
+        return table.length[slots]
+    return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
+
+
+def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str | None) -> FloatArray:
+    """(R,) the weight of each run's episode: a meta field; nothing without a name."""
+    if name is None:
+        return np.empty(0)
+    weight = np.asarray(_episode_column(storage, table, name, runs.slot), np.float64).reshape(-1)
+    wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
+    if wrong.size:
+        serial = int(runs.serial[wrong[0]])
+        raise SchemaError(
+            f"{storage.path}: weight_by: {name!r} of episode {serial} is {weight[wrong[0]]}, expected a number from 0; "
+            "filter such episodes out by filter_meta",
+            serial=serial,
+        )
+    return weight
+
+
+class _Parts(NamedTuple):
+    """Episodes cut behind each end in their middle, all (P,): which of them each part is of, where it begins and stops.
+
+    ended: whether it terminated there, for those that are not the last of their episode.
+    """
+
+    number: IntArray
+    begin: IntArray
+    stop: IntArray
+    is_last: BoolArray
+    ended: BoolArray
+
+    def spans(self, view: View, schema: Schema, has_final: BoolArray, ended: BoolArray) -> Spans:
+        """The anchors of each part, as if it were an episode; none lies before its part, unless it is the first."""
+        final = has_final[self.number] & self.is_last
+        terminated = np.where(self.is_last, ended[self.number], self.ended)
+        spans = view.spans(schema, self.stop - self.begin, final, terminated)
+        early = np.where(self.begin > 0, np.maximum(-spans.first, 0), 0)
+        skipped = np.minimum(-(-early // view.stride), spans.count)
+        first = spans.first + skipped * view.stride + self.begin
+        return Spans(first, spans.count - skipped, None if spans.last is None else spans.last + self.begin)
+
+
+def _parts(storage: Storage, slots: IntArray, length: IntArray, inner: IntArray, ends: Ends) -> _Parts:
+    """The parts of episodes (E,), those at positions `inner` cut: their columns of `ends` are read."""
+    numbers, stops, ended = [np.arange(len(slots))], [length], [np.zeros(len(slots), np.bool_)]
+    for i in inner.tolist():
+        found, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)
+        for name in ends.names:
+            first = int(storage.first_row(slots[i : i + 1], storage.layout.schema.fields[name].final)[0])
+            column = storage.maps.rows[name][first : first + len(found)]
+            here = column.any(axis=tuple(range(1, column.ndim)))
+            found |= here
+            terminated |= here & (name == ends.terminated)
+        at = np.flatnonzero(found)
+        numbers.append(np.full(len(at), i))
+        stops.append(at + 1)
+        ended.append(terminated[at])
+    number, stop = np.concatenate(numbers), np.concatenate(stops)
+    order = np.lexsort((stop, number))
+    number, stop = number[order], stop[order]
+    is_first = np.append(True, number[1:] != number[:-1])
+    begin = np.where(is_first, 0, np.append(0, stop[:-1]))
+    return _Parts(number, begin, stop, np.append(is_first[1:], True), np.concatenate(ended)[order])
+
+
+def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, ends: Ends) -> BoolArray:
+    """Which episodes terminated: the record tells, or the last step is read."""
+    name = ends.terminated
+    if ends.recorded:
+        return np.asarray(table.of(table.flags, slots) & TERMINATED != 0)
+    if name is None:
+        return np.zeros(len(slots), np.bool_)
+    final = storage.layout.schema.fields[name].final
+    rows = storage.first_row(slots, final) + table.length[slots] - 1
+    values = storage.maps.rows[name][rows]
+    return np.asarray(values.any(axis=tuple(range(1, values.ndim))))
+
+
+def _top_k(slots: list[IntArray], folders: list[tuple[Storage, EpisodeTable]], name: str, k: int) -> list[IntArray]:
+    """The k episodes of all folders where a meta field is highest; the newer one where equal."""
+    columns = [_episode_column(*folder, name, chosen) for folder, chosen in zip(folders, slots, strict=True)]
+    values = np.concatenate([column.reshape(-1) for column in columns])
+    best = np.zeros(len(values), np.bool_)
+    best[np.argsort(values, kind="stable")[::-1][:k]] = True
+    cuts = np.cumsum([len(chosen) for chosen in slots])[:-1]
+    return [chosen[mask] for chosen, mask in zip(slots, np.split(best, cuts), strict=True)]

@@ -1,0 +1,1 @@
+"""Datasets, samplers and loaders, and the options that they take. PyTorch is imported from here on."""

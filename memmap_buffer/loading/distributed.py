@@ -1,0 +1,192 @@
+"""The ranks of torch.distributed, how they agree on an epoch, and what trainers take a loader apart into.
+
+Lightning replaces the sampler of a loader whose `sampler` is no `DistributedSampler`, and to predict makes another
+batch sampler of the same class over it. Accelerate takes the `batch_sampler` and shares its batches among the ranks
+itself. So the first is this rank's part of an epoch, and the second the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, overload
+
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.items.rank_partition import Ranks
+from memmap_buffer.views.batch_builder import PlannedBatch
+from memmap_buffer.views.folders import Anchors
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class ProcessRanks(Ranks):
+    """The ranks of the default process group, if there is one when an epoch begins; else one process alone."""
+
+    def now(self) -> Ranks:
+        return ProcessRanks(dist.get_rank(), dist.get_world_size()) if _connected() else self
+
+    @property
+    def connected(self) -> bool:
+        return self.world_size > 1
+
+    def agree(self, value: dict[str, Any]) -> dict[str, Any]:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        told = [None] * self.world_size
+        dist.all_gather_object(told, value)
+        return told
+
+    def require_equal(self, batches: int, error: Exception | None = None) -> None:
+        """Raise SchemaError where ranks differ, so that none waits for ever for a gradient of another."""
+        told: list[tuple[int, str]] = self.gather((batches, "" if error is None else str(error)))
+        wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+        if wrong and error is None:
+            raise SchemaError(f"an epoch that not every rank can give: {'; '.join(wrong)}", ranks=len(wrong))
+        counts = [count for count, _ in told]
+        if not wrong and len(set(counts)) > 1:
+            raise SchemaError(
+                f"an epoch of unequal length: the ranks have {counts} batches; give each the same batch_size, "
+                "drop_last and tail"
+            )
+
+
+def ranks_of(rank: int | None, world_size: int | None) -> Ranks:
+    """The ranks as given; those of torch.distributed if none were, or if they are the same.
+
+    Raises: SchemaError: one without the other, or no such rank.
+    """
+    if rank is None and world_size is None:
+        return ProcessRanks()
+    if rank is None or world_size is None:
+        raise SchemaError(f"rank, world_size: got {rank!r}, {world_size!r}; give both, or none for torch.distributed's")
+    given = Ranks(rank, world_size)
+    same = _connected() and (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    return ProcessRanks() if same else given
+
+
+def _connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+class Drawn(Sequence[Anchors]):
+    """What a batch is of, for trainers that split, join or fill up batches: a sequence of its items.
+
+    Args: drawn: the batch.
+    """
+
+    def __init__(self, drawn: Anchors | PlannedBatch) -> None:
+        self.drawn = drawn
+
+    @property
+    def anchors(self) -> Anchors:
+        """Where its items are cut."""
+        return self.drawn.anchors if isinstance(self.drawn, PlannedBatch) else self.drawn
+
+    def __len__(self) -> int:
+        return self.drawn.size
+
+    @overload
+    def __getitem__(self, i: int) -> Anchors: ...
+    @overload
+    def __getitem__(self, i: slice) -> Drawn: ...
+    def __getitem__(self, i: int | slice) -> Anchors | Drawn:
+        if isinstance(i, slice):
+            return Drawn(self.anchors.where(i))
+        at = range(len(self))[i]
+        return self.anchors.where(slice(at, at + 1))
+
+    def __add__(self, others: Sequence[Anchors]) -> list[Anchors]:
+        return [*self, *others]
+
+
+def anchors_of(batch: Any) -> Anchors | PlannedBatch | None:
+    """What a batch is of, as our sampler gave it or a trainer put it together; None if it is something else."""
+    if isinstance(batch, (Anchors, PlannedBatch)):
+        return batch
+    if isinstance(batch, Drawn):
+        return batch.drawn
+    return Anchors.joined(batch) if type(batch) is list and batch and isinstance(batch[0], Anchors) else None
+
+
+class BatchOrder(Protocol):
+    """The order of a loader; see `EpochSampler`, which is one."""
+
+    batch_size: int
+    drop_last: bool
+
+    def __iter__(self) -> Iterator[Anchors | PlannedBatch]: ...
+    def __len__(self) -> int: ...
+    def set_epoch(self, epoch: int) -> None: ...
+    def num_batches(self, ranks: Ranks) -> int: ...
+    def whole(self) -> Iterator[Anchors | PlannedBatch]: ...
+    def complete(self, batch_size: int, drop_last: bool) -> Self: ...
+
+
+class EpochItems(DistributedSampler[Any]):
+    """The items of each epoch: a sampler that nobody is to replace.
+
+    Args: dataset, order: of the loader. ranks: this rank, whose part it is; None for the whole epoch.
+    """
+
+    def __init__(self, dataset: Sized, order: BatchOrder, ranks: Ranks | None) -> None:
+        among = ranks or Ranks()
+        super().__init__(dataset, num_replicas=among.world_size, rank=among.rank)  # type: ignore[arg-type]
+        self.order = order
+        self.whole = ranks is None
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(map(Drawn, self.order.whole() if self.whole else self.order))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next epoch; without it epochs count up by themselves."""
+        self.order.set_epoch(epoch)
+
+
+class ItemsInOrder(EpochItems, SequentialSampler):
+    """The same where nothing is shuffled, which Lightning asks for where it is to overfit."""
+
+
+class EpochBatches(BatchSampler):
+    """The batches of each epoch, for trainers: they make others by its class, and share out what it gives.
+
+    Args: sampler: of a loader: of a whole epoch, or of a rank's part. batch_size, drop_last: as in PyTorch.
+    Raises: SchemaError: it is another sampler.
+    """
+
+    sampler: EpochItems
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        if not isinstance(sampler, EpochItems):
+            raise SchemaError(
+                f"sampler: got a {type(sampler).__name__}, expected the loader's own: the order is the library's; "
+                "where Lightning is to overfit, give the loader shuffle=False"
+            )
+        super().__init__(sampler, batch_size, drop_last)
+        self.order = sampler.order if sampler.whole else sampler.order.complete(batch_size, drop_last)
+
+    def __len__(self) -> int:
+        return self.order.num_batches(Ranks()) if self.sampler.whole else len(self.order)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Drawn, self.order.whole() if self.sampler.whole else self.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next epoch; without it epochs count up by themselves."""
+        self.order.set_epoch(epoch)
+
+
+def taken_apart(dataset: Sized, order: BatchOrder, shuffle: object) -> tuple[EpochItems, EpochBatches]:
+    """A loader's sampler and batch sampler: this rank's items, and the batches of the whole epoch."""
+    made = EpochItems if shuffle else ItemsInOrder
+    whole = EpochBatches(made(dataset, order, None), order.batch_size, order.drop_last)
+    return made(dataset, order, ProcessRanks().now()), whole

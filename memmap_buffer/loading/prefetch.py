@@ -1,0 +1,147 @@
+"""Batches made ahead by a thread, and moved to a device there. Gathering releases the GIL, so it costs no process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from memmap_buffer.loading.transport import map_leaves
+
+Device = torch.device | str | int | None
+JOIN_SECONDS = 5.0  # how long a loop that is left waits for the batch that is being made
+
+
+def to_device(batch: Any, device: Device) -> Any:
+    """A batch, however nested, on a device; pinned memory is copied without waiting."""
+    return map_leaves(batch, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class Move:
+    """Moves batches to a device from one thread for another; on a GPU beside what that computes.
+
+    Args: device: where to; None leaves them.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        on_gpu = device is not None and torch.device(device).type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def start(self, batch: Any) -> tuple[Any, Any]:
+        """The batch as it will be there, and the event after which it is."""
+        if self._device is None:
+            return batch, None
+        if self._stream is None:
+            return to_device(batch, self._device), None
+        with torch.cuda.stream(self._stream):
+            return to_device(batch, self._device), self._stream.record_event()
+
+    def finish(self, batch: Any, event: Any) -> Any:
+        """The batch for the stream of this thread."""
+        if event is None or self._stream is None:
+            return batch
+        stream = torch.cuda.current_stream(self._stream.device)
+        stream.wait_event(event)
+
+        def used_here(tensor: torch.Tensor) -> torch.Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        return map_leaves(batch, torch.Tensor, used_here)
+
+
+class Prefetched:
+    """An iterator whose next items are being made by a thread, in the same order.
+
+    The thread begins with the first item that is asked for and ends with the last, or with this object: when a loop is
+    left, when it is collected, or when the interpreter exits. An exception of the source is raised here, with its
+    traceback, in the place of the item that it prevented.
+
+    Args:
+        source: what is iterated, from the thread alone. count: how many items are kept ready. move: takes them to a
+            device.
+    """
+
+    def __init__(self, source: Iterator[Any], count: int, move: Move) -> None:
+        self._move = move
+        self._ready: SimpleQueue[tuple[Any, Any, BaseException | None]] = SimpleQueue()
+        # One entry for each item that may be made, False to stop. A SimpleQueue may be put to from a finaliser.
+        self._wanted: SimpleQueue[bool] = SimpleQueue()
+        for _ in range(count):
+            self._wanted.put(True)
+        stopped: list[bool] = []
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        gpu = torch.cuda.current_device() if in_use else None
+        arguments = (source, self._ready, self._wanted, move, stopped, gpu)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=_make, args=arguments, name="memmap_buffer prefetch", daemon=True
+        )
+        self._stop = weakref.finalize(self, _stop, self._thread, self._wanted, stopped)
+
+    def close(self) -> None:
+        """End here; what the thread is making is waited for. Closing twice is fine."""
+        thread, self._thread = self._thread, None
+        self._stop()
+        if thread is not None and thread.ident is not None:
+            thread.join()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._thread is None:
+            raise StopIteration
+        if self._thread.ident is None:
+            self._thread.start()
+        batch, event, error = self._ready.get()
+        self._wanted.put(True)
+        if error is None:
+            return self._move.finish(batch, event)
+        if _is_end(error):
+            self.close()
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+
+
+def _make(
+    source: Iterator[Any],
+    ready: SimpleQueue[Any],
+    wanted: SimpleQueue[bool],
+    move: Move,
+    stopped: list[bool],
+    gpu: int | None,
+) -> None:
+    """The thread: it refers to nothing that could keep its iterator alive."""
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # it is of the thread, and pinning makes a context on it
+    item: tuple[Any, Any, BaseException | None]
+    while wanted.get() and not stopped:
+        try:
+            item = (*move.start(next(source)), None)
+        except BaseException as error:
+            item = (None, None, error)
+        ended = _is_end(item[2])
+        ready.put(item)
+        del item  # not held while the next one is made
+        if ended:
+            return
+
+
+def _is_end(error: BaseException | None) -> bool:
+    """Whether nothing comes after it; after an error of one batch there may be others, as without a thread."""
+    return isinstance(error, StopIteration) or not (error is None or isinstance(error, Exception))
+
+
+def _stop(thread: threading.Thread, wanted: SimpleQueue[bool], stopped: list[bool]) -> None:
+    stopped.append(True)
+    wanted.put(False)
+    # A collection may end the iterator from any thread, its own included.
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(JOIN_SECONDS)

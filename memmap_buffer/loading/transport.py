@@ -1,0 +1,293 @@
+"""How batches cross from a worker process: several in one block of shared memory, and the block is used again.
+
+A tensor of its own crosses as a shared-memory file of its own, opened, mapped, faulted in and unmapped on both sides,
+which costs more than gathering it did. Here a task is several batches, all their tensors are copied one behind
+another into one block, and what crosses besides is the batches with a `Leaf` in the place of each tensor. The block's
+own file crosses the first time only. Its first byte says whether the other side still refers to it, and is cleared
+there by the death of the last view; so a worker never writes into a block that anybody sees, and neither side waits.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper  # what PyTorch's own workers send: it pickles whatever was raised
+from torch.utils.data import Dataset, get_worker_info
+
+from memmap_buffer.format.syscalls import process_id
+from memmap_buffer.views.memory_pool import ALIGN, array_over
+
+TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200
+TASK_BYTES = 1 << 20  # and how many bytes, so that large batches still come one by one
+WORKER_TASKS = 8  # and of an epoch's batches so few that every worker has at least as many tasks: none is left waiting
+SPARE = 2  # blocks that lie unused in a worker
+
+
+def map_leaves(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A batch with every leaf of a kind changed; dicts, lists, tuples and named tuples are gone through."""
+    if isinstance(data, kind):
+        return change(data)
+    if type(data) is dict:
+        return {key: map_leaves(value, kind, change) for key, value in data.items()}
+    if isinstance(data, dict):
+        clone = copy.copy(data)
+        clone.update((key, map_leaves(value, kind, change)) for key, value in data.items())
+        return clone
+    if type(data) is list:
+        text = data and type(data[0]) is str  # a text field: as many as there are rows
+        return data if text else [map_leaves(value, kind, change) for value in data]
+    if isinstance(data, tuple):
+        values = (map_leaves(value, kind, change) for value in data)
+        return data._make(values) if hasattr(data, "_make") else tuple(values) if type(data) is tuple else data
+    return data
+
+
+class Slot(NamedTuple):
+    """Where a tensor lies in its block: in elements, not bytes."""
+
+    dtype: torch.dtype
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Leaf:
+    """A slot in a batch: a class of its own, so that no tuple of a user's is taken for one."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Leaf, (self.slot,)
+
+
+class Task(NamedTuple):
+    """What a worker is to do: the anchors of some batches, and to which epoch of this loader they belong."""
+
+    epoch: int
+    batches: Sequence[Any]
+
+
+class BatchSampler(Protocol):
+    """What tells the batches of an epoch, and how many there are."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+class Tasks:
+    """The batches of a sampler, several a task; how many follows from their size, once one was seen.
+
+    Args: sampler: any batch sampler. workers: how many share an epoch's tasks.
+    """
+
+    def __init__(self, sampler: BatchSampler, workers: int) -> None:
+        self._sampler = sampler
+        self._workers = workers
+        self._epoch = 0
+        self._size = 1
+
+    def __iter__(self) -> Iterator[Task]:
+        self._epoch += 1
+        most = max(1, len(self._sampler) // (self._workers * WORKER_TASKS))
+        batches = (batch for batch in self._sampler)  # Lightning's iterator begins anew at `iter`, which islice calls
+        while group := list(islice(batches, min(self._size, most))):
+            yield Task(self._epoch, group)
+
+    def learn(self, nbytes: int) -> None:
+        """A batch takes so many bytes."""
+        self._size = max(1, min(TASK_BATCHES, TASK_BYTES // max(nbytes, 1)))
+
+
+class Shipment(NamedTuple):
+    """What crosses for a task: `memory` is the block itself, the first time; `batches` those packed or failed."""
+
+    worker: int
+    block: int
+    nbytes: int
+    memory: torch.Tensor | None
+    dropped: tuple[int, ...]
+    batches: list[Any]
+
+
+class Carrier(Dataset[Shipment]):
+    """The dataset of the processes: a task in, a shipment out.
+
+    Args: dataset: plans some batches by `together`, and gathers each by `__getitems__`. collate: makes of it what the
+        user gets.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._blocks = Blocks()
+        self._epoch = 0
+
+    def __getitems__(self, task: Task) -> Shipment:
+        if task.epoch != self._epoch:
+            # What was on its way when an epoch was given up is thrown away unseen, so its blocks never come back.
+            self._blocks, self._epoch = Blocks(), task.epoch
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        layout = Packing()
+        batches = [layout.add(self._made(anchors, number)) for anchors in self._together(task.batches)]
+        block, memory, new = self._blocks.take(layout.nbytes)
+        layout.copy_to(memory)
+        dropped = self._blocks.drop_spare()
+        return Shipment(number, block, layout.nbytes, memory if new else None, dropped, batches)
+
+    def _together(self, batches: Sequence[Any]) -> Sequence[Any]:
+        try:
+            planned: Sequence[Any] = self.dataset.together(batches)
+        except Exception:  # it is raised again for the batch that it is about
+            return batches
+        return planned
+
+    def _made(self, anchors: Any, worker: int) -> Any:
+        try:
+            return self._collate(self.dataset.__getitems__(anchors))
+        except Exception:  # it is raised where the batch is asked for, and the others of the task are not lost
+            return ExceptionWrapper(where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
+
+
+def as_it_is(shipment: Shipment) -> Shipment:
+    """The collate function of a carrier's DataLoader."""
+    return shipment
+
+
+class Packing:
+    """Where the tensors of some batches go in one block; the first `ALIGN` bytes of it are the block's own."""
+
+    def __init__(self) -> None:
+        self.nbytes = ALIGN
+        self._parts: list[tuple[Slot, torch.Tensor]] = []
+
+    def add(self, batch: Any) -> Any:
+        """The batch with a `Leaf` in the place of each tensor; others than plain ones in memory stay as they are."""
+        return map_leaves(batch, torch.Tensor, self._leaf)
+
+    def _leaf(self, tensor: torch.Tensor) -> Any:
+        plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if not plain or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        like = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # keeps channels last
+        slot = Slot(tensor.dtype, self.nbytes // tensor.itemsize, tuple(tensor.shape), like.stride())
+        self._parts.append((slot, tensor))
+        self.nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
+        return Leaf(slot)
+
+    def copy_to(self, memory: torch.Tensor) -> None:
+        """Copy the tensors to their places."""
+        of = Slots(memory)
+        for slot, tensor in self._parts:
+            of(slot).copy_(tensor)
+
+
+class Slots:
+    """Tensors over the slots of a block."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    def __call__(self, slot: Slot) -> torch.Tensor:
+        if slot.dtype not in self._typed:
+            self._typed[slot.dtype] = self._memory.view(slot.dtype)
+        return self._typed[slot.dtype].as_strided(slot.shape, slot.stride, slot.start)
+
+
+class Blocks:
+    """A worker's blocks of shared memory, (n,) uint8 each; the first byte is 1 while the other side refers to it."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, torch.Tensor] = {}
+        self._made = 0
+
+    def take(self, nbytes: int) -> tuple[int, torch.Tensor, bool]:
+        """A block of at least so many bytes: its number, itself, and whether it is new."""
+        fits = [number for number in self._unused() if self._blocks[number].nbytes >= nbytes]
+        if fits:
+            number = min(fits, key=lambda n: self._blocks[n].nbytes)
+        else:
+            self._made += 1
+            number = self._made
+            step = 1 << max(nbytes.bit_length() - 4, 12)  # batches of nearly equal length share
+            fresh = torch.empty(-(-nbytes // step) * step, dtype=torch.uint8)
+            self._blocks[number] = fresh.share_memory_()  # type: ignore[no-untyped-call]
+        block = self._blocks[number]
+        block[0] = 1
+        return number, block, not fits
+
+    def drop_spare(self) -> tuple[int, ...]:
+        """Let go of unused blocks but for `SPARE`, the smallest first. Returns: their numbers."""
+        unused = sorted(self._unused(), key=lambda n: self._blocks[n].nbytes)
+        dropped = tuple(unused[: max(0, len(unused) - SPARE)])
+        for number in dropped:
+            del self._blocks[number]
+        return dropped
+
+    def _unused(self) -> list[int]:
+        return [number for number, block in self._blocks.items() if not block.numpy()[0]]
+
+
+class Arrivals:
+    """The batches of an epoch in this process, as views of the blocks that they came in.
+
+    Args:
+        shipments: what comes from the workers. tasks: is told how large batches are.
+        pin: copy each block to pinned memory.
+    """
+
+    def __init__(self, shipments: Iterator[Shipment], tasks: Tasks, pin: bool) -> None:
+        self._shipments = shipments
+        self._tasks = tasks
+        self._pin = pin
+        self._blocks: dict[tuple[int, int], torch.Tensor] = {}
+        self._waiting: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._waiting:
+            self._open(next(self._shipments))
+        batch = self._waiting.popleft()
+        if isinstance(batch, ExceptionWrapper):
+            batch.reraise()  # type: ignore[no-untyped-call]
+        return batch
+
+    def _open(self, shipment: Shipment) -> None:
+        self._tasks.learn(shipment.nbytes // len(shipment.batches))
+        if shipment.memory is not None:
+            self._blocks[shipment.worker, shipment.block] = shipment.memory
+        memory = lend(self._blocks[shipment.worker, shipment.block], shipment.nbytes)
+        for block in shipment.dropped:
+            del self._blocks[shipment.worker, block]
+        batches = shipment.batches
+        if self._pin:
+            memory = memory.pin_memory()
+            batches = map_leaves(batches, torch.Tensor, torch.Tensor.pin_memory)
+        slots = Slots(memory)
+        self._waiting.extend(map_leaves(batches, Leaf, lambda leaf: slots(leaf.slot)))
+
+
+def lend(block: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The first bytes of a block, whose own first byte is cleared when nothing refers to them any more."""
+    array = array_over(block.numpy(), np.uint8, nbytes)
+    weakref.finalize(array.base, _give_back, block, process_id()).atexit = False
+    return torch.from_numpy(array)
+
+
+def _give_back(block: torch.Tensor, process: int) -> None:
+    if process_id() == process:  # not in a child that was forked meanwhile: what it drops, this process may still see
+        block.numpy()[0] = 0

@@ -1,0 +1,1 @@
+"""Whole folders: verify, repair, pack, snapshot, change the schema, statistics."""

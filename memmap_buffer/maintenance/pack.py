@@ -1,0 +1,244 @@
+"""`pack`: a dense, read-only copy of a buffer; `unpack`: the way back into a grid. Writes nothing to the source.
+
+Both copy the rows of chosen episodes to another place in files of another shape, and compare every checksum on the way.
+A writer may go on meanwhile: like every reader they read the generations again, once the rows are copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.errors import NotEnoughDataError, SchemaError, StaleEpisodeError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.records import (
+    CHECK,
+    CHECKED,
+    CUT,
+    DELETED,
+    FINAL,
+    GENERATION,
+    OPEN,
+    RECORD,
+    Words,
+    check_of,
+    seal,
+)
+from memmap_buffer.format.storage import Storage, checksum_row, crc32, digest_of
+from memmap_buffer.format.syscalls import path_of, write_all
+from memmap_buffer.maintenance.snapshot import ROUNDS, counters, new_copy, visible, write_counters
+from memmap_buffer.writing.validation import positions_of
+
+CHUNK = 4 << 20  # bytes read, summed and written at a time: they stay in the processor's cache
+
+
+def pack(src: str | PathLike[str], dst: str | PathLike[str], *, episodes: Any = None) -> list[int]:
+    """Copy a buffer into a new folder that is read-only, dense and without holes: made to be kept and published.
+
+    It has the episodes that were visible when the call began, each as it was at one moment of it, with their serials,
+    and is read like any other. The same episodes give the same bytes. What fails its checksums is left out with a
+    warning, and so are the oldest of a ring that turns faster than they are copied. Of `priority/` nothing is kept,
+    which is by slot. The `id` is that of the source; where `episodes` leaves some out, one that follows
+    from it and these.
+
+    Args:
+        src: a folder of any layout; its writer may go on meanwhile. dst: where; no buffer may be there.
+        episodes: positions: an int, list, array or slice; None for all.
+
+    Returns: the serials that were left out; empty when all are there.
+    Raises: SchemaMismatchError: `dst` holds a buffer. NotEnoughDataError: there is no episode to copy. IndexError.
+        StaleEpisodeError: they change faster than they are copied. OSError: the disk is full, say. Then there is no
+        buffer at `dst`.
+    """
+
+    def dense(source: Layout, lengths: IntArray) -> Layout:
+        rows, columns = int(lengths.sum()), len(source.schema.all)
+        return Layout(source.schema, len(lengths), source.max_timesteps, spare_slots=0, rows=rows, columns=columns)
+
+    return _transfer(src, dst, episodes, dense)
+
+
+def unpack(
+    src: str | PathLike[str],
+    dst: str | PathLike[str],
+    max_episodes: int | None = None,
+    max_timesteps: int | None = None,
+    *,
+    episodes: Any = None,
+    circular: bool = False,
+    capacity: int | None = None,
+    spare_slots: int = 1,
+) -> list[int]:
+    """Copy a buffer, packed or not, into a new folder that can be written to and counts its episodes on.
+
+    Args:
+        src, dst, episodes: as for `pack`.
+        max_episodes, max_timesteps: as for `ReplayBuffer`; None for those of the source.
+        circular, capacity, spare_slots: as for `ReplayBuffer`.
+
+    Returns: the serials that were left out, as `pack` does.
+    Raises: SchemaError: a size is too small for the episodes. Else as `pack`.
+    """
+
+    def grid(source: Layout, lengths: IntArray) -> Layout:
+        most = source.max_episodes if max_episodes is None else max_episodes
+        longest = source.max_timesteps if max_timesteps is None else max_timesteps
+        layout = Layout(source.schema, most, longest, spare_slots=spare_slots, circular=circular, capacity=capacity)
+        needed = {"max_episodes": len(lengths), "max_timesteps": int(lengths.max()), "capacity": int(lengths.sum())}
+        for name, size in needed.items():
+            given = getattr(layout, name)
+            if given is not None and given < size:
+                raise SchemaError(
+                    f"{name}: got {given}, the episodes need {size}; give more, or fewer episodes by `episodes`"
+                )
+        return layout
+
+    return _transfer(src, dst, episodes, grid)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What goes where: the i-th episode to slot i of the new layout, its steps to the rows from `first` on.
+
+    Attributes: slots, serials, length, flags, first: (n,), in the order of the serials, as they were when it was made.
+    """
+
+    slots: IntArray
+    serials: IntArray
+    length: IntArray
+    flags: npt.NDArray[np.uint32]
+    first: IntArray
+    layout: Layout
+
+
+class _Left(Exception):
+    """Not all of a plan could be copied: `stale` of its oldest episodes were overwritten before."""
+
+    def __init__(self, stale: int) -> None:
+        super().__init__()
+        self.stale = stale
+
+
+def _transfer(
+    src: str | PathLike[str], dst: str | PathLike[str], episodes: Any, shape: Callable[[Layout, IntArray], Layout]
+) -> list[int]:
+    source = Storage.open(src, read_only=True, verify="never")  # each checksum is compared all the same
+    table, slots = visible(source)
+    wanted = table.serial[slots[np.unique(positions_of(episodes, len(slots))[0])]]
+    serials = wanted
+    name = source.layout.id if len(wanted) == len(slots) else source.layout.part_id(wanted.tolist())
+    for _ in range(ROUNDS):
+        plan = _plan(source, serials, lambda old, lengths: replace(shape(old, lengths), id=name))
+        try:
+            with new_copy(source, path_of(dst), plan.layout, ("extra",)) as there:
+                _copy(source, plan, there)
+                write_counters(plan.layout, there, counters(source))
+        except _Left as left:
+            # The files are made for all that were planned, so they are made anew; a ring that overtook the copy once
+            # would do it again, so as many more of its oldest are not tried.
+            serials = plan.serials[source.refresh().shows(plan.slots, plan.serials)]
+            serials = serials[min(left.stale, len(serials) - 1) :]
+        else:
+            return sorted({*wanted.tolist()} - {*plan.serials.tolist()})
+    raise StaleEpisodeError(f"{source.path}: episodes change faster than they can be copied; pause the writer")
+
+
+def _plan(source: Storage, serials: IntArray, shape: Callable[[Layout, IntArray], Layout]) -> _Plan:
+    table, slots = visible(source)
+    slots = slots[np.isin(table.serial[slots], serials)]
+    if not len(slots):
+        raise NotEnoughDataError(
+            f"{source.path}: no episode is left to be copied; record some, or pause the writer of a ring that turns "
+            "faster than it can be read"
+        )
+    length = table.length[slots]
+    layout = shape(source.layout, length)
+    first = np.cumsum(length) - length if layout.rows is not None else np.arange(len(slots)) * layout.max_timesteps
+    return _Plan(slots, table.serial[slots], length, table.flags[slots], first, layout)
+
+
+def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
+    """Copy what was planned, the oldest first, as a ring overwrites them; then again what was updated meanwhile.
+
+    Raises: _Left: an episode was overwritten before it was copied, or is damaged.
+    """
+    damaged = source.num_damaged
+    copied = np.zeros(len(plan.slots), np.uint64)  # the generation that each was copied under, 0 where it was not
+    pending = np.arange(len(copied))
+    for attempt in range(ROUNDS):
+        for i in pending.tolist():
+            copied[i] = _copy_episode(source, plan, i, there)
+        table = source.refresh()
+        moved = table.generation[plan.slots] != copied
+        pending = np.flatnonzero(moved & table.shows(plan.slots, plan.serials))
+        if not len(pending):
+            break
+        time.sleep(attempt / 1000)  # an update is being carried out
+    if not copied.all():
+        raise _Left(int((copied == 0).sum()) - (source.num_damaged - damaged))
+
+
+def _copy_episode(source: Storage, plan: _Plan, i: int, there: dict[str, int]) -> int:
+    """Copy one episode; the generation under which it was copied, 0 if it is damaged or was rewritten meanwhile."""
+    slot = int(plan.slots[i])
+    word = source.maps.words[slot].copy()
+    record, generation = word.view(RECORD)[0], int(word[GENERATION])
+    if generation & 1 or record["serial"] != plan.serials[i] or word[CHECK] != check_of(word[None])[0]:
+        return 0
+    length, planned, now = int(plan.length[i]), int(plan.flags[i]), int(record["flags"])
+    flags = (planned | CUT) & ~OPEN if planned & OPEN else now & ~DELETED  # an open one ends where it was
+    crcs = _copy_arrays(source, plan, i, bool(flags & FINAL), there)
+    bad = []
+    if now & CHECKED and record["length"] == length and (now ^ planned) & OPEN == 0:
+        bad = source.mismatches(slot, now, crcs)
+    if source.maps.words[slot, GENERATION] != generation:
+        return 0
+    if bad and source.maps.words[slot, CHECK] == word[CHECK]:
+        source.check(np.array([slot]))
+    if bad:
+        return 0
+    _write_record(plan, i, word, flags, crcs, there)
+    return generation
+
+
+def _copy_arrays(source: Storage, plan: _Plan, i: int, has_final: bool, there: dict[str, int]) -> dict[str, int]:
+    """Copy an episode's rows and meta, a chunk at a time; the CRC-32 of each by its name."""
+    slot, length, crcs = plan.slots[i], int(plan.length[i]), {}
+    for name, field in plan.layout.schema.fields.items():
+        first = int(source.first_row(slot[None], field.final)[0])
+        offset = plan.layout.row_offset(name, int(plan.first[i]) + i * field.final)
+        stop, step, crc = length + (field.final and has_final), max(1, CHUNK // field.itemsize), 0
+        for t in range(0, stop, step):
+            rows = source.maps.rows[name][first + t : first + min(t + step, stop)]
+            write_all(there[name], rows, offset + t * field.itemsize)
+            crc = crc32(rows, crc)
+        crcs[name] = crc
+        if field.final and not has_final:  # the row is there all the same, and no hole
+            write_all(there[name], bytes(field.itemsize), offset + length * field.itemsize)
+    for name in plan.layout.schema.meta_fields:
+        value = source.maps.meta[name][slot : slot + 1]
+        write_all(there[name], value, plan.layout.arrays[name].offset(i))
+        crcs[name] = crc32(value)
+    return crcs
+
+
+def _write_record(plan: _Plan, i: int, word: Words, flags: int, crcs: dict[str, int], there: dict[str, int]) -> None:
+    layout, record = plan.layout, word.view(RECORD)[0]
+    row = checksum_row(layout, crcs)
+    write_all(there["/checksums"], row, layout.arrays["/checksums"].offset(i))
+    values = {name: int(record[name]) for name in RECORD.names or ()} | {
+        "generation": 2,
+        "length": int(plan.length[i]),
+        "flags": flags | CHECKED,
+        "first_row": int(plan.first[i]),
+        "digest": digest_of(row, layout.used_columns),
+        "columns": layout.used_columns,
+    }
+    write_all(there["/episodes"], seal(**values), layout.arrays["/episodes"].offset(i))

@@ -1,0 +1,116 @@
+"""Whole columns: a field more, a field less, another name. One new file at most; the schema's replacement commits it.
+
+A kill at any point leaves the schema and the files as they were or as they are to be (`files`, "Creating").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.creation import creating, replace
+from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.records import CHECKED, FINAL, RECORD
+from memmap_buffer.format.storage import crc32
+from memmap_buffer.format.syscalls import write_all
+from memmap_buffer.progress import progress
+from memmap_buffer.schema import Field, Schema
+from memmap_buffer.writing.commit import WriteHandles
+
+
+def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Callable[[int], Array] | None) -> None:
+    """Add a field, filled for every episode that there is.
+
+    Args:
+        rows_of: slot -> its rows (T, *field), with `final` one more where the episode has its final observation; of a
+            meta field its value. None: the default.
+
+    Raises: SchemaError: the name is taken, or there is no column of checksums left. OSError: nothing was added.
+    """
+    layout = files.layout
+    _refuse(layout.schema, name, "add_field")
+    new = _with(layout, name, field, meta, _free_column(files))
+    array, column = new.arrays[name], new.column_of[name]
+    table = files.storage.refresh()
+    visible = set(table.visible.tolist())
+    sums, sparse = layout.arrays["/checksums"], files.holes_are_harmless and not field.fill.tobytes().strip(b"\0")
+    with creating(files.storage.folder, new, bool(files.storage.state("reserved")), only=[name]):
+        with files.storage.folder.writing(array.name, array.header, array.size) as fd:
+            for slot in progress(np.flatnonzero(table.valid).tolist(), f"add_field {name}"):
+                count = int(table.length[slot]) + (field.final and bool(table.flags[slot] & FINAL))
+                lead = () if meta else (count,)
+                computed = rows_of is not None and slot in visible
+                rows = rows_of(slot) if rows_of and computed else np.broadcast_to(field.fill, (*lead, *field.shape))
+                rows = np.ascontiguousarray(rows)
+                if computed or not sparse:  # else it is a hole, which reads as zeros
+                    write_all(fd, rows, array.offset(slot))
+                if table.flags[slot] & CHECKED:
+                    crc = np.uint32(crc32(rows)).tobytes()
+                    write_all(files.fd["/checksums"], crc, sums.offset(slot) + 4 * column)
+        files.sync("/checksums")
+    files.changed()
+
+
+def drop(files: WriteHandles, names: tuple[str, ...]) -> None:
+    """Remove fields and their files."""
+    layout = files.layout
+    fields, meta = ({n: f for n, f in group.items() if n not in names} for group in _groups(layout.schema))
+    column_of = {n: column for n, column in layout.column_of.items() if n not in names}
+    replace(files.storage.folder, layout, layout.with_fields(layout.schema.with_fields(fields, meta), column_of))
+    files.changed()
+
+
+def rename(files: WriteHandles, names: Mapping[str, str]) -> None:
+    """Give fields other names; their files keep every byte. Raises OSError where there are no second links to files."""
+    layout = files.layout
+    for name in names.values():
+        _refuse(layout.schema, name, "rename_field")
+    groups = [{names.get(n, n): f for n, f in group.items()} for group in _groups(layout.schema)]
+    for group, before in zip(groups, _groups(layout.schema), strict=True):
+        if len(group) != len(before):
+            raise SchemaError(f"rename_field: {', '.join(names.values())} would stand twice; choose another name")
+    schema = layout.schema.with_fields(groups[0], groups[1], names)
+    new = layout.with_fields(schema, {names.get(n, n): column for n, column in layout.column_of.items()})
+    links = {layout.arrays[old].name: new.arrays[name].name for old, name in names.items()}
+    replace(files.storage.folder, layout, new, links)
+    files.changed()
+
+
+def _groups(schema: Schema) -> tuple[dict[str, Field], dict[str, Field]]:
+    return schema.fields, schema.meta_fields
+
+
+def _with(layout: Layout, name: str, field: Field, meta: bool, column: int) -> Layout:
+    fields, meta_fields = _groups(layout.schema)
+    if name in layout.schema.all:
+        raise SchemaError(f"add_field {name!r}: there is one already; drop_field it, or recompute it", field=name)
+    more = {name: field}
+    schema = layout.schema.with_fields({**fields, **({} if meta else more)}, {**meta_fields, **(more if meta else {})})
+    return layout.with_fields(schema, {**layout.column_of, name: column})
+
+
+def _free_column(files: WriteHandles) -> int:
+    """A column of checksums.npy that no field has and no record counts in."""
+    layout, storage = files.layout, files.storage
+    valid = storage.refresh().valid
+    counted = storage.maps.words.view(RECORD)["columns"].reshape(-1)[valid].max(initial=0)
+    column = max(layout.used_columns, int(counted))
+    if column >= layout.columns:
+        raise SchemaError(
+            f"{storage.path}: there is room for the checksums of {layout.columns} fields, those that were dropped "
+            "included; `pack` and `unpack` the buffer into another folder, which has room again"
+        )
+    return column
+
+
+def _refuse(schema: Schema, name: str, what: str) -> None:
+    """Refuse a field that would end episodes: the records of those that are there do not say whether it did."""
+    if name in schema.declared_ends.values():
+        raise SchemaError(
+            f"{what}: {name!r} is also kept in the record of every episode; declare it when the buffer is created, and "
+            "copy the episodes into that one",
+            field=name,
+        )

@@ -1,0 +1,216 @@
+"""A consistent copy of a live buffer, taken without its lock. Writes nothing to the source."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.format.creation import creating
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.host import boot_id
+from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.lock import WriterLock
+from memmap_buffer.format.records import (
+    CHECK,
+    DELETED,
+    FINAL,
+    GENERATION,
+    MAX_SERIAL,
+    RECORD,
+    STATE_WORD,
+    Words,
+    check_of,
+)
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
+
+ROUNDS, FEW = 100, 5
+BESIDE = ("priority", "extra")
+
+
+def snapshot(source: Storage, path: Path) -> None:
+    """Copy the visible episodes into a new folder; a writer may go on meanwhile.
+
+    All episodes of the copy were visible together, at one moment during the call, and are as they were then. Those of
+    that moment that a circular buffer overwrote before they were copied are left out: the oldest, as few as possible.
+
+    Args: source: the folder, open. path: where the copy goes; no buffer may be there.
+    Raises: SchemaMismatchError: one is. StaleEpisodeError: the ring turns faster than one episode can be copied.
+        OSError: the disk is full, say; then there is no buffer at `path`.
+    """
+    layout, here = source.layout, dict[str, int]()
+    with new_copy(source, path, layout, BESIDE) as there:
+        try:
+            for key, array in layout.arrays.items():
+                here[key] = source.folder.open_to_read(array.name, array.header, array.size)
+            for slot, record in _copy_slots(source, here, there).items():
+                write_all(there["/episodes"], record, layout.arrays["/episodes"].offset(slot))
+        finally:
+            close_all(here)
+        words = counters(source) | {name: source.state(name) for name in ("epoch", "nonce", "changes")}
+        write_counters(layout, there, words | ({"suspect": words["next"]} if _doubtful(source) else {}))
+
+
+@contextmanager
+def new_copy(source: Storage, path: Path, layout: Layout, beside: Sequence[str]) -> Iterator[dict[str, int]]:
+    """The array files of a new buffer, by key, open to be filled in the block; it is one only when the block has ended.
+
+    Args: beside: subfolders of the source whose files are copied by their bytes.
+    """
+    target = Folder(path)
+    _require_none(target)
+    target.create()
+    lock = WriterLock(target)
+    lock.acquire()
+    try:
+        _require_none(target)
+        names = [f"{sub}/{name}" for sub in beside for name in source.folder.list(sub)]
+        if target.exists("schema.json.new"):  # a copy that was killed left them here
+            _remove(target, names)
+        target.require_free(names)
+        copied = list[str]()
+        try:
+            with creating(target, layout):
+                with _open_to_write(target, layout) as there:
+                    yield there
+                for name in names:
+                    source.folder.copy_file(name, target)
+                    copied.append(name)
+                target.sync_folders(*{name.partition("/")[0] for name in names})
+        except BaseException:
+            if not target.exists("schema.json"):
+                _remove(target, copied)
+            raise
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _open_to_write(target: Folder, layout: Layout) -> Iterator[dict[str, int]]:
+    there: dict[str, int] = {}
+    try:
+        for key, array in layout.arrays.items():
+            there[key] = target.open_to_write(array.name, array.header, array.size)
+        yield there
+    finally:
+        close_all(there)
+
+
+def _require_none(target: Folder) -> None:
+    if target.exists("schema.json"):
+        raise SchemaMismatchError(f"{target.path} holds a buffer already; give a folder without one", path=target.path)
+
+
+def _remove(target: Folder, names: list[str]) -> None:
+    for name in names:
+        target.unlink(name, missing_ok=True)
+
+
+def counters(source: Storage) -> dict[str, int]:
+    """The words of a copy's state.npy."""
+    return {"next": _following(source), "changes": 1, "clean": 1, "epoch": 1}
+
+
+def write_counters(layout: Layout, there: dict[str, int], words: dict[str, int]) -> None:
+    """Write words of a copy's state.npy."""
+    for name, value in words.items():
+        write_word(there["/state"], value, layout.arrays["/state"].offset(0) + 8 * STATE_WORD[name])
+
+
+def _doubtful(source: Storage) -> bool:
+    """Whether a crash of the machine may have spoilt something in the source: then it is in doubt in the copy too."""
+    boot = source.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
+    return bool(source.state("suspect")) or not (source.state("clean") or boot == boot_id())
+
+
+def _following(source: Storage) -> int:
+    """One more than the last serial that was published."""
+    table, stated = source.refresh(), source.state("next")
+    known = int(table.serial[table.valid].max(initial=-1)) + 1
+    return max(stated, known) if stated < MAX_SERIAL else known  # else it is damaged
+
+
+def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) -> dict[int, bytes]:
+    """Copy the episodes of one moment; slot -> record.
+
+    Each round copies what changed since the last, and counts what was overwritten during it. A ring that turns faster
+    than it is copied gives no round without any, so every round is content with less.
+    """
+    copied: dict[int, bytes] = {}
+    for attempt in range(ROUNDS):
+        table, slots = visible(source)
+        words = source.maps.words[slots]
+        whole = (words[:, GENERATION] == table.generation[slots]) & (words[:, CHECK] == check_of(words))
+        for slot, word in zip(slots[whole].tolist(), words[whole], strict=True):
+            record = word.tobytes()
+            if copied.get(slot) != record:
+                _copy_slot(source, *_extent(word), slot, here, there)
+                copied[slot] = record
+        whole &= source.generations(slots) == table.generation[slots]
+        enough = len(slots) * (1 - (attempt / ROUNDS) ** 3)
+        oldest_left = not (whole[:-1] & ~whole[1:]).any()  # by age; else one was changed in place, and may retire later
+        some = oldest_left and whole.sum() >= enough and (whole.any() or not len(table))
+        if some and _retired(source, table.serial[slots[~whole]]):
+            return {slot: copied[slot] for slot in slots[whole].tolist()}
+    raise StaleEpisodeError(
+        f"{source.path}: the ring turns faster than it can be copied; pause its writer, or make the ring larger"
+    )
+
+
+def visible(source: Storage) -> tuple[EpisodeTable, IntArray]:
+    """(a table, the slots that were visible at one moment).
+
+    A table is not read in an instant: it may have a new episode and lack the one before it, whose slot was passed too
+    early. All serials below the next one were published before, so up to there none is lacking, but for those under
+    an `update`, which is waited for.
+    """
+    for attempt in range(ROUNDS):
+        following = _following(source)
+        table = source.refresh()
+        slots = table.visible[table.serial[table.visible] < following]
+        if _being_updated(source, table.serial[slots]):
+            time.sleep(0.001)  # a dead writer's never ends; its episode is not visible until the next writer comes
+        elif len(slots) == len(table) or (len(slots) and attempt >= FEW):
+            break
+    return table, slots
+
+
+def _being_updated(source: Storage, serials: IntArray) -> bool:
+    """Whether an episode that is no older than these has the odd generation of a change in place."""
+    words = source.maps.words
+    before = words[words[:, GENERATION] & np.uint64(1) == 1]
+    before[:, GENERATION] -= np.uint64(1)
+    record = before.view(RECORD)[:, 0]
+    shown = (before[:, CHECK] == check_of(before)) & (record["flags"] & DELETED == 0)
+    return bool((record["serial"][shown] >= serials.min(initial=MAX_SERIAL)).any())
+
+
+def _retired(source: Storage, serials: IntArray) -> bool:
+    """Whether all of these left the ring, rather than being changed and still there."""
+    table = source.refresh()
+    return bool((serials < table.serial[table.visible].min(initial=MAX_SERIAL)).all())
+
+
+def _copy_slot(
+    source: Storage, length: int, flags: int, slot: int, here: dict[str, int], there: dict[str, int]
+) -> None:
+    layout = source.layout
+    for name, field in layout.schema.fields.items():
+        first = int(source.first_row(np.array([slot]), field.final)[0])
+        count = length + (field.final and bool(flags & FINAL))
+        copy_range(here[name], there[name], layout.row_offset(name, first), count * field.itemsize)
+    for name in ("/checksums", *layout.schema.meta_fields):
+        array = layout.arrays[name]
+        copy_range(here[name], there[name], array.offset(slot), array.offset(slot + 1) - array.offset(slot))
+
+
+def _extent(word: Words) -> tuple[int, int]:
+    """(length, flags) of a record."""
+    record = word.view(RECORD)[0]
+    return int(record["length"]), int(record["flags"])

@@ -1,0 +1,382 @@
+"""Looking a folder over: every damage named by file, slot and field. Reads only, and opens what `Storage` refuses."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import MemmapBufferError
+from memmap_buffer.format.creation import LEFT_BEHIND
+from memmap_buffer.format.layout import ArrayFile
+from memmap_buffer.format.records import (
+    CHECK,
+    CHECKED,
+    DELETED,
+    FINAL,
+    GENERATION,
+    MAX_SERIAL,
+    OPEN,
+    RECORD,
+    STATE,
+    WORDS,
+    Words,
+    check_of,
+    valid,
+)
+from memmap_buffer.format.storage import Maps, Storage
+from memmap_buffer.format.syscalls import npy_header, path_of
+from memmap_buffer.writing import redo
+
+MAX_TRIED = 1000  # damaged records for which the byte that spoilt them is searched, a millisecond each
+LAST = MAX_SERIAL - 1
+_HEADER = re.compile(rb"\{'descr': (.+), 'fortran_order': False, 'shape': \(([0-9, ]*)\), \}")
+_NUMBER = re.compile(r"'[<|]([biufcU])([0-9]{1,4})'")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Attributes:
+        file: its name in the folder. what: a sentence. slot, serial, field: where, as far as it applies.
+        lost: whether something that was published cannot be read; else it is only unfinished, unused or in the way.
+    """
+
+    file: str
+    what: str
+    slot: int | None = None
+    serial: int | None = None
+    field: str | None = None
+    lost: bool = True
+
+    def __str__(self) -> str:
+        episode = "" if self.serial is None else f"episode {self.serial}, "
+        return f"{self.file}: {self.what}" + ("" if self.slot is None else f" ({episode}slot {self.slot})")
+
+
+def verify(folder: str | PathLike[str]) -> list[Finding]:
+    """Check a folder whole: the schema, every file's size and header, every record, every checksum.
+
+    Args: folder: it may be in use; what changes meanwhile is not reported.
+    Returns: what was found, what is lost first; empty when all is well.
+    Raises: NotABufferError: there is no buffer.
+    """
+    return Survey(path_of(folder)).findings()
+
+
+class Survey(Storage):
+    """A folder read file by file, each as far as it goes, so that one broken file does not hide the others.
+
+    Args: path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, read_only=True, verify="never")
+        self._broken: dict[str, OSError] = {}
+
+    def findings(self) -> list[Finding]:
+        """What `verify` returns."""
+        self.folder.require()
+        try:
+            _ = self.layout
+        except MemmapBufferError as error:
+            return [Finding("schema.json", f"cannot be read: {self._reason(error, 'schema.json')}")]
+        found = [*self._files(), *self._leftovers()]
+        if not self.strangers:  # else the schema may be the one that is wrong, and what it says of records and rows
+            found += [*self._records(), *self._serials(), *self._episodes(), *self._state()]
+        return sorted(found, key=lambda finding: not finding.lost)
+
+    # The files, as far as they go
+
+    @cached_property
+    def maps(self) -> Maps:
+        schema = self.layout.schema
+        parts = {key: self._entries(key) for key in self.layout.arrays}
+        return Maps(
+            parts["/episodes"].view(np.uint64).reshape(-1, WORDS),
+            parts["/state"].view(np.uint64).reshape(-1),
+            parts["/checksums"],
+            {name: parts[name] for name in schema.fields if len(parts[name])},
+            {name: parts[name] for name in schema.meta_fields if len(parts[name])},
+        )
+
+    @property
+    def broken(self) -> dict[str, OSError]:
+        """The key of each array file that is not what the schema says -> the error of opening it."""
+        _ = self.maps
+        return self._broken
+
+    def nothing_of(self, key: str) -> bool:
+        """Whether a file is broken and holds not one entry."""
+        return key in self.broken and self.size_of(key) - len(self.layout.arrays[key].header) < self._entry(key)
+
+    def size_of(self, key: str) -> int:
+        """The size of a broken file, 0 if it is missing or no plain file."""
+        return _size(self.broken[key])
+
+    def _entry(self, key: str) -> int:
+        """Bytes of one entry: a record, a row of a field, a slot's value of a meta field."""
+        array = self.layout.arrays[key]
+        shape = self.layout.rows_shape(key) if key in self.layout.schema.fields else array.shape
+        return math.prod(shape[1:]) * array.dtype.itemsize
+
+    def _entries(self, key: str) -> Array:
+        """The whole entries of a file that are there; those of state.npy are completed by zeros."""
+        array, size = self.layout.arrays[key], self._entry(key)
+        raw = self._elements(key, array)
+        if key == "/state" and len(raw) < STATE.itemsize:
+            raw = np.concatenate([raw, np.zeros(STATE.itemsize - len(raw), np.uint8)])
+        count = len(raw) // size
+        shape = self.layout.rows_shape(key) if key in self.layout.schema.fields else array.shape
+        return raw[: count * size].view(array.dtype).reshape(count, *shape[1:])
+
+    def _elements(self, key: str, array: ArrayFile) -> Array:
+        start, byte = len(array.header), np.dtype(np.uint8)
+        try:
+            return self.folder.map(array.name, array.header, byte, (array.size - start,))
+        except OSError as error:
+            self._broken[key] = error
+            size = _size(error)
+        if size <= start:
+            return np.empty(0, byte)
+        return self.folder.map(array.name, b"", byte, (size,))[start : array.size]
+
+    @cached_property
+    def strangers(self) -> dict[str, str]:
+        """The key of each file that is whole in itself, but not what the schema says -> what it says that it is."""
+        found = {key: self._own_words(key) for key in self.broken if self.size_of(key)}
+        return {key: words for key, words in found.items() if words}
+
+    def _own_words(self, key: str) -> str:
+        """What a file of another size says that it is, if it holds just that: then it is not cut, but another's."""
+        array, size = self.layout.arrays[key], self.size_of(key)
+        head = self.folder.map(array.name, b"", np.dtype(np.uint8), (size,))[:4096].tobytes()
+        found = _HEADER.match(head, 10)
+        if found is None or size == array.size:
+            return ""
+        descr, shape = found[1].decode("latin1"), tuple(int(n) for n in found[2].split(b",") if n.strip())
+        number = _NUMBER.fullmatch(descr)
+        itemsize = int(number[2]) * (4 if number[1] == "U" else 1) if number else array.dtype.itemsize
+        header = npy_header(descr, shape)
+        itself = head.startswith(header) and size == len(header) + math.prod(shape) * itemsize
+        return f"shape {shape} of {descr}" if itself else ""
+
+    def _files(self) -> Iterator[Finding]:
+        for key, array in self.layout.arrays.items():
+            field = None if key.startswith("/") else key
+            if key in self.strangers:
+                what = f"holds {self.strangers[key]}, and schema.json says {array.shape}: one is of another buffer"
+                yield Finding(array.name, what, field=field)
+            elif key in self.broken:
+                yield Finding(array.name, self._reason(self.broken[key], array.name), field=field)
+            if self.linked(key):
+                yield Finding(array.name, "has another name (a hard link), so it is not written to", lost=False)
+
+    def linked(self, key: str) -> bool:
+        """Whether a plain file has a second name."""
+        path = self.path / self.layout.arrays[key].name
+        return not (key in self.broken and not self.size_of(key)) and path.lstat().st_nlink > 1
+
+    def _reason(self, error: Exception, name: str) -> str:
+        """What an error says, without the path and the remedy."""
+        return str(error).removeprefix(f"{self.path / name} ").removeprefix(f"{self.path / name}: ").partition(";")[0]
+
+    # The records
+
+    @cached_property
+    def spoilt(self) -> dict[int, Words]:
+        """slot -> the words of its record, where it is neither an episode nor empty."""
+        words = self.maps.words.copy()
+        good = valid(words, self.layout.max_timesteps, self.layout.rows)
+        odd = words[:, GENERATION] & np.uint64(1) == 1
+        return {slot: words[slot] for slot in np.flatnonzero(~good & (odd | words[:, 1:].any(axis=1))).tolist()}
+
+    @cached_property
+    def mended(self) -> Survey:
+        """The same folder with each spoilt record as it was before its slot was rewritten, or one byte changed."""
+        other, words = Survey(self.path), self.maps.words.copy()
+        for i, (slot, word) in enumerate(self.spoilt.items()):
+            words[slot] = mend(word) if i < MAX_TRIED else word
+        other.layout, other.maps, other._broken = self.layout, replace(self.maps, words=words), self.broken
+        return other
+
+    def _records(self) -> Iterator[Finding]:
+        served = set(self.mended.table.visible.tolist())
+        for slot, word in self.spoilt.items():
+            finding = self._record(slot, word, slot in served)
+            if finding is not None and self.maps.words[slot].tobytes() == word.tobytes():
+                yield finding
+
+    def _record(self, slot: int, word: Words, served: bool) -> Finding | None:
+        """What is wrong with a spoilt record; None if an update of it is only unfinished."""
+        odd, known = bool(word[GENERATION] & np.uint64(1)), bool(self.mended.table.valid[slot])
+        serial = int(self.mended.table.serial[slot]) if known else None
+        if odd and (known or not word[1:].any()):
+            if not served:
+                what = "the slot holds no episode: it is being written, or its writer died"
+                return Finding("episodes.npy", what, slot, lost=False)
+            if self.pending is not None and self.pending.slot == slot:
+                return None
+            return Finding("episodes.npy", "the episode was being changed, and what into is lost", slot, serial)
+        if known:
+            return Finding("episodes.npy", "the record fails its check, in one byte", slot, serial, lost=served)
+        if word[CHECK] != check_of(word[None])[0]:
+            return Finding("episodes.npy", "the record fails its check", slot)
+        what = "out of bounds" if self.layout.rows is None else "out of bounds, or has rows of another"
+        return Finding("episodes.npy", f"the record is {what} (length {word.view(RECORD)[0]['length']})", slot)
+
+    def _serials(self) -> Iterator[Finding]:
+        table = self.table
+        kept = table.valid & (table.serial >= self.state("base"))
+        numbers, counts = np.unique(table.serial[kept], return_counts=True)
+        shown = table.serial[kept & (table.flags & DELETED == 0)]
+        for number in np.intersect1d(numbers[counts > 1], shown).tolist():
+            for slot in np.flatnonzero(kept & (table.serial == number)).tolist():
+                yield Finding("episodes.npy", "the serial stands in two slots, so neither is served", slot, number)
+        for slot in np.flatnonzero(table.valid & (table.serial == LAST)).tolist():
+            yield Finding("episodes.npy", "the serial is the last there is, so none can follow it", slot, LAST)
+
+    # The episodes
+
+    def _episodes(self) -> Iterator[Finding]:
+        for slot in self.table.visible.tolist():
+            yield from self.episode(slot)
+
+    def episode(self, slot: int) -> Iterator[Finding]:
+        """What is wrong with the rows of a visible slot."""
+        serial, cut = int(self.table.serial[slot]), self.cut(slot)
+        for name in cut:
+            yield Finding(self.layout.arrays[name].name, f"{name!r} is cut off", slot, serial, name)
+        flags = int(self.table.flags[slot])
+        if (flags & OPEN and self.broken) or not flags & CHECKED or slot >= len(self.maps.checksums):
+            return
+        for name in self.damaged(slot):
+            if self.maps.words[slot, CHECK] != self.table.check[slot]:
+                return  # a step was appended, or the episode was closed, meanwhile
+            if name in self.layout.schema.all and name not in cut:
+                yield self._checksum(slot, serial, name)
+            elif name not in cut:
+                what = (
+                    "open episode fails its checksum" if flags & OPEN else "rows and checksums are of another episode"
+                )
+                yield Finding("episodes.npy", f"the {what}", slot, serial)
+
+    def _checksum(self, slot: int, serial: int, name: str) -> Finding:
+        table = self.table
+        crcs = dict(self.column_crcs(slot, int(table.length[slot]), bool(table.flags[slot] & FINAL)))
+        stored = int(self.maps.checksums[slot, self.layout.column_of[name]])
+        # No single bit of less than 512 MiB of data changes its CRC-32 in a single bit: the polynomial is primitive.
+        if (stored ^ crcs[name]).bit_count() == 1:
+            return Finding("checksums.npy", f"one bit of the checksum of {name!r} is wrong", slot, serial, name)
+        return Finding(self.layout.arrays[name].name, f"{name!r} fails its checksum", slot, serial, name)
+
+    def cut(self, slot: int) -> list[str]:
+        """The fields whose rows of a visible slot are not all there, in files of which something is."""
+        table, schema = self.table, self.layout.schema
+        out = []
+        for name in self.broken.keys() & {*self.maps.rows, *self.maps.meta}:
+            if name in schema.meta_fields:
+                end, there = slot + 1, len(self.maps.meta[name])
+            else:
+                final = schema.fields[name].final
+                first = int(self.first_row(np.array([slot]), final)[0])
+                end = first + int(table.length[slot]) + (final and bool(table.flags[slot] & FINAL))
+                there = len(self.maps.rows[name])
+            if end > there:
+                out.append(name)
+        return sorted(out)
+
+    def cut_slots(self, fields: set[str]) -> set[int]:
+        """The slots of episodes, or of what was one, whose rows of some of these fields are not all there."""
+        return {slot for slot in self.mended.table.visible.tolist() if fields & {*self.mended.cut(slot)}}
+
+    # The rest
+
+    @property
+    def least(self) -> dict[str, int]:
+        """What the counters `next` and `epoch` must be at least, as the records have it."""
+        table = self.mended.table
+        serials = table.serial[table.valid & (table.serial < LAST)]
+        epochs = self.mended.maps.words.view(RECORD)[:, 0]["epoch"][table.valid]
+        return {"next": int(serials.max(initial=-1)) + 1, "epoch": min(int(epochs.max(initial=0)), LAST // 2) + 1}
+
+    def state_faults(self) -> dict[str, int]:
+        """The words of state.npy that cannot be, each with what it should be."""
+        state, least = self.state, self.least
+        right = {} if state("next") < MAX_SERIAL else {"next": least["next"]}
+        following = max(least["next"], right.get("next", state("next")))
+        bounds = {"base": (following, 0), "synced": (following, 0), "suspect": (following, following), "clean": (1, 0)}
+        bounds["epoch"] = (LAST, least["epoch"])
+        return right | {name: value for name, (most, value) in bounds.items() if state(name) > most}
+
+    def _state(self) -> Iterator[Finding]:
+        for name, value in self.state_faults().items() if "/state" not in self.broken else ():
+            what = f"the word {name!r} is {self.state(name)}, which cannot be; it should be {value}"
+            yield Finding("state.npy", what, lost=name == "base")
+
+    @cached_property
+    def update_left(self) -> redo.Left:
+        """What `.redo` says, if there is one."""
+        try:
+            with redo.left(self) as found:
+                return found
+        except OSError as error:
+            return redo.Left(why=self._reason(error, redo.NAME))
+
+    @property
+    def pending(self) -> redo.Rewrite | None:
+        """The update that was cut off and can be carried through."""
+        return self.update_left.rewrite
+
+    @property
+    def lockable(self) -> bool:
+        """Whether `.lock` is a plain file, or not there."""
+        lock = self.path / ".lock"
+        return not self.folder.exists(".lock") or (lock.is_file() and not lock.is_symlink())
+
+    def _leftovers(self) -> Iterator[Finding]:
+        if not self.lockable:
+            yield Finding(".lock", "is a link or no plain file, so nothing can be written", lost=False)
+        for name in filter(self.folder.exists, LEFT_BEHIND):
+            yield Finding(name, "a change of the schema that was not finished", lost=False)
+        if self.folder.exists(redo.BAD):
+            yield Finding(redo.BAD, "an update that was cut off, and failed its check when it was finished", lost=False)
+        if not self.folder.exists(redo.NAME):
+            return
+        if self.pending is not None:
+            what = "an update that is being carried out, or that the next writer finishes"
+            yield Finding(redo.NAME, what, self.pending.slot, self.pending.serial, lost=False)
+        elif self.update_left.why:
+            yield Finding(redo.NAME, f"it {self.update_left.why}, so no update is finished by it", lost=False)
+        else:
+            yield Finding(redo.NAME, "an update that was not finished, or of no episode that is here", lost=False)
+
+
+def _size(error: OSError) -> int:
+    """The size of the file that an error of `Folder` is about, 0 if there is none."""
+    return int(getattr(error, "named", {}).get("size", 0))
+
+
+def mend(word: Words) -> Words:
+    """A record with its generation even again, or with the one byte put right that makes its check fail; else as is.
+
+    The check has 64 bits, and 16,320 records differ in one byte: that a wrong one fits has a chance of 10⁻¹⁵.
+    """
+    before = word.copy()
+    before[GENERATION] &= ~np.uint64(1)
+    if before[CHECK] == check_of(before[None])[0]:
+        return before
+    tries = np.repeat(word[None], 255 * RECORD.itemsize, axis=0)
+    which = np.arange(len(tries))
+    tries.view(np.uint8)[which, which % RECORD.itemsize] ^= (1 + which // RECORD.itemsize).astype(np.uint8)
+    fits = tries[tries[:, CHECK] == check_of(tries)]
+    mended: Words = fits[0] if len(fits) == 1 else word
+    return mended

@@ -1,0 +1,191 @@
+"""What is done for each item of a batch as loops of machine code, where numba is installed; else numpy does it.
+
+Both give the same bits. Numpy needs a dozen calls for what one loop does, and for a batch of 256 the calls are what it
+costs. Each step is taken for all of a batch, so that their cache misses overlap.
+
+numba is loaded and the loops are compiled (some three seconds) when `load` is called, which a sum tree does after some
+draws, so that a program that draws a batch or two does not wait for it. Until then, and without numba, `now` is None.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memmap_buffer.format.records import CHECK, GENERATION, SERIAL, WORDS
+
+
+class Kernels(NamedTuple):
+    """The functions of this module, compiled."""
+
+    accumulate: Any
+    find: Any
+    put: Any
+    locate: Any
+    leaves: Any
+    look_up: Any
+    nearest: Any
+
+
+now: Kernels | None = None  # those in use
+
+
+def load() -> None:
+    """Use the kernels from now on, if numba is installed."""
+    global now
+    now = compiled()
+
+
+@lru_cache(maxsize=1)
+def compiled() -> Kernels | None:
+    """The kernels, or None where numba is not installed."""
+    try:
+        numba = importlib.import_module("numba")
+    except ImportError:
+        return None
+    floats, integers, integer, yes = numba.float64[::1], numba.int64[::1], numba.int64, numba.boolean
+    words, records, masks = numba.uint64[::1], numba.uint64[:, ::1], numba.boolean[::1]
+    given, known = integers.copy(layout="A", readonly=True), records.copy(readonly=True)  # of whatever kind they are
+    chosen, values = integers.copy(readonly=True), floats.copy(readonly=True)
+    signatures = {
+        accumulate: numba.void(floats, floats),
+        find: yes(floats, floats, values, integers, floats),
+        put: numba.void(floats, integer, chosen, values),
+        locate: yes(integers, integer, integers, integers, integers, integers, integers),
+        leaves: yes(given, given, integer, integers, integers, integer, integers),
+        look_up: numba.void(known, words, masks, given, given, records, masks),
+        nearest: yes(given, given, given, integers, masks),
+    }
+    return Kernels(*(numba.njit(signature, nogil=True)(loop) for loop, signature in signatures.items()))
+
+
+def accumulate(nodes: Any, sums: Any) -> None:
+    """0, then the sums of nodes (top,) up to each, into sums (top + 1,)."""
+    total = 0.0
+    sums[0] = total
+    for i in range(len(nodes)):
+        total += nodes[i]
+        sums[i + 1] = total
+
+
+def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
+    """The leaves at values of the cumulative sum, and their priorities; False where one of these is 0.
+
+    Args:
+        heap: (2 * capacity,). sums: (top + 1,) cumulative, from 0. values: (B,).
+        nodes, rest: (B,) to be filled: with leaves and priorities at last.
+    """
+    top, count, levels = len(sums) - 1, len(values), 0
+    last = top - 1
+    while last and sums[last] == sums[top]:  # what rounding brought to the end belongs to the last that adds something
+        last -= 1
+    nodes[:] = 0
+    step = top >> 1
+    while step:  # products, here and below, as no processor foretells such branches
+        for i in range(count):
+            nodes[i] += step * int(sums[nodes[i] + step] <= values[i])
+        step >>= 1
+    nodes[:] = np.minimum(nodes, last)
+    rest[:] = values - sums[nodes]
+    nodes += top
+    while top << levels < len(heap) >> 1:
+        levels += 3
+    touched = 0.0
+    for _ in range(levels // 3):
+        # Nothing but reads, so that the processor has more of them under way than while it decides on each.
+        for i in range(count):
+            touched += heap[8 * nodes[i]]
+        for i in range(count):
+            node, value = 8 * nodes[i], rest[i]
+            left = (heap[node] + heap[node + 1]) + (heap[node + 2] + heap[node + 3])
+            right = int(value >= left)
+            value -= left * right
+            node += 4 * right
+            left = heap[node] + heap[node + 1]
+            right = int(value >= left)
+            value -= left * right
+            node += 2 * right
+            left = heap[node]
+            right = int(value >= left)
+            rest[i] = value - left * right
+            nodes[i] = node + right
+    found = touched >= 0
+    for i in range(count):
+        rest[i] = heap[nodes[i]]
+        nodes[i] -= len(heap) >> 1
+        found &= rest[i] > 0
+    return found
+
+
+def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
+    """Give leaves (B,) their priorities (B,) and recompute what lies above, down to the `top` nodes of one level."""
+    capacity, count, levels = len(heap) >> 1, len(leaves), 0
+    for i in range(count):
+        heap[capacity + leaves[i]] = priorities[i]
+    while top << levels < capacity:
+        levels += 3
+        for i in range(count):
+            node = (capacity + leaves[i]) >> levels
+            low, high = 8 * node, 8 * node + 4
+            left = (heap[low] + heap[low + 1]) + (heap[low + 2] + heap[low + 3])
+            heap[node] = left + ((heap[high] + heap[high + 1]) + (heap[high + 2] + heap[high + 3]))
+
+
+def locate(leaves: Any, per_slot: int, length: Any, serial: Any, slots: Any, serials: Any, t: Any) -> bool:
+    """Whose steps leaves (B,) are, where each slot has `per_slot`; False where one is beyond its episode's end.
+
+    Args: length, serial: (slots,) of the episodes. slots, serials, t: (B,) to be filled.
+    """
+    for i in range(len(leaves)):
+        slot = leaves[i] // per_slot
+        if slot < 0 or slot >= len(length) or leaves[i] - slot * per_slot >= length[slot]:
+            return False
+        slots[i], serials[i], t[i] = slot, serial[slot], leaves[i] - slot * per_slot
+    return True
+
+
+def leaves(serials: Any, t: Any, oldest: int, visible: Any, length: Any, per_slot: int, out: Any) -> bool:
+    """The leaves (B,) of steps; False where one is of no visible episode, or beyond its end.
+
+    Args: oldest: the serial of the first of `visible` (E,), the slots of episodes whose serials follow one another.
+    """
+    for i in range(len(serials)):
+        if serials[i] < oldest or serials[i] - oldest >= len(visible):
+            return False
+        slot = visible[serials[i] - oldest]
+        if t[i] < 0 or t[i] >= length[slot]:
+            return False
+        out[i] = slot * per_slot + t[i]
+    return True
+
+
+def look_up(words: Any, check: Any, shown: Any, slots: Any, serials: Any, records: Any, same: Any) -> None:
+    """`Storage.look_up`, into records (B, 8) and same (B,).
+
+    Args: words: (slots, 8) as mapped. check, shown: (slots,) of the table. slots, serials: (B,).
+    """
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot < 0 or slot >= len(words):  # nobody asks for one; but nothing else would keep this from reading there
+            records[i, :], same[i] = 0, False
+            continue
+        for word in range(WORDS):
+            records[i, word] = words[slot, word]
+        unlike = (records[i, CHECK] ^ check[slot]) | (records[i, SERIAL] ^ np.uint64(serials[i]))
+        same[i] = shown[slot] and (unlike | (records[i, GENERATION] & np.uint64(1))) == 0
+
+
+def nearest(first: Any, t: Any, limit: Any, rows: Any, missing: Any) -> bool:
+    """The rows (B,) of the nearest timesteps to t that exist, and which of t do not; whether any does not.
+
+    Args: first, limit: (B,) the row of step 0, and how many timesteps each episode has. rows, missing: to be filled.
+    """
+    any_missing = False
+    for i in range(len(t)):
+        near = min(max(t[i], 0), limit[i] - 1)
+        rows[i], missing[i] = first[i] + near, near != t[i]
+        any_missing |= near != t[i]
+    return any_missing

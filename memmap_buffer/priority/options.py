@@ -1,0 +1,92 @@
+"""`Prioritized`: how items are drawn by priority, and what their importance weights are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memmap_buffer.dtypes import check_number
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.schema import Schema
+
+NORMALIZE = ("batch", "buffer", None)
+VARIANTS = ("proportional", "rank")
+OVER = (None, "first", "max", "mean")
+
+
+@dataclass(frozen=True)
+class Prioritized:
+    """Draw items with replacement, each with P(i) = p_i / Σ p over the items that the view can serve.
+
+    The priority of a step is (|δ| + ε)^α of the error that it was last given by `update_priorities`, and until then the
+    highest so far, 1 at first. A batch gains `_weights` (B,) float32, `_probabilities` (B,) float64 and `_indices`
+    (`_index` for whole episodes). An item whose episode was overwritten before it was read is replaced, and weighs 0.
+
+    Where every step can be drawn, nothing but the tree on the disk is needed. Where some cannot (an n-step item without
+    a successor, a filter, a stride), or the unit is not a step, a second tree is kept in memory, some 9 bytes an item,
+    built at the first draw and updated with the first.
+
+    Args:
+        alpha: α, 0 draws uniformly. epsilon: ε, so that a step without error is still drawn.
+        beta: β of the weights w = (N · P)^-β over N items; it rises linearly to 1 over `beta_steps` batches, or stays.
+            It is the one thing that is not on the disk: a loader's `state_dict` has it, and `sample` counts from the
+            opening of the buffer; to go on after n batches there, give `beta_at(n)` and what is left of `beta_steps`.
+        normalize: divide by the highest weight of the "batch", by the highest that any item of the "buffer" has, or,
+            with None, not at all.
+        stratified: one draw in each of B segments of equal mass.
+        variant: "proportional", or "rank": p = (1 / rank)^α, the highest priority having rank 1 and equal ones the
+            same. Ranks are found in an order that is sorted anew after `sort_interval` changes (new priorities, items
+            that came, items that went), by default as many as there are items.
+        name: of the tree, `priority/<name>.npy`; those who share α, ε and the name share the priorities.
+        over: an item of several steps has the priority of its "first", or the "max" or "mean" over all; by default
+            windows have the first, episodes the mean.
+        meta: draw by a meta field instead: p = value^α, for which nothing is stored.
+
+    Raises: SchemaError: a value that is not one of these.
+    Source: Schaul et al. 2016, "Prioritized Experience Replay".
+    """
+
+    alpha: float = 0.6
+    beta: float = 0.4
+    beta_steps: int | None = None
+    epsilon: float = 1e-6
+    normalize: str | None = "batch"
+    stratified: bool = True
+    variant: str = "proportional"
+    name: str = "td"
+    over: str | None = None
+    sort_interval: int | None = None
+    meta: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("normalize", NORMALIZE), ("variant", VARIANTS), ("over", OVER)):
+            if getattr(self, name) not in allowed:
+                expected = ", ".join(map(repr, allowed))
+                raise SchemaError(f"{name}: got {getattr(self, name)!r}, expected one of {expected}")
+        for name, low, high in (("alpha", 0, 100), ("beta", 0, 1), ("epsilon", 1e-100, 1e100)):
+            check_number(name, getattr(self, name), low, high)
+        for name in ("beta_steps", "sort_interval"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SchemaError(f"{name}: got {value!r}, expected a whole number from 1, or None")
+
+    @classmethod
+    def parse(cls, given: Any, schema: Schema) -> Prioritized | None:
+        """The option of that name; True means the defaults. Raises SchemaError."""
+        if given is None or given is False:
+            return None
+        found = cls() if given is True else given
+        if not isinstance(found, cls):
+            raise SchemaError(f"prioritized: got {given!r}, expected Prioritized(...), or True for its defaults")
+        if found.meta is not None:
+            schema.require([found.meta], "prioritized", schema.meta_fields)
+            field = schema.meta_fields[found.meta]
+            if field.shape not in ((), (1,)) or field.storage.kind not in "fiub" or field.dtype == "bfloat16":
+                raise SchemaError(f"prioritized: {found.meta!r} is no field of one number; give one")
+        return found
+
+    def beta_at(self, batch: int) -> float:
+        """β of the batch of that number, counted from 0."""
+        if self.beta_steps is None:
+            return self.beta
+        return min(1.0, self.beta + (1 - self.beta) * batch / self.beta_steps)

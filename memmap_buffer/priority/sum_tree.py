@@ -1,0 +1,243 @@
+"""The sum tree: priorities as the leaves of a heap over one array, mapped or in memory. It opens no file.
+
+Node 1 would be the root, nodes 2n and 2n + 1 are the children of n, leaf i is node `capacity` + i. Of the levels only
+every third from the leaves up is kept: a step goes from n to one of 8n … 8n + 7, which lie in one cache line and one
+page, and in a large tree these are what it costs. A node is recomputed from those eight, pair by pair, and never
+incremented, so nothing drifts. The at most 2048 nodes of the top level are taken as one cumulative sum, and what would
+lie above them is not kept. Behind the heap lies a second one for the minimum over positive leaves, which is written
+only where it is asked for.
+
+Who draws again and again goes over to the loops of `kernels`, if numba is installed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.dtypes import all_of
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.priority import kernels
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+TOP = 11  # at most 2**TOP nodes are summed up at once
+STEP = 3  # levels that are gone at once
+WIDTH = 1 << STEP
+KIND = 1  # the number of this arrangement; another TOP or STEP is another one
+MANY = 4096  # from here on it pays to visit what lies above two changed nodes once
+PATIENCE = 100  # draws before the kernels are loaded, which takes as long as some thousand of them
+MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
+_INFINITY = np.uint64(0x7FF0000000000000)
+
+
+def capacity_of(leaves: int) -> int:
+    """The smallest power of two that holds so many leaves."""
+    return 1 << max(1, (leaves - 1).bit_length())
+
+
+def num_nodes(leaves: int) -> int:
+    """How many float64 a tree of so many leaves needs."""
+    return 3 * capacity_of(leaves)
+
+
+def new_nodes(leaves: int) -> FloatArray:
+    """The nodes of an empty tree in memory. Raises SchemaError: there is not so much."""
+    count = num_nodes(leaves)
+    try:
+        return np.zeros(count)
+    except MemoryError:
+        raise SchemaError(
+            f"priorities of {leaves} steps take {count >> 27} GiB, more than there is memory; open it to write, where "
+            "those of TD errors are in a file, or record into a folder of a lower max_timesteps"
+        ) from None
+
+
+class SumTree:
+    """Priorities with their sums; zero means that a leaf is never drawn.
+
+    Args:
+        nodes: (num_nodes(leaves),) float64, zeros for a new tree, or what one left.
+        leaves: how many.
+        minima: keep the minimum over positive leaves up to date; `refresh` the leaves of an array that has none yet.
+    """
+
+    def __init__(self, nodes: FloatArray, leaves: int, *, minima: bool = False) -> None:
+        self.leaves = leaves
+        self.minima = minima
+        self.capacity = capacity_of(leaves)
+        assert nodes.shape == (3 * self.capacity,)
+        self._heap = nodes[: 2 * self.capacity]
+        self._keys = nodes[2 * self.capacity :].view(np.uint64)
+        depth = self.capacity.bit_length() - 1
+        self._steps = max(0, -((TOP - depth) // STEP))
+        self._top = self.capacity >> STEP * self._steps
+        self._below: FloatArray = self._heap[: 2 * self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
+        self._keys_below = self._keys[: self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
+        self._sums: FloatArray | None = None
+        self._num_found = 0
+
+    @property
+    def total(self) -> float:
+        """The sum of all priorities."""
+        return float(self._cumulative()[-1])
+
+    @property
+    def minimum(self) -> float:
+        """The smallest positive priority, 0 where there is none; only with `minima`."""
+        assert self.minima
+        if not self._steps:
+            leaves = self._heap[self.capacity :]
+            return float(leaves.min(initial=np.inf, where=leaves > 0)) if leaves.any() else 0.0
+        best = self._keys[self._top : 2 * self._top].max()
+        return float((_INFINITY - best).view(np.float64)) if best else 0.0
+
+    def get(self, leaves: IntArray) -> FloatArray:
+        """The priorities of leaves (B,)."""
+        return self._heap.take(leaves + self.capacity)
+
+    def set(self, leaves: IntArray, priorities: FloatArray) -> None:
+        """Give leaves (B,) their priorities (B,); of a leaf that stands twice the last counts.
+
+        Raises: SchemaError: a priority is negative, NaN or infinite, or there is no such leaf; nothing was set.
+        """
+        self._check(leaves, priorities)
+        self.put(leaves, priorities)
+
+    def put(self, leaves: IntArray, priorities: FloatArray) -> None:
+        """`set` of what is known to be right."""
+        compiled = kernels.now
+        if compiled is not None and not self.minima:
+            compiled.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
+            self._sums = None
+            return
+        self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
+        self.refresh(leaves)
+
+    def add(self, leaves: IntArray, amounts: FloatArray) -> None:
+        """Add amounts (B,) to leaves (B,); of a leaf that stands twice both count. Raises SchemaError, as `set`."""
+        unique, place = np.unique(leaves, return_inverse=True)
+        self._check(unique, np.zeros(len(unique)))
+        self.set(unique, self.get(unique) + np.bincount(place, amounts, len(unique)))
+
+    def refresh(self, leaves: IntArray) -> None:
+        """Recompute what lies above leaves."""
+        nodes = leaves + self.capacity
+        if len(nodes) >= MANY:
+            nodes.sort(kind="stable")  # nearly nothing where they are sorted; numpy's `unique` takes 20 times as long
+        for number in range(self._steps):
+            nodes >>= STEP
+            if len(nodes) >= MANY:
+                nodes = nodes[np.concatenate([[True], nodes[1:] != nodes[:-1]])]
+            eight = self._below.take(nodes, axis=0)
+            self._heap[nodes] = _paired(_paired(_paired(eight.reshape(-1))))
+            if self.minima:
+                keys = _keys_of(eight) if number == 0 else self._keys_below.take(nodes, axis=0)
+                self._keys[nodes] = keys.max(axis=1)
+        self._sums = None
+
+    def find(self, values: FloatArray) -> tuple[IntArray, FloatArray]:
+        """The leaves (B,) at values (B,) in [0, total] of the cumulative sum, and their priorities; never one of 0.
+
+        The tree must not be empty.
+        """
+        self._num_found += 1
+        if self._num_found == PATIENCE:
+            kernels.load()
+        sums, compiled = self._cumulative(), kernels.now
+        if compiled is not None:
+            leaves, priorities = np.empty(len(values), np.int64), np.empty(len(values))
+            if compiled.find(self._heap, sums, np.ascontiguousarray(values), leaves, priorities):
+                return leaves, priorities
+        # A value that rounding brought to the end belongs to the last node that adds something.
+        last = np.searchsorted(sums[1:], sums[-1])
+        nodes = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
+        left_over = values - sums.take(nodes)
+        nodes += self._top
+        found = self._descend(nodes, left_over, careful=False)
+        if not all_of(self._heap.take(found) > 0):
+            found = self._descend(nodes, left_over, careful=True)
+        return found - self.capacity, self._heap.take(found)
+
+    def draw(self, count: int, rng: np.random.Generator, *, stratified: bool = True) -> IntArray:
+        """Leaves (count,) drawn with replacement, each in proportion to its priority; see `spread`."""
+        return self.find(spread(count, self.total, rng, stratified=stratified))[0]
+
+    def _descend(self, nodes: IntArray, left_over: FloatArray, *, careful: bool) -> IntArray:
+        """The leaf nodes below; `careful` also where rounding left a value at the very end of a node."""
+        left_over, first = left_over.copy(), np.arange(len(nodes))
+        for _ in range(self._steps):
+            eight = self._below.take(nodes, axis=0).reshape(-1)
+            four = _paired(eight)
+            at = first
+            for sums in (_paired(four), four, eight):
+                at = at << 1
+                left = sums.take(at)
+                right = left_over >= left
+                if careful:
+                    right &= sums.take(at + 1) > 0
+                left *= right
+                left_over -= left
+                at += right
+            nodes = WIDTH * (nodes - first) + at
+        return nodes
+
+    def _cumulative(self) -> FloatArray:
+        """0, then the sums of the top level's nodes up to each."""
+        if self._sums is None:
+            sums, nodes, compiled = np.empty(self._top + 1), self._heap[self._top : 2 * self._top], kernels.now
+            if compiled is not None:
+                compiled.accumulate(nodes, sums)
+            else:
+                sums[0] = 0
+                np.add.accumulate(nodes, out=sums[1:])
+            self._sums = sums  # when they are whole: an interrupt may come in between
+        return self._sums
+
+    def _check(self, leaves: IntArray, priorities: FloatArray) -> None:
+        if not len(leaves):
+            return
+        if leaves.min() < 0 or leaves.max() >= self.leaves:
+            wrong = leaves[(leaves < 0) | (leaves >= self.leaves)][0]
+            raise SchemaError(f"leaf {wrong}: the tree has {self.leaves}, counted from 0")
+        if not 0 <= priorities.min() <= priorities.max() <= MAX_PRIORITY:  # false for NaN, too
+            wrong = np.flatnonzero(~((priorities >= 0) & (priorities <= MAX_PRIORITY)))[0]
+            raise SchemaError(
+                f"priority of leaf {leaves[wrong]}: got {priorities[wrong]}, expected a number from 0 to {MAX_PRIORITY}"
+            )
+
+
+def _paired(sums: FloatArray) -> FloatArray:
+    """(2 * K,) sums of neighbours, (K,). Flat, as numpy takes a loop for each row of a few columns."""
+    return sums[::2] + sums[1::2]
+
+
+def _keys_of(priorities: FloatArray) -> npt.NDArray[np.uint64]:
+    """(B, K) keys of leaves: larger for smaller ones, 0 for none, so that holes are empty.
+
+    The bits of positive floats are ordered as they are.
+    """
+    bits = priorities.view(np.uint64)
+    return np.asarray(np.where(bits > 0, _INFINITY - bits, np.uint64(0)))
+
+
+def spread(count: int, total: float, rng: np.random.Generator, *, stratified: bool) -> FloatArray:
+    """Values (count,) in [0, total): uniform, or one in each of `count` segments of equal length.
+
+    Source: Schaul et al. 2016, appendix B.2.1.
+    """
+    values = rng.random(count)
+    if stratified:
+        values += _ramp(count) if count <= MANY else np.arange(count)
+        values *= total / max(count, 1)
+    else:
+        values *= total
+    return values
+
+
+@lru_cache(maxsize=8)
+def _ramp(count: int) -> FloatArray:
+    """0 … count - 1."""
+    return np.arange(count, dtype=np.float64)

@@ -1,0 +1,391 @@
+"""The files of one named tree: the owner's lock, the head, the nodes; what is trusted, and what is made anew.
+
+`priority/<name>.npy` holds the nodes of a `SumTree` with a leaf for each (slot, t): (|δ| + ε)^α, 0 for what cannot be
+drawn. Node 0, which no heap uses, holds α, so that α and the leaves can only change together.
+`priority/<name>.head.npy` is (16 + 2 * slots,) u8: generation (odd while anything is stored) | ε | the maximum of
+|δ| + ε so far | whether the minima are kept | clean | boot u8[2] | inode of the nodes' file | the number of the
+arrangement of the nodes (`tree.KIND`) | 7 reserved; then for each slot the serial + 1 and the length of the episode
+that its leaves are of, 0 for none. `priority/<name>.lock` is held by the owner.
+
+The leaves are the truth: where the generation is odd, or the machine went down without `clean`, or α or the arrangement
+is another, or the file is a copy (which may have been taken while something was stored), they are copied into a new
+file, which then replaces the old one. Those whose recorded serial is not the slot's are not.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, EpisodeStateError, WriterLostError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.host import boot_id
+from memmap_buffer.format.layout import ArrayFile
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import barrier, close_all, process_id, read_at, write_all, write_word
+from memmap_buffer.priority.mapped_nodes import Nodes, nodes_file
+from memmap_buffer.priority.sum_tree import KIND, MAX_PRIORITY, FloatArray, SumTree, new_nodes
+
+log = logging.getLogger("memmap_buffer")
+
+GENERATION, EPSILON, MAXIMUM, MINIMA, CLEAN, BOOT, INODE, ARRANGEMENT = 0, 1, 2, 3, 4, 5, 7, 8
+WORDS = 16
+BLOCK_STEPS = 1 << 20  # steps that are stored together
+NEW = "it is new"
+
+
+class Storing:
+    """A block that stores to the tree of a file."""
+
+    def __init__(self, file: TreeFile) -> None:
+        self._file = weakref.proxy(file)
+
+    def __enter__(self) -> None:
+        self._file.begin()
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is None:
+            self._file.end()
+
+
+class TreeFile:
+    """One named tree of one folder, in its files or, where the folder is only read, in memory.
+
+    Args: storage: the folder. name: of the tree. alpha, epsilon: what the leaves are made with.
+
+    Attributes:
+        tree: the sums. pairs: (slots, 2) u8, each slot's serial + 1 and length. maximum: of |δ| + ε so far.
+        storing: what to store in, by `with`. whole: false after such a block that did not end; then `load` again.
+    """
+
+    def __init__(self, storage: Storage, name: str, *, alpha: float, epsilon: float) -> None:
+        layout = storage.layout
+        self.storage, self.name, self.alpha, self.epsilon = storage, name, alpha, epsilon
+        self.leaves = layout.rows or layout.slots * layout.max_timesteps
+        self.maximum, self.whole = 1.0, False
+        self.tree: SumTree
+        self._nodes_file = nodes_file(f"priority/{name}.npy", self.leaves)
+        self._head_file = ArrayFile(f"priority/{name}.head.npy", np.dtype("<u8"), (WORDS + 2 * layout.slots,))
+        self._head = np.zeros(WORDS + 2 * layout.slots, np.uint64)
+        self._words: Array = self._head  # later, where stores reach the file at once, those in the file
+        self._nodes: Nodes | None = None
+        self._fd: dict[str, int] = {}
+        self._locks: list[Any] = []
+        self._folder = Folder(storage.path)
+        self._pid, self._closed = process_id(), False
+        self.storing = Storing(self)
+        self._finalizer = weakref.finalize(self, _release, self._fd, self._locks)
+        self._finalizer.atexit = False
+
+    @property
+    def pairs(self) -> Array:
+        return self._head[WORDS:].reshape(-1, 2)
+
+    @property
+    def default(self) -> float:
+        """What a new step gets."""
+        return float(self.maximum**self.alpha)
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether what is stored is in the file at once."""
+        return self._nodes is not None and self._nodes.shared
+
+    def own(self) -> None:
+        """Own the files, unless the folder is only read.
+
+        Raises: BufferLockedError: another process does. WriterLostError: another folder stands at the path.
+        """
+        self._hold()
+        if self.storage.read_only or not self.storage.layout.writable:
+            return
+        try:
+            self._locks.append(self._folder.lock(f"priority/{self.name}.lock"))
+        except BufferLockedError:
+            raise BufferLockedError(
+                f"{self.storage.path}: another process owns the priorities {self.name!r}; stop it, give these another "
+                "name, or open the folder with read_only=True for priorities of your own",
+                path=self.storage.path,
+            ) from None
+
+    def _hold(self) -> None:
+        with suppress(FileNotFoundError):
+            self._folder.hold()
+        self.require_place()
+
+    def require_place(self) -> None:
+        """Raise WriterLostError where another folder than the one that was opened stands at the path."""
+        if not (self._folder.in_place and self.storage.is_of(self._folder)):
+            raise WriterLostError(
+                f"{self.storage.path}: the folder was moved, removed or overwritten, and the priorities {self.name!r} "
+                "with it; open the buffer anew",
+                reason="moved",
+            )
+
+    def blocks(self, slots: IntArray, start: IntArray, stop: IntArray) -> Iterator[IntArray]:
+        """The leaves of steps start … stop - 1 of slots, some 10⁶ at a time."""
+        count = np.maximum(stop - start, 0)
+        first = self.storage.first_row(slots, False) + start
+        ends = np.cumsum(count)
+        for at in range(0, int(count.sum()), BLOCK_STEPS):
+            i = np.arange(at, min(at + BLOCK_STEPS, int(ends[-1])))
+            place = np.searchsorted(ends, i, side="right")
+            yield first[place] + i - (ends[place] - count[place])
+
+    # Storing
+
+    def prepare(self, leaves: IntArray) -> None:
+        """Before leaves are stored to. Raises OSError: the disk is full, and nothing has changed."""
+        if self._nodes is not None:
+            self._nodes.prepare(leaves)
+
+    def begin(self) -> None:
+        """Begin to store to the tree; unless that ends, it is made anew of its leaves. See `storing`."""
+        if self._closed:
+            raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
+        if process_id() != self._pid:
+            raise WriterLostError(
+                f"{self.storage.path}: a forked child does not own the priorities {self.name!r}; draw and update in "
+                "the parent, or open the buffer anew in the child under another name",
+                reason="forked",
+            )
+        self.whole = False
+        self._put(GENERATION, self._head.item(GENERATION) | 1)
+
+    def end(self) -> None:
+        """All is stored."""
+        self._put(GENERATION, self._head.item(GENERATION) + 1)
+        self.whole = True
+
+    def raise_maximum(self, value: float) -> None:
+        """The maximum is at least `value` from now on."""
+        if value > self.maximum:
+            self.maximum = value
+            self._put(MAXIMUM, _bits(value))
+
+    def put_pairs(self, slots: IntArray) -> None:
+        """The pairs of some slots, in order, were changed."""
+        if not self._at_once:
+            return
+        runs = [slots[[0, -1]]] if len(slots) > 64 else [slots[i : i + 1] for i in range(len(slots))]
+        for run in runs:
+            first, last = WORDS + 2 * int(run[0]), WORDS + 2 * int(run[-1]) + 2
+            write_all(self._fd["head"], self._head[first:last], self._head_file.offset(first))
+
+    def keep_minima(self) -> None:
+        """From now on `tree.minimum` is kept; the first time this looks at every step."""
+        self.tree.minima = True
+        if self._nodes is not None:
+            self._nodes.watch_minima()
+        slots = np.flatnonzero(self.pairs[:, 1])
+        steps = slots, np.zeros_like(slots), self.pairs[slots, 1].astype(np.int64)
+        for leaves in self.blocks(*steps):
+            self.prepare(leaves)
+        with self.storing:
+            for leaves in self.blocks(*steps):
+                self.tree.refresh(leaves)
+            self._put(MINIMA, 1)
+
+    def checkpoint(self) -> None:
+        """Wait until all that was stored is on the disk. Raises OSError, WriterLostError."""
+        if self._nodes is None or self._closed:
+            return
+        self.require_place()
+        if not self._nodes.shared:
+            write_word(self._fd["head"], int(self._head[GENERATION]) | 1, self._head_file.offset(GENERATION))
+        self._nodes.checkpoint()
+        self._save_head()
+
+    def close(self) -> None:
+        """Bring everything to the disk and let go; twice is fine, and in a forked child nothing is written."""
+        if self._nodes is not None and self.whole and not self._closed and process_id() == self._pid:
+            self._nodes.checkpoint()
+            self._head[CLEAN] = 1
+            self._save_head()
+        self._closed = True
+        self._folder.let_go()
+        if process_id() == self._pid:
+            self._finalizer()
+
+    def _put(self, word: int, value: int) -> None:
+        # A store, as two calls of `pwrite` take a tenth of a batch. What was stored before a kill is in the file, in
+        # that order; and `load` wrote to the block, so that it is there also where the disk is full.
+        self._head[word] = value
+        if self._at_once:
+            self._words[word] = value
+
+    def _save_head(self) -> None:
+        """Write what follows the generation, then the generation."""
+        write_all(self._fd["head"], self._head[1:], self._head_file.offset(1))
+        write_word(self._fd["head"], int(self._head[GENERATION]), self._head_file.offset(GENERATION))
+        barrier(self._fd["head"])
+
+    # Opening
+
+    def load(self, distrust: str = "") -> None:
+        """Map the tree where it can be trusted, else make it anew of its leaves; `distrust` says why, if it is known.
+
+        Raises: CorruptBufferError: something in `priority/` is a link or no plain file. OSError: the disk is full.
+        """
+        why = self._read_head() or distrust
+        if not why and self._locks:
+            self._map()
+            why = self._distrusted()
+        if why or not self._locks:
+            self._rebuild(why)
+        if self._locks:
+            boot = np.frombuffer(boot_id(), np.uint64)
+            words = {
+                CLEAN: 0,
+                INODE: self._folder.file_key(self._nodes_file.name)[1],
+                BOOT: boot[0],
+                BOOT + 1: boot[1],
+                EPSILON: _bits(self.epsilon),
+                ARRANGEMENT: KIND,
+            }
+            for word, value in {**words, MAXIMUM: _bits(self.maximum)}.items():
+                self._head[word] = value
+            # Before anything is stored: from here on a crash of the machine is one that is seen.
+            write_all(self._fd["head"], self._head[:WORDS], self._head_file.offset(0))
+            barrier(self._fd["head"])
+        self.whole = True
+
+    def _read_head(self) -> str:
+        """Read the head; returns why the tree cannot be used as it is, or ""."""
+        folder, file, nodes = self._folder, self._head_file, self._nodes_file
+        if not folder.exists(file.name) or not folder.exists(nodes.name):
+            return NEW
+        data: dict[str, bytes] = {}
+        for one, size in ((file, file.size - len(file.header)), (nodes, 0)):
+            try:
+                fd = {"": folder.open_to_read(one.name, one.header, one.size)}
+            except CorruptBufferError as error:
+                if "size" not in error.named:
+                    raise
+                return str(error)
+            data[one.name] = read_at(fd[""], size, len(one.header))
+            close_all(fd)
+        head = np.frombuffer(data[file.name], np.uint64).copy()
+        maximum = float(head[MAXIMUM : MAXIMUM + 1].view(np.float64)[0])
+        if not 0 < maximum <= MAX_PRIORITY or (head[WORDS + 1 :: 2] > self.storage.layout.max_timesteps).any():
+            return "its head is damaged"
+        self._head, self.maximum = head, maximum
+        boot = head[BOOT : BOOT + 2].tobytes()
+        if int(head[GENERATION]) % 2:
+            return "an update did not end"
+        if int(head[INODE]) != folder.file_key(nodes.name)[1]:
+            return "it is a copy"
+        if int(head[ARRANGEMENT]) != KIND:
+            return "its sums were arranged otherwise"
+        if not head[CLEAN] and (boot != boot_id() or not any(boot)):
+            return "the machine went down while it was in use"
+        return ""
+
+    def _map(self) -> None:
+        head, minima = self._head_file, bool(self._head[MINIMA])
+        self._nodes = Nodes(self._folder, self._nodes_file, self.leaves, minima=minima)
+        self.tree = SumTree(self._nodes.array, self.leaves, minima=minima)
+        close_all(self._fd)
+        shared = self._nodes.shared
+        self._fd["head"], mapped = self._folder.map_to_change(head.name, head.header, head.size, shared=shared)
+        self._words = np.frombuffer(mapped, np.uint64, WORDS, len(head.header))
+        if not shared:
+            text = "%s: this file system does not overwrite in place, so changes of the priorities %r stay in memory "
+            log.info(text + "until checkpoint()", self.storage.path, self.name)
+
+    def _distrusted(self) -> str:
+        """Why a tree whose head is right cannot be used, or ""."""
+        assert self._nodes is not None
+        alpha = float(self._nodes.array[0])
+        if alpha != self.alpha:
+            return f"alpha was {alpha} and is {self.alpha}"
+        return "" if 0 <= self.tree.total < np.inf else "its sums are damaged"
+
+    def _rebuild(self, why: str) -> None:
+        """A new tree of the leaves that are known to be right."""
+        kept = self._kept()
+        self._head[WORDS:] = 0
+        self._head[MINIMA] = 0
+        if not self._locks:
+            self.tree = SumTree(new_nodes(self.leaves), self.leaves)
+            self._restore(*kept)
+            return
+        if why != NEW:
+            log.warning("%s: priorities %r are made anew of their leaves: %s", self.storage.path, self.name, why)
+        self._doubt_head()
+        folder, final = self._folder, self._nodes_file
+        self._nodes_file = nodes_file(f"{final.name}.new", self.leaves)
+        try:
+            folder.unlink(self._nodes_file.name, missing_ok=True)
+            folder.create_array(self._nodes_file.name, self._nodes_file.header, self._nodes_file.size)
+            self._map()
+            self._restore(*kept)
+            assert self._nodes is not None
+            self._nodes.checkpoint()
+            folder.rename(self._nodes_file.name, final.name)
+        finally:
+            self._nodes_file = final
+        self._head[GENERATION] = 2
+        self._save_head()
+
+    def _doubt_head(self) -> None:
+        """A head whose generation is odd, on the disk before anything else is changed."""
+        folder, head = self._folder, self._head_file
+        try:
+            with folder.writing(head.name, head.header, head.size) as fd:
+                write_word(fd, 1, head.offset(GENERATION))
+        except CorruptBufferError:  # missing or torn
+            new = f"{head.name}.new"
+            for name in (new, head.name):
+                folder.unlink(name, missing_ok=True)
+            folder.create_array(new, head.header, head.size)
+            words = np.zeros(head.shape, np.uint64)
+            words[GENERATION], words[MAXIMUM] = 1, _bits(self.maximum)
+            with folder.writing(new, head.header, head.size) as fd:
+                write_all(fd, words, head.offset(0))
+            folder.rename(new, head.name)
+
+    def _kept(self) -> tuple[IntArray, IntArray, Array, float]:
+        """(slots, lengths, the old nodes, their α) of the episodes whose leaves are right."""
+        file, table, nothing = self._nodes_file, self.storage.table, np.zeros(0, np.int64)
+        try:
+            old = self._folder.map(file.name, file.header, file.dtype, file.shape)
+        except CorruptBufferError:  # missing or torn
+            return nothing, nothing, np.zeros(3), 1.0
+        alpha = float(old[0])
+        if not 0 < alpha < np.inf:  # with α = 0 all leaves are 1, and tell nothing
+            return nothing, nothing, old, 1.0
+        slots = table.visible[self.pairs[table.visible, 0] == (table.serial[table.visible] + 1).astype(np.uint64)]
+        return slots, np.minimum(self.pairs[slots, 1].astype(np.int64), table.length[slots]), old, alpha
+
+    def _restore(self, slots: IntArray, lengths: IntArray, old: FloatArray, alpha: float) -> None:
+        self.prepare(np.zeros(1, np.int64))
+        if self._nodes is not None:
+            self._nodes.array[0] = self.alpha
+        for leaves in self.blocks(slots, np.zeros_like(slots), lengths):
+            values = old.take(leaves + len(old) // 3)
+            good = (values > 0) & (values <= MAX_PRIORITY)
+            if self.alpha != alpha:
+                with np.errstate(over="ignore"):
+                    values = np.where(good, values, 1.0) ** (self.alpha / alpha)
+                good &= values <= MAX_PRIORITY
+            self.prepare(leaves)
+            self.tree.set(leaves, np.where(good, values, self.default))
+        self.pairs[slots] = np.stack([self.storage.table.serial[slots] + 1, lengths], axis=1)
+
+
+def _bits(value: float) -> int:
+    return int(np.float64(value).view(np.uint64))
+
+
+def _release(descriptors: dict[str, int], locks: list[Any]) -> None:
+    close_all(descriptors)
+    while locks:
+        locks.pop().release()

@@ -1,0 +1,154 @@
+"""Transitions: what is at t, what came until t + k, and what is at t + k."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from memmap_buffer.dtypes import check_count, check_number
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.schema import DECLARED, Schema
+from memmap_buffer.views.batch_builder import BatchBuilder, check_padding
+from memmap_buffer.views.ends import Ends
+from memmap_buffer.views.folders import BoolArray
+from memmap_buffer.views.transforms import n_step_return
+from memmap_buffer.views.windows import Names, Spans, View, named
+
+FLAGS = ("done", "terminal")  # what others call it
+
+
+@dataclass(frozen=True)
+class NStep(View):
+    """Transitions over n steps: what is at t, what came until t + k, and what is at t + k.
+
+    k = min(n, length - t) where the episode has its final observation or terminated, else
+    min(n, length - t - 1); a step with k = 0 has no successor and is not served. So with either, the last step and
+    its reward are always reached. A successor that does not exist is zeros.
+
+    A batch: current fields (B, *field), `next_` (B, *field), `seq_` (B, n, *field) zero from k on, `n_step_lens` (B,)
+    int64; with `gamma` also `_return`, of the reward's shape, and `_discount`, which broadcasts with it: (B,), or
+    (B, 1) for rewards of shape (1,); see `transforms.n_step_return`. Stacked fields are (B, S, *field), those of
+    t - S + 1 … t, and `next_` those of t + k - S + 1 … t + k.
+
+    Args:
+        n: the most steps.
+        current_fields, next_fields: which; default all. sequence_fields: which; default none.
+        gamma: γ; None leaves return and discount out.
+        reward: the field. terminated: the field that is true where nothing follows; default: the one that the buffer
+            declared. None: nothing terminates, so every discount is γ^k.
+        stack: field -> S, how many timesteps stand for one, the latest last. padding: what stands for those before
+            the episode: "zero", "edge" (the first step) or "default".
+        timeline: `next_` is all that comes until t + k: (B, n, *field), of t + 1 … t + k and zero behind.
+    """
+
+    n: int
+    current_fields: Names = None
+    next_fields: Names = None
+    sequence_fields: Names = ()
+    gamma: float | None = None
+    reward: str = "reward"
+    terminated: str | None = DECLARED
+    stack: Mapping[str, int] | Iterable[tuple[str, int]] = ()
+    padding: str = "zero"
+    timeline: bool = False
+
+    def __post_init__(self) -> None:
+        self._keep_names("current_fields", "next_fields", "sequence_fields")
+        if not isinstance(self.stack, (Mapping, tuple)):
+            raise SchemaError(f"stack: got {self.stack!r}, expected a dict: field -> how many timesteps stand for one")
+        object.__setattr__(self, "stack", tuple(dict(self.stack).items()))
+        for name, steps in dict(self.stack).items():
+            check_count(f"stack of {name!r}", steps)
+        check_padding(self.padding)
+        if self.stack and self.timeline:
+            raise SchemaError("stack and timeline exclude each other; cut windows by Offsets for both")
+        check_count("n_steps", self.n)
+        if self.gamma is not None:
+            check_number("gamma", self.gamma)
+
+    def ends(self, schema: Schema) -> Ends:
+        return Ends.of(schema, self.terminated, before=self.before, after=self.reach)
+
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        following = named(schema, self.next_fields, "next_fields") if self.timeline else ()
+        keys = [f"next_{name}" for name in following]
+        keys += [f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")]
+        return dict.fromkeys(keys, "n_step_lens")
+
+    @property
+    def reach(self) -> int:
+        return self.n
+
+    @property
+    def before(self) -> int:
+        return max([0, *(steps - 1 for steps in dict(self.stack).values())])
+
+    def keys(self, schema: Schema) -> list[str]:
+        if self.gamma is not None:
+            schema.require([self.reward], "reward", schema.fields)
+            self._require_terminated(schema)
+        if self.terminated:
+            schema.require([self.terminated], "terminated", schema.fields)
+        schema.require(dict(self.stack), "stack", schema.fields)
+        return [
+            *named(schema, self.current_fields, "current_fields"),
+            *[f"next_{name}" for name in named(schema, self.next_fields, "next_fields")],
+            *[f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")],
+            "n_step_lens",
+            *["_return", "_discount"] * (self.gamma is not None),
+        ]
+
+    def _require_terminated(self, schema: Schema) -> None:
+        """Raise SchemaError where nothing was said of how episodes end: the last reward would be lost in silence."""
+        if self.terminated == DECLARED and schema.terminated is None and schema.declared_ends["terminated"] is not None:
+            flags = [
+                name for name, field in schema.fields.items() if field.dtype == "bool" and field.shape in ((), (1,))
+            ]
+            raise SchemaError(
+                "gamma: the discount is 0 where an episode terminated, and there is no field `terminated`; name yours, "
+                f"terminated={next((name for name in FLAGS if name in schema.fields), (flags or FLAGS)[0])!r}, or give "
+                "terminated=None if nothing ever terminates; here, or to ReplayBuffer, which keeps it"
+            )
+
+    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
+        return Spans(np.zeros(len(length), np.int64), length - ~(has_final | terminated))
+
+    def cut(self, gather: BatchBuilder) -> None:
+        schema, t, length = gather.schema, gather.t, gather.length
+        if self.n == 1:  # what is served has a successor
+            k = np.ones(len(t), np.int64)
+        else:
+            k = np.minimum(np.maximum(length - t - ~gather.goes_on, 1), self.n)
+        steps, following = range(self.n), named(schema, self.next_fields, "next_fields")
+        self._put(gather, named(schema, self.current_fields, "current_fields"), t)
+        if self.timeline:
+            gather.put(following, range(1, self.n + 1), prefix="next_")
+        else:
+            self._put(gather, following, t + k, prefix="next_")
+        if self.sequence_fields != ():
+            gather.put(named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
+        gather.batch["n_step_lens"] = k
+        if self.gamma is not None:
+            self._put_return(gather, steps, k, gather.terminated & (t + k == length))
+
+    def _put_return(self, gather: BatchBuilder, steps: range, k: IntArray, terminated: BoolArray) -> None:
+        rewards = gather.look(self.reward, steps, limit=gather.t + k)
+        returns, discount = n_step_return(rewards, k, terminated, self.gamma or 0.0)
+        discount[(gather.t + k == gather.length) & ~gather.has_final] = 0
+        gather.batch |= {"_return": returns, "_discount": discount}
+
+    def _put(self, gather: BatchBuilder, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
+        """Put fields at t (B,), with the timesteps before it where they are stacked."""
+        if not self.stack:
+            gather.put_at(names, t, prefix=prefix)
+            return
+        require = gather.schema.require
+        stacks = {name: size for group, size in dict(self.stack).items() for name in require([group], "stack")}
+        gather.put_at([name for name in names if name not in stacks], t, prefix=prefix)
+        for name in stacks.keys() & names:
+            before = range(1 - stacks[name], 1)
+            offsets = before if t is gather.t else (t - gather.t)[:, None] + np.array(before)
+            gather.put([name], offsets, prefix=prefix, padding=self.padding)

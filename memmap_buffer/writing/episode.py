@@ -1,0 +1,362 @@
+"""An open episode: its steps staged in memory, checked as they come. Touches no file; publishing is the sink's."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from operator import itemgetter
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+from numpy import ndarray
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import EpisodeStateError, SchemaError
+from memmap_buffer.schema import Field, Schema
+from memmap_buffer.writing.block import Block, Held, left
+from memmap_buffer.writing.staging import Column, Staging, column
+
+FIRST_CAPACITY = 64
+CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place, and at first by any other
+
+
+class Sink(Protocol):
+    """Where an episode goes: the writer."""
+
+    schema: Schema
+    max_timesteps: int
+
+    def publish(self, episode: Episode, *, cut: bool) -> None:
+        """Make it visible, and set its state to "published"."""
+
+    def withdraw(self, episode: Episode) -> None:
+        """Forget it, and set its state to "aborted"."""
+
+    def settle(self, episode: Episode) -> None:
+        """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
+
+    def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
+        """Add the final observation to a published one, if it is still there."""
+
+
+class Episode(Block):
+    """One episode being written. Nothing of it is visible before `publish`, unless the buffer publishes every step.
+
+    As a context manager it publishes at the end of the block and aborts on any exception; with `keep_partial` it
+    publishes, flagged as cut short, what was stored before the exception.
+
+    Args:
+        sink: who publishes it. meta: what is known at the start. keep_partial: see above.
+        on_step: called after each stored step, or None: it publishes the steps stored so far.
+        spill: called when CHUNK_BYTES are staged, or None: it writes them out, so that no more is ever staged.
+        staging: where its memory comes from and goes to. held: of the block that it was opened for, see `Block`.
+
+    Attributes:
+        length: timesteps stored. columns: while it is open, field -> its staged rows, from timestep `base` on.
+        finals, meta: the final observation and the meta fields, as stored.
+        state: "open", "published" or "aborted". ended: the flag that ended it, or "". has_inner_end: whether a flag
+            is true before its last step. thread: which opened it.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        meta: Mapping[str, Any],
+        *,
+        keep_partial: bool = False,
+        on_step: Callable[[Episode], None] | None = None,
+        spill: Callable[[Episode], None] | None = None,
+        staging: Staging | None = None,
+        held: Held | None = None,
+    ) -> None:
+        self._sink = sink
+        self._schema = sink.schema
+        self._on_step = on_step
+        self._spill = spill
+        self._staging = staging or Staging()
+        self.keep_partial, self.held, self.thread = keep_partial, held, get_ident()
+        self.length = 0
+        self.base = 0
+        self.columns: dict[str, Array] = {}
+        self.finals: dict[str, Array] = {}
+        self.meta: dict[str, Array] = {name: field.fill for name, field in self._schema.meta_fields.items()}
+        self.state = "open"
+        self.ended = ""
+        self.has_inner_end = False
+        self._plan: list[Column] = []
+        self._capacity = 0
+        self._stop = 0
+        self._flags: list[tuple[int, str, Array]] = []
+        self._made, self._pick = _step_type(tuple(self._schema.fields))
+        self.update(meta)
+
+    # Storing
+
+    def store(self, **step: Any) -> Any:
+        """Append one timestep.
+
+        Args:
+            step: field -> value: a tensor, array, list or scalar of the field's shape; nested dicts for groups. What
+                is left out gets its default.
+
+        Returns:
+            A named tuple of the values as given, in the order of the schema.
+
+        Raises:
+            SchemaError: an unknown field, a missing one without a default, a wrong shape, a lossy cast.
+            EpisodeStateError: the episode is over, or longer than `max_timesteps`.
+            OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
+            In each case the step was not stored (`length` tells), and the episode goes on as it was.
+        """
+        t = self.length
+        if t >= self._stop or self.state != "open" or self.ended or self.finals:
+            self.require_room()
+        row = t - self.base
+        try:
+            values = self._pick(step)
+        except KeyError:
+            values = ()
+        if len(values) != len(step) or not values:
+            values = self._completed(step, t)
+        for value, (array, dtype, shape, exact, others) in zip(values, self._plan):  # noqa: B905 `strict` takes 0.1 us
+            kind = type(value)
+            if kind is ndarray:
+                fits = (value.dtype is dtype or value.dtype == dtype) and value.shape == shape
+            else:
+                fits = kind in exact or (kind in others.kinds and others.low <= value <= others.high)
+            array[row] = value if fits else self._encode(others.field, others.name, value, t)
+        for place, name, flags in self._flags:
+            if values[place] is not False and flags.item(row):
+                self.ended = name
+                break
+        self.length = t + 1
+        if self._on_step is not None:
+            self._on_step(self)
+        return self._made(values)
+
+    def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
+        """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
+
+        What is written in place is written step by step.
+        """
+        if count > 1 and not self.staged:
+            for t in range(count):
+                self.store_rows({name: column[t : t + 1] for name, column in rows.items()})
+            return
+        self.require_room(count)
+        row = self.length - self.base
+        for name, staged in self.columns.items():
+            staged[row : row + count] = rows[name]
+        row += count - 1
+        self.ended = next((name for _, name, flags in self._flags if flags.item(row)), "")
+        self.length += count
+        if self._on_step is not None:
+            self._on_step(self)
+
+    def fill(self, columns: Mapping[str, Array], length: int) -> None:
+        """Take whole encoded columns, (length, *field) each, as the episode's steps; views stop at each end in them."""
+        self._require_within(length)
+        self.has_inner_end = any(np.count_nonzero(columns[name][: length - 1]) for name in self._schema.ends)
+        self.columns, self.length, self.base = dict(columns), length, 0
+        self._plan, self._capacity, self._stop = [], 0, 0
+        self.ended = next((name for name in self._schema.ends if self.columns[name].item(length - 1)), "")
+
+    @property
+    def staged(self) -> bool:
+        """Whether nothing of it is written anywhere before it is published."""
+        return self._on_step is None and self._spill is None
+
+    def drop_last(self, count: int = 1) -> None:
+        """Take the last stored timesteps back."""
+        self.length, self.ended = self.length - count, ""
+
+    def final(self, **observation: Any) -> None:
+        """Store the observation after the last action: every field that was declared with `final`, once.
+
+        Raises: SchemaError: a field that has none, or one is missing. EpisodeStateError: no step was stored yet.
+        """
+        self.require_open()
+        if self.length == 0 or self.finals:
+            what = "called before the first step" if self.length == 0 else "called twice"
+            raise EpisodeStateError(f"final: {what}; call it once, after the last `store`")
+        self.finals = self._encode_final(observation)
+
+    def complete(self, **observation: Any) -> None:
+        """Add the final observation to an episode that was published without; to one that is gone meanwhile, nothing.
+
+        Raises: SchemaError: as `final`. OSError: nothing was added, or it is with the next write.
+        """
+        assert self.state == "published" and not self.finals
+        self._sink.complete(self, self._encode_final(observation))
+
+    def _encode_final(self, observation: Mapping[str, Any]) -> dict[str, Array]:
+        names = self._schema.final_names
+        given = self._schema.flatten(observation)
+        for name in given:
+            if name not in names:
+                raise self._schema.unknown(name, "final (fields declared with final=True)", names)
+        missing = sorted(names - given.keys())
+        if missing:
+            raise SchemaError(
+                f"final: {', '.join(map(repr, missing))} missing; all fields with final=True belong together"
+            )
+        fields = self._schema.fields
+        return {name: self._encode(fields[name], name, value, self.length).copy() for name, value in given.items()}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set a meta field; it may be known only at the end."""
+        self.update({name: value})
+
+    def update(self, meta: Mapping[str, Any]) -> None:
+        """Set meta fields. Raises SchemaError naming an unknown one, a wrong shape, or a lossy cast."""
+        self.require_open()
+        known = self._schema.meta_fields
+        for name, value in self._schema.flatten(meta).items():
+            if name not in known:
+                raise self._schema.unknown(name, "meta", known)
+            self.meta[name] = self._encode(known[name], name, value, None).copy()
+
+    # Ending
+
+    def publish(self, *, cut: bool = False) -> None:
+        """Publish the episode: visible to every process when this returns. An episode without steps is dropped.
+
+        Raises: OSError: the disk is full, say. Nothing became visible, and the staged episode can be published again.
+        """
+        self.require_open()
+        if self.length:
+            self._sink.publish(self, cut=cut)
+            self._release()
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop the episode; steps that `publish="step"` had shown are withdrawn."""
+        if self.state == "open":
+            self._sink.withdraw(self)
+            self._release()
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """The end of its block. After an error of the disk it is still open; an interruption ends it, either way."""
+        try:
+            self.held = None
+            if self.state != "open":
+                return
+            if kind is None:
+                self.publish()
+            elif self.length and (self.keep_partial or self._on_step is not None):
+                self.publish(cut=True)  # steps that were published are kept: they were promised to last
+            else:
+                self.abort()
+        except Exception:
+            raise
+        except BaseException:
+            self.settle()
+            raise
+
+    def settle(self) -> None:
+        """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
+        if self.state == "open":
+            self.held = left  # should this be interrupted, too, the writer's next call does it
+            self._sink.settle(self)
+
+    # Within
+
+    def require_open(self) -> None:
+        """Raise EpisodeStateError where it was published or aborted."""
+        if self.state != "open":
+            raise EpisodeStateError(f"this episode was {self.state}; begin a new one with one_episode()")
+
+    def require_room(self, count: int = 1) -> None:
+        """Raise EpisodeStateError unless so many more steps can be stored."""
+        if self.state != "open" or self.ended or self.finals:
+            self._refuse()
+        if self.length + (count if self._spill is None else 1) > self._stop:
+            self._grow(self.length + count)
+
+    def _refuse(self) -> None:
+        self.require_open()
+        what = f"ended at timestep {self.length - 1} by `{self.ended}`" if self.ended else "has its final observation"
+        raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
+
+    def _require_within(self, length: int) -> None:
+        limit = self._sink.max_timesteps
+        if length > limit:
+            raise EpisodeStateError(
+                f"timestep {limit}: the episode is longer than max_timesteps ({limit}); create the buffer with "
+                "a larger max_timesteps, or end the episode here and go on in a new one"
+            )
+
+    def _grow(self, needed: int) -> None:
+        self._require_within(needed)
+        if self._spill is not None and self._capacity:
+            self._spill(self)
+            self.base, self._stop = self.length, self.length + self._capacity
+            return
+        before, fields = self.columns, self._schema.fields
+        columns = {} if before else self._staging.take(needed)
+        if not columns:
+            capacity = min(self._sink.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
+            columns = {name: np.empty((capacity, *field.shape), field.storage) for name, field in fields.items()}
+        for name, rows in before.items():
+            columns[name][: self.length] = rows[: self.length]
+        self._plan = [column(name, field, columns[name]) for name, field in fields.items()]
+        self._flags = [(list(fields).index(name), name, columns[name]) for name in self._schema.ends]
+        self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
+        self._capacity = self._stop = len(self._plan[0][0])
+
+    def _first_capacity(self) -> int:
+        # Pages that are not written to yet cost nothing; where they are written out in between, no more is staged.
+        step = sum(field.itemsize for field in self._schema.fields.values())
+        return max(FIRST_CAPACITY if self._spill is None else 1, CHUNK_BYTES // step)
+
+    def _release(self) -> None:
+        """Give the memory back, unless the columns are a user's."""
+        columns, own = self.columns, self._capacity
+        self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
+        if own:
+            self._staging.keep(columns)  # last, so that it is given back once
+
+    def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
+        try:
+            return field.encode(value)
+        except SchemaError as error:
+            where = f"meta field {name!r}" if t is None else f"field {name!r}, timestep {t}"
+            hint = "; store one step, not a batch" if t is not None and "shape" in str(error) else ""
+            raise SchemaError(f"{where}: {error}{hint}", field=name, timestep=t) from None
+
+    def _completed(self, step: Mapping[str, Any], t: int) -> tuple[Any, ...]:
+        """The values of a step that is nested, or leaves fields to their defaults, in the order of the schema."""
+        fields, defaults = self._schema.fields, self._schema.defaults
+        full = {**defaults, **step}
+        if full.keys() != fields.keys():
+            full = {**defaults, **self._schema.flatten(step)}
+            for name in full:
+                if name not in fields:
+                    raise self._schema.unknown(name, f"timestep {t}", fields)
+            for name, field in fields.items():
+                if name not in full:
+                    require_default(field, name, f"timestep {t}")
+        return self._pick(full)
+
+
+def require_default(field: Field, name: str, where: str) -> Array:
+    """The default of a field that was left out. Raises SchemaError where it has none."""
+    if field.default is None:
+        raise SchemaError(
+            f"field {name!r}, {where}: missing, and it has no default; store it, or declare one: "
+            f"({field.dtype!r}, {field.shape}, default)",
+            field=name,
+        )
+    return field.fill
+
+
+@lru_cache(maxsize=64)
+def _step_type(names: tuple[str, ...]) -> tuple[Any, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
+    """What makes the named tuple of a step; what takes its values out of a dict, in the order of the schema."""
+    pick = itemgetter(*names) if len(names) > 1 else lambda step: (step[names[0]],)
+    step = namedtuple("Step", [name.replace(".", "_") for name in names], rename=True)  # type: ignore[misc]
+    return partial(tuple.__new__, step), pick

@@ -1,0 +1,103 @@
+"""Taking a folder over: the epoch, what may still be trusted, and what a dead writer left half done."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+import numpy as np
+
+from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.host import anyone_may_rename, network_filesystem, this_process
+from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, OPEN, RECORD, STATE_WORD, columns_of
+from memmap_buffer.format.storage import checksum_row
+from memmap_buffer.writing import redo
+from memmap_buffer.writing.commit import WriteHandles
+from memmap_buffer.writing.slots import SlotAllocator
+
+log = logging.getLogger("memmap_buffer")
+
+
+def take_over(files: WriteHandles) -> SlotAllocator:
+    """Raise the epoch, put right what a dead writer left, and count the slots. The lock is held."""
+    storage, state = files.storage, files.storage.state
+    pid, now, host, boot = this_process()
+    kind = network_filesystem(storage.path)
+    if kind:
+        log.warning("%s lies on %s: write from one host only, and read on that host", storage.path, kind)
+    if anyone_may_rename(storage.path):
+        log.warning("%s lies in a folder that anyone may write to, who could put another in its place", storage.path)
+    storage.refresh()
+    _require_counters(files)
+    files.lock.epoch = state("epoch") + 1
+    words = {"epoch": files.lock.epoch, "nonce": secrets.randbits(64), "pid": pid, "time": now}
+    for name, value in {**words, **_doubts(files, boot)}.items():
+        files.write_state(name, value)
+    for name, text in {"boot": boot, "host": host.ljust(64, b"\0")}.items():
+        for i in range(len(text) // 8):
+            files.write_state(name, int.from_bytes(text[8 * i : 8 * i + 8], "little"), word=i)
+    files.sync("/state")
+    redo.finish(files)
+    close_abandoned(files, storage.refresh().visible)
+    ring = count(files)
+    if files.storage.state("next") < ring.next:
+        files.write_state("next", ring.next)  # before `base`, in the same sector: never `base` beyond what is known
+    return ring
+
+
+def count(files: WriteHandles) -> SlotAllocator:
+    """The slots as they are on the disk, whatever the change counter says."""
+    return SlotAllocator(files.layout, files.storage.reread(), _following(files))
+
+
+def _require_counters(files: WriteHandles) -> None:
+    """Raise CorruptBufferError where the counters say that what is published next would never be seen."""
+    state, following = files.storage.state, _following(files)
+    if following >= MAX_SERIAL or state("base") > following or state("epoch") >= MAX_SERIAL:
+        path = files.storage.path / "state.npy"
+        raise CorruptBufferError(f"{path} holds counters that cannot be; `memmap-buffer repair` mends it", path=path)
+
+
+def _following(files: WriteHandles) -> int:
+    """The next serial: beyond every record that can be read, also of an episode that fails its checksums.
+
+    One that were given again would stand in two slots, which voids both.
+    """
+    storage, layout = files.storage, files.layout
+    table = columns_of(storage.maps.words, layout.max_timesteps, layout.rows)
+    return max(storage.state("next"), int(table.serial[table.valid].max(initial=-1)) + 1)
+
+
+def _doubts(files: WriteHandles, boot: bytes) -> dict[str, int]:
+    """What this writer leaves trusted of what earlier ones wrote (`files`, "Creating, opening, trusting")."""
+    state = files.storage.state
+    stored = files.storage.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
+    words = {"clean": 0}
+    if not state("clean") and state("epoch") and (stored != boot or not any(boot)):
+        # Also what stands under an odd generation: a redo file may bring it back.
+        serials = files.storage.maps.words.view(RECORD)["serial"]
+        written = serials[serials < MAX_SERIAL]
+        words["suspect"] = max(_following(files), int(written.max(initial=0)) + 1)
+    if not files.power:
+        words["synced"] = 0
+    elif state("clean") and not state("suspect"):
+        words["synced"] = _following(files)
+    return words
+
+
+def close_abandoned(files: WriteHandles, slots: IntArray) -> None:
+    """Visible episodes that nobody goes on with are complete as far as they go: flag the open ones as cut short."""
+    storage = files.storage
+    table = storage.refresh()
+    for slot in slots[table.flags[slots] & OPEN != 0].tolist():
+        if not storage.trust(np.array([slot])):
+            continue  # its steps did not survive a crash of the machine
+        flags = int(table.flags[slot])
+        crcs = dict(storage.column_crcs(slot, int(table.length[slot]), bool(flags & FINAL)))
+        # With barriers whatever the durability of this writer: that of the dead one may have been "power".
+        files.write_checksums(slot, checksum_row(files.layout, crcs))
+        files.sync("/checksums")
+        files.amend(slot, flags=flags & ~OPEN | CUT)
+        files.sync("/episodes")
+        files.changed()

@@ -1,0 +1,312 @@
+"""Changing a published episode in place, atomically: first all new bytes into `.redo`, then the files.
+
+The file is `MBREDO1\\n`, two u8 (the bytes of the head, and of the whole file), two u4 (the CRC-32 of the head, and of
+what follows it), then the head, and the pieces' bytes one after another. The head is JSON {slot, serial, generation,
+record, pieces: [[file, offset, size], …]}; `generation` is the even one before the change, `record` the new record in
+hexadecimal.
+
+What a writer left is carried through by the next. A file that is shorter than it says was not finished, so that nothing
+has changed yet, and one that is of no episode here, or was carried out, is not needed: both are dropped. One that is
+longer than it says, or than a change of one slot can be, or fails a check, is put aside as `.redo.bad`, of which the
+last one is kept. It is read piece by piece, and not at all before its head is known to be right.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.records import (
+    CHECK,
+    CHECKED,
+    FINAL,
+    GENERATION,
+    INNER_END,
+    RECORD,
+    TERMINATED,
+    check_of,
+    seal,
+)
+from memmap_buffer.format.storage import Storage, crc32, digest_of
+from memmap_buffer.format.syscalls import read_at, write_all
+from memmap_buffer.writing.commit import SlotWriter, WriteHandles
+
+log = logging.getLogger("memmap_buffer")
+
+NAME, BAD = ".redo", ".redo.bad"
+MAGIC = b"MBREDO1\n"
+START = struct.Struct("<8sQQII")
+MAX_HEAD = 1 << 20
+PART = 1 << 20  # bytes that are read, or written, at once
+
+
+@dataclass(frozen=True)
+class FolderSnapshot:
+    """Some bytes of an open file."""
+
+    fd: int
+    first: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def parts(self) -> Iterator[bytes]:
+        """The bytes, some at a time. Raises CorruptBufferError: the file ends before."""
+        for at in range(0, self.size, PART):
+            data = read_at(self.fd, min(PART, self.size - at), self.first + at)
+            if len(data) < min(PART, self.size - at):
+                raise CorruptBufferError(f"{NAME} was cut while it was read; another program changed it, so open again")
+            yield data
+
+
+Piece: TypeAlias = "tuple[str, int, bytes | Stretch]"
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """New bytes for one slot: `pieces` are (file key, offset, bytes), `record` is the whole new record."""
+
+    slot: int
+    serial: int
+    generation: int
+    record: bytes
+    pieces: Sequence[Piece]
+
+    def to_parts(self) -> Iterator[bytes]:
+        """The bytes of `.redo`; in one piece where they are few."""
+        values = {"slot": self.slot, "serial": self.serial, "generation": self.generation, "record": self.record.hex()}
+        head = json.dumps({**values, "pieces": [[key, at, len(data)] for key, at, data in self.pieces]}).encode()
+        crc, size = 0, START.size + len(head)
+        for part in self.data():
+            crc, size = crc32(part, crc), size + len(part)
+        start = START.pack(MAGIC, len(head), size, crc32(head), crc) + head
+        if size <= PART:
+            yield b"".join([start, *self.data()])
+            return
+        yield start
+        yield from self.data()
+
+    def data(self) -> Iterator[bytes]:
+        """The bytes of all pieces."""
+        return (part for _, _, data in self.pieces for part in _parts(data))
+
+
+def _parts(data: bytes | FolderSnapshot) -> Iterable[bytes]:
+    return (data,) if isinstance(data, bytes) else data.parts()
+
+
+class Left(NamedTuple):
+    """What `.redo` says: a rewrite to be carried through, or why it is put aside; neither, where it may be dropped.
+
+    Attributes: done: the rewrite was carried out already, but for the file.
+    """
+
+    rewrite: Rewrite | None = None
+    why: str = ""
+    done: bool = False
+
+
+@contextmanager
+def left(storage: Storage) -> Iterator[Left]:
+    """What a writer left, or is at; its pieces may be read within the block.
+
+    Raises: FileNotFoundError: nothing. CorruptBufferError: it is a link or no plain file.
+    """
+    with storage.folder.reading(NAME) as (fd, size):
+        yield _left(storage, fd, size)
+
+
+def _left(storage: Storage, fd: int, size: int) -> Left:
+    start = read_at(fd, START.size, 0)
+    if not MAGIC.startswith(start[: len(MAGIC)]):
+        return Left(why="is none that a writer makes")
+    if len(start) < START.size:
+        return Left()
+    _, head_size, stated, head_crc, crc = START.unpack(start)
+    most = START.size + MAX_HEAD + sum(array.row_bytes for array in storage.layout.arrays.values())
+    if size > stated or stated > most or head_size > min(stated, MAX_HEAD):
+        return Left(why=f"has {size} bytes, and says {stated} of {most} that are possible")
+    if size < stated:
+        return Left()
+    head = read_at(fd, head_size, START.size)
+    rewrite = _parsed(head, fd, size) if crc32(head) == head_crc else None
+    if rewrite is None:
+        return Left(why="fails the check of its head")
+    if not _applies(storage, rewrite):
+        return Left()
+    done = int(storage.maps.words[rewrite.slot, GENERATION]) == rewrite.generation + 2
+    got = 0
+    for part in rewrite.data() if not done else ():
+        got = crc32(part, got)
+    return Left(why="fails its check") if not done and got != crc else Left(rewrite, done=done)
+
+
+def _parsed(text: bytes, fd: int, size: int) -> Rewrite | None:
+    """The rewrite of a head, or None where it is none that `to_parts` makes."""
+    try:
+        head = json.loads(text)
+        pieces, at = [], START.size + len(text)
+        for key, offset, length in head["pieces"]:
+            pieces.append((str(key), _whole(offset), FolderSnapshot(fd, at, _whole(length))))
+            at += length
+        slot, serial, generation = (_whole(head[key]) for key in ("slot", "serial", "generation"))
+        record = bytes.fromhex(head["record"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Rewrite(slot, serial, generation, record, pieces) if at == size and len(record) == RECORD.itemsize else None
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise TypeError(f"got {value!r}, expected a whole number")
+    return value
+
+
+def _applies(storage: Storage, rewrite: Rewrite) -> bool:
+    """Whether the slot still holds the episode that was being changed, and every piece lies within its rows."""
+    layout, words = storage.layout, storage.maps.words
+    if not layout.writable or rewrite.slot >= len(words):
+        return False
+    now, new = words[rewrite.slot], np.frombuffer(rewrite.record, np.uint64)
+    old, record = now.view(RECORD)[0], new.view(RECORD)[0]
+    steps = int(now[GENERATION]) - rewrite.generation
+    same = all(old[name] == record[name] for name in ("serial", "length", "first_row"))
+    sealed = new[CHECK] == check_of(new[None])[0] and int(record["generation"]) == rewrite.generation + 2
+    return bool(
+        (same and sealed and old["serial"] == rewrite.serial and 0 <= steps <= 2)
+        and all(_inside(layout, rewrite.slot, key, offset, len(data)) for key, offset, data in rewrite.pieces)
+    )
+
+
+def _inside(layout: Layout, slot: int, key: str, offset: int, size: int) -> bool:
+    """Whether a piece lies within the bytes of a slot: `.redo` may come from a stranger."""
+    if key not in layout.schema.all and key != "/checksums":
+        return False
+    array = layout.arrays[key]
+    return array.offset(slot) <= offset <= array.offset(slot + 1) - size
+
+
+def plan(
+    files: WriteHandles,
+    slot: int,
+    rows: Mapping[str, Array],
+    meta: Mapping[str, Array],
+    finals: Mapping[str, Array] | None = None,
+) -> Rewrite:
+    """The rewrite that replaces the first timesteps of some fields, and some meta fields, of a visible slot.
+
+    Args:
+        rows: name -> (t, *field) stored values for steps 0 … t - 1, t at most the episode's length.
+        meta: name -> one stored value. finals: the final observation, for an episode that has none.
+    """
+    storage, layout = files.storage, files.layout
+    record = storage.maps.words[slot].view(RECORD)[0]
+    values = {key: int(record[key]) for key in RECORD.names or ()}
+    length, flags = values["length"], values["flags"]
+    checked = bool(flags & CHECKED) and files.checksum
+    # Where none are kept, no row was ever written, and looking at a hole through a map kills on a full tmpfs.
+    column_of, checksums = layout.column_of, storage.maps.checksums[slot].copy() if checked else None
+    pieces: list[Piece] = []
+    if not rows.keys().isdisjoint(layout.schema.ends):
+        flags = flags & ~(TERMINATED | INNER_END) | _ended(storage, slot, length, rows)
+    for name, new in rows.items():
+        final = layout.schema.fields[name].final
+        first = int(storage.first_row(np.array([slot]), final)[0])
+        pieces.append((name, layout.row_offset(name, first), new.tobytes()))
+        if checksums is not None:
+            kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
+            checksums[column_of[name]] = crc32(kept, crc32(new))
+    for name, value in (finals or {}).items():
+        first, flags = int(storage.first_row(np.array([slot]), True)[0]), flags | FINAL
+        pieces.append((name, layout.row_offset(name, first + length), value.tobytes()))
+        if checksums is not None:
+            checksums[column_of[name]] = crc32(value, crc32(storage.maps.rows[name][first : first + length]))
+    for name, value in meta.items():
+        pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
+        if checksums is not None:
+            checksums[column_of[name]] = crc32(value)
+    row, generation, columns = b"", values["generation"], 0
+    if checksums is not None:
+        row, columns = checksums.tobytes(), values["columns"]
+        pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), row))
+    else:
+        flags &= ~CHECKED
+    digest = digest_of(row, columns)
+    values |= {"generation": generation + 2, "flags": flags, "columns": columns, "digest": digest}
+    return Rewrite(slot, values["serial"], generation, seal(**values), pieces)
+
+
+def _ended(storage: Storage, slot: int, length: int, rows: Mapping[str, Array]) -> int:
+    """The flags that say how an episode ends, once the first timesteps of some fields are replaced."""
+    schema, flags = storage.layout.schema, 0
+    for name in schema.ends:
+        first = int(storage.first_row(np.array([slot]), schema.fields[name].final)[0])
+        column = storage.maps.rows[name][first : first + length].copy()
+        column[: len(rows.get(name, ()))] = rows.get(name, 0)
+        flags |= INNER_END * bool(column[:-1].any()) | TERMINATED * (
+            name == schema.terminated and bool(column[-1].any())
+        )
+    return flags
+
+
+def close(
+    files: WriteHandles, publication: SlotWriter, flags: int, final: Mapping[str, Array], meta: Mapping[str, Array]
+) -> Rewrite:
+    """The rewrite that ends an episode whose steps are published, with meta that was set after the first of them."""
+    record, pieces = publication.closing(flags, final, meta)
+    generation = int(files.storage.maps.words[publication.slot, GENERATION])
+    return Rewrite(publication.slot, publication.serial, generation, record, pieces)
+
+
+def carry_out(files: WriteHandles, rewrite: Rewrite) -> None:
+    """Write the redo file, then the change itself.
+
+    Raises: OSError: before the redo file was whole nothing changed; after it, the next holder of the lock finishes.
+    """
+    files.storage.folder.write_new(NAME, *rewrite.to_parts(), sync=files.power)
+    _apply(files, rewrite, files.barriers)
+
+
+def finish(files: WriteHandles) -> None:
+    """Carry a redo file that a dead writer left through to its end; drop it, or put it aside, where that cannot be."""
+    folder = files.storage.folder
+    if not folder.exists(NAME):
+        return
+    with left(files.storage) as found:
+        if found.rewrite is not None and not found.done:
+            log.warning("%s: finishing an update of episode %d, interrupted before", folder.path, found.rewrite.serial)
+            # With barriers whatever the durability of this writer: that of the dead one may have been "power".
+            _apply(files, found.rewrite, files.sync)
+            return
+    files.changed()  # it may have been carried out, but for this
+    if not found.why:
+        folder.unlink(NAME)
+        return
+    text = "%s: %s, which an update left, %s; it is put aside as %s, and an episode that it was to change may be lost"
+    log.warning(text, folder.path, NAME, found.why, BAD)
+    folder.rename(NAME, BAD)
+
+
+def _apply(files: WriteHandles, rewrite: Rewrite, wait: Callable[..., None]) -> None:
+    files.write_generation(rewrite.slot, rewrite.generation | 1)
+    wait("/episodes")  # else the disk may have some new rows under an even generation, which whoever reads first trusts
+    for key, offset, data in rewrite.pieces:
+        for part in _parts(data):
+            write_all(files.fd[key], part, offset)
+            offset += len(part)
+    wait(*dict.fromkeys(key for key, _, _ in rewrite.pieces))
+    files.write_record(rewrite.slot, rewrite.record)
+    wait("/episodes")
+    files.changed()
+    files.storage.folder.unlink(NAME)

@@ -1,0 +1,496 @@
+"""The writer of one folder: it hands out open episodes, publishes, updates, deletes and clears.
+
+It takes the lock at the first write. What an episode's steps are is `episode`'s; which slot is free is `ring`'s; in
+which order bytes are written is `publication`'s and `redo`'s.
+
+Threads take turns at it. What an interruption or an error leaves half done is settled at once, or, where that is
+interrupted too, by the next call: no line of a change needs to run for what comes after it to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyError, SchemaError, StaleEpisodeError
+from memmap_buffer.format.creation import discard_unfinished
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.lock import WriterLock
+from memmap_buffer.format.records import CUT, DELETED, FINAL, INNER_END, OPEN, TERMINATED
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.writing import redo
+from memmap_buffer.writing.block import Held
+from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit
+from memmap_buffer.writing.episode import Episode
+from memmap_buffer.writing.recovery import close_abandoned, count, take_over
+from memmap_buffer.writing.slots import SlotAllocator
+from memmap_buffer.writing.staging import Staging
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How a buffer is written.
+
+    Args:
+        durability: "process": a published episode survives everything but a crash of the machine; "power": that too,
+            by a barrier on each file.
+        sync_every: with "power": publish so many episodes behind the same barriers; they become visible together.
+        checksum: "crc32", or None for none.
+        publish: "episode": an episode is visible when it is complete; "step": each step at once.
+        stage: "ram": an open episode is in memory; "disk": it is written to its slot in chunks as it grows, for
+            episodes too long for memory.
+
+    Raises: SchemaError: a value that is not one of these, or two that exclude each other.
+    """
+
+    durability: str = "process"
+    sync_every: int = 1
+    checksum: str | None = "crc32"
+    publish: str = "episode"
+    stage: str = "ram"
+
+    def __post_init__(self) -> None:
+        allowed: dict[str, tuple[Any, ...]] = {
+            "durability": ("process", "power"),
+            "checksum": ("crc32", None),
+            "publish": ("episode", "step"),
+            "stage": ("ram", "disk"),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                expected = ", ".join(map(repr, values))
+                raise SchemaError(f"{name}: got {getattr(self, name)!r}, expected one of {expected}")
+        if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
+            raise SchemaError(f"sync_every: got {self.sync_every!r}, expected a whole number from 1")
+        if self.sync_every > 1 and (self.durability != "power" or self.publish == "step"):
+            raise SchemaError("sync_every > 1 shares barriers, so it needs durability='power' and publish='episode'")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an episode takes its slot while it is open."""
+        return self.publish == "step" or self.stage == "disk"
+
+    def require_spare(self, path: object, spare_slots: int) -> None:
+        """Raise EpisodeStateError where `sync_every` is more than the spare slots."""
+        if self.sync_every > max(1, spare_slots):
+            what = f"sync_every={self.sync_every} writes as many episodes side by side, which"
+            _refuse_spare(path, what, spare_slots, self.sync_every)
+
+
+def _refuse_spare(path: object, what: str, spare_slots: int, needed: int) -> NoReturn:
+    raise EpisodeStateError(
+        f"{path}: {what} need a spare slot each, and there are {spare_slots}; create the buffer with "
+        f"spare_slots={needed}"
+    )
+
+
+class Writer:
+    """Writes to one folder.
+
+    Args:
+        storage: the folder. lock: the lock, held already by whoever created the folder, or not. how: see there.
+
+    Raises: SchemaError: `sync_every` is more than the spare slots.
+    """
+
+    def __init__(self, storage: Storage, lock: WriterLock, how: WriteOptions) -> None:
+        self.storage = storage
+        self.schema = storage.layout.schema
+        self.max_timesteps = storage.layout.max_timesteps
+        how.require_spare(storage.path, storage.layout.spare_slots)
+        self.how = how
+        self.lock = lock
+        self._files: WriteHandles | None = None
+        self._ring: SlotAllocator
+        self._publications: dict[ref[Episode], SlotWriter] = {}  # of open episodes
+        self._last_cut: WeakKeyDictionary[Episode, SlotWriter] = WeakKeyDictionary()
+        self._pending: list[tuple[SlotWriter, int, int]] = []
+        self._staging = Staging()
+        self._settled = True
+        self._closed = False
+
+    @property
+    def turn(self) -> Any:
+        """See `WriterLock.turn`."""
+        return self.lock.turn
+
+    def begin(self) -> WriteHandles:
+        """The open files, with nothing left half done; takes the lock at the first call.
+
+        Raises: ReadOnlyError, BufferLockedError, WriterLostError. EpisodeStateError: it was closed.
+        """
+        with self.turn:
+            files = self._files
+            if files is None:
+                files = self._take_over()
+            else:
+                self.lock.check(self.storage)
+                files.catch_up()
+            if not self._settled:
+                self._settle(files)
+            self._end_what_was_left(files)
+            return files
+
+    def _take_over(self) -> WriteHandles:
+        self.require_writable()
+        self.lock.require_place(self.storage)
+        self.storage.require_schema(to_write=True)
+        self.lock.acquire()
+        self._tidy()
+        files = WriteHandles(
+            self.storage, self.lock, power=self.how.durability == "power", checksum=self.how.checksum is not None
+        )
+        self._ring = take_over(files)
+        self._files = files
+        return files
+
+    def _change(self, work: Callable[[WriteHandles], T]) -> T:
+        """Do a change in its turn. Whatever it ends with, what is on the disk then is what happened."""
+        with self.turn:
+            files = self.begin()
+            try:
+                self._settled = False
+                done = work(files)
+                self._settled = True
+                return done
+            except BaseException:
+                if self.lock.mine:
+                    with suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
+                        self._settle(files)
+                raise
+
+    def _settle(self, files: WriteHandles) -> None:
+        """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
+        redo.finish(files)
+        self._ring = count(files)
+        files.announce(self._ring.next)
+        for publication in [*self._publications.values(), *(publication for publication, _, _ in self._pending)]:
+            publication.settle()
+        for episode, publication in list(self._publications.items()):
+            if not (publication.published or self.how.in_place):
+                self._publications.pop(episode)  # it is staged still, and its slot is free
+        self._pending = [entry for entry in self._pending if entry[0].given and not entry[0].published]
+        self._settled = True
+
+    def _end_what_was_left(self, files: WriteHandles) -> None:
+        """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
+        for held in list(self._publications):
+            episode = held()
+            if episode is None or episode.was_left or episode.state != "open":
+                self._end(files, held)
+        for episode in self.lock.episodes:
+            if episode.was_left:
+                self._drop(episode)
+
+    def _end(self, files: WriteHandles, held: ref[Episode]) -> None:
+        """End an episode that was written to its slot: published if any of it is shown."""
+        publication = self._publications.get(held)
+        if publication is None:
+            return
+        if publication.published:
+            close_abandoned(files, np.array([publication.slot]))
+        episode = held()
+        if episode is not None and episode.state == "open":
+            episode.state = "published" if publication.published else "aborted"
+        self._publications.pop(held)
+
+    def _tidy(self) -> None:
+        """Under the lock: no other schema than this one stands, and nothing of a change that was not finished."""
+        try:
+            self.lock.require_place(self.storage)
+            self.storage.require_schema(to_write=True)
+            with suppress(MemmapBufferError):  # it is not ours
+                discard_unfinished(self.storage.folder)
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def begin_alone(self, what: str) -> WriteHandles:
+        """The open files, where no episode is open and nothing waits; what was retired stays retired.
+
+        Raises: as `begin`. EpisodeStateError: an episode is open.
+        """
+        files = self.begin()
+        if self.lock.open_episodes:
+            raise EpisodeStateError(f"{what}: {len(self.lock.open_episodes)} episodes are open; end them first")
+        self._change(self._commit_pending)
+        self._change(self._retire)
+        return files
+
+    def detach(self) -> None:
+        """Let go of the files, as another writer of the same folder goes on under the same lock."""
+        files, self._files, self._closed = self._files, None, True
+        if files is not None:
+            files.close()
+
+    @property
+    def begun(self) -> bool:
+        """Whether this object was the folder's writer before, and is not closed."""
+        return self._files is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether this object is the folder's writer now."""
+        return self._files is not None and self.lock.mine
+
+    def require_writable(self) -> None:
+        """Raise EpisodeStateError or ReadOnlyError where nothing can be written whoever holds the lock."""
+        if self._closed:
+            raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
+        if self.storage.read_only or not self.storage.layout.writable:
+            why = "was opened with read_only=True; open one to write to"
+            if not self.storage.layout.writable:
+                why = "is packed, which is a layout to read; `unpack` it into another folder to write to that"
+            raise ReadOnlyError(f"{self.storage.path} {why}")
+
+    # Episodes
+
+    def open(self, meta: Mapping[str, Any], *, keep_partial: bool = False, held: Held | None = None) -> Episode:
+        """A new open episode. Raises BufferFullError or EpisodeStateError when it could not be published."""
+        with self.turn:
+            self.begin()
+            others = self.lock.open_episodes
+            started = [self._publications.get(ref(episode)) for episode in others]
+            waiting = sum(p is None or not p.published for p in started) + len(self._pending)
+            self._ring.require_room(self.storage.path, waiting + 1, 1)
+            in_place = len(others) + 1
+            if self.how.in_place and in_place > self.storage.layout.spare_slots:
+                self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
+            episode = Episode(
+                self,
+                meta,
+                keep_partial=keep_partial,
+                on_step=self._append if self.how.publish == "step" else None,
+                spill=self._spill if self.how.in_place else None,
+                staging=self._staging,
+                held=held,
+            )
+            try:
+                self.lock.add(episode)
+                return episode
+            except BaseException:
+                episode.state = "aborted"  # whoever asked for it never gets it
+                raise
+
+    def publish(self, episode: Episode, *, cut: bool) -> None:
+        """Make a staged episode visible; on an error it stays as it was and may be published again."""
+        self._change(partial(self._publish, episode, cut))
+
+    def _publish(self, episode: Episode, cut: bool, files: WriteHandles) -> None:
+        episode.require_open()
+        flags = FINAL * bool(episode.finals) | CUT * cut | INNER_END * episode.has_inner_end
+        flags |= TERMINATED * self._terminated(episode)
+        publication = self._write(episode, files)
+        if publication.published and self._meta_changed(publication, episode):
+            self._rewrite(redo.close(files, publication, flags, episode.finals, episode.meta), files)
+        else:
+            publication.write_final(episode.finals)
+            self._commit(publication, episode, flags, at_once=publication.published)
+        episode.state, publication.given = "published", True
+        if cut and not episode.finals:
+            self._last_cut[episode] = publication
+        self._publications.pop(ref(episode))
+
+    def _terminated(self, episode: Episode) -> bool:
+        return bool(episode.ended) and episode.ended == self.schema.terminated
+
+    def _rewrite(self, rewrite: redo.Rewrite, files: WriteHandles) -> None:
+        if self.storage.state("base") < self._ring.oldest:  # what was retired is not seen in its place meanwhile
+            self._retire(files)
+        redo.carry_out(files, rewrite)
+
+    def _meta_changed(self, publication: SlotWriter, episode: Episode) -> bool:
+        return any(publication.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
+
+    def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
+        """Add the final observation to an episode that was published as cut short, if it is still there: atomic."""
+        self._change(partial(self._complete, episode, finals))
+
+    def _complete(self, episode: Episode, finals: Mapping[str, Array], files: WriteHandles) -> None:
+        publication = self._last_cut.get(episode)
+        self._commit_pending(files)
+        if publication is not None and publication.published:
+            slot, serial = np.array([[publication.slot], [publication.serial]])
+            if self.storage.refresh().shows(slot, serial)[0]:
+                self._rewrite(redo.plan(files, publication.slot, {}, {}, finals), files)
+
+    def withdraw(self, episode: Episode) -> None:
+        """Forget an aborted episode; steps of it that were published are deleted."""
+        with self.turn:
+            if not self._settled and self.lock.mine:
+                self.begin()
+            publication = self._publications.get(ref(episode))
+            if publication is not None and publication.published:
+                self.delete([publication.slot])
+            self._drop(episode)
+
+    def settle(self, episode: Episode) -> None:
+        """End an episode in the middle of its end: published if any of it is shown, else dropped."""
+        with self.turn, suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
+            if ref(episode) in self._publications and self.lock.mine:
+                self._change(partial(self._end, held=ref(episode)))
+            self._drop(episode)
+
+    def _drop(self, episode: Episode) -> None:
+        if episode.state == "open":
+            episode.state = "aborted"
+        self._publications.pop(ref(episode), None)
+
+    def _append(self, episode: Episode) -> None:
+        """Publish the step that was just stored. On an error it is as if it had never been, unless it is visible."""
+        try:
+            self._change(partial(self._show_steps, episode))
+        except BaseException:
+            publication = self._publications.get(ref(episode))
+            if publication is not None:
+                publication.rewind()
+            if publication is None or publication.length < episode.length:
+                episode.drop_last()
+            raise
+
+    def _show_steps(self, episode: Episode, files: WriteHandles) -> None:
+        flags = OPEN | TERMINATED * self._terminated(episode)
+        self._commit(self._write(episode, files), episode, flags, at_once=True)
+
+    def _spill(self, episode: Episode) -> None:
+        self._change(partial(self._write, episode))
+
+    def _write(self, episode: Episode, files: WriteHandles) -> SlotWriter:
+        """Write the steps that are staged to the episode's slot."""
+        publication = self._publications.get(ref(episode))
+        if publication is None:
+            waiting = [publication for publication, _, _ in self._pending]
+            busy = {other.slot for other in (*self._publications.values(), *waiting)}
+            slot = self._ring.take(busy)
+            if slot is None:
+                what = f"{len(busy)} episodes that are being written in place, and one to publish"
+                self._refuse_spare(what, len(busy) + 1)
+            publication = self._publications[ref(episode)] = SlotWriter(files, slot)
+        publication.write(episode.columns, episode.base, episode.length)
+        return publication
+
+    def _commit(self, publication: SlotWriter, episode: Episode, flags: int, *, at_once: bool) -> None:
+        first = not publication.published
+        added = publication.length - publication.visible
+        self._ring.require_room(self.storage.path, len(self._pending) + first, added)
+        if first:
+            publication.write_meta(episode.meta)
+        serial = self._ring.next + len(self._pending) if first else publication.serial
+        self._pending.append((publication, serial, flags))
+        if at_once or len(self._pending) >= self.how.sync_every:
+            self._commit_pending(publication.files)
+
+    def _commit_pending(self, files: WriteHandles) -> None:
+        if self._pending:
+            commit(files, self._pending)
+            for publication, serial, _ in self._pending:
+                self._ring.show(serial, publication.slot, publication.length)
+            self._pending = []
+
+    def _refuse_spare(self, what: str, needed: int) -> NoReturn:
+        _refuse_spare(self.storage.path, what, self.storage.layout.spare_slots, needed)
+
+    # Changing what is published
+
+    def update(self, slots: IntArray, rows: Mapping[str, Sequence[Array]], meta: Mapping[str, Sequence[Array]]) -> None:
+        """Replace the first timesteps of fields, and meta fields, of visible slots; atomic for each episode.
+
+        Args:
+            slots: (n,). rows: name -> n arrays (t, *field), t at most the length. meta: name -> n values.
+        """
+        self._change(partial(self._update, slots, rows, meta))
+
+    def _update(
+        self,
+        slots: IntArray,
+        rows: Mapping[str, Sequence[Array]],
+        meta: Mapping[str, Sequence[Array]],
+        files: WriteHandles,
+    ) -> None:
+        self._refuse_open_steps("update")
+        if not self.storage.trust(slots):
+            raise StaleEpisodeError(f"{self.storage.path}: an episode to be updated fails its checksums; see `verify`")
+        for i, slot in enumerate(slots.tolist()):
+            new_rows = {name: arrays[i] for name, arrays in rows.items()}
+            new_meta = {name: values[i] for name, values in meta.items()}
+            self._rewrite(redo.plan(files, slot, new_rows, new_meta), files)
+
+    def delete(self, slots: Sequence[int]) -> None:
+        """Make visible slots invisible for good, in one pass. What was retired before stays retired."""
+        self._change(partial(self._delete, slots))
+
+    def _delete(self, slots: Sequence[int], files: WriteHandles) -> None:
+        self._retire(files)
+        table = self.storage.refresh()
+        files.behind = True  # whatever ends this, readers are told: now, or by the next call
+        try:
+            for slot in slots:
+                files.amend(slot, flags=int(table.flags[slot]) | DELETED)
+                self._ring.hide(int(table.serial[slot]))
+            files.barriers("/episodes")
+        finally:
+            files.catch_up()
+
+    def _retire(self, files: WriteHandles) -> None:
+        """What is not visible any more never comes back, whatever leaves."""
+        files.write_state("base", self._ring.oldest)
+        files.barriers("/state")
+
+    def clear(self) -> None:
+        """Make every episode invisible, in one write. Episodes that are open and staged are not touched."""
+        self._change(self._clear)
+
+    def _clear(self, files: WriteHandles) -> None:
+        self._refuse_open_steps("clear")
+        self._commit_pending(files)
+        files.write_state("base", self._ring.next)
+        files.barriers("/state")
+        files.changed()
+        self._ring.clear()
+
+    def _refuse_open_steps(self, what: str) -> None:
+        if any(publication.published for publication in self._publications.values()):
+            raise EpisodeStateError(f"{what}: an episode whose steps are published is still open; end it first")
+
+    # Ending
+
+    def flush(self) -> None:
+        """Wait until everything published is on the disk. Raises OSError, and then nothing more may be written."""
+        with self.turn:
+            if self._files is not None:
+                self._change(self._commit_pending)
+                self.begin().sync()
+
+    def close(self) -> None:
+        """Flush, mark the folder clean, and let go of the lock. Open episodes are dropped. Twice is fine."""
+        with self.turn:
+            files = self._files
+            try:
+                if files is not None and self.holds:
+                    self._finish()
+            finally:
+                self._closed, self._files = True, None
+                if files is not None:
+                    files.close()
+                self.lock.release()
+
+    def _finish(self) -> None:
+        self.begin()
+        for episode in self.lock.open_episodes:
+            if self.how.publish == "step":
+                episode.publish(cut=True)
+            else:
+                episode.abort()
+        self.flush()
+        files = self.begin()
+        files.write_state("clean", 1)
+        files.sync("/state")

@@ -1,0 +1,216 @@
+"""`memmap-buffer verify | repair | pack | unpack`, with the extra and without it: what it says, asks, and ends with."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import damage
+import pytest
+from damage import flip, header_size, rows_of
+from fault_injection import listing, shown
+
+from memmap_buffer import ReplayBuffer, verify
+from memmap_buffer.cli import app, command, plain
+
+Main = Callable[[list[str]], int]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return damage.copy_of_example(tmp_path / "buffer")
+
+
+@pytest.fixture
+def damaged(folder: Path) -> Path:
+    flip(folder / "data/number.npy", header_size(folder / "data/number.npy") + rows_of("number", 4)[0])
+    return folder
+
+
+@pytest.fixture(params=[app.main, plain.main], ids=["typer", "argparse"])
+def main(request: pytest.FixtureRequest) -> Main:
+    chosen: Main = request.param
+    return chosen
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+NAMED = "data/number.npy: 'number' fails its checksum (episode 4, slot 4)\n"
+
+
+def test_verify_ends_with_0_where_all_is_well(main: Main, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder)]) == 0
+    assert capsys.readouterr() == ("all is well\n", "")
+
+
+def test_verify_names_each_damage_and_ends_with_1(
+    main: Main, damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = listing(damaged)
+    assert main(["verify", str(damaged)]) == 1
+    assert capsys.readouterr() == (NAMED, "")
+    assert listing(damaged) == before
+
+
+def test_verify_ends_with_0_where_something_is_unfinished_and_nothing_lost(
+    main: Main, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "schema.json.new").write_text("{")
+    assert main(["verify", str(folder)]) == 0
+    assert "schema.json.new: a change of the schema that was not finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["verify"], ["repair"], ["repair", "--yes"]], ids=" ".join)
+def test_what_is_no_buffer_ends_with_2_and_says_so(
+    main: Main, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, str(tmp_path / "nowhere")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"memmap-buffer: {tmp_path / 'nowhere'}: there is no such folder; check the path\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["mend"], ["verify"], ["repair", "a", "b"], ["verify", "--yes", "a"], ["pack", "a"], ["pack", "a", "b", "c"]],
+    ids=str,
+)
+def test_a_misspelt_command_ends_with_2(main: Main, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert "memmap-buffer" in out + err
+
+
+@pytest.mark.parametrize("text", ["y\n", "Y\n", "yes\n", " YES \n"])
+def test_repair_asks_and_goes_on_after_a_yes(
+    main: Main, damaged: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, text)
+    assert main(["repair", str(damaged)]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{NAMED}Repair it? [y/N] repaired; what was taken out lies in lost+found/\n"
+    assert verify(damaged) == []
+    assert dict(shown(damaged)).keys() == {2, 3, 5}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "n\n", "no\n", "perhaps\n"])
+def test_repair_changes_nothing_after_anything_else(
+    main: Main, damaged: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An end of the input is a no: a script has nobody to ask."""
+    before = listing(damaged)
+    answer(monkeypatch, text)
+    assert main(["repair", str(damaged)]) == 1
+    assert capsys.readouterr().out.endswith("nothing was changed\n")
+    assert listing(damaged) == before
+
+
+def test_repair_does_not_ask_with_yes(
+    main: Main, damaged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, "")
+    assert main(["repair", "--yes", str(damaged)]) == 0
+    assert capsys.readouterr().out == f"{NAMED}repaired; what was taken out lies in lost+found/\n"
+    assert verify(damaged) == []
+
+
+def test_repair_leaves_a_folder_alone_where_all_is_well(
+    main: Main, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = listing(folder)
+    assert main(["repair", str(folder)]) == 0
+    assert capsys.readouterr().out == "all is well\n"
+    assert listing(folder) == before
+
+
+def test_repair_says_why_it_cannot_and_ends_with_2(
+    main: Main, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "episodes.npy").unlink()
+    before = listing(folder)
+    assert main(["repair", "--yes", str(folder)]) == 2
+    assert "it alone says what the episodes are" in capsys.readouterr().err
+    assert listing(folder) == before
+
+
+def test_repair_beside_a_writer_ends_with_2_and_names_the_writer(damaged: Path) -> None:
+    with ReplayBuffer.from_folder(damaged, verify="never") as buffer:
+        buffer.begin_episode()
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys; from memmap_buffer.cli.command import main; sys.exit(main())",
+                "repair",
+                "--yes",
+                damaged,
+            ],
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert "has another writer: process" in done.stderr
+
+
+def test_the_command_is_installed_and_loads_no_torch(damaged: Path) -> None:
+    code = "import sys; from memmap_buffer.cli.command import main; sys.exit(main() + 10 * ('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, "verify", damaged], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, NAMED, "")
+    script = re.search(r'^memmap-buffer = "(.+):(.+)"$', PYPROJECT.read_text(), re.MULTILINE)
+    assert script is not None
+    assert getattr(importlib.import_module(script[1]), script[2]) is command.main
+
+
+def test_without_typer_the_four_commands_work_and_the_others_name_the_extra(damaged: Path) -> None:
+    code = "import sys; sys.modules['typer'] = None; from memmap_buffer.cli.command import main; sys.exit(main())"
+    for arguments, expected in {
+        ("verify", str(damaged)): (1, NAMED, ""),
+        ("info", str(damaged)): (2, "", f"memmap-buffer: {plain.EXTRA}\n"),
+    }.items():
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_pack_and_unpack_say_what_they_made_and_end_with_0(
+    main: Main, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", str(folder), str(tmp_path / "packed")]) == 0
+    assert main(["unpack", str(tmp_path / "packed"), str(tmp_path / "same")]) == 0
+    sizes = ["--max-episodes", "9", "--max-timesteps", "7"]
+    assert main(["unpack", str(tmp_path / "packed"), str(tmp_path / "larger"), *sizes]) == 0
+    names = ("packed", "same", "larger")
+    assert capsys.readouterr() == ("".join(f"{tmp_path / name}: 4 episodes, 14 steps\n" for name in names), "")
+    for name in names:
+        assert shown(tmp_path / name) == shown(folder)
+    larger = ReplayBuffer.from_folder(tmp_path / "larger", read_only=True)
+    assert (larger.max_episodes, larger.max_timesteps) == (9, 7)
+
+
+def test_pack_names_what_it_leaves_out_and_ends_with_1(
+    main: Main, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", str(damaged), str(tmp_path / "packed")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / 'packed'}: 3 episodes, 11 steps",
+        "episode 4 is damaged, or was overwritten meanwhile, and is left out",
+    ]
+    assert dict(shown(tmp_path / "packed")).keys() == {2, 3, 5}
+
+
+@pytest.mark.parametrize("command", ["pack", "unpack"])
+def test_pack_says_why_it_cannot_and_ends_with_2(
+    main: Main, folder: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "nowhere"), str(tmp_path / "packed")]) == 2
+    assert main([command, str(folder), str(folder)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "there is no such folder; check the path" in first
+    assert "holds a buffer already; give a folder without one" in second

@@ -1,0 +1,343 @@
+"""Ctrl-C wherever it comes: an episode ends as published or aborted, a change is done or not, and all goes on."""
+
+from __future__ import annotations
+
+import dis
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fault_injection import without_barriers
+from interruptions import Interrupt, content, free_for_other_threads, interrupted, require_whole, without_signals
+
+from memmap_buffer import EpisodeStateError, ReplayBuffer, verify
+from memmap_buffer.writing import writer
+from memmap_buffer.writing.commit import commit
+
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "step": {"publish": "step"},
+    "disk": {"stage": "disk"},
+    "power": {"durability": "power"},
+    "group": {"durability": "power", "sync_every": 2, "spare_slots": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_barriers(monkeypatch):
+    without_barriers(monkeypatch)
+
+
+def make(folder: Path, **options: Any) -> ReplayBuffer:
+    return ReplayBuffer(folder, 4, 5, {"x": "int"}, {"task": ("int", (), 0)}, circular=True, **options)
+
+
+def create(folder: Path) -> None:
+    make(folder).close()
+
+
+def record(buffer: ReplayBuffer, value: int) -> None:
+    with buffer.one_episode(task=value) as episode:
+        for t in range(2):
+            buffer.store(x=10 * value + t)
+        episode["task"] = value + 1
+
+
+def recorded(value: int, steps: int = 2, late: int = 1) -> dict[str, Any]:
+    return {"x": [10 * value + t for t in range(steps)], "task": value + late}
+
+
+def record_by_handle(buffer: ReplayBuffer, value: int) -> None:
+    with buffer.begin_episode(task=value) as episode:
+        for t in range(2):
+            episode.store(x=10 * value + t)
+        episode["task"] = value + 1
+
+
+def record_batch(buffer: ReplayBuffer, value: int) -> None:
+    with buffer.batched_episode(1, task=[value]) as group:
+        for t in range(2):
+            buffer.store_batch(x=[10 * value + t])
+        group["task"] = [value + 1]
+
+
+def record_whole(buffer: ReplayBuffer, value: int) -> None:
+    buffer.store_episode(x=[10 * value, 10 * value + 1], task=value + 1)
+
+
+some_lines = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 29], ids=["all", "some"])
+WAYS = (record, record_by_handle, record_batch, record_whole)
+EVERY = [pytest.param(mode, way, 1, marks=pytest.mark.slow) for mode in MODES for way in WAYS]
+SOME = [
+    ("whole", record, 1),
+    ("step", record, 7),
+    ("group", record_by_handle, 2),
+    ("disk", record_batch, 7),
+    ("power", record_whole, 3),
+]
+
+
+@pytest.mark.parametrize(("mode", "way", "stride"), EVERY + SOME)
+def test_an_episode_that_is_interrupted_at_any_line_is_published_or_gone_and_the_next_one_is_recorded(
+    tmp_path, mode, way, stride
+):
+    """Also as long as somebody, as a notebook does, keeps the traceback, and so every frame that was left."""
+    buffer, value, ended = make(tmp_path, **MODES[mode]), 0, set()
+    reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
+    while True:
+        value += 1
+        before = content(buffer)
+        error = interrupted(partial(way, buffer, value), stride * (value - 1))
+        buffer.flush()
+        after = require_whole(tmp_path, buffer, reader)
+        new = after[-1:] if after != before else []
+        # Steps that were shown at once are kept, as they were then.
+        assert new in ([], [recorded(value)]) or (mode == "step" and new[0] in (recorded(value, n, 0) for n in (1, 2)))
+        ended.add(bool(new))
+        if error is None:
+            break
+        way(buffer, value)
+        buffer.flush()
+        assert require_whole(tmp_path, buffer, reader)[-1] == recorded(value), error
+        assert buffer._writer.lock.open_episodes == [] and not buffer._writer._publications, error
+    assert stride * value > 150 and ended == {True, False}
+    assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("mode", ["whole", "step"])
+def test_after_an_interruption_at_any_line_a_new_object_takes_over(tmp_path, mode, stride):
+    """A notebook cell that makes the buffer anew, after Ctrl-C in the one that recorded."""
+    value, buffer = 0, make(tmp_path, **MODES[mode])
+    while True:
+        value += 1
+        error = interrupted(partial(record, buffer, value), stride * (value - 1))
+        buffer = make(tmp_path, **MODES[mode])
+        record(buffer, value)
+        assert content(tmp_path)[-1] == recorded(value), error
+        if error is None:
+            break
+    buffer.close()
+    assert stride * value > 150 and verify(tmp_path) == []
+
+
+@some_lines
+def test_a_new_object_is_whole_or_not_there_wherever_its_creation_is_interrupted(tmp_path, stride):
+    at = 0
+    while True:
+        error = interrupted(partial(create, tmp_path / f"{at}"), at)
+        with make(tmp_path / f"{at}") as buffer:
+            record(buffer, 1)
+        assert content(tmp_path / f"{at}") == [recorded(1)], error
+        if error is None:
+            break
+        at += stride
+    assert at > 150
+
+
+CHANGES: dict[str, tuple[Callable[[ReplayBuffer], Any], list[list[dict[str, Any]]]]] = {
+    "update": (
+        lambda buffer: buffer.update([0, 1], task=9),
+        [[{**recorded(n), "task": 9} if n <= changed else recorded(n) for n in (1, 2, 3)] for changed in range(3)],
+    ),
+    "delete": (
+        lambda buffer: buffer.delete([0, 1]),
+        [[recorded(n) for n in left] for left in [(1, 2, 3), (2, 3), (1, 3), (3,)]],
+    ),
+    "clear": (lambda buffer: buffer.clear(), [[recorded(n) for n in (1, 2, 3)], []]),
+    "add_field": (
+        lambda buffer: buffer.add_field("more", ("int", (), 7)),
+        [[recorded(n) for n in (1, 2, 3)], [{**recorded(n), "more": [7, 7]} for n in (1, 2, 3)]],
+    ),
+    "add_field of what is computed": (
+        lambda buffer: buffer.add_field("more", ("int", (), 0), lambda episode: episode["x"] + 1),
+        [
+            [recorded(n) for n in (1, 2, 3)],
+            [{**recorded(n), "more": [10 * n + 1, 10 * n + 2]} for n in (1, 2, 3)],
+        ],
+    ),
+    "drop_field": (
+        lambda buffer: buffer.drop_field("task"),
+        [[recorded(n) for n in (1, 2, 3)], [{"x": recorded(n)["x"]} for n in (1, 2, 3)]],
+    ),
+    "rename_field": (
+        lambda buffer: buffer.rename_field("task", "job"),
+        [
+            [recorded(n) for n in (1, 2, 3)],
+            [{"x": recorded(n)["x"], "job": recorded(n)["task"]} for n in (1, 2, 3)],
+        ],
+    ),
+    "recompute": (
+        lambda buffer: buffer.recompute("x", lambda episode: episode["x"] + 5),
+        [
+            [{**recorded(n), "x": [10 * n + 5, 10 * n + 6]} if n <= changed else recorded(n) for n in (1, 2, 3)]
+            for changed in range(4)
+        ],
+    ),
+    "close": (lambda buffer: buffer.close(), [[recorded(n) for n in (1, 2, 3)]]),
+}
+
+
+@some_lines
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_is_interrupted_at_any_line_is_done_or_not_and_all_see_the_same(tmp_path, name, stride):
+    change, states = CHANGES[name]
+    at, seen, error = -stride, set(), KeyboardInterrupt()
+    while error is not None:
+        at += stride
+        folder = tmp_path / f"{at}"
+        buffer = make(folder)
+        for value in (1, 2, 3):
+            record(buffer, value)
+        reader = ReplayBuffer.from_folder(folder, read_only=True)
+        error = interrupted(partial(change, buffer), at)
+        found = content(buffer)
+        assert found in states and content(folder) == found, error
+        assert free_for_other_threads(buffer._writer.turn)
+        if "field" not in name:  # readers of a field that goes are opened again
+            require_whole(folder, buffer, reader)
+        seen.add(states.index(found))
+        if error is not None and found == states[0] and name != "close":
+            change(buffer)
+            assert content(buffer) == content(folder) == states[-1]
+        buffer = make(folder) if name == "close" else buffer
+        buffer.store_episode(x=[1, 2])
+        assert content(folder)[-1]["x"] == [1, 2]
+        buffer.close()
+    assert at > 30 and seen >= {0, len(states) - 1}
+
+
+def test_an_interruption_while_the_end_of_an_interruption_runs_is_made_up_for_by_the_next_call(tmp_path):
+    """Ctrl-C twice: the first in the middle of the publication, the second at any line of what settles it."""
+    buffer, value = make(tmp_path), 0
+    reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
+    for committed in (False, True):
+        at, second = 0, Interrupt(0)
+        while second.where or not at:
+            value, at, second = value + 1, at + 1, Interrupt(at)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(writer, "commit", partial(commit_then_interrupt, committed, second))
+                with pytest.raises(KeyboardInterrupt), buffer.one_episode(task=value):  # noqa: PT011 either of them
+                    buffer.store(x=value)
+            sys.settrace(None)
+            record(buffer, value)
+            assert require_whole(tmp_path, buffer, reader)[-1] == recorded(value), second.where
+        assert at > 30
+
+
+def commit_then_interrupt(committed: bool, second: Interrupt, *arguments: Any) -> None:
+    if committed:
+        commit(*arguments)
+    sys.settrace(second)
+    raise KeyboardInterrupt("first")
+
+
+def test_an_episode_whose_handle_nobody_holds_frees_its_slot_at_the_next_call(tmp_path):
+    buffer = make(tmp_path, stage="disk", spare_slots=2)
+    first, second = buffer.begin_episode(), buffer.begin_episode()
+    with pytest.raises(EpisodeStateError, match="spare_slots=3"):
+        buffer.begin_episode()
+    del first
+    third = buffer.begin_episode()
+    for value, episode in enumerate((second, third)):
+        episode.store(x=value)
+        episode.publish()
+    assert [episode["x"] for episode in content(buffer)] == [[0], [1]]
+
+
+def test_steps_that_were_shown_of_an_episode_that_nobody_holds_stay_flagged_as_cut_short(tmp_path):
+    buffer = make(tmp_path, publish="step")
+    episode = buffer.begin_episode(task=3)
+    episode.store(x=1)
+    buffer._newest.clear()
+    del episode
+    with buffer.one_episode() as other:
+        other.store(x=2)
+    assert [episode["x"] for episode in content(buffer)] == [[1], [2]]
+    assert np.load(tmp_path / "episodes.npy")["flags"][0] & 10 == 2  # cut short, and not open
+    assert verify(tmp_path) == []
+
+
+def test_an_episode_within_an_exit_stack_ends_with_it(tmp_path):
+    from contextlib import ExitStack
+
+    with make(tmp_path) as buffer:
+        with ExitStack() as stack:
+            episode = stack.enter_context(buffer.one_episode(task=1))
+            buffer.store(x=10), buffer.store(x=11)
+            buffer.flush()
+            episode["task"] = 2
+        assert content(buffer) == [recorded(1)]
+
+
+def test_lines_before_which_no_signal_is_looked_for_are_few_and_those_of_with_and_try():
+    def work(lock: Any) -> int:
+        with lock:
+            try:
+                number = 1
+            finally:
+                number = 2
+        return number
+
+    lines = {
+        line - work.__code__.co_firstlineno
+        for at, line in dis.findlinestarts(work.__code__)
+        if at in without_signals(work.__code__)
+    }
+    assert lines <= {1, 2} and 1 in lines
+
+
+SIGNALLED = """
+    import signal, sys, random
+    from pathlib import Path
+    from memmap_buffer import ReplayBuffer
+
+    folder, mode, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    options = {"whole": {}, "step": {"publish": "step"}, "disk": {"stage": "disk"}}[mode]
+    buffer = ReplayBuffer(folder, 4, 5, {"x": "int"}, {"task": ("int", (), 0)}, circular=True, **options)
+    rng, hits, told = random.Random(0), 0, []
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for i in range(count):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 3e-3))
+            while True:
+                with buffer.one_episode(task=i) as episode:
+                    for t in range(3):
+                        buffer.store(x=t)
+                if i % 3 == 0:
+                    buffer.update(-1, task=i)
+                elif i % 3 == 1:
+                    buffer.delete(0)
+        except KeyboardInterrupt as error:
+            hits += 1
+            told.append(error)  # with its frames
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if i % 5 == 0:
+            buffer = ReplayBuffer.from_folder(folder, **options)
+        with buffer.one_episode(task=i):
+            for t in range(3):
+                buffer.store(x=10 * i + t)
+        seen = ReplayBuffer.from_folder(folder, read_only=True)
+        assert seen.episode(-1)["x"].tolist() == [10 * i, 10 * i + 1, 10 * i + 2], i
+        assert seen.serials.tolist() == buffer.serials.tolist(), i
+    buffer.close()
+    print(hits)
+"""
+
+
+@pytest.mark.parametrize("mode", ["whole", "step", "disk"])
+@pytest.mark.parametrize("count", [60, pytest.param(1500, marks=pytest.mark.slow)])
+def test_signals_leave_a_buffer_that_goes_on(tmp_path, mode, count):
+    """Real ones, at any instruction; every traceback is kept."""
+    program = [sys.executable, "-c", textwrap.dedent(SIGNALLED), str(tmp_path / "buffer"), mode, str(count)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all("finishing an update" in line for line in done.stderr.splitlines()), done.stderr
+    assert int(done.stdout) == count
+    assert verify(tmp_path / "buffer") == []

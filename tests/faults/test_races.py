@@ -1,0 +1,196 @@
+"""Readers beside a writer that turns a ring of 8 slots as fast as it can: no row is ever another's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import fault_injection
+import numpy as np
+import pytest
+from races import LONGEST, RING, VIEWS, Truth, after, create, race, read, turn, wrong
+
+from memmap_buffer import ReplayBuffer, StaleEpisodeError
+from memmap_buffer.loading.batch_reader import Reader
+from memmap_buffer.views.folders import Folders
+
+# name -> (what is written, how, how the buffer is made)
+RACES: dict[str, tuple[Truth, dict[str, Any], dict[str, Any]]] = {
+    "fixed lengths": (Truth(), {}, {}),
+    "varied lengths": (Truth(varied=True), {}, {}),
+    "limited steps": (Truth(varied=True), {}, {"capacity": 5 * LONGEST}),
+    "by step": (Truth(varied=True, finals=False, growing=True), {"publish": "step"}, {}),
+}
+ONE = Truth(varied=True)
+
+
+def run(place, name: str, seconds: float) -> Counter[str]:
+    truth, how, made = RACES[name]
+    create(place / "ring", **made)
+    counts = race(place / "ring", truth, seconds, updates=True, **how)
+    assert counts["episodes"] > 2 * RING
+    assert all(counts[view] for view in (*VIEWS, "episode")), counts
+    return counts
+
+
+@pytest.fixture
+def ring(tmp_path):
+    """A full ring, and a reader of it."""
+    create(tmp_path / "ring")
+    turn(tmp_path / "ring", ONE, after(RING))
+    return tmp_path / "ring"
+
+
+def laps(ring, count: int = 3 * RING) -> None:
+    turn(ring, ONE, after(count))
+
+
+def unchecked(monkeypatch) -> None:
+    """Readers believe what they copied."""
+    monkeypatch.setattr(Folders, "unchanged", lambda self, anchors, generation, *_: np.ones(len(generation), bool))
+
+
+# In processes of their own
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_no_reader_sees_a_row_of_another_episode(tmp_path, name):
+    """Faults 28, 29: a second of the long test below."""
+    counts = run(tmp_path, name, 0.7)
+    assert not counts["wrong"]
+    assert not counts["went back"]
+    assert not counts["StaleEpisodeError"] and not counts["NotEnoughDataError"], counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RACES)
+def test_no_reader_sees_a_row_of_another_episode_for_long(tmp_path, name, record_property):
+    """Faults 28, 29: 20 s each, in all more than a million rows."""
+    counts = run(tmp_path, name, 20)
+    record_property("counts", dict(counts))
+    assert counts["rows"] > 10**6 // len(RACES)
+    assert not counts["wrong"]
+    assert not counts["went back"]
+    assert not counts["StaleEpisodeError"] and not counts["NotEnoughDataError"], counts
+
+
+def test_without_the_check_readers_see_rows_of_other_episodes(tmp_path, monkeypatch):
+    """Fault 28: the guard is guarded."""
+    unchecked(monkeypatch)
+    for attempt in range(10):
+        (tmp_path / str(attempt)).mkdir()
+        if run(tmp_path / str(attempt), "fixed lengths", 0.7)["wrong"]:
+            return
+    pytest.fail("no wrong row in 10 races")
+
+
+# At the worst moment
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_overwritten_while_it_is_copied_is_drawn_again(ring, monkeypatch, view, checked):
+    """Faults 28, 30: the ring turns between two fields of a batch. Without the check the batch is a mix."""
+    if not checked:
+        unchecked(monkeypatch)
+    reader, taken, take = ReplayBuffer.from_folder(ring, read_only=True), [], Folders.take
+
+    def late(self, name, source, rows):
+        taken.append(name)
+        if len(taken) == 2:
+            laps(ring)
+        return take(self, name, source, rows)
+
+    monkeypatch.setattr(Folders, "take", late)
+    batch = reader.sample(64, view=VIEWS[view], return_indices=True, seed=1)
+    assert wrong(batch, ONE).any() != checked
+    serial = batch["_index"] if "_index" in batch else batch["_indices"][:, 0]
+    assert (serial.min() >= 3 * RING) == checked
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_reader_many_laps_behind_draws_again(ring, view):
+    """Fault 30: its index is of episodes that are long gone."""
+    dataset = ReplayBuffer.from_folder(ring, read_only=True).dataset(view=VIEWS[view], return_indices=True)
+    laps(ring)
+    batch = dataset.__getitems__(list(range(len(dataset)))).data
+    assert not wrong(batch, ONE).any()
+    assert (batch["serial"] >= 3 * RING).all()
+
+
+def test_a_reader_many_laps_behind_is_told_if_it_asks(ring):
+    """Fault 30."""
+    reader = ReplayBuffer.from_folder(ring, read_only=True)
+    dataset = reader.dataset(timestep_level=True, on_stale="raise")
+    epoch = iter(reader.dataloader(4, timestep_level=True, on_stale="raise"))
+    next(epoch)
+    laps(ring)
+    with pytest.raises(StaleEpisodeError, match="overwritten"):
+        dataset[0]
+    with pytest.raises(StaleEpisodeError, match="overwritten"):
+        for _ in epoch:
+            pass
+
+
+def test_an_update_while_it_is_copied_gives_the_old_or_the_new(ring, monkeypatch):
+    """Fault 28: never some fields of one and some of the other."""
+    reader, taken, take = ReplayBuffer.from_folder(ring, read_only=True), [], Folders.take
+    writer = ReplayBuffer.from_folder(ring)
+
+    def late(self, name, source, rows):
+        taken.append(name)
+        if len(taken) == 2:
+            for i, serial in enumerate(writer.serials.tolist()):
+                writer.update(i, value=ONE.episode(serial, 5)["value"], version=5)
+        return take(self, name, source, rows)
+
+    monkeypatch.setattr(Folders, "take", late)
+    batch = reader.sample(64, timestep_level=True, return_indices=True)
+    assert not wrong(batch, ONE).any()
+    assert (batch["version"] == 5).all()
+    writer.close()
+
+
+def test_an_episode_that_changes_after_it_was_read_keeps_its_final_observation(ring, monkeypatch):
+    """Fault 28: nothing about it is asked later."""
+    reader, take = ReplayBuffer.from_folder(ring, read_only=True), Reader.read
+
+    def late(self, anchors):
+        batch = take(self, anchors)
+        laps(ring)
+        return batch
+
+    monkeypatch.setattr(Reader, "read", late)
+    serials = set()
+    for i in (-2, -1):
+        episode = reader.episode(i)
+        serials.add(int(episode["serial"]))
+        expected = ONE.episode(int(episode["serial"]))
+        np.testing.assert_array_equal(episode["observation"], expected["observation"])
+    assert {ONE.has_final(serial) for serial in serials} == {True, False}
+
+
+def test_a_slot_whose_writer_died_is_skipped_by_readers_and_used_by_the_next_writer(ring):
+    """Fault 31: its generation stays odd for ever."""
+    reader = ReplayBuffer.from_folder(ring, read_only=True)
+    before = reader.serials.tolist()
+
+    def die(tell):
+        with ReplayBuffer.from_folder(ring) as buffer:
+            buffer.flush()
+            buffer._writer.begin()
+            with fault_injection.system(kill=True, at=3, only=("pwrite",)):
+                buffer.store_episode(**ONE.episode(RING))
+
+    assert fault_injection.in_child(die).status == fault_injection.KILLED
+    generations = np.load(ring / "episodes.npy")["generation"]
+    assert (generations % 2).sum() == 1
+    counts = read(ring, ONE, after(2))
+    assert counts["rows"]
+    assert not counts["wrong"]
+    assert reader.serials.tolist() == before
+    laps(ring, 1)
+    generations = np.load(ring / "episodes.npy")["generation"]
+    assert not (generations % 2).any()
+    assert reader.serials.tolist() == [*before[1:], RING]
+    assert not wrong(reader.sample(64, timestep_level=True, return_indices=True), ONE).any()

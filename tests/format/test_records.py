@@ -1,0 +1,375 @@
+"""The record of an episode: its check against a fold written from the format's text, and every way to be void."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memmap_buffer import ReplayBuffer
+from memmap_buffer.format.records import (
+    CHECK,
+    RECORD,
+    STATE,
+    STATE_WORD,
+    check_of,
+    columns_of,
+    columns_since,
+    seal,
+    valid,
+)
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.maintenance.verification import verify
+
+VECTORS = json.loads((Path(__file__).parent / "golden" / "v1" / "records.json").read_text())
+MAX_TIMESTEPS, SLOTS = 5, 5
+WORD = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**63, 2**64 - 1]))
+
+
+def fold(words: list[int]) -> int:
+    """The check, from the docstring of `files`: nothing of it is imported."""
+    h = 0x6D656D6D61706275
+    for word in words:
+        h = ((h ^ word) * 0x9E3779B97F4A7C15) % 2**64
+        h ^= h >> 29
+    return h
+
+
+def packed(**given: int) -> bytes:
+    """A record with a right check, by `struct`, from the docstring of `files`."""
+    words = dict.fromkeys(("generation", "serial", "length", "flags", "first_row"), 0)
+    words |= dict.fromkeys(("time", "epoch", "digest", "columns"), 0) | given
+    body = struct.pack("<QQIIQQQII", *words.values())
+    return body + struct.pack("<Q", fold(list(struct.unpack("<7Q", body))))
+
+
+# The bytes
+
+
+def test_a_record_is_64_bytes_and_the_state_256_with_every_word_aligned() -> None:
+    assert (RECORD.itemsize, STATE.itemsize) == (64, 256)
+    assert [RECORD.fields[name][1] for name in RECORD.names] == [0, 8, 16, 20, 24, 32, 40, 48, 52, 56]
+    order = (
+        "base",
+        "next",
+        "synced",
+        "changes",
+        "epoch",
+        "pid",
+        "time",
+        "clean",
+        "suspect",
+        "boot",
+        "host",
+        "reserved",
+        "nonce",
+        "unused",
+    )
+    assert [STATE.fields[name][1] // 8 for name in order] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 19, 20, 21]
+    assert {name: STATE.fields[name][1] // 8 for name in order} == STATE_WORD
+
+
+@given(words=st.lists(st.lists(WORD, min_size=8, max_size=8), min_size=1, max_size=5))
+def test_the_check_is_the_fold_that_the_format_describes(words: list[list[int]]) -> None:
+    table = np.array(words, np.uint64)
+    assert check_of(table).tolist() == [fold(row[:CHECK]) for row in words]
+    assert table.tolist() == words
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))
+def test_the_check_of_the_stored_vectors_never_changes(vector: dict[str, Any]) -> None:
+    words = np.frombuffer(bytes.fromhex(vector["bytes"]), "<u8")[None]
+    assert words.view(RECORD)[0, 0].tolist() == tuple(vector["record"].values())
+    assert int(words[0, CHECK]) == fold(words[0, :CHECK].tolist()) == check_of(words)[0] == vector["record"]["check"]
+    assert seal(**vector["record"]) == packed(**{k: v for k, v in vector["record"].items() if k != "check"})
+
+
+@given(
+    generation=WORD, serial=WORD, length=st.integers(0, 2**32 - 1), flags=st.integers(0, 2**32 - 1), first_row=WORD,
+    time=WORD, epoch=WORD, digest=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_a_sealed_record_has_the_bytes_that_the_format_describes(**values: int) -> None:
+    assert seal(**values) == packed(**values)
+
+
+@given(record=st.binary(min_size=56, max_size=56), bit=st.integers(0, 511))
+def test_any_flipped_bit_fails_the_check(record: bytes, bit: int) -> None:
+    whole = bytearray(record + struct.pack("<Q", fold(list(struct.unpack("<7Q", record)))))
+    whole[bit // 8] ^= 1 << bit % 8
+    words = np.frombuffer(bytes(whole), "<u8")[None]
+    assert check_of(words)[0] != words[0, CHECK]
+
+
+# Which records hold an episode
+
+
+def is_valid(slot: int = 0, rows: int | None = None, **values: int) -> bool:
+    table = np.zeros((SLOTS, 8), np.uint64)
+    table[slot] = np.frombuffer(packed(**values), "<u8")
+    got = valid(table, MAX_TIMESTEPS, rows)
+    assert not np.delete(got, slot).any()
+    return bool(got[slot])
+
+
+GOOD = {"generation": 2, "serial": 7, "length": 5, "flags": 0}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {}, {"generation": 2**32}, {"serial": 0}, {"serial": 2**62 - 1}, {"length": 1}, {"flags": 63},
+        {"time": 2**64 - 1, "epoch": 2**64 - 1, "digest": 2**32 - 1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_record_within_bounds_is_valid(values: dict[str, int]) -> None:
+    assert is_valid(**{**GOOD, **values})
+    assert is_valid(3, **{**GOOD, **values, "first_row": 3 * MAX_TIMESTEPS})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"generation": g} for g in (0, 1, 3, 2**63, 2**64 - 2, 2**64 - 1)),
+        *({"length": n} for n in (0, MAX_TIMESTEPS + 1, 2**31, 2**32 - 1, 0x7FC00000)),
+        *({"flags": f} for f in (128, 256, 2**31, 2**32 - 1)),
+        *({"serial": s} for s in (2**62, 2**63, 2**64 - 1)),
+        *({"first_row": r} for r in (1, MAX_TIMESTEPS, 2**63, 2**64 - MAX_TIMESTEPS, 2**64 - 1)),
+    ],
+    ids=repr,
+)
+def test_a_record_out_of_bounds_is_void_though_its_check_is_right(values: dict[str, int]) -> None:
+    """Fault 45: length 0, -1, T + 1, 2**31, the bits of a NaN; odd or zero generations; unknown flags; wrong rows."""
+    assert not is_valid(**{**GOOD, **values})
+
+
+@pytest.mark.parametrize(
+    ("first_row", "length", "good"),
+    [(0, 5, True), (12, 5, True), (13, 5, False), (17, 1, False), (2**64 - 3, 5, False), (2**64 - 5, 5, False)],
+)
+def test_the_rows_of_a_packed_record_lie_within_the_file(first_row: int, length: int, good: bool) -> None:
+    """Fault 45: also where first row + length wraps around 2**64."""
+    assert is_valid(1, 17, **{**GOOD, "first_row": first_row, "length": length}) == good
+
+
+@given(stretches=st.lists(st.tuples(st.integers(0, 18), st.integers(0, 6)), max_size=8))
+def test_packed_records_that_share_a_row_are_all_void(stretches: list[tuple[int, int]]) -> None:
+    """Against the sets of rows; those that are void by themselves take no other's."""
+    rows = [range(first, first + length) for first, length in stretches]
+    alone = [0 < len(mine) <= MAX_TIMESTEPS and mine.stop <= 17 for mine in rows]
+    good = [
+        fine and not any({*mine} & {*other} for k, other in enumerate(rows) if k != i and alone[k])
+        for i, (mine, fine) in enumerate(zip(rows, alone, strict=True))
+    ]
+    records = [packed(**{**GOOD, "first_row": first, "length": length}) for first, length in stretches]
+    words = np.frombuffer(b"".join(records), "<u8").reshape(-1, 8)
+    assert valid(words, MAX_TIMESTEPS, 17).tolist() == good
+
+
+# In a folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four episodes of 2, 3, 4 and 5 steps in slots 0 to 3."""
+    path = tmp_path_factory.mktemp("made") / "buffer"
+    with ReplayBuffer(path, 4, MAX_TIMESTEPS, {"a": "int"}) as buffer:
+        for number in range(4):
+            buffer.store_episode(a=[10 * number + t for t in range(number + 2)])
+    return path
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "buffer"))
+
+
+def shown(folder: Path) -> dict[int, list[int]]:
+    """serial -> its values, of everything that is served."""
+    buffer = ReplayBuffer.from_folder(folder, read_only=True)
+    return {serial: buffer.episode(i)["a"].tolist() for i, serial in enumerate(buffer.serials.tolist())}
+
+
+def write_record(folder: Path, slot: int, record: bytes) -> None:
+    with (folder / "episodes.npy").open("r+b") as file:
+        file.seek(-(SLOTS - slot) * RECORD.itemsize, 2)
+        file.write(record)
+
+
+def read_record(folder: Path, slot: int) -> dict[str, int]:
+    record = np.load(folder / "episodes.npy")[slot]
+    return {name: int(record[name]) for name in RECORD.names if name != "check"}
+
+
+EPISODES = {number: [10 * number + t for t in range(number + 2)] for number in range(4)}
+
+
+def test_a_record_rewritten_as_it_was_changes_nothing(folder: Path) -> None:
+    for slot in range(4):
+        write_record(folder, slot, packed(**read_record(folder, slot)))
+    assert shown(folder) == EPISODES
+
+
+def test_each_flipped_byte_of_a_record_voids_exactly_that_episode(folder: Path) -> None:
+    """Fault 44: exhaustive over the 64 bytes of one record."""
+    file = folder / "episodes.npy"
+    whole = file.read_bytes()
+    start = len(whole) - (SLOTS - 2) * RECORD.itemsize
+    for i in range(RECORD.itemsize):
+        for flip in (0x01, 0x80, 0xFF):
+            spoilt = bytearray(whole)
+            spoilt[start + i] ^= flip
+            file.write_bytes(spoilt)
+            assert shown(folder) == {k: v for k, v in EPISODES.items() if k != 2}, (i, flip)
+    file.write_bytes(whole)
+    assert shown(folder) == EPISODES
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"length": 0},
+        {"length": 6},
+        {"length": 2**31},
+        {"length": 2**32 - 1},
+        {"flags": 128},
+        {"first_row": 5},
+        {"serial": 2**63},
+        {"generation": 3},
+    ],
+    ids=repr,
+)
+def test_a_crafted_record_voids_exactly_that_episode_and_is_reported(folder: Path, values: dict[str, int]) -> None:
+    """Fault 45: a right check on wrong words."""
+    write_record(folder, 2, packed(**{**read_record(folder, 2), **values}))
+    assert shown(folder) == {k: v for k, v in EPISODES.items() if k != 2}
+    assert [finding.slot for finding in verify(folder)] == [2]
+
+
+@pytest.mark.parametrize("flags", [0, 4], ids=["both shown", "one deleted"])
+def test_two_records_of_one_serial_void_both_and_are_reported(
+    folder: Path, caplog: pytest.LogCaptureFixture, flags: int
+) -> None:
+    """Fault 45: duplicates; a deleted twin makes the other no more trustworthy."""
+    record = read_record(folder, 3)
+    write_record(folder, 3, packed(**{**record, "serial": 1, "flags": record["flags"] | flags}))
+    assert shown(folder) == {0: EPISODES[0], 2: EPISODES[2]}
+    assert "serials [1] stand in two slots each and are not served" in caplog.text
+    assert {(finding.serial, finding.lost) for finding in verify(folder)} == {(1, True)}
+
+
+def test_a_duplicate_of_a_cleared_serial_brings_nothing_back(folder: Path) -> None:
+    """Fault 45: what lies below `base` stays invisible, once or twice."""
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.clear()
+    write_record(folder, 3, packed(**{**read_record(folder, 3), "serial": 1}))
+    assert shown(folder) == {}
+
+
+def test_the_next_serial_lies_above_every_valid_record(folder: Path) -> None:
+    """Fault 45: a void record with an absurd serial does not count; a valid one with a high serial does."""
+    write_record(folder, 3, packed(**{**read_record(folder, 3), "serial": 2**63 - 1}))
+    write_record(folder, 2, packed(**{**read_record(folder, 2), "serial": 41}))
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.store_episode(a=[1])
+    assert list(shown(folder)) == [0, 1, 41, 42]
+    assert Storage.open(folder).state("next") == 43
+
+
+@pytest.mark.parametrize("generation", [2**63, 2**64 - 2, 2**64 - 1])
+def test_a_generation_that_no_writer_can_reach_is_void_and_its_slot_is_written_again(
+    folder: Path, generation: int
+) -> None:
+    """Fault 45: a generation near 2**64, from which counting on would give 0, the mark of an unused slot."""
+    write_record(folder, 0, packed(**{**read_record(folder, 0), "generation": generation}))
+    assert shown(folder) == {k: v for k, v in EPISODES.items() if k != 0}
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.clear()
+        for number in range(4):
+            buffer.store_episode(a=[number])
+    assert shown(folder) == {4 + number: [number] for number in range(4)}
+    assert read_record(folder, 0)["generation"] < 2**62
+
+
+# The table against its definition
+
+
+def visible(slots: list[dict[str, Any]], base: int, capacity: int | None) -> list[int]:
+    """The visible slots, oldest first, from the text of the format."""
+    held = {
+        slot: record["serial"]
+        for slot, record in enumerate(slots)
+        if record["sound"] and record["generation"] in (2, 4) and 1 <= record["length"] <= 4 and record["flags"] < 128
+    }
+    single = {slot: serial for slot, serial in held.items() if list(held.values()).count(serial) == 1}
+    shown = [slot for slot, serial in single.items() if not slots[slot]["flags"] & 4 and serial >= base]
+    newest = sorted(shown, key=lambda slot: -slots[slot]["serial"])[:3]
+    while capacity is not None and sum(slots[slot]["length"] for slot in newest) > capacity:
+        newest.pop()
+    return newest[::-1]
+
+
+records = st.fixed_dictionaries(
+    {
+        "generation": st.sampled_from([0, 1, 2, 2, 2, 2, 3, 4]),
+        "serial": st.integers(0, 7),
+        "length": st.sampled_from([0, 1, 1, 2, 3, 4, 4, 5]),
+        "flags": st.sampled_from([0, 0, 0, 1, 2, 4, 8, 16, 32, 63, 64]),
+        "sound": st.sampled_from([True, True, True, True, False]),
+    }
+)
+
+
+@pytest.mark.parametrize("capacity", [None, 4, 7])
+@given(slots=st.lists(records, min_size=5, max_size=5), base=st.integers(0, 7))
+@settings(max_examples=150, deadline=None)
+def test_what_is_visible_is_what_the_format_says(
+    tmp_path_factory: Any, capacity: int | None, slots: Any, base: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / f"table{capacity}"
+    if not folder.exists():
+        ReplayBuffer(folder, 3, 4, {"a": "int"}, spare_slots=2, circular=True, capacity=capacity).close()
+    for slot, record in enumerate(slots):
+        words = {name: record[name] for name in ("generation", "serial", "length", "flags")}
+        raw = bytearray(packed(**words, first_row=4 * slot))
+        raw[-1] ^= not record["sound"]
+        write_record(folder, slot, bytes(raw))
+    with (folder / "state.npy").open("r+b") as file:
+        file.seek(8 * STATE_WORD["base"] - STATE.itemsize, 2)
+        file.write(base.to_bytes(8, "little"))
+    assert Storage.open(folder, verify="never").table.visible.tolist() == visible(slots, base, capacity)
+
+
+@given(
+    slots=st.lists(records, min_size=5, max_size=5),
+    older=st.lists(records, min_size=5, max_size=5),
+    halves=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=5, max_size=5),
+)
+@settings(max_examples=300, deadline=None)
+def test_what_changed_since_is_found_whatever_half_of_a_record_was_read_before(
+    slots: Any, older: Any, halves: Any
+) -> None:
+    """A record that was copied while it was written is made of words of two: the next look finds it whole."""
+
+    def table(given: Any, time: int) -> Any:
+        raw = [
+            packed(
+                **{name: r[name] for name in ("generation", "serial", "length", "flags")}, first_row=4 * i, time=time
+            )
+            for i, r in enumerate(given)
+        ]
+        return np.frombuffer(b"".join(raw), np.uint64).reshape(-1, 8)
+
+    new = table(slots, 2)
+    torn = np.where(np.array(halves), new, table(older, 1))
+    found, whole = columns_since(new, columns_of(torn, 4, None), 4), columns_of(new, 4, None)
+    assert np.array_equal(found.valid, whole.valid)
+    for name, column in whole._asdict().items():
+        assert np.array_equal(getattr(found, name)[whole.valid], column[whole.valid]), name

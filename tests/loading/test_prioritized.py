@@ -1,0 +1,695 @@
+"""Draws by priority, against the slow definition: P = p / Σ p over the items that a view serves, w = (N · P)^-β."""
+
+import json
+import math
+import pickle
+import threading
+import time
+from functools import partial
+
+import damage
+import numpy as np
+import pytest
+import torch
+from test_verification import packed
+
+from memmap_buffer import (
+    ConcatBuffer,
+    Field,
+    NotEnoughDataError,
+    NStep,
+    Offsets,
+    Prioritized,
+    ReplayBuffer,
+    SchemaError,
+    Timestep,
+    Trajectory,
+    Window,
+    compute_importance_weights,
+)
+from memmap_buffer.priority import anchor_weights
+from memmap_buffer.priority.anchor_weights import Heap, Steps
+
+pytestmark = pytest.mark.usefixtures("both_ways")
+EPSILON = 1e-6
+FIELDS = {"number": "int", "t": "int", "reward": "float", "terminated": "bool", "o": Field("float", (2,), final=True)}
+META = {"task": "int", "score": "float"}
+STEP = {"timestep_level": True}
+
+
+def make(folder, lengths=(), max_timesteps=9, **options):
+    options = {"max_episodes": 6, "max_timesteps": max_timesteps, "circular": True, **options}
+    buffer = ReplayBuffer(folder, fields=FIELDS, meta_fields=META, **options)
+    for length in lengths:
+        publish(buffer, length)
+    return buffer
+
+
+def publish(buffer, length):
+    """Every third episode ends by `terminated`, every third has its final observation, every third neither."""
+    number = int(buffer.serials[-1]) + 1 if len(buffer) else 0
+    with buffer.one_episode(task=number % 2, score=number + 0.5) as episode:
+        for t in range(length):
+            ends = t == length - 1 and number % 3 == 0
+            episode.store(number=number, t=t, reward=1, terminated=ends, o=[number, t])
+        if number % 3 == 1:
+            episode.final(o=[number, length])
+
+
+class Slow:
+    """The priorities of one buffer as a dictionary, and what they say of draws."""
+
+    def __init__(self, how):
+        self.how, self.raw, self.highest = how, {}, 1.0
+
+    def follow(self, buffer):
+        steps = [
+            (serial, t)
+            for serial, length in zip(buffer.serials.tolist(), buffer.episode_lens.tolist(), strict=True)
+            for t in range(length)
+        ]
+        self.raw = {step: self.raw.get(step, self.highest) for step in steps}
+
+    def update(self, indices, errors):
+        for step, error in zip(map(tuple, indices), errors, strict=True):
+            if step in self.raw:
+                self.raw[step] = abs(error) + EPSILON
+                self.highest = max(self.highest, self.raw[step])
+
+    def masses(self, anchors, length):
+        """The mass of each anchor; `length` of its items, 0 for a whole episode."""
+        reduce = {"first": lambda v: v[0], "max": max, "mean": lambda v: math.fsum(v) / len(v)}
+        over = reduce[self.how.over or ("first" if length else "mean")]
+        return [over(self._powered(anchor, length)) for anchor in anchors]
+
+    def _powered(self, anchor, length):
+        serial, t = anchor if length else (anchor, 0)
+        steps = range(max(t, 0), t + length) if length else range(10**6)
+        found = []
+        for k in steps:
+            if (serial, k) not in self.raw:
+                break
+            found.append(self.raw[serial, k] ** self.how.alpha)
+        return found
+
+
+def anchors_of(buffer, options):
+    """Every item that the options serve, as the other samplers list them."""
+    found = []
+    for batch in buffer.dataloader(7, return_indices=True, **options):
+        found += [tuple(x) for x in batch["_indices"].tolist()] if "_indices" in batch else batch["_index"].tolist()
+    return found
+
+
+def drawn(batch):
+    return [tuple(x) for x in batch["_indices"].tolist()] if "_indices" in batch else batch["_index"].tolist()
+
+
+def improbable(counts, expected):
+    """How many standard deviations (Σ (o - e)² / e - d) / √(2 d) is from what chance gives."""
+    chi = sum((counts.get(key, 0) - e) ** 2 / e for key, e in expected.items())
+    freedom = max(len(expected) - 1, 1)
+    return (chi - freedom) / math.sqrt(2 * freedom)
+
+
+UNITS = [
+    (STEP, 1),
+    ({"n_steps": 3, "gamma": 0.9}, 1),
+    ({"view": NStep(2)}, 1),
+    ({"view": Window(4)}, 4),
+    ({"view": Window(4, stride=2, boundary="shift")}, 4),
+    ({"view": Window(4, stride=3, boundary="drop")}, 4),
+    ({"view": Window(4, pad_before=3)}, 4),
+    ({"view": Offsets(reward=(-1, 0, 1), boundary="drop")}, 1),
+    ({"view": Trajectory()}, 0),
+    ({"window_length": 3}, 0),
+]
+FILTERS = [
+    {},
+    {"filter_meta": {"task": 1}},
+    {"min_episode_len": 4},
+    {"filter_fields": {"t": lambda t: t % 3 != 1}},
+    {"filter_fields": {"t": (1, 5)}, "split": {"a": 0.7, "b": 0.3}, "part": "a", "split_seed": 3},
+]
+CASES = [(*unit, choice) for unit in UNITS for choice in FILTERS if unit[1] or "filter_fields" not in choice]
+HOWS = [
+    Prioritized(alpha=0.7, beta=0.5, normalize=None),
+    Prioritized(alpha=1.0, over="max", normalize="batch", stratified=False),
+    Prioritized(alpha=0.4, beta=1.0, over="mean", normalize="buffer"),
+]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize(("options", "length", "choice"), CASES)
+def test_draws_are_those_of_the_definition_after_wrap_around_and_updates(tmp_path, options, length, choice, how):
+    """Every unit, with every filter, weights included; the items drawn are exactly those that can be served."""
+    options, rng = {**options, **choice}, np.random.default_rng(1)
+    buffer, slow = make(tmp_path, (5, 9, 1, 4, 7)), Slow(how)
+    for published in ((), (8, 2), (6, 9, 3), (2,)):
+        for n in published:
+            publish(buffer, n)
+        slow.follow(buffer)
+        check_batch(buffer, options, slow, length)
+        steps = [step for step in slow.raw if rng.random() < 0.6]
+        errors = rng.normal(size=len(steps)) * rng.choice([0.01, 1, 30], len(steps))
+        assert buffer.update_priorities(np.array(steps), errors) == 0
+        slow.update(steps, errors)
+    check_batch(buffer, options, slow, length, frequencies=True)
+
+
+def check_batch(buffer, options, slow, length, frequencies=False):
+    try:
+        anchors = anchors_of(buffer, options)
+    except NotEnoughDataError:
+        with pytest.raises(NotEnoughDataError, match="nothing to read from this replay buffer"):
+            buffer.sample(64, prioritized=slow.how, **options)
+        return
+    found = slow.masses(anchors, length)
+    expected = dict(zip(anchors, np.array(found) / math.fsum(found), strict=True))
+    counts, batches = {}, 80 if frequencies else 1
+    for seed in range(batches):
+        batch = buffer.sample(64, prioritized=slow.how, seed=seed, **options)
+        items = drawn(batch)
+        for item in items:
+            counts[item] = counts.get(item, 0) + 1
+        if seed == 0:
+            check_weights(batch, np.array([expected[item] for item in items]), expected, slow.how)
+    assert counts.keys() <= expected.keys()
+    if frequencies:
+        assert improbable(counts, {item: p * 64 * batches for item, p in expected.items()}) < 5
+
+
+def check_weights(batch, probabilities, expected, how):
+    np.testing.assert_allclose(batch["_probabilities"], probabilities, rtol=1e-12)
+    weights = (len(expected) * probabilities) ** -how.beta
+    if how.normalize == "batch":
+        weights /= weights.max()
+    if how.normalize == "buffer":
+        weights /= max((len(expected) * p) ** -how.beta for p in expected.values())
+    np.testing.assert_allclose(batch["_weights"], weights, rtol=1e-6)
+    assert batch["_weights"].dtype == torch.float32
+
+
+# What the batch holds, and what an update takes
+
+
+def test_a_prioritised_batch_holds_what_the_same_options_give_and_three_keys_more(tmp_path):
+    buffer = make(tmp_path, (5, 6))
+    plain = buffer.sample(4, n_steps=2, return_indices=True)
+    batch = buffer.sample(4, n_steps=2, prioritized=True)
+    assert [*batch] == [*plain, "_weights", "_probabilities"]
+    assert [(n, t) for n, t in zip(batch["number"].tolist(), batch["t"].tolist(), strict=True)] == drawn(batch)
+    named = buffer.sample(4, timestep_level=True, prioritized=True, to_named_tuple=["t", "_weights"])
+    assert named.weights.tolist() == [1, 1, 1, 1]
+    renamed = buffer.sample(4, timestep_level=True, prioritized=True, fieldname_map={"_weights": "w"})
+    assert "w" in renamed and "_weights" not in renamed
+
+
+def test_errors_may_be_tensors_on_a_graph_and_stale_ones_are_dropped_and_counted(tmp_path):
+    buffer = make(tmp_path, (2, 3))
+    batch = buffer.sample(8, prioritized=True, **STEP)
+    for _ in range(6):
+        publish(buffer, 2)
+    errors = torch.ones(8, requires_grad=True) * 50
+    assert buffer.update_priorities(batch["_indices"], errors) == 8
+    assert set(buffer.sample(8, prioritized=True, **STEP)["_probabilities"].tolist()) == {1 / 12}
+
+
+def test_errors_of_several_steps_and_of_whole_episodes_reach_every_step_that_there_is(tmp_path):
+    buffer = make(tmp_path, (3, 5, 4))
+    how = Prioritized(alpha=1.0)
+    buffer.sample(1, prioritized=how, **STEP)
+    assert buffer.update_priorities([[0, 1], [9, 0], [1, -1]], np.arange(1, 13).reshape(3, 4)) == 1
+    assert buffer.update_priorities([2, 77], [20.0, 3]) == 1
+    wanted = {(0, 0): 1, (0, 1): 1, (0, 2): 2, (1, 0): 10, (1, 1): 11, (1, 2): 12, (1, 3): 1, (1, 4): 1}
+    wanted |= {(2, t): 20 for t in range(4)}
+    batch = buffer.sample(512, prioritized=how, **STEP)
+    for item, p in zip(drawn(batch), batch["_probabilities"].tolist(), strict=True):
+        assert p * sum(wanted.values()) == pytest.approx(wanted[item], rel=1e-5)
+    assert set(drawn(batch)) == set(wanted)
+
+
+@pytest.mark.parametrize(
+    ("indices", "errors"),
+    [
+        (np.zeros((2, 3), int), np.zeros(2)),
+        (np.zeros((2, 2)), np.zeros(2)),
+        (np.zeros((2, 2), int), np.zeros(3)),
+        (np.zeros((2, 2), int), np.zeros((2, 2, 2))),
+        (np.zeros((2, 2), int), np.array(["a", "b"])),
+        (3, 4.0),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_and_shown(tmp_path, indices, errors):
+    buffer = make(tmp_path, (3,))
+    buffer.sample(1, prioritized=True, **STEP)
+    with pytest.raises(SchemaError, match="update_priorities: got "):
+        buffer.update_priorities(indices, errors)
+
+
+def test_an_update_under_a_name_that_was_never_drawn_from_names_those_that_were(tmp_path):
+    buffer = make(tmp_path, (3,))
+    with pytest.raises(SchemaError, match="no batch was drawn by priorities 'td'; known are none yet"):
+        buffer.update_priorities([[0, 0]], [1])
+    buffer.sample(1, prioritized=Prioritized(name="novelty"), **STEP)
+    with pytest.raises(SchemaError, match="'td'; known are novelty"):
+        buffer.update_priorities([[0, 0]], [1])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"alpha": -1},
+        {"alpha": float("nan")},
+        {"beta": 2},
+        {"epsilon": 0},
+        {"normalize": "max"},
+        {"variant": "ranked"},
+        {"over": "sum"},
+        {"beta_steps": 0},
+        {"sort_interval": 1.5},
+    ],
+)
+def test_a_value_that_is_none_of_those_allowed_is_refused_by_its_name(bad):
+    with pytest.raises(SchemaError, match=f"{next(iter(bad))}: got .*, expected"):
+        Prioritized(**bad)
+
+
+def test_what_is_no_option_and_what_is_no_number_is_refused(tmp_path):
+    buffer = make(tmp_path, (3,))
+    with pytest.raises(SchemaError, match=r"prioritized: got 0\.6, expected Prioritized"):
+        buffer.sample(1, prioritized=0.6)
+    with pytest.raises(SchemaError, match="prioritized"):
+        buffer.sample(1, prioritized=Prioritized(meta="none"))
+    buffer.sample(1, prioritized=Prioritized(alpha=0.6), **STEP)
+    with pytest.raises(SchemaError, match=r"'td' are in use with alpha=0\.6 and epsilon=1e-06, not 0\.7"):
+        buffer.sample(1, prioritized=Prioritized(alpha=0.7), **STEP)
+
+
+def test_nothing_to_draw_is_said(tmp_path):
+    buffer = make(tmp_path)
+    with pytest.raises(NotEnoughDataError, match="it is empty"):
+        buffer.sample(1, prioritized=True, **STEP)
+    buffer.store_episode(number=[0], t=[0], reward=[0], terminated=[True], o=[[0, 0]], task=0, score=0.0)
+    with pytest.raises(NotEnoughDataError, match="nothing to draw: every item has priority 0"):
+        buffer.sample(1, prioritized=Prioritized(meta="score"))
+
+
+# β, weights
+
+
+def test_beta_rises_linearly_from_batch_to_batch(tmp_path):
+    buffer = make(tmp_path, (5,))
+    how = Prioritized(beta=0.2, beta_steps=4, normalize=None)
+    buffer.sample(1, prioritized=how, **STEP)
+    buffer.update_priorities([[0, t] for t in range(5)], [1, 2, 3, 4, 5])
+    for k in range(1, 7):
+        batch = buffer.sample(4, prioritized=how, **STEP)
+        beta = min(1.0, 0.2 + 0.8 * k / 4)
+        want = compute_importance_weights(batch["_probabilities"], 5, beta, normalize=False)
+        torch.testing.assert_close(batch["_weights"], want.float())
+
+
+def test_a_loader_goes_on_with_the_beta_of_the_state_it_was_given(tmp_path):
+    buffer = make(tmp_path, (5, 4))
+    how = Prioritized(beta=0.2, beta_steps=30, normalize=None)
+    buffer.sample(1, prioritized=how, **STEP)
+    buffer.update_priorities([[0, t] for t in range(5)], [1, 2, 3, 4, 5])
+    loader = buffer.dataloader(3, prioritized=how, seed=1, **STEP)
+    before = len([*loader, *loader])
+    again = buffer.dataloader(3, prioritized=how, **STEP)
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert again.state_dict() == loader.state_dict() == {"seed": 1, "epoch": 2, "num_drawn": before}
+    for k, batch in enumerate(again, start=before):
+        want = compute_importance_weights(batch["_probabilities"], 9, how.beta_at(k), normalize=False)
+        torch.testing.assert_close(batch["_weights"], want.float())
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_importance_weights_are_the_paper_s_formula_of_arrays_and_tensors(kind, dtype):
+    """Schaul et al. 2016, section 3.4: w = (1/N · 1/P)^β, divided by the highest of the batch."""
+    p = np.array([0.5, 0.25, 1e-9], dtype)
+    want = np.array([(1 / 8 * 1 / float(x)) ** 0.4 for x in p])
+    got = compute_importance_weights(kind(p), 8, 0.4)
+    assert type(got) is type(kind(p)) and got.dtype == kind(p).dtype
+    np.testing.assert_allclose(got, want / want.max(), rtol=1e-6)
+    np.testing.assert_allclose(compute_importance_weights(kind(p), 8, 0.4, normalize=False), want, rtol=1e-6)
+    np.testing.assert_array_equal(compute_importance_weights(kind(p), buffer_size=8), got)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.DoubleTensor])
+def test_a_probability_of_zero_has_weight_zero_and_none_is_infinite(kind):
+    weights = compute_importance_weights(kind([0.5, 0.0, 1e-300]), 10, 1.0)
+    np.testing.assert_allclose(weights, [2e-10, 0, 1], rtol=1e-12)  # below 1e-10 they count as that
+    assert compute_importance_weights(kind([0.0, 0.0]), 10).tolist() == [0, 0]
+    assert compute_importance_weights(kind([0.0, 0.5]), 10, normalize=False).tolist() == [0, 5**-0.4]
+    assert compute_importance_weights(kind([]), 10).tolist() == []
+
+
+def test_the_weights_of_a_batch_are_those_of_its_probabilities_where_items_were_drawn_again_too(tmp_path):
+    buffer = make(tmp_path, (5, 4, 6), max_episodes=3)
+    how = Prioritized(beta=0.7)
+    buffer.sample(1, prioritized=how, **STEP)
+    buffer.update_priorities([[0, t] for t in range(5)], [1, 2, 3, 4, 5])
+    dataset = buffer.dataset(prioritized=how, **STEP)
+    for anchors in buffer.dataloader(64, dataset=dataset, seed=1).batch_sampler:
+        for _ in range(2):  # one of the three that were drawn from is overwritten, one may still be read
+            publish(buffer, 5)
+        batch = dataset.__getitems__(anchors).data
+        gone = batch["_probabilities"] == 0
+        assert gone.any()
+        want = compute_importance_weights(batch["_probabilities"], 15, 0.7)
+        np.testing.assert_allclose(batch["_weights"] / batch["_weights"].max(), want, rtol=1e-6)
+
+
+# Which tree is drawn from
+
+
+def test_the_tree_on_the_disk_is_drawn_from_as_it_is_where_every_step_can_be(tmp_path):
+    buffer = make(tmp_path, (5, 6), max_episodes=3)
+    for options, kind in [(STEP, Steps), ({"view": Window(3)}, Steps), ({"view": Window(3, 2)}, Heap)]:
+        buffer.sample(1, prioritized=True, **options)
+        assert isinstance(next(reversed(buffer._draws.values()))._masses[buffer._storage], kind)
+
+
+def test_an_n_step_draw_turns_to_a_tree_of_its_own_when_a_step_has_no_successor(tmp_path):
+    buffer, slow = make(tmp_path, (5, 6), max_episodes=9), Slow(Prioritized(alpha=1.0))
+    options = {"n_steps": 2}
+    for length in (3, 4, 2):  # 0 and 1 end or have their final observation, 2 does not
+        slow.follow(buffer)
+        check_batch(buffer, options, slow, 1, frequencies=length == 2)
+        publish(buffer, length)
+        buffer.update_priorities([[0, 1], [1, 2]], [length, 2.0])
+        slow.follow(buffer)
+        slow.update([[0, 1], [1, 2]], [length, 2.0])
+    check_batch(buffer, options, slow, 1, frequencies=True)
+
+
+def test_a_tree_of_its_own_follows_an_episode_that_grows(tmp_path):
+    buffer, slow = make(tmp_path, publish="step"), Slow(HOWS[2])
+    episode = buffer.begin_episode(task=0, score=1)
+    options = {"view": Window(3, pad_before=2)}
+    for t in range(6):
+        episode.store(number=0, t=t, reward=0, terminated=False, o=[0, t])
+        slow.follow(buffer)
+        check_batch(buffer, options, slow, 3)
+        buffer.update_priorities([[0, t]], [t * t + 1])
+        slow.update([(0, t)], [t * t + 1])
+
+
+def test_a_tree_of_its_own_that_is_far_behind_looks_at_everything_again(tmp_path, monkeypatch):
+    buffer, slow = make(tmp_path, (5, 9)), Slow(Prioritized())
+    options = {"n_steps": 2}
+    slow.follow(buffer)
+    check_batch(buffer, options, slow, 1)
+    for k in range(5000):
+        buffer.update_priorities([[k % 2, k % 5]], [k])
+        slow.update([(k % 2, k % 5)], [k])
+    check_batch(buffer, options, slow, 1)
+
+
+def test_blocks_of_any_size_weigh_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(anchor_weights, "BLOCK", 3)
+    buffer, slow = make(tmp_path, (5, 9, 4)), Slow(HOWS[1])
+    slow.follow(buffer)
+    buffer.sample(1, prioritized=slow.how, **STEP)
+    buffer.update_priorities([[1, 2], [1, 3], [0, 4]], [9, 4, 2])
+    slow.update([(1, 2), (1, 3), (0, 4)], [9, 4, 2])
+    check_batch(buffer, {"view": Window(4)}, slow, 4)
+    check_batch(buffer, {}, slow, 0)
+
+
+# Ranks
+
+
+def ranked(slow, anchors):
+    """(1 / rank)^α, equal priorities sharing the best rank of theirs."""
+    found = slow.masses(anchors, 1)
+    return [(1 + sum(other > p for other in found)) ** -slow.how.alpha for p in found]
+
+
+@pytest.mark.parametrize("options", [STEP, {"n_steps": 2}])
+def test_ranks_give_the_probabilities_of_the_paper(tmp_path, options):
+    """Schaul et al. 2016, section 3.3: P ∝ (1/rank)^α."""
+    buffer, slow = make(tmp_path, (5, 9, 4)), Slow(Prioritized(alpha=0.8, variant="rank", sort_interval=1))
+    rng = np.random.default_rng(0)
+    buffer.sample(1, prioritized=slow.how, **options)
+    for _ in range(4):
+        slow.follow(buffer)
+        steps = list(slow.raw)
+        errors = rng.normal(size=len(steps))
+        buffer.update_priorities(steps, errors)
+        slow.update(steps, errors)
+        publish(buffer, 3)
+        slow.follow(buffer)
+    anchors = anchors_of(buffer, options)
+    found = ranked(slow, anchors)
+    expected = dict(zip(anchors, np.array(found) / sum(found), strict=True))
+    counts = {}
+    for seed in range(100):
+        batch = buffer.sample(64, prioritized=slow.how, seed=seed, **options)
+        np.testing.assert_allclose(batch["_probabilities"], [expected[item] for item in drawn(batch)], rtol=1e-12)
+        for item in drawn(batch):
+            counts[item] = counts.get(item, 0) + 1
+    assert improbable(counts, {item: p * 6400 for item, p in expected.items()}) < 5
+
+
+def test_between_two_sorts_a_rank_is_found_in_the_last_order(tmp_path):
+    buffer = make(tmp_path, (4,))
+    how = Prioritized(alpha=1.0, variant="rank", sort_interval=100)
+    buffer.sample(1, prioritized=how, **STEP)
+    buffer.update_priorities([[0, t] for t in range(4)], [4, 3, 2, 1])
+    # In the last order all four were equal, of priority 1: three are above it now, and one just so.
+    batch = buffer.sample(64, prioritized=how, **STEP)
+    assert set(batch["_probabilities"].tolist()) == {1 / 4}
+    for _ in range(40):
+        buffer.update_priorities([[0, t] for t in range(4)], [4, 3, 2, 1])
+        buffer.sample(1, prioritized=how, **STEP)
+    batch = buffer.sample(512, prioritized=how, **STEP)
+    want = np.array([1, 1 / 2, 1 / 3, 1 / 4]) / (25 / 12)
+    np.testing.assert_allclose(batch["_probabilities"], want[batch["t"]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("interval", [1, None])
+@pytest.mark.parametrize("kind", [STEP, {"n_steps": 2}])
+def test_items_that_went_have_no_rank(tmp_path, interval, kind):
+    """With the default interval, once as many went as there still are."""
+    buffer = make(tmp_path, (9, 4), max_episodes=3)
+    how = Prioritized(alpha=1.0, variant="rank", sort_interval=interval)
+    errors = {(i, t): 10.0 - 4 * i + t / 10 for i, length in enumerate((9, 4)) for t in range(length)}
+    buffer.sample(1, prioritized=how, **kind)
+    buffer.update_priorities(list(errors), [*errors.values()])
+    buffer.sample(1, prioritized=how, **kind)  # all are sorted
+    buffer.delete(0)  # the highest
+    left = anchors_of(buffer, kind)
+    order = sorted(left, key=errors.__getitem__, reverse=True)
+    want = {item: 1 / (1 + rank) / sum(1 / (1 + r) for r in range(len(left))) for rank, item in enumerate(order)}
+    batch = buffer.sample(64, prioritized=how, **kind)
+    np.testing.assert_allclose(batch["_probabilities"], [want[item] for item in drawn(batch)], rtol=1e-12)
+
+
+# By a meta field
+
+
+def test_episodes_are_drawn_by_a_meta_field_and_follow_its_changes(tmp_path):
+    buffer = make(tmp_path, (5, 2, 3))
+    by_score = {"prioritized": Prioritized(meta="score", alpha=1.0)}
+    batch = buffer.sample(512, **by_score)
+    np.testing.assert_allclose(batch["_probabilities"], (batch["_index"].numpy() + 0.5) / 4.5, rtol=1e-12)
+    buffer.update(0, score=10.0)
+    publish(buffer, 2)
+    scores = np.array([10, 1.5, 2.5, 3.5])
+    batch = buffer.sample(512, **by_score)
+    np.testing.assert_allclose(batch["_probabilities"], scores[batch["_index"]] / scores.sum(), rtol=1e-12)
+    assert not (tmp_path / "priority").exists()
+    buffer.update(1, score=-1.0)
+    with pytest.raises(SchemaError, match=r"meta field 'score' is -1\.0 in an episode"):
+        buffer.sample(4, **by_score)
+
+
+# Loaders, processes, folders
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_draws_by_priority_in_this_process_and_workers_gather(tmp_path, workers):
+    buffer = make(tmp_path, (9, 9, 9))
+    how = Prioritized(alpha=1.0, normalize=None, beta=1.0)
+    loader = buffer.dataloader(8, prioritized=how, seed=1, num_workers=workers, **STEP)
+    buffer.update_priorities([[0, t] for t in range(9)], [0.0] * 9)
+    assert len(loader) == 4
+    batches = list(loader)
+    assert [len(batch["t"]) for batch in batches] == [8] * 4
+    for batch in batches:
+        assert (batch["number"] > 0).all()
+        np.testing.assert_allclose(batch["_weights"], 1 / (27 * batch["_probabilities"]), rtol=1e-6)
+        assert drawn(batch) == list(zip(batch["number"].tolist(), batch["t"].tolist(), strict=True))
+    again = buffer.dataloader(8, prioritized=how, seed=1, **STEP)
+    assert [drawn(batch) for batch in again] == [drawn(batch) for batch in batches]
+    assert len(buffer.dataloader(8, prioritized=how, drop_last=True, **STEP)) == 3
+    loader.batch_sampler.set_epoch(0)
+    assert drawn(next(iter(loader))) == drawn(batches[0])
+
+
+def test_a_dataset_with_priorities_pickles_without_them_and_can_be_given_to_a_loader(tmp_path):
+    buffer = make(tmp_path, (9, 9))
+    dataset = buffer.dataset(prioritized=True, **STEP)
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[3]["t"] == 3
+    batch = next(iter(buffer.dataloader(4, dataset=copy)))
+    assert batch["_weights"].tolist() == [1, 1, 1, 1]
+
+
+def test_an_item_that_was_overwritten_before_it_was_read_is_replaced_and_weighs_nothing(tmp_path, in_the_middle):
+    buffer = make(tmp_path, (4,), max_episodes=1, spare_slots=1)
+
+    def overwrite():
+        publish(buffer, 3)
+        publish(buffer, 3)
+
+    buffer.sample(4, prioritized=True, **STEP)
+    in_the_middle(overwrite)
+    batch = buffer.sample(4, prioritized=True, **STEP)
+    assert batch["_weights"].tolist() == batch["_probabilities"].tolist() == [0, 0, 0, 0]
+    assert set(batch["number"].tolist()) == {2}
+
+
+def test_a_buffer_that_is_closed_and_opened_goes_on_with_its_priorities(tmp_path):
+    how = Prioritized(alpha=1.0)
+    with make(tmp_path, (4, 3)) as buffer:
+        buffer.sample(1, prioritized=how, **STEP)
+        buffer.update_priorities([[0, 0], [1, 2]], [7, 3])
+        buffer.flush()
+    buffer = ReplayBuffer.from_folder(tmp_path)
+    publish(buffer, 2)  # with the maximum so far
+    batch = buffer.sample(512, prioritized=how, **STEP)
+    wanted = {(0, 0): 7, (1, 2): 3, (2, 0): 7, (2, 1): 7}
+    for item, p in zip(drawn(batch), batch["_probabilities"].tolist(), strict=True):
+        assert p * (24 + 5) == pytest.approx(wanted.get(item, 1), rel=1e-5)
+
+
+@pytest.mark.parametrize(("options", "length"), UNITS, ids=[f"{i}" for i in range(len(UNITS))])
+def test_a_packed_folder_is_drawn_from_as_a_grid_is(tmp_path, options, length):
+    grid = make(tmp_path / "grid", (5, 3, 1, 4), max_timesteps=damage.MAX_TIMESTEPS)
+    grid.close()
+    buffer, slow = ReplayBuffer.from_folder(packed(tmp_path / "grid")), Slow(HOWS[2])
+    slow.follow(buffer)
+    steps, errors = [(0, 2), (1, 2), (3, 0)], [9, 4, 0.5]
+    for _ in range(2):
+        check_batch(buffer, options, slow, length, frequencies=True)
+        assert buffer.update_priorities([*steps, (9, 9)], [*errors, 1]) == 1
+        slow.update(steps, errors)
+    check_batch(buffer, options, slow, length)
+
+
+def test_a_folder_that_is_only_read_is_drawn_from_without_a_trace(tmp_path):
+    make(tmp_path, (4, 3)).close()
+    buffer = ReplayBuffer.from_folder(tmp_path, read_only=True)
+    buffer.sample(1, prioritized=True, **STEP)
+    buffer.update_priorities([[0, 0]], [1e6])
+    assert buffer.sample(8, prioritized=True, **STEP)["_probabilities"].max() > 0.9
+    buffer.close()
+    assert not (tmp_path / "priority").exists()
+
+
+# Several sources
+
+
+@pytest.mark.parametrize("weights", [None, [1, 3]])
+@pytest.mark.parametrize("how", [*HOWS, Prioritized(meta="score", alpha=1.0, normalize="buffer", beta=1.0)], ids=str)
+@pytest.mark.parametrize(("options", "length"), [(STEP, 1), ({"view": Window(3, 2)}, 3), ({}, 0)], ids=["t", "w", "e"])
+def test_several_sources_are_drawn_from_as_one_or_in_their_shares(tmp_path, options, length, how, weights):
+    parts = [make(tmp_path / "a", (5, 2)), make(tmp_path / "b", (7, 9, 3))]
+    both, slows = ConcatBuffer(parts, weights), [Slow(how), Slow(how)]
+    both.sample(1, prioritized=how, **options)
+    for number, (part, slow) in enumerate(zip(parts, slows, strict=True)):
+        slow.follow(part)
+        if how.meta is None:
+            both.update_priorities([[number, 0, 1], [number, 1, 0], [number, 50, 0]], [4, 0.25, 9])
+            slow.update([(0, 1), (1, 0)], [4, 0.25])
+    expected, found = {}, []
+    for part, slow in zip(parts, slows, strict=True):
+        anchors = anchors_of(part, options)
+        by_score = [(item[0] if length else item) + 0.5 for item in anchors]
+        found.append(dict(zip(anchors, slow.masses(anchors, length) if how.meta is None else by_score, strict=True)))
+    total = sum(sum(one.values()) for one in found)
+    for number, one in enumerate(found):
+        share = 1 / total if weights is None else weights[number] / 4 / sum(one.values())
+        expected |= {(number, *(item if length else (item,))): mass * share for item, mass in one.items()}
+    counts = {}
+    for seed in range(60):
+        batch = both.sample(64, prioritized=how, seed=seed, **options)
+        items = [tuple(item) for item in batch["_indices" if length else "_index"].tolist()]
+        for item in items:
+            counts[item] = counts.get(item, 0) + 1
+        check_weights(batch, np.array([expected[item] for item in items]), expected, how)
+        if weights is not None:
+            assert sum(item[0] == 0 for item in items) == 16
+    assert improbable(counts, {item: p * 64 * 60 for item, p in expected.items()}) < 5
+
+
+def test_an_update_of_several_sources_counts_what_is_gone_in_each(tmp_path):
+    both = ConcatBuffer([make(tmp_path / "a", (5,)), make(tmp_path / "b", (7,))])
+    both.sample(1, prioritized=True, **STEP)
+    assert both.update_priorities([[0, 0, 0], [1, 3, 0], [0, 9, 1], [1, 0, 6]], [1, 2, 3, 4]) == 2
+    assert both.update_priorities([[0, 0], [1, 3]], [1, 2]) == 1
+    with pytest.raises(SchemaError, match="got source 2, expected one from 0 to 1"):
+        both.update_priorities([[2, 0, 0]], [1])
+    both.checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({}, r"load_state_dict: got \{\}, expected what state_dict gave"),
+        (None, "load_state_dict: got None, expected what state_dict gave"),
+        ({"seed": "x", "epoch": 0, "num_drawn": 0}, "load_state_dict: seed: got 'x', expected a whole number"),
+        ({"seed": 1, "epoch": 0, "num_drawn": -1}, "load_state_dict: num_drawn: got -1"),
+    ],
+)
+def test_what_is_no_state_of_a_loader_is_refused(tmp_path, state, match):
+    loader = make(tmp_path, (5, 4)).dataloader(3, prioritized=True, seed=1, **STEP)
+    before = loader.state_dict()
+    with pytest.raises(SchemaError, match=match):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+def test_a_state_from_before_beta_was_kept_begins_with_it_anew(tmp_path):
+    loader = make(tmp_path, (5, 4)).dataloader(3, prioritized=True, seed=1, **STEP)
+    loader.load_state_dict({"seed": 2, "epoch": 3})
+    assert loader.state_dict() == {"seed": 2, "epoch": 3, "num_drawn": 0}
+
+
+def test_threads_draw_and_update_beside_each_other(tmp_path):
+    buffer, errors, seen = make(tmp_path, [9, 8, 7, 9, 9], max_timesteps=500), [], []
+    until = time.monotonic() + 1.5
+
+    def work(call):
+        rng = np.random.default_rng(0)
+        try:
+            while time.monotonic() < until:
+                call(rng)
+        except BaseException as error:
+            errors.append(error)
+
+    def draw(view):
+        batch = buffer.sample(32, prioritized=Prioritized(), view=view)
+        seen.append(float(batch["_probabilities"].max()))
+        assert batch["_probabilities"].min() > 0 and batch["_probabilities"].max() < 1
+        assert (batch["t"] == batch["_indices"][:, 1]).all() and (batch["number"] == batch["_indices"][:, 0]).all()
+
+    def update(rng):
+        serials = rng.integers(0, 5, 16)
+        buffer.update_priorities(np.stack([serials, rng.integers(0, 7, 16)], axis=1), rng.random(16))
+
+    draw(Timestep())
+    views = Timestep(), Timestep(("number", "t"))
+    calls = [*(partial(lambda view, rng: draw(view), view) for view in views), update, update]
+    threads = [threading.Thread(target=work, args=[call]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(seen) > 50
+    buffer.close()

@@ -1,0 +1,209 @@
+"""What is asked of the disk before its time: the rows that will be read, each window in turn, and little else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from memmap_buffer import ConcatBuffer, Field, Offsets, ReplayBuffer, Window
+from memmap_buffer.format.folder import disk_reads, will_need
+from memmap_buffer.loading import read_ahead, samplers
+from memmap_buffer.views import folders
+from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.row_ranges import RowRanges
+
+FIELDS = {"t": "int", "observation": Field("float", (3,), final=True), "other": "float"}
+VIEWS = {
+    "timestep": {"timestep_level": True, "fields": ["t", "observation"]},
+    "n-step": {"n_steps": 1, "current_fields": ["t"], "next_fields": ["observation"]},
+    "trajectory": {"fields": ["observation", "t"]},
+    "window": {"view": Window(2, fields=("t", "observation"), boundary="drop")},
+    "filtered": {"timestep_level": True, "fields": ["t", "observation"], "filter_fields": {"t": lambda t: t % 5 != 2}},
+}
+BLOCK = {"shuffle": "block", "shuffle_window": 64, "seed": 3}
+
+
+@pytest.fixture
+def buffer(tmp_path):
+    with ReplayBuffer(tmp_path / "a", 30, 20, FIELDS) as buffer:
+        record(buffer, 30)
+        yield buffer
+
+
+def record(buffer, episodes):
+    for n in range(episodes):
+        length = 5 + n % 16
+        t = np.arange(length)
+        buffer.store_episode(t=t, other=t, observation=np.zeros((length + 1, 3)))
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens, in order: ("ask", array, rows) and ("read", array, rows)."""
+    seen = []
+    take = Folders.take
+
+    def asked(array, stretches):
+        seen.extend(("ask", id(array), set(range(*stretch))) for stretch in stretches)
+        will_need(array, stretches)
+
+    def taken(self, name, source, rows):
+        for number, storage in enumerate(self.storages):
+            mine = rows if source is None else rows[source == number]
+            seen.append(("read", id(storage.maps.rows[name]), numbers(mine)))
+        return take(self, name, source, rows)
+
+    monkeypatch.setattr(read_ahead, "will_need", asked)
+    monkeypatch.setattr(read_ahead, "GAP_BYTES", 0)
+    monkeypatch.setattr(Folders, "take", taken)
+    return seen
+
+
+def numbers(rows):
+    """The rows that are read."""
+    if not isinstance(rows, RowRanges):
+        return set(np.ravel(rows).tolist())
+    spans = zip(rows.row.tolist(), (rows.stop - rows.lead).tolist(), strict=True)
+    return {row + i for row, count in spans for i in range(count)}
+
+
+def rows_of(events, what):
+    out = {}
+    for kind, array, rows in events:
+        if kind == what:
+            out.setdefault(array, set()).update(rows)
+    return out
+
+
+@pytest.mark.parametrize("chunk", [8, 64, 1 << 14])
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_row_is_asked_for_before_it_is_read(buffer, events, monkeypatch, view, chunk):
+    monkeypatch.setattr(samplers, "CHUNK", chunk)
+    list(buffer.dataloader(8, **BLOCK, **VIEWS[view]))
+    asked = {}
+    for kind, array, rows in events:
+        if kind == "ask":
+            asked.setdefault(array, set()).update(rows)
+        else:
+            assert rows <= asked.get(array, set())
+
+
+@pytest.mark.parametrize("view", ["timestep", "trajectory"])
+def test_little_else_is_asked_for_than_what_is_read(buffer, events, view):
+    list(buffer.dataloader(8, **BLOCK, **VIEWS[view]))
+    asked, read = rows_of(events, "ask"), rows_of(events, "read")
+    assert asked.keys() == read.keys()  # no field that the view leaves out
+    for array, rows in read.items():
+        assert len(asked[array] - rows) <= 30  # a final row of each episode, that no timestep shows
+
+
+def test_no_more_is_asked_for_than_one_window_ahead(buffer, events, monkeypatch):
+    monkeypatch.setattr(samplers, "CHUNK", 8)
+    batches = iter(buffer.dataloader(8, timestep_level=True, fields="t", **BLOCK))
+    for number in range(1, 40):
+        next(batches)
+        (asked,) = rows_of(events, "ask").values()
+        windows = (8 * number - 1) // 64 + 2
+        assert len(asked) <= windows * 64 * 2  # a block is one item here, and is asked for with its successor
+
+
+def test_several_folders_are_asked(buffer, events, tmp_path):
+    with ReplayBuffer(tmp_path / "b", 30, 20, FIELDS) as other:
+        record(other, 9)
+        list(ConcatBuffer([buffer, other]).dataloader(8, timestep_level=True, **BLOCK))
+    asked, read = rows_of(events, "ask"), rows_of(events, "read")
+    assert len(read) == 6
+    assert all(read[array] <= asked[array] for array in read)
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True, "seed": 1}, {}], ids=["shuffled", "in order"])
+def test_other_orders_ask_for_nothing(buffer, events, options):
+    list(buffer.dataloader(8, timestep_level=True, **options))
+    assert rows_of(events, "ask") == {}
+
+
+def test_near_rows_are_asked_for_in_one_go(buffer, events, monkeypatch):
+    monkeypatch.setattr(read_ahead, "GAP_BYTES", 1 << 17)
+    list(buffer.dataloader(8, timestep_level=True, fields="t", **{**BLOCK, "shuffle_window": 10_000}))
+    asks = [rows for kind, _, rows in events if kind == "ask"]
+    assert len(asks) < 100
+    assert all(len(rows) == max(rows) - min(rows) + 1 for rows in asks)
+
+
+# Batches that come from the disk
+
+
+@pytest.fixture
+def disk(events, monkeypatch):
+    """Counts up with every batch, as if each had the disk read something, unless it is told to stand still."""
+    reads = iter(range(2**40, 2**41))
+    disk = SimpleNamespace(busy=True, count=0)
+
+    def count():
+        disk.count = next(reads) if disk.busy else disk.count
+        return disk.count
+
+    def asked(array, stretches):
+        events.extend(("ask", id(array), set(range(*stretch))) for stretch in stretches)
+        will_need(array, stretches)
+
+    monkeypatch.setattr(folders, "disk_reads", count)
+    monkeypatch.setattr(folders, "will_need", asked)
+    monkeypatch.setattr(folders, "ANSWER_SECONDS", 0)
+    monkeypatch.setattr(folders, "GAP_BYTES", 0)
+    return disk
+
+
+COLD = {**VIEWS, "offsets": {"view": Offsets({"t": (-3, 0), "observation": range(2)})}}
+COLD["sequence"] = {"n_steps": 3, "current_fields": ["t"], "sequence_fields": ["t"], "next_fields": ["observation"]}
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one folder", "two"])
+@pytest.mark.parametrize("view", COLD)
+def test_the_rows_of_a_batch_are_asked_for_at_once_if_it_is_the_first_or_the_last_one_had_to_be_read(
+    buffer, events, disk, tmp_path, view, two
+):
+    if two:
+        other = ReplayBuffer(tmp_path / "b", 30, 20, FIELDS)
+        record(other, 9)
+    where = ConcatBuffer([buffer, other]) if two else buffer
+    batches = iter(where.dataloader(8, shuffle=True, seed=1, **COLD[view]))
+    for _ in batches:
+        asked, read = rows_of(events, "ask"), rows_of(events, "read")
+        assert asked.keys() <= read.keys()
+        for array, rows in read.items():
+            assert rows <= asked.get(array, set())
+            assert len(asked.get(array, set()) - rows) <= 8  # of a sequence without a row, the nearest one
+        kinds = "".join(kind[0] for kind, *_ in events)
+        assert kinds == "a" * kinds.count("a") + "r" * kinds.count("r")
+        events.clear()
+
+
+def test_the_disk_is_not_asked_any_more_once_nothing_had_to_be_read(buffer, events, disk):
+    for _ in range(3):
+        buffer.sample(8, n_steps=1)
+    assert rows_of(events, "ask")
+    disk.busy = False
+    buffer.sample(8, n_steps=1)
+    events.clear()
+    for _ in range(20):
+        buffer.sample(8, n_steps=1)
+    assert rows_of(events, "ask") == {}
+
+
+def test_what_this_thread_has_the_disk_read_is_counted(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    before = disk_reads()
+    for _ in range(3):
+        assert path.read_bytes() == bytes(1 << 20)
+    assert disk_reads() == before  # it is in memory
+
+
+def test_any_rows_of_a_field_can_be_asked_for(buffer):
+    for rows in buffer._storage.maps.rows.values():
+        for first, stop in ((0, 0), (0, 1), (0, len(rows)), (len(rows) - 1, len(rows)), (3, len(rows) + 5)):
+            will_need(rows, [(first, stop)])
+    assert buffer.episode(2)["t"].tolist() == list(range(7))

@@ -1,0 +1,314 @@
+"""Statistics against numpy over everything at once; what is kept in the folder; normalisation and its inverse."""
+
+import errno
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from fault_injection import in_child, listing, system
+
+from memmap_buffer import (
+    ConcatBuffer,
+    Field,
+    NotEnoughDataError,
+    ReplayBuffer,
+    RunningStatistics,
+    SchemaError,
+    Statistics,
+)
+from memmap_buffer.format.records import STATE_WORD
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.maintenance import statistics as module
+
+FIELDS = {
+    "observation": {"x": Field("float", 3, final=True), "image": ("uint8", (4, 2))},
+    "reward": "float64",
+    "half": "bfloat16",
+    "done": "bool",
+    "text": "U3",
+    "z": "complex64",
+}
+META = {"task": "int", "goal": ("float", 2), "name": ("U8", (), "none")}
+LENGTHS = (3, 7, 1, 5, 6)
+
+
+def record(buffer, rng, lengths=LENGTHS):
+    for i, length in enumerate(lengths):
+        buffer.store_episode(
+            observation={
+                "x": 100 + 5 * rng.standard_normal((length + i % 2, 3)),
+                "image": rng.integers(0, 256, (length, 4, 2), np.uint8),
+            },
+            reward=1e9 + rng.random(length),
+            half=rng.integers(-4, 4, length) / 2,
+            done=np.arange(length) == length - 1,
+            text=["abc"] * length,
+            z=np.ones(length),
+            task=i * 10,
+            goal=rng.random(2),
+        )
+
+
+@pytest.fixture
+def buffer(tmp_path):
+    with ReplayBuffer(tmp_path / "buffer", 4, 8, FIELDS, META, circular=True) as made:
+        record(made, np.random.default_rng(0))
+        yield made
+
+
+def column(buffer, name):
+    """Every entry of a field, by the public names."""
+    rows = []
+    for i in range(len(buffer)):
+        value = buffer.episode(i)
+        for part in name.split("."):
+            value = value[part]
+        rows.append(np.asarray(value)[None] if name in buffer.meta_fieldnames else value)
+    return np.concatenate(rows).astype(np.float64)
+
+
+NUMERIC = ["observation.x", "observation.image", "reward", "half", "done", "task", "goal"]
+
+
+def check(found, everything, exact=True):
+    assert found.count == len(everything) and found.rank_error == 0
+    np.testing.assert_allclose(found.mean, everything.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(found.std, everything.std(0), rtol=1e-6, atol=1e-12)
+    assert np.array_equal(found.min, everything.min(0)) and np.array_equal(found.max, everything.max(0))
+    for q, value in found.quantiles.items():
+        np.testing.assert_allclose(value, np.quantile(everything, q, axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 64, module.PART_BYTES])
+def test_statistics_are_those_of_numpy_over_everything_in_parts_of_any_size(buffer, monkeypatch, part_bytes):
+    monkeypatch.setattr(module, "PART_BYTES", part_bytes)
+    found = buffer.statistics()
+    assert list(found.fields) == NUMERIC and found.last_serial == 4 and found.num_episodes == 4
+    for name in NUMERIC:
+        check(found[name], column(buffer, name))
+
+
+def test_entries_from_anywhere_are_described_part_by_part_but_those_that_do_not_count():
+    values, rng = np.random.default_rng(5).normal(size=(100, 3)), np.random.default_rng(6)
+    good = rng.random(100) < 0.7
+    running = RunningStatistics((3,), 100, (0.1, 0.5))
+    assert running.found() is None
+    for start, stop in ((0, 1), (1, 40), (40, 40), (40, 100)):
+        running.add(values[start:stop], good[start:stop])
+    found, counted = running.found(), values[good]
+    assert (found.count, found.rank_error) == (len(counted), 0)
+    for got, expected in (
+        (found.mean, counted.mean(axis=0)),
+        (found.std, counted.std(axis=0)),
+        (found.min, counted.min(axis=0)),
+        (found.max, counted.max(axis=0)),
+        (found.quantiles[0.1], np.quantile(counted, 0.1, axis=0)),
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+    everything = RunningStatistics((3,), 100, (0.1, 0.5))
+    everything.add(values)
+    np.testing.assert_allclose(everything.found().quantiles[0.5], np.median(values, axis=0), rtol=1e-12)
+
+
+def test_several_folders_are_described_as_one(buffer, tmp_path):
+    with ReplayBuffer(tmp_path / "other", 3, 9, FIELDS, META) as other:
+        record(other, np.random.default_rng(1), (9, 2))
+        both = ConcatBuffer([buffer, other])
+        found = both.statistics(["observation", "reward"], [0.5])
+        assert list(found.fields) == ["observation.x", "observation.image", "reward"]
+        for name in found.fields:
+            check(found[name], column(both, name))
+
+
+def test_quantiles_of_more_entries_than_the_sample_are_off_by_no_more_than_they_say(tmp_path):
+    values = np.random.default_rng(3).standard_normal((40, 500, 2)).astype(np.float32)
+    with ReplayBuffer(tmp_path, 40, 500, {"x": ("float", 2)}) as buffer:
+        for episode in values:
+            buffer.store_episode(x=episode)
+        flat = values.reshape(-1, 2).astype(np.float64)
+        whole = buffer.statistics(quantiles=(0.1, 0.5, 0.99))["x"]
+        check(whole, flat)
+    module_sample, module.SAMPLE = module.SAMPLE, 2000
+    try:
+        with ReplayBuffer.from_folder(tmp_path, read_only=True) as reader:
+            storage = reader._storage
+            found = [module.statistics([storage], ["x"], (0.1, 0.5, 0.99), seed=seed)["x"] for seed in range(20)]
+    finally:
+        module.SAMPLE = module_sample
+    assert found[0].rank_error == pytest.approx(np.sqrt(np.log(2000) / 4000)) and found[0].count == 20000
+    assert np.array_equal(found[0].mean, whole.mean)
+    for one in found:
+        for q, value in one.quantiles.items():
+            ranks = (flat <= value).mean(0)
+            assert (abs(ranks - q) <= one.rank_error + 1 / len(flat)).all()
+    assert not np.array_equal(found[0].quantiles[0.5], found[1].quantiles[0.5])
+
+
+def test_they_are_kept_by_the_writer_and_computed_again_when_something_changed(buffer, monkeypatch):
+    first = buffer.statistics()
+    path = buffer.folder / "extra" / "statistics.json"
+    assert json.loads(path.read_text())["last_serial"] == 4
+    calls, describe = [], module._describe
+    monkeypatch.setattr(module, "_describe", lambda *a: calls.append(a[1]) or describe(*a))
+    before = listing(buffer.folder)
+    reader = ReplayBuffer.from_folder(buffer.folder, read_only=True)
+    for source in (buffer, reader):
+        again = source.statistics(["reward"])
+        assert np.array_equal(again["reward"].mean, first["reward"].mean)
+        assert again["reward"].quantiles.keys() == first["reward"].quantiles.keys() and again.last_serial == 4
+    assert calls == [] and listing(buffer.folder) == before
+    buffer.statistics(["reward"], [0.3])
+    assert calls == ["reward"]
+    buffer.update(0, reward=[5.0])
+    assert reader.statistics(["reward"])["reward"].min == 5 and calls == ["reward"] * 2
+    path.write_text("{")
+    assert buffer.statistics(["done"])["done"].max == 1 and calls[-1] == "done"
+    assert not [name for name in listing(buffer.folder) if name.endswith(".new")]
+
+
+def test_what_was_kept_of_a_folder_that_was_overwritten_is_not_that_of_the_new_one(tmp_path):
+    for value in (1, 5):
+        with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}, overwrite=True) as buffer:
+            buffer.store_episode(x=[value] * 2)
+            assert buffer.statistics()["x"].mean == value
+
+
+def test_what_was_kept_of_a_column_is_not_that_of_another_of_its_name(tmp_path):
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[1, 2])
+        for value in (1, 5):
+            buffer.add_field("y", ("float", (), value))
+            assert buffer.statistics()["y"].mean == value
+            buffer.drop_field("y")
+
+
+HOSTILE = {
+    "nested": lambda text: "[" * 200_000,
+    "infinite": lambda text: text.replace('"num_episodes": 1', '"num_episodes": 1e999'),
+    "shape": lambda text: text.replace('"mean": 1.5', '"mean": [1.0, 2.0]'),
+    "quantile": lambda text: text.replace('"quantiles": [[0.01, ', '"quantiles": [[0.01, 0], [0.5, '),
+    "list": lambda text: "[]",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_stranger_kept_there_is_computed_anew(tmp_path, name):
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[1, 2])
+        buffer.statistics()
+        path = tmp_path / "extra" / "statistics.json"
+        text = path.read_text()
+        path.write_text(HOSTILE[name](text))
+        assert path.read_text() != text
+        found = buffer.statistics()
+        check(found["x"], np.array([1.0, 2.0]))
+        assert found.num_episodes == 1
+
+
+def test_a_disk_too_full_to_keep_them_takes_nothing_from_them(tmp_path, caplog):
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[1, 2])
+        with system(1, error=errno.ENOSPC, only=("pwrite",)):
+            assert buffer.statistics()["x"].mean == 1.5
+        assert "statistics could not be kept" in caplog.text
+        assert buffer.statistics()["x"].mean == 1.5 and (tmp_path / "extra" / "statistics.json").exists()
+
+
+def test_an_episode_that_fails_its_checksums_is_in_none_of_them(tmp_path):
+    def write(_):
+        buffer = ReplayBuffer(tmp_path, 3, 3, {"x": "float"})
+        for value in (1, 2, 3):
+            buffer.store_episode(x=[value] * 2)
+
+    assert in_child(write).status == 0  # without `close`
+    layout = Storage(tmp_path).layout
+    for name, offset in (
+        ("state.npy", layout.arrays["/state"].offset(0) + 8 * STATE_WORD["boot"]),
+        ("data/x.npy", layout.arrays["x"].offset(1)),
+    ):
+        with (tmp_path / name).open("r+b") as file:
+            file.seek(offset)
+            file.write(b"\x11\x22\x33\x44")
+    found = ReplayBuffer.from_folder(tmp_path, read_only=True).statistics()["x"]
+    assert (found.count, found.min, found.max, found.mean) == (4, 1, 3, 2)
+
+
+def test_what_cannot_be_described_is_refused(buffer, tmp_path):
+    empty = ReplayBuffer(tmp_path / "empty", 2, 2, {"x": "float"})
+    with empty, pytest.raises(NotEnoughDataError, match="there are no episodes to describe"):
+        empty.statistics()
+    for names, text in ((["text"], "statistics: got 'text'"), (["rewrad"], "did you mean 'reward'")):
+        with pytest.raises(SchemaError, match=text):
+            buffer.statistics(names)
+    with pytest.raises(SchemaError, match=r"quantiles: got .*numbers from 0 to 1"):
+        buffer.statistics(quantiles=[2])
+
+
+# Normalisation
+
+
+def test_a_normalised_column_has_mean_0_and_deviation_1_or_reaches_from_minus_1_to_1(buffer):
+    found = buffer.statistics(quantiles=(0.25, 0.75))
+    batch = next(iter(buffer.dataloader(100, timestep_level=True)))
+    out = found.normalize("reward", "observation.image")(batch)
+    assert out["reward"].mean().abs() < 1e-3 and out["reward"].dtype == torch.float64
+    assert (out["observation"]["image"].std(0, unbiased=False) - 1).abs().max() < 1e-3
+    assert out["observation"]["x"] is batch["observation"]["x"] and batch["observation"]["image"].dtype == torch.uint8
+    ranged = found.normalize("observation.image", by="range")(batch)["observation"]["image"]
+    assert ranged.amin(0).eq(-1).all() and ranged.amax(0).eq(1).all()
+    cut = found.normalize("reward", by="quantiles")(batch)["reward"]
+    assert ((cut >= -1) & (cut <= 1)).double().mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_it_normalises_what_was_read_of_a_field_in_every_view_and_back_again(buffer):
+    normalize = pickle.loads(pickle.dumps(buffer.statistics().normalize("observation.x", "reward", "half")))
+    found = buffer.statistics()
+    batch = buffer.sample(8, n_steps=2, sequence_fields=["reward"], seed=1)
+    out = normalize(batch)
+    x = found["observation.x"]
+    for key in ("observation", "next_observation"):
+        expected = (batch[key]["x"].double().numpy() - x.mean) / x.std
+        np.testing.assert_allclose(out[key]["x"].numpy(), expected, rtol=1e-4, atol=1e-4)
+    assert out["seq_reward"].shape == batch["seq_reward"].shape and not torch.equal(
+        out["seq_reward"], batch["seq_reward"]
+    )
+    back = normalize.inverse(out)
+    torch.testing.assert_close(back["observation"]["x"], batch["observation"]["x"])
+    torch.testing.assert_close(back["seq_reward"], batch["seq_reward"])
+    arrays = normalize({"reward": np.array([1, 2])})["reward"]
+    assert isinstance(arrays, np.ndarray) and arrays.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int64"])
+def test_a_large_mean_leaves_no_bias(tmp_path, dtype):
+    """It is computed in float64, and rounded once to the floats of the field."""
+    rng = np.random.default_rng(0)
+    with ReplayBuffer(tmp_path, 1, 1000, {"x": (dtype, 2)}) as buffer:
+        buffer.store_episode(x=torch.from_numpy(10_000 + 100 * rng.normal(size=(1000, 2))).to(getattr(torch, dtype)))
+        normalize, x = buffer.statistics().normalize("x"), buffer.statistics()["x"]
+        batch = buffer.batch(timestep_level=True)
+        floats = batch["x"].dtype if batch["x"].is_floating_point() else torch.float32
+        out, exact = normalize(batch)["x"], (batch["x"].double() - torch.from_numpy(x.mean)) / torch.from_numpy(x.std)
+        assert out.dtype == floats and torch.equal(out, exact.to(floats))
+        assert out.double().mean(0).abs().max() < max(1e-12, torch.finfo(floats).eps / 8)
+        back = normalize.inverse({"x": exact.to(floats)})["x"]
+        again = exact.to(floats).double() * torch.from_numpy(x.std) + torch.from_numpy(x.mean)
+        assert back.dtype == floats and torch.equal(back, again.to(floats))
+        if dtype in ("float32", "float64", "int64"):
+            arrays = normalize({"x": batch["x"].numpy()})["x"]
+            assert isinstance(arrays, np.ndarray) and (arrays == out.numpy()).all()
+
+
+def test_what_does_not_vary_is_only_shifted_and_an_unknown_name_is_refused(tmp_path):
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[2, 2, 2])
+        found = buffer.statistics()
+        assert isinstance(found, Statistics)
+        for by in ("std", "range", "quantiles"):
+            assert found.normalize(by=by)({"x": torch.tensor([2.0, 3.0])})["x"].tolist() == [0, 1]
+        with pytest.raises(SchemaError, match=r"normalize: got 'y', there are statistics of x"):
+            found.normalize("y")
+        with pytest.raises(SchemaError, match=r"by: got 'max'"):
+            found.normalize(by="max")

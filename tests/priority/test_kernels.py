@@ -1,0 +1,236 @@
+"""The loops that numba compiles, run as the Python that they are, and compiled where numba is: numpy's bits."""
+
+import importlib
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import LOOPS, assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memmap_buffer import NStep, Prioritized, Timestep, Window
+from memmap_buffer.format.records import CHECK, FIRST_ROW, GENERATION, SERIAL
+from memmap_buffer.priority import kernels, sum_tree
+from memmap_buffer.priority.anchor_weights import Steps
+from memmap_buffer.priority.sum_tree import SumTree, num_nodes, spread
+
+
+@pytest.fixture(params=["python", "compiled"])
+def loops(request):
+    found = LOOPS if request.param == "python" else kernels.compiled()
+    return found or pytest.skip("numba is not installed")
+
+
+@contextmanager
+def going_by(found):
+    before, kernels.now = kernels.now, found
+    try:
+        yield
+    finally:
+        kernels.now = before
+
+
+def two_trees(leaves, seed, zeros=0.3):
+    """The same tree for numpy and for the loops."""
+    rng = np.random.default_rng(seed)
+    priorities = np.where(rng.random(leaves) < zeros, 0, rng.random(leaves) * 10.0 ** rng.integers(-9, 9, leaves))
+    priorities[rng.integers(leaves)] = 1.0
+    pair = [SumTree(np.zeros(num_nodes(leaves)), leaves) for _ in range(2)]
+    for one in pair:
+        one.set(np.arange(leaves), priorities)
+    return *pair, rng
+
+
+def assert_found_alike(plain, quick, loops, values):
+    by_numpy = plain.find(values)
+    with going_by(loops):
+        assert quick.total == plain.total
+        by_loops = quick.find(values)
+    for one, other in zip(by_numpy, by_loops, strict=True):
+        np.testing.assert_array_equal(one, other)
+    leaves, priorities = by_numpy
+    np.testing.assert_array_equal(priorities, plain.get(leaves))
+    assert (priorities > 0).all()
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 5, 1000, 1025, 5000, 70_000])
+def test_loops_store_and_find_what_numpy_does_to_the_last_bit(leaves, loops):
+    plain, quick, rng = two_trees(leaves, leaves)
+    for _ in range(5):
+        chosen = rng.integers(0, leaves, 60)  # some twice
+        values = rng.random(60) * (rng.random(60) < 0.8)
+        plain.put(chosen, values)
+        with going_by(loops):
+            quick.put(chosen, values)
+        np.testing.assert_array_equal(quick._heap, plain._heap)
+        if plain.total > 0:
+            assert_found_alike(plain, quick, loops, spread(100, plain.total, rng, stratified=True))
+
+
+@pytest.mark.parametrize("leaves", [3, 1024, 9000])
+def test_at_the_edges_loops_never_find_a_leaf_of_priority_zero(leaves, loops):
+    plain, quick, _ = two_trees(leaves, 7, zeros=0.9)
+    edges = np.cumsum(plain.get(np.arange(leaves)))[:: max(1, leaves // 200)]
+    values = np.concatenate([[0, plain.total], edges, np.nextafter(edges, 0), np.nextafter(edges, np.inf)])
+    assert_found_alike(plain, quick, loops, np.clip(values, 0, plain.total))
+
+
+def test_with_minima_the_loops_leave_updates_to_numpy(loops):
+    one = SumTree(np.zeros(num_nodes(5000)), 5000, minima=True)
+    with going_by(loops):
+        one.set(np.arange(5000), np.arange(5000) + 2.0)
+        one.set(np.array([0, 17]), np.array([9.0, 1.5]))
+        assert one.minimum == 1.5
+
+
+def test_a_tree_goes_over_to_loops_after_some_draws(monkeypatch):
+    plain, quick, rng = two_trees(3000, 1)
+    monkeypatch.setattr(kernels, "compiled", lambda: LOOPS)
+    for number in range(1, sum_tree.PATIENCE + 3):
+        values = spread(8, plain.total, rng, stratified=False)
+        found = quick.find(values)[0]
+        assert (kernels.now is LOOPS) == (number >= sum_tree.PATIENCE)
+        with going_by(None):
+            plain._num_found = -1
+            np.testing.assert_array_equal(found, plain.find(values)[0])
+
+
+def test_without_numba_there_are_none(monkeypatch):
+    def refuse(name, *rest, **more):
+        if name == "numba":
+            raise ImportError(name)
+        return load(name, *rest, **more)
+
+    load = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    monkeypatch.setattr(kernels, "compiled", kernels.compiled.__wrapped__)  # which was not asked before
+    kernels.load()
+    assert kernels.now is None
+
+
+def test_an_interrupt_while_sums_are_taken_leaves_none_that_are_half_done():
+    def interrupted(nodes, sums):
+        raise KeyboardInterrupt("stopped")
+
+    one = two_trees(3000, 2)[0]
+    with going_by(LOOPS._replace(accumulate=interrupted)), pytest.raises(KeyboardInterrupt, match="stopped"):
+        _ = one.total
+    assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
+
+
+def test_sums_that_were_taken_while_another_thread_updated_are_not_kept(recorded):
+    buffer = recorded([3, 4])
+    buffer.sample(1, timestep_level=True, prioritized=Prioritized())
+    priorities = buffer._priorities["td"].of(buffer._storage)
+    buffer.update_priorities(np.array([[0, 0]]), np.array([3.0]))
+    other = threading.Thread(target=buffer.update_priorities, args=(np.array([[1, 1]]), np.array([9.0])))
+
+    def accumulate(nodes, sums):
+        LOOPS.accumulate(nodes, sums)
+        other.start()
+        other.join(0.3)  # it waits for the sums
+
+    with going_by(LOOPS._replace(accumulate=accumulate)):
+        _ = Steps(priorities).total
+        other.join()
+    one = priorities.tree
+    assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
+
+
+# Episodes
+
+
+@pytest.mark.parametrize("word", [None, GENERATION, SERIAL, FIRST_ROW, CHECK])
+def test_records_are_looked_up_alike_whatever_changed_in_them(recorded, loops, word):
+    storage = recorded([3, 4, 5, 6, 7])._storage
+    storage.refresh()
+    words = storage.maps.words.copy()
+    if word is not None:
+        words[1:3, word] += 1
+    storage.__dict__["maps"] = replace(storage.maps, words=words)
+    slots = np.repeat(np.arange(8), 9)
+    serials = np.tile(np.arange(-1, 8), 8)
+    records, same = storage.look_up(slots, serials)
+    with going_by(loops):
+        by_loops = storage.look_up(slots, serials)
+        # Columns of an array with more are no copies.
+        both = np.stack([slots, serials], axis=1)
+        of_columns = storage.look_up(both[:, 0], both[:, 1])
+    for found in (by_loops, of_columns):
+        np.testing.assert_array_equal(found[0], records)
+        np.testing.assert_array_equal(found[1], same)
+    assert same.sum() == (3 if word in (GENERATION, CHECK) else 5)  # whoever changes another changes the check
+
+
+def test_a_slot_that_is_none_has_no_record(recorded, loops):
+    storage = recorded([3])._storage
+    storage.refresh()
+    with going_by(loops):
+        records, same = storage.look_up(np.array([0, -1, 8, 2**40]), np.zeros(4, np.int64))
+    assert same.tolist() == [True, False, False, False]
+    assert records[0].any() and not records[1:].any()
+
+
+def test_what_is_read_only_is_taken_as_it_is(recorded, loops):
+    buffer = recorded([3, 4, 5])
+    with going_by(loops):
+        indices = buffer.sample(8, seed=0, prioritized=Prioritized(), timestep_level=True)["_indices"].numpy()
+        errors = np.linspace(0, 1, 8)
+        indices.flags.writeable = errors.flags.writeable = False
+        assert buffer.update_priorities(indices, errors) == 0
+        assert buffer.update_priorities(np.broadcast_to(indices[:1], (8, 2)), errors) == 0
+
+
+@pytest.mark.parametrize("leaf", [-1, 2, 10, 15, 2**40])
+def test_a_leaf_that_is_no_step_is_located_nowhere(loops, leaf):
+    length, serial, out = np.array([2, 5, 0]), np.array([7, 8, -1]), np.empty((3, 3), np.int64)
+    assert loops.locate(np.array([0, 1, 5]), 5, length, serial, *out)
+    assert out.tolist() == [[0, 0, 1], [7, 7, 8], [0, 1, 0]]
+    assert not loops.locate(np.array([0, leaf, 5]), 5, length, serial, *out)
+
+
+@pytest.mark.parametrize(("serial", "t"), [(6, 0), (9, 0), (7, -1), (7, 2), (8, 5), (-(2**63), 0), (2**63 - 1, 0)])
+def test_a_step_that_is_none_has_no_leaf(loops, serial, t):
+    visible, length, out = np.array([2, 0]), np.array([5, 9, 2]), np.empty(2, np.int64)
+    assert loops.leaves(np.array([7, 8]), np.array([1, 4]), 7, visible, length, 10, out)
+    assert out.tolist() == [21, 4]
+    assert not loops.leaves(np.array([7, serial]), np.array([1, t]), 7, visible, length, 10, out)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**40), st.integers(-9, 9), st.integers(1, 9)).map(np.array), min_size=1, max_size=20
+    )
+)
+def test_the_nearest_timesteps_are_those_within_the_episode(items):
+    first, t, limit = np.array(items).T
+    for loops in filter(None, (LOOPS, kernels.compiled())):
+        rows, missing = np.empty(len(t), np.int64), np.empty(len(t), np.bool_)
+        some = loops.nearest(first, t, limit, rows, missing)
+        near = np.clip(t, 0, limit - 1)
+        assert rows.tolist() == (first + near).tolist()
+        assert missing.tolist() == (near != t).tolist()
+        assert some == missing.any()
+
+
+@pytest.mark.parametrize(
+    "view", [Timestep(), NStep(1), NStep(3, gamma=0.9, reward="reward"), NStep(2, stack={"t": 3}), Window(4)], ids=repr
+)
+@pytest.mark.parametrize("how", [None, Prioritized()], ids=["uniform", "by priority"])
+def test_a_batch_is_the_same(recorded, loops, view, how):
+    def batches(name):
+        buffer, out = recorded([3, 4, 5, 6, 7], name=name), []
+        for seed in range(4):
+            out.append(buffer.sample(32, seed=seed, view=view, prioritized=how, return_indices=True))
+            if how is not None:
+                buffer.update_priorities(out[-1]["_indices"], np.linspace(0, 1, 32))
+        return out
+
+    by_numpy = batches("one")
+    with going_by(loops):
+        by_loops = batches("other")
+    for one, other in zip(by_numpy, by_loops, strict=True):
+        assert_same(one, other)

@@ -1,0 +1,82 @@
+"""Which blocks of the file of a tree are written before something is stored to them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.syscalls import has_hole, is_hole
+from memmap_buffer.priority import mapped_nodes
+from memmap_buffer.priority.mapped_nodes import Nodes, nodes_file
+from memmap_buffer.priority.sum_tree import STEP, capacity_of
+
+HEADER = 128
+
+
+def made(path, leaves, minima=False):
+    file = nodes_file("nodes.npy", leaves)
+    path.mkdir(exist_ok=True)
+    folder = Folder(path)
+    folder.create_array(file.name, file.header, file.size)
+    assert len(file.header) == HEADER
+    return Nodes(folder, file, leaves, minima=minima), path / file.name
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@given(st.data())
+def test_all_that_a_store_to_a_leaf_changes_lies_in_the_blocks_that_are_made_ready(tmp_path_factory, in_place, data):
+    leaves, minima = data.draw(st.integers(1, 3000)), data.draw(st.booleans())
+    chosen = np.unique(data.draw(st.lists(st.integers(0, leaves - 1), min_size=1, max_size=5)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped_nodes, "IN_PLACE", mapped_nodes.IN_PLACE if in_place else ())
+        patch.setattr(mapped_nodes, "CHUNK_BITS", data.draw(st.integers(5, 9)))
+        patch.setattr(mapped_nodes, "PAGE_BITS", data.draw(st.integers(5, 9)))
+        one, _ = made(tmp_path_factory.mktemp("tree"), leaves, minima)
+    first = capacity_of(leaves)
+    ready = set(one._with_above(np.unique(one._block(chosen + first))).tolist())
+    above = np.unique(np.concatenate([(chosen + first) >> STEP * level for level in range(1, 12)]))
+    stored = [chosen + first, above, *([above + 2 * first] if minima else [])]
+    for node in np.concatenate(stored).tolist():
+        assert (HEADER + 8 * node) // (8 << one._bits) in ready
+    one.close()
+
+
+@pytest.mark.parametrize("leaves", [7, 300_000, 2_000_000])
+def test_blocks_lie_at_multiples_of_two_mebibytes_and_are_written_whole(tmp_path, leaves):
+    one, path = made(tmp_path, leaves)
+    if not one.shared:
+        pytest.skip("this file system does not overwrite in place")
+    one.prepare(np.array([leaves - 1]))
+    stride, size = 2 << 20, path.stat().st_size
+    with path.open("rb") as file:
+        at = HEADER + 8 * (capacity_of(leaves) + leaves - 1)
+        start = max(HEADER, at // stride * stride)
+        stop = min(size, start // stride * stride + stride)
+        assert not has_hole(file.fileno(), start, stop)
+        if stop + stride < size:  # what lies behind holds leaves that do not exist
+            assert is_hole(file.fileno(), stop, size)
+        written = path.stat().st_blocks * 512
+        assert written <= 5 * stride
+        file.seek(0)
+        assert file.read(HEADER) == nodes_file("nodes.npy", leaves).header
+        file.seek(start)
+        assert not any(file.read(stop - start))
+    one.close()
+
+
+def test_what_stands_in_a_block_is_kept_when_it_is_made_ready(tmp_path):
+    leaves = 300_000
+    one, path = made(tmp_path, leaves)
+    if not one.shared:
+        pytest.skip("this file system does not overwrite in place")
+    at = HEADER + 8 * (capacity_of(leaves) + 5)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(np.array([2.5]).tobytes())
+    one.prepare(np.array([0]))
+    assert one.array[capacity_of(leaves) + 5] == 2.5
+    with path.open("rb") as file:
+        stop = (at // (2 << 20) + 1) * (2 << 20)
+        assert not has_hole(file.fileno(), at // (2 << 20) * (2 << 20), min(stop, path.stat().st_size))
+    one.close()

@@ -1,0 +1,620 @@
+"""Priorities on the disk: they follow the episodes, outlive processes, and are never trusted when they may be torn."""
+
+import errno
+import logging
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import conftest
+import mounts
+import numpy as np
+import pytest
+from fault_injection import KILLED, in_child, operations_of, system, without_barriers
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from mounts import fill, on_ext4, on_tmpfs
+
+from memmap_buffer import (
+    BufferLockedError,
+    CorruptBufferError,
+    EpisodeStateError,
+    ReplayBuffer,
+    SchemaError,
+    WriterLostError,
+)
+from memmap_buffer.format import host
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.priority import kernels, mapped_nodes
+from memmap_buffer.priority.priorities import Priorities
+from memmap_buffer.priority.sum_tree import SumTree
+from memmap_buffer.priority.tree_file import TreeFile
+
+ALPHA, EPSILON = 0.5, 1e-3
+HOW = {"alpha": ALPHA, "epsilon": EPSILON}
+SIZES = {"max_episodes": 4, "max_timesteps": 6, "circular": True}
+
+
+def make(folder, *lengths, **options):
+    buffer = ReplayBuffer(folder, fields={"x": "int"}, **(SIZES | options))
+    for length in lengths:
+        publish(buffer, length)
+    return buffer
+
+
+def publish(buffer, length):
+    buffer.store_episode(x=np.arange(length))
+
+
+def opened(folder, name="td", read_only=False, **how):
+    return Priorities.open(Storage.open(folder, read_only=read_only), name, **(HOW | how))
+
+
+def content(priorities):
+    """(serial, t) -> priority of everything that can be drawn."""
+    priorities.follow()
+    found = {}
+    for slot in np.flatnonzero(priorities.lengths):
+        t = np.arange(priorities.lengths[slot])
+        values = priorities.tree.get(priorities.leaves(np.full(len(t), slot), t))
+        found |= {(int(priorities.serials[slot]), i): value for i, value in enumerate(values.tolist())}
+    assert priorities.tree.total == pytest.approx(math.fsum(found.values()), rel=1e-12)
+    return found
+
+
+def consistent(priorities):
+    """The same; and to the last bit the sums are those that a new tree of these leaves has."""
+    found, tree = content(priorities), priorities.tree
+    new = SumTree(np.zeros(3 * tree.capacity), tree.leaves)
+    new.set(np.arange(tree.leaves), tree.get(np.arange(tree.leaves)))
+    assert tree.total == new.total
+    return found
+
+
+def update(priorities, steps, errors):
+    serials, t = np.array(steps).T
+    return priorities.update(serials, t, np.asarray(errors, np.float64))
+
+
+def powered(errors):
+    return ((np.abs(errors) + EPSILON) ** ALPHA).tolist()
+
+
+@pytest.fixture(params=["shared", "private"])
+def kind(request, monkeypatch):
+    """Where the file system overwrites in place, and where it does not."""
+    if request.param == "private":
+        monkeypatch.setattr(mapped_nodes, "IN_PLACE", ())
+    return request.param
+
+
+# Following the episodes
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_new_steps_have_the_highest_priority_so_far_which_begins_at_one(tmp_path, kind):
+    buffer = make(tmp_path, 2, 3)
+    priorities = opened(tmp_path)
+    assert content(priorities) == {(0, 0): 1, (0, 1): 1, (1, 0): 1, (1, 1): 1, (1, 2): 1}
+    assert update(priorities, [(0, 1), (1, 0), (1, 0)], [-8.0, 0.25, 0.5]) == 0
+    publish(buffer, 1)
+    high, low = powered([8, 0.5])
+    assert content(priorities) == {(0, 0): 1, (0, 1): high, (1, 0): low, (1, 1): 1, (1, 2): 1, (2, 0): high}
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_retired_steps_leave_and_an_update_of_them_is_dropped_and_counted(tmp_path, kind):
+    buffer = make(tmp_path, 2, 2, 2, 2)
+    priorities = opened(tmp_path)
+    publish(buffer, 3)  # retires 0
+    publish(buffer, 3)  # retires 1 and takes the slot of 0
+    assert update(priorities, [(0, 1), (2, 1), (1, 0), (77, 0)], [9, 4, 9, 9]) == 3
+    expected = {(s, t): 1.0 for s, n in {2: 2, 3: 2, 4: 3, 5: 3}.items() for t in range(n)}
+    assert content(priorities) == expected | {(2, 1): powered([4])[0]}
+    buffer.delete(0)
+    assert min(content(priorities)) == (3, 0)
+    buffer.clear()
+    assert content(priorities) == {}
+    assert priorities.tree.total == 0
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_growing_episode_keeps_the_priorities_of_its_first_steps(tmp_path):
+    buffer = make(tmp_path, publish="step")
+    priorities = opened(tmp_path)
+    episode = buffer.begin_episode()
+    for t in range(4):
+        episode.store(x=t)
+        update(priorities, [(0, t)], [t + 2])
+    assert list(content(priorities).values()) == powered([2, 3, 4, 5])
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("error", [float("nan"), float("inf"), -float("inf"), 1e300])
+def test_an_error_that_is_no_finite_number_is_refused_by_its_place(tmp_path, error):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path)
+    with pytest.raises(SchemaError, match=r"td_errors\[1\]: got -?(nan|inf|1e\+300), expected a finite number below"):
+        update(priorities, [(0, 0), (0, 1)], [3, error])
+    with pytest.raises(SchemaError, match="update_priorities: episode 0 has steps 0 … 2, got 3"):
+        update(priorities, [(0, 3)], [1])
+    assert set(content(priorities).values()) == {1.0}
+
+
+class Life(RuleBasedStateMachine):
+    """Priorities beside a ring, against a dictionary."""
+
+    lengths = st.integers(1, 6)
+
+    @initialize(private=st.booleans())
+    def begin(self, private):
+        self.before, mapped_nodes.IN_PLACE = mapped_nodes.IN_PLACE, () if private else mapped_nodes.IN_PLACE
+        self.folder = Path(tempfile.mkdtemp())
+        self.buffer, self.priorities = make(self.folder), opened(self.folder)
+        self.want, self.highest, self.next, self.alpha = {}, 1.0, 0, ALPHA
+
+    @rule(length=lengths)
+    def publish(self, length):
+        publish(self.buffer, length)
+        self.want |= {(self.next, t): self.highest for t in range(length)}
+        self.next += 1
+        alive = sorted({serial for serial, _ in self.want})[-4:]
+        self._retire(lambda serial: serial < alive[0])
+
+    @rule(i=st.integers(0, 3))
+    def delete(self, i):
+        if i < len(self.buffer):
+            serial = self.buffer.serials[i]
+            self.buffer.delete(i)
+            self._retire(lambda other: other == serial)
+
+    def _retire(self, gone):
+        self.priorities.follow()  # it need not, but the maximum of now is what new ones get
+        self.want = {step: value for step, value in self.want.items() if not gone(step[0])}
+
+    @rule(data=st.data())
+    def update(self, data):
+        steps = data.draw(st.lists(st.tuples(st.integers(0, self.next + 1), st.integers(0, 0)), min_size=1, max_size=9))
+        errors = data.draw(st.lists(st.floats(-9, 9), min_size=len(steps), max_size=len(steps)))
+        dropped = update(self.priorities, steps, errors)
+        assert dropped == sum(step not in self.want for step in steps)
+        for step, error in zip(steps, errors, strict=True):
+            if step in self.want:
+                self.want[step] = abs(error) + EPSILON
+                self.highest = max(self.highest, self.want[step])
+
+    @rule(loops=st.booleans())
+    def go_by(self, loops):
+        kernels.now = conftest.loops() if loops else None
+
+    @rule(alpha=st.sampled_from([None, 0.25, 1.0]))
+    def reopen(self, alpha):
+        self.priorities.close()
+        self.alpha = alpha or self.alpha
+        self.priorities = opened(self.folder, alpha=self.alpha)
+
+    @invariant()
+    def holds_what_it_was_told(self):
+        if hasattr(self, "want"):
+            got = consistent(self.priorities)
+            assert got.keys() == self.want.keys()
+            for step, value in self.want.items():
+                np.testing.assert_allclose(got[step], value**self.alpha, rtol=1e-12)
+
+    def teardown(self):
+        if hasattr(self, "before"):
+            mapped_nodes.IN_PLACE, kernels.now = self.before, None
+            self.priorities.close()
+            shutil.rmtree(self.folder)
+
+
+Life.TestCase.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
+TestLife = Life.TestCase
+
+
+def test_changes_are_kept_only_once_somebody_asked_for_them(tmp_path):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 1)], [3])
+    assert not priorities.changes
+    priorities.keep_changes()
+    update(priorities, [(0, 2)], [3])
+    ((slots, t),) = priorities.changes
+    assert (slots.tolist(), t.tolist()) == ([0], [2])
+
+
+# Opening again
+
+
+def test_priorities_and_their_maximum_outlive_the_process_that_set_them(tmp_path, kind):
+    buffer = make(tmp_path, 2, 3)
+
+    def learn(_):
+        priorities = opened(tmp_path)
+        update(priorities, [(0, 1), (1, 2)], [5, 2])
+        if kind == "private":
+            priorities.checkpoint()
+        os._exit(KILLED)
+
+    assert in_child(learn).status == KILLED
+    publish(buffer, 1)
+    five, two = powered([5, 2])
+    got = content(opened(tmp_path))
+    assert got == {(0, 0): 1, (0, 1): five, (1, 0): 1, (1, 1): 1, (1, 2): two, (2, 0): five}
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_what_was_reused_while_nobody_looked_has_the_default_priority(tmp_path, kind):
+    buffer = make(tmp_path, 6, 6, 6, 6)
+    priorities = opened(tmp_path)
+    update(priorities, [(s, t) for s in range(4) for t in range(6)], np.full(24, 0.25))
+    priorities.close()
+    for _ in range(3):
+        publish(buffer, 2)
+    got = content(opened(tmp_path))
+    assert [got[4, 0], got[5, 1], got[6, 1], got[3, 5]] == [1, 1, 1, powered([0.25])[0]]
+    assert len(got) == 6 + 3 * 2
+
+
+def test_another_alpha_makes_the_leaves_anew_and_says_so(tmp_path, kind, caplog):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 0), (0, 1)], [4, 0.5])
+    priorities.close()
+    again = opened(tmp_path, alpha=2.0)
+    np.testing.assert_allclose(list(content(again).values()), [(4 + EPSILON) ** 2, (0.5 + EPSILON) ** 2, 1])
+    assert "are made anew of their leaves: alpha was 0.5 and is 2.0" in caplog.text
+    with pytest.raises(SchemaError, match=r"'td' are in use with alpha=2.0 and epsilon=0.001, not 0.5 and 0.001"):
+        opened(tmp_path)
+    again.close()
+    opened(tmp_path, alpha=0.0).close()  # which forgets
+    assert set(content(opened(tmp_path)).values()) == {(4 + EPSILON) ** ALPHA}
+
+
+def test_several_names_are_several_trees(tmp_path):
+    make(tmp_path, 2)
+    first, second = opened(tmp_path, "td"), opened(tmp_path, "novelty", alpha=1.0)
+    update(first, [(0, 0)], [3])
+    update(second, [(0, 0)], [9])
+    assert (content(first)[0, 0], content(second)[0, 0]) == (powered([3])[0], 9 + EPSILON)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "_x", "1a", "ä", "a" * 65])
+def test_a_name_that_is_no_identifier_is_refused(tmp_path, name):
+    make(tmp_path, 2)
+    with pytest.raises(SchemaError, match="cannot name a file; give an identifier of at most 64 characters"):
+        opened(tmp_path, name)
+
+
+def test_within_a_process_all_share_a_tree_and_the_last_lets_go(tmp_path):
+    make(tmp_path, 2)
+    first, second = opened(tmp_path), opened(tmp_path)
+    assert first is second
+    first.close()
+    update(second, [(0, 0)], [3])
+    second.close()
+    with pytest.raises(EpisodeStateError, match="the buffer was closed; reopen it with from_folder"):
+        update(second, [(0, 0)], [3])
+    assert in_child(lambda _: opened(tmp_path)).status == 0
+
+
+def test_one_process_owns_a_tree_while_another_records(tmp_path):
+    buffer = make(tmp_path, 2)  # this one records
+
+    def learn(tell):
+        priorities = opened(tmp_path)
+        update(priorities, [(0, 0)], [3])
+
+    assert in_child(learn).status == 0
+    priorities = opened(tmp_path)
+
+    def beside(tell):
+        with pytest.raises(BufferLockedError, match="another process owns the priorities 'td'; stop it, give these"):
+            opened_anew()
+        opened(tmp_path, "other").close()
+        with pytest.raises(WriterLostError, match="a forked child does not own the priorities 'td'"):
+            update(priorities, [(0, 0)], [1])
+
+    def opened_anew():
+        return Priorities.open(Storage.open(tmp_path), "td", **HOW)
+
+    child = in_child(beside)
+    assert child.status == 0, child.told
+    publish(buffer, 1)
+    assert content(priorities)[0, 0] == powered([3])[0]
+
+
+def test_a_folder_that_is_only_read_gets_priorities_of_its_own_and_nothing_is_written(tmp_path):
+    make(tmp_path, 2)
+    owner = opened(tmp_path)
+    update(owner, [(0, 1)], [3])
+
+    def read(tell):
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        priorities = opened(tmp_path, read_only=True)
+        tell([*content(priorities).values()])
+        update(priorities, [(0, 0)], [8])
+        priorities.checkpoint()
+        tell([*content(priorities).values()])
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    child = in_child(read)
+    assert child.status == 0, child.told
+    three, eight = powered([3, 8])
+    assert child.told == [[1, three], [eight, three]]
+
+
+def test_a_buffer_that_was_overwritten_does_not_get_the_priorities_of_the_old_one(tmp_path):
+    make(tmp_path, 2)
+    old = opened(tmp_path)
+    update(old, [(0, 0), (0, 1)], [3, 3])
+    make(tmp_path, 2, overwrite=True)
+    assert content(opened(tmp_path)) == {(0, 0): 1, (0, 1): 1}
+
+
+# What may be torn is not trusted
+
+
+def spoil_nodes(folder):
+    """Leaves stay, one is no number; inner nodes are nonsense."""
+    path = folder / "priority" / "td.npy"
+    array = np.load(path, mmap_mode="r+")
+    array[2 : len(array) // 3] = 7
+    leaf = len(array) // 3
+    array[leaf] = np.nan
+    array.flush()
+
+
+def set_head(folder, word, value):
+    array = np.load(folder / "priority" / "td.head.npy", mmap_mode="r+")
+    array[word] = value
+    array.flush()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda folder: set_head(folder, 0, 5), "an update did not end"),
+        (lambda folder: (set_head(folder, 4, 0), set_head(folder, 5, 99)), "the machine went down while it was in use"),
+        (lambda folder: set_head(folder, 7, 1), "it is a copy"),
+        (lambda folder: set_head(folder, 8, 0), "its sums were arranged otherwise"),
+    ],
+)
+def test_a_tree_that_may_be_torn_is_made_anew_of_its_leaves(tmp_path, caplog, spoil, why):
+    make(tmp_path, 2, 2)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 1), (1, 1)], [3, 4])
+    priorities.close()
+    spoil_nodes(tmp_path)
+    spoil(tmp_path)
+    got = content(opened(tmp_path))
+    four, three = powered([4, 3])
+    assert got == {(0, 0): four, (0, 1): three, (1, 0): 1, (1, 1): four}
+    assert why in caplog.text
+    assert "are made anew of their leaves" in caplog.text
+
+
+@pytest.mark.parametrize("size", [0, 100, 256])
+@pytest.mark.parametrize("name", ["td.npy", "td.head.npy"])
+def test_a_file_that_is_missing_or_cut_short_is_made_anew(tmp_path, caplog, name, size):
+    make(tmp_path, 2)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 1)], [3])
+    priorities.close()
+    path = tmp_path / "priority" / name
+    os.truncate(path, size)
+    assert set(content(opened(tmp_path)).values()) <= {1.0, powered([3])[0]}
+    assert "the schema says" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["td.npy", "td.head.npy"])
+def test_a_link_in_the_place_of_a_file_is_refused_and_left_alone(tmp_path, name):
+    make(tmp_path / "a", 2)
+    opened(tmp_path / "a").close()
+    path = tmp_path / "a" / "priority" / name
+    path.rename(tmp_path / name)
+    path.symlink_to(tmp_path / name)
+    with pytest.raises(CorruptBufferError, match="is a link or no plain file"):
+        opened(tmp_path / "a")
+    assert path.is_symlink()
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_sums_that_are_nonsense_are_found_when_a_draw_meets_them(tmp_path, caplog):
+    make(tmp_path, 6, 6, 6, 6, max_timesteps=1000)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 1)], [3])
+    priorities.tree._heap[priorities.tree.capacity + 17] = 5.0  # a leaf of no step
+    priorities.tree.refresh(np.array([17]))
+    t = priorities.find(np.linspace(0, priorities.tree.total, 200))[2]
+    assert (t < 6).all()
+    assert "its sums are damaged" in caplog.text
+    assert content(priorities)[0, 1] == powered([3])[0]
+
+
+def test_a_copy_of_the_folder_keeps_the_priorities_under_another_inode(tmp_path):
+    buffer = make(tmp_path / "a", 2)
+    update(opened(tmp_path / "a"), [(0, 1)], [3])
+    buffer.snapshot(tmp_path / "b")
+    assert content(opened(tmp_path / "b")) == content(opened(tmp_path / "a")) == {(0, 0): 1, (0, 1): powered([3])[0]}
+
+
+# Kills, faults, full disks
+
+
+def act(folder, reach=lambda *_: None):
+    """A life of a tree, told step by step: opened, updated, followed, checkpointed, of another α."""
+    buffer = ReplayBuffer.from_folder(folder)
+    priorities = opened(folder)
+    update(priorities, [(0, 0), (1, 1)], [4, 9])
+    priorities.checkpoint()
+    reach("updated")
+    publish(buffer, 2)
+    publish(buffer, 2)
+    publish(buffer, 2)  # retires 0
+    priorities.follow()
+    update(priorities, [(4, 1)], [16])
+    priorities.checkpoint()
+    reach("again")
+    priorities.close()
+    opened(folder, alpha=1.0).close()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_kill_at_any_call_leaves_a_buffer_that_opens_with_a_consistent_tree(tmp_path, kind, half, monkeypatch):
+    """Every leaf is one that was set, or the default; the sums are those of the leaves; no episode is missing."""
+    without_barriers(monkeypatch)
+    make(tmp_path / "origin", 2, 2).close()
+    shutil.copytree(tmp_path / "origin", tmp_path / "count")
+    count = len(operations_of(lambda: act(tmp_path / "count")))
+    assert count > 60
+    for at in range(1, count + 1):
+        folder = tmp_path / str(at)
+        shutil.copytree(tmp_path / "origin", folder)
+
+        def work(tell, at=at, folder=folder):
+            with system(at, kill=True, half=half):
+                act(folder, tell)
+
+        child = in_child(work)
+        assert child.status == KILLED, child.told
+        check_after_kill(folder, child.told)
+        shutil.rmtree(folder)
+
+
+def check_after_kill(folder, reached):
+    serials = ReplayBuffer.from_folder(folder, read_only=True).serials.tolist()
+    priorities = opened(folder)
+    got = consistent(priorities)
+    assert set(got) == {(serial, t) for serial in serials for t in range(2)}
+    allowed = [1.0, *powered([4, 9, 16])]
+    assert all(min(abs(value - one) for one in allowed) < 1e-9 for value in got.values()), got
+    if "updated" in reached:
+        assert got[1, 1] == pytest.approx(powered([9])[0])
+    if "again" in reached:
+        assert got[4, 1] == pytest.approx(powered([16])[0])
+    priorities.close()
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize(
+    ("place", "call", "stored"),
+    [
+        pytest.param(SumTree, "put", False, id="after the generation became odd"),
+        pytest.param(SumTree, "refresh", True, id="between leaves and sums"),
+        pytest.param(TreeFile, "raise_maximum", True, id="before the maximum"),
+        pytest.param(Priorities, "_changed", True, id="after the generation became even"),
+    ],
+)
+def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatch, place, call, stored):
+    make(tmp_path, 2, 2).close()
+
+    def work(_):
+        priorities = opened(tmp_path)
+        priorities.keep_changes()
+        update(priorities, [(0, 1)], [3])
+        priorities.checkpoint()
+        monkeypatch.setattr(place, call, lambda *_: os._exit(KILLED))
+        if place is SumTree:
+            monkeypatch.setattr(kernels, "now", None)  # as one loop does both
+        update(priorities, [(0, 0), (1, 1)], [8, 8])
+
+    assert in_child(work).status == KILLED
+    three, eight = powered([3, 8])
+    got = consistent(opened(tmp_path))
+    expected = {(0, 0): 1, (0, 1): three, (1, 0): 1, (1, 1): 1}
+    assert got == (expected | {(0, 0): eight, (1, 1): eight} if stored and kind == "shared" else expected)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, KeyboardInterrupt])
+def test_after_an_error_at_any_call_the_tree_goes_on_consistently(tmp_path, kind, error, monkeypatch):
+    without_barriers(monkeypatch)
+    make(tmp_path / "origin", 2, 2).close()
+    shutil.copytree(tmp_path / "origin", tmp_path / "count")
+    count = len(operations_of(lambda: act(tmp_path / "count")))
+    for at in range(1, count + 1, 3):
+        folder = tmp_path / str(at)
+        shutil.copytree(tmp_path / "origin", folder)
+
+        def work(_, at=at, folder=folder):
+            reached = []
+            with system(at, error=error), pytest.raises((OSError, KeyboardInterrupt), match=r"left|error|middle"):
+                act(folder, reached.append)
+            check_after_kill(folder, [])
+
+        child = in_child(work)
+        assert child.status == 0, child.told
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("disk", [on_ext4, on_tmpfs])
+def test_on_a_full_disk_an_exception_is_raised_and_never_a_signal(tmp_path, disk, monkeypatch):
+    """Filled to the last block, beside a reader that has mapped the tree plainly; what was written can be changed."""
+    monkeypatch.setattr(mounts, "DISK", 24 << 20)
+    steps = 100_000
+
+    def work(tell):
+        folder = tmp_path / "disk" / "buffer"
+        buffer = make(folder, max_episodes=3, max_timesteps=steps)
+        priorities = opened(folder)
+        publish(buffer, 100)
+        priorities.follow()
+        plain = np.load(folder / "priority" / "td.npy", mmap_mode="r")
+        fill(tmp_path / "disk" / "ballast")
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            t = rng.integers(0, 100, 64)
+            update(priorities, np.stack([np.zeros(64, np.int64), t], axis=1), rng.random(64))
+        tell(bool(plain[len(plain) // 3 :][:100].sum() == math.fsum(content(priorities).values())))
+        (tmp_path / "disk" / "ballast").unlink()
+        for _ in range(2):
+            publish(buffer, steps)
+        fill(tmp_path / "disk" / "ballast")
+        try:
+            priorities.follow()
+            tell("all of it was there")
+        except OSError as error:
+            tell(errno.errorcode[error.errno])
+        (tmp_path / "disk" / "ballast").unlink()
+        tell(len(content(priorities)))
+
+    assert disk(tmp_path / "disk", work) == [True, "ENOSPC", 100 + 2 * steps]
+
+
+def test_the_kind_of_file_system_decides_and_is_told_once(tmp_path, kind, caplog):
+    caplog.set_level(logging.INFO)
+    make(tmp_path, 2)
+    opened(tmp_path)
+    told = [record for record in caplog.records if "stay in memory until checkpoint()" in record.getMessage()]
+    assert len(told) == (kind == "private")
+    assert host.file_system(tmp_path) not in ("", "proc")
+
+
+def test_a_tree_takes_disk_space_only_where_steps_are(tmp_path):
+    buffer = make(tmp_path, max_episodes=100, max_timesteps=1_000_000)
+    priorities = opened(tmp_path)
+    publish(buffer, 10)
+    priorities.follow()
+    status = os.stat(tmp_path / "priority" / "td.npy")
+    assert status.st_size > 2**31
+    assert status.st_blocks * 512 < 2**27
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_the_minimum_is_kept_once_it_was_asked_for(tmp_path, kind):
+    buffer = make(tmp_path, 2, 2, max_episodes=40, max_timesteps=6000)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 0)], [0.25])
+    priorities.keep_minima()
+    assert priorities.tree.minimum == powered([0.25])[0]
+    update(priorities, [(1, 1), (0, 0)], [0.125, 3])
+    assert priorities.tree.minimum == powered([0.125])[0]
+    priorities.close()
+    again = opened(tmp_path)
+    assert again.tree.minima
+    buffer.delete(1)
+    again.follow()
+    assert again.tree.minimum == 1.0

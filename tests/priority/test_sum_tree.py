@@ -1,0 +1,161 @@
+"""The sum tree against an array of priorities: sums, minima, draws, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from memmap_buffer import SchemaError
+from memmap_buffer.priority.sum_tree import MANY, SumTree, num_nodes, spread
+
+SIZES = (1, 2, 3, 7, 1000, 1024, 1025, 5000, 70_000)
+
+
+def tree_of(leaves, priorities=None, minima=True):
+    tree = SumTree(np.zeros(num_nodes(leaves)), leaves, minima=minima)
+    if priorities is not None:
+        tree.set(np.arange(leaves), np.asarray(priorities, np.float64))
+    return tree
+
+
+def plainly(priorities, value):
+    """The first leaf whose cumulative sum passes a value."""
+    return int(np.searchsorted(np.cumsum(priorities), value, side="right"))
+
+
+class Tree(RuleBasedStateMachine):
+    """Any calls leave the tree that setting all leaves of a new one at once would make, to the last bit."""
+
+    @initialize(leaves=st.sampled_from(SIZES), seed=st.integers(0, 2**32))
+    def begin(self, leaves, seed):
+        self.rng, self.want, self.tree = np.random.default_rng(seed), np.zeros(leaves), tree_of(leaves)
+
+    def _leaves(self, count):
+        return self.rng.integers(0, len(self.want), count)
+
+    @rule(count=st.sampled_from((0, 1, 5, 300, 2 * MANY)), zeros=st.booleans(), scale=st.integers(-200, 200))
+    def set(self, count, zeros, scale):
+        leaves, values = self._leaves(count), self.rng.random(count) * 2.0**scale
+        values[self.rng.random(count) < 0.5 * zeros] = 0
+        self.tree.set(leaves, values)
+        for leaf, value in zip(leaves.tolist(), values.tolist(), strict=True):
+            self.want[leaf] = value
+
+    @rule(count=st.integers(0, 40))
+    def add(self, count):
+        leaves, values = self._leaves(count), self.rng.integers(0, 9, count) / 8
+        self.tree.add(leaves, values)
+        unique = np.unique(leaves)
+        self.want[unique] += [sum(values[leaves == leaf]) for leaf in unique]
+
+    @rule(value=st.sampled_from((-1.0, math.nan, math.inf, -1e-300)), at=st.integers(0, 4))
+    def refuse(self, value, at):
+        values = np.ones(5)
+        values[at] = value
+        with pytest.raises(SchemaError, match=r"priority of leaf \d+: got -?(1|nan|inf).*, expected a number from 0"):
+            self.tree.set(self._leaves(5), values)
+
+    @rule(count=st.integers(1, 300), stratified=st.booleans())
+    def draw(self, count, stratified):
+        if self.tree.total > 0:
+            leaves = self.tree.draw(count, self.rng, stratified=stratified)
+            assert (self.tree.get(leaves) > 0).all()
+
+    @invariant()
+    def is_what_a_new_one_would_be(self):
+        if not hasattr(self, "want"):
+            return
+        np.testing.assert_array_equal(self.tree.get(np.arange(len(self.want))), self.want)
+        new = tree_of(len(self.want), self.want)
+        assert self.tree.total == new.total
+        assert self.tree.total == pytest.approx(math.fsum(self.want), rel=1e-13)
+        positive = self.want[self.want > 0]
+        assert self.tree.minimum == new.minimum == (positive.min() if len(positive) else 0)
+
+
+Tree.TestCase.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
+TestStates = Tree.TestCase
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(SIZES), st.integers(0, 2**32))
+def test_a_value_finds_the_leaf_that_a_linear_search_finds(leaves, seed):
+    rng = np.random.default_rng(seed)
+    priorities = rng.integers(0, 5, leaves).astype(float)  # their sums are exact
+    priorities[rng.integers(leaves)] = 1
+    values = rng.integers(0, int(priorities.sum()), 200) + 0.5
+    found = tree_of(leaves, priorities).find(values)[0]
+    assert found.tolist() == [plainly(priorities, value) for value in values]
+
+
+@pytest.mark.parametrize("leaves", SIZES)
+def test_values_at_the_edges_never_find_a_leaf_of_priority_zero(leaves):
+    """Rounding may bring a value to the end of the sum, or between two leaves."""
+    rng = np.random.default_rng(leaves)
+    for _ in range(20):
+        priorities = np.where(rng.random(leaves) < 0.8, 0, rng.random(leaves) * 10.0 ** rng.integers(-30, 30, leaves))
+        priorities[rng.integers(leaves)] = 1e-300
+        tree = tree_of(leaves, priorities)
+        edges = np.cumsum(priorities)
+        values = np.concatenate([[0, tree.total], edges, np.nextafter(edges, 0), np.nextafter(edges, np.inf)])
+        assert (tree.get(tree.find(np.clip(values, 0, tree.total))[0]) > 0).all()
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+@pytest.mark.parametrize("leaves", [5, 3000])
+def test_leaves_are_drawn_in_proportion_to_their_priorities(leaves, stratified):
+    """Chi-square: (Σ (o - e)² / e - d) / √(2 d) is about normal; five standard deviations are allowed."""
+    rng = np.random.default_rng(7)
+    priorities = np.where(np.arange(leaves) % 3 == 0, 0, rng.random(leaves) + 0.1)
+    tree = tree_of(leaves, priorities)
+    draws = np.concatenate([tree.draw(250, rng, stratified=stratified) for _ in range(1200)])
+    seen = np.bincount(draws, minlength=leaves)
+    expected = priorities / priorities.sum() * len(draws)
+    assert not seen[priorities == 0].any()
+    positive = expected > 0
+    freedom = positive.sum() - 1
+    chi = (((seen - expected) ** 2)[positive] / expected[positive]).sum()
+    assert (chi - freedom) / math.sqrt(2 * freedom) < 5
+
+
+def test_stratified_values_lie_one_in_each_segment():
+    rng = np.random.default_rng(0)
+    assert (spread(8, 16.0, rng, stratified=True) // 2).tolist() == list(range(8))
+    free = spread(1000, 16.0, rng, stratified=False)
+    assert 0 <= free.min() < 1 < 15 < free.max() < 16
+
+
+def test_the_sum_does_not_drift_over_many_updates():
+    rng, tree = np.random.default_rng(0), tree_of(3000, np.full(3000, 1e9))
+    for _ in range(2000):
+        tree.set(rng.integers(0, 3000, 64), rng.random(64) * 1e12)
+    tree.set(np.arange(3000), np.full(3000, 0.125))
+    assert tree.total == 375.0
+
+
+def test_a_tree_goes_on_from_the_array_that_another_left():
+    nodes = np.zeros(num_nodes(5000))
+    SumTree(nodes, 5000).set(np.array([3, 4999]), np.array([2.0, 1.0]))
+    tree = SumTree(nodes, 5000, minima=True)
+    tree.refresh(np.array([3, 4999]))
+    assert (tree.total, tree.minimum) == (3.0, 1.0)
+    assert tree.find(np.array([0.0, 1.9, 2.0, 2.9]))[0].tolist() == [3, 3, 4999, 4999]
+
+
+@pytest.mark.parametrize("leaf", [-1, 5, 10**9])
+def test_a_leaf_that_does_not_exist_is_refused_by_its_number(leaf):
+    tree = tree_of(5, np.ones(5))
+    for change in (tree.set, tree.add):
+        with pytest.raises(SchemaError, match=f"leaf {leaf}: the tree has 5, counted from 0"):
+            change(np.array([0, leaf]), np.array([7.0, 1.0]))
+    assert tree.total == 5
+
+
+def test_an_amount_that_would_make_a_priority_negative_is_refused():
+    tree = tree_of(3, [1, 2, 3])
+    with pytest.raises(SchemaError, match=r"priority of leaf 1: got -0\.5"):
+        tree.add(np.array([1, 0, 1]), np.array([-2.0, 1.0, -0.5]))
+    assert tree.get(np.arange(3)).tolist() == [1, 2, 3]

@@ -1,0 +1,176 @@
+"""The slow definition of the store: an in-memory buffer of lists and loops, written from the design alone.
+
+Every view gives its items as {(serial, t): item}, in the order in which an unshuffled loader must give them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(eq=False)
+class Episode:
+    """steps: field -> rows, one a timestep. final: field -> row, or empty. meta: name -> value."""
+
+    steps: dict
+    final: dict
+    meta: dict
+    serial: int = -1
+
+    @property
+    def length(self):
+        return len(next(iter(self.steps.values())))
+
+    def known(self, name):
+        """A meta field, or the length."""
+        return self.length if name == "episode_lens" else self.meta[name]
+
+
+class Reference:
+    """zeros, defaults: field -> the row that stands for a missing one."""
+
+    def __init__(self, zeros, defaults, max_episodes, capacity=None):
+        self.zeros, self.defaults = zeros, defaults
+        self.max_episodes, self.capacity = max_episodes, capacity
+        self.episodes, self.next_serial = [], 0
+
+    # Storing: a ring of the newest episodes
+
+    def publish(self, episode):
+        episode.serial, self.next_serial = self.next_serial, self.next_serial + 1
+        self.episodes.append(episode)
+        self.retire()
+
+    def retire(self):
+        while len(self.episodes) > self.max_episodes or self.num_steps > (self.capacity or self.num_steps):
+            self.episodes.pop(0)
+
+    @property
+    def num_steps(self):
+        return sum(episode.length for episode in self.episodes)
+
+    # Choosing
+
+    def chosen(self, filter_meta=None, min_episode_len=1, top_k=None):
+        out = [
+            episode
+            for episode in self.episodes
+            if episode.length >= min_episode_len
+            and all(
+                holds({**episode.meta, "episode_lens": episode.length}[n], c) for n, c in (filter_meta or {}).items()
+            )
+        ]
+        if top_k is not None:
+            best = sorted(out, key=lambda episode: (episode.known(top_k[0]), episode.serial))[-top_k[1] :]
+            out = [episode for episode in out if episode in best]
+        return out
+
+    def items(self, cut, filter_fields=None, **choice):
+        """cut(episode) -> {t: item}; a step that does not exist passes no filter."""
+        out = {}
+        for episode in self.chosen(**choice):
+            for t, item in cut(episode).items():
+                asked = dict(filter_fields or {})
+                starts = holds(t, asked.pop("_start", (None, None)))
+                if starts and all(t >= 0 and holds(episode.steps[n][t], c) for n, c in asked.items()):
+                    out[episode.serial, t] = {**item, **episode.meta}
+        return out
+
+    # Views
+
+    def at(self, episode, name, t, padding="zero", final=False):
+        """(row, whether it exists) of a field at step t; with `final` the final observation is one step more."""
+        rows = episode.steps[name] + ([episode.final[name]] if final and name in episode.final else [])
+        if 0 <= t < len(rows):
+            return rows[t], True
+        if padding == "edge":
+            return rows[0 if t < 0 else -1], False
+        return {"zero": self.zeros, "default": self.defaults}[padding][name], False
+
+    def around(self, episode, name, steps, padding="zero", final=False):
+        """(rows, mask)"""
+        pairs = [self.at(episode, name, t, padding, final) for t in steps]
+        return np.array([row for row, _ in pairs]), np.array([exists for _, exists in pairs])
+
+    def trajectory(self, episode, fields):
+        item = {name: np.array(episode.steps[name]) for name in fields}
+        return {0: {**item, "_lens": np.int64(episode.length), "_mask": np.ones(episode.length, bool)}}
+
+    def timesteps(self, episode, fields):
+        return {t: {name: episode.steps[name][t] for name in fields} for t in range(episode.length)}
+
+    def transitions(self, episode, n, fields, sequence=(), gamma=None, reward="reward", terminated="terminated"):
+        items = {}
+        ended = terminated in episode.steps and bool(np.any(episode.steps[terminated][-1]))
+        last = 1 if ended or episode.final else 0
+        for t in range(episode.length):
+            k = min(n, episode.length - t - 1 + last)
+            if k == 0:
+                continue
+            item = {name: episode.steps[name][t] for name in fields}
+            item |= {f"next_{name}": self.at(episode, name, t + k, final=True)[0] for name in fields}
+            for name in sequence:
+                rows = [episode.steps[name][t + i] if i < k else self.zeros[name] for i in range(n)]
+                item[f"seq_{name}"] = np.array(rows)
+            item["n_step_lens"] = np.int64(k)
+            if gamma is not None:
+                item["_return"] = np.float32(sum(gamma**i * float(episode.steps[reward][t + i]) for i in range(k)))
+                item["_discount"] = np.float32(0 if ended and t + k == episode.length else gamma**k)
+            items[t] = item
+        return items
+
+    def windows(self, episode, length, fields, stride=1, boundary="pad", padding="zero", pad_before=0):
+        starts = list(range(-pad_before, episode.length, stride))
+        if boundary != "pad":
+            inside = [t for t in range(episode.length) if t + length <= episode.length]
+            starts = spread(inside, stride, [0], boundary)
+        items = {}
+        for start in starts:
+            steps = range(start, start + length)
+            item = {name: self.around(episode, name, steps, padding)[0] for name in fields}
+            mask = np.array([0 <= t < episode.length for t in steps])
+            item |= {"_mask": mask, "_lens": np.int64(mask.sum()), "_start": np.int64(start)}
+            items[start] = {**item, "_reaches_episode_end": np.bool_(start + length >= episode.length)}
+        return items
+
+    def crop(self, episode, start, length, fields):
+        item = self.windows(episode, length, fields)[start]
+        return {key: value for key, value in item.items() if key != "_mask"}
+
+    def offsets(self, episode, offsets, stride=1, boundary="pad", padding="zero"):
+        def cut(t):
+            item = {}
+            for name, values in offsets.items():
+                steps = [t + k for k in values]
+                item[name], item[f"_mask_{name}"] = self.around(episode, name, steps, padding, final=True)
+            return item
+
+        anchors = list(range(0, episode.length, stride))
+        if boundary != "pad":
+            masks = {t: [cut(t)[f"_mask_{name}"] for name in offsets] for t in range(episode.length)}
+            inside = [t for t in range(episode.length) if all(mask.all() for mask in masks[t])]
+            reach = -min(k for values in offsets.values() for k in (0, *values))
+            anchors = spread(inside, stride, [min(reach, episode.length - 1)], boundary)
+        return {t: cut(t) for t in anchors}
+
+
+def spread(inside, stride, instead, boundary):
+    """Every stride-th of the anchors that fit; with "shift" the last one too, and one if none fits."""
+    anchors = inside[::stride]
+    if boundary == "shift":
+        anchors = sorted({*anchors, *inside[-1:]}) or instead
+    return anchors
+
+
+def holds(value, condition):
+    """Whether a value passes a filter."""
+    if callable(condition):
+        return bool(condition(np.array([value]))[0])
+    if isinstance(condition, tuple):
+        low, high = condition
+        return (low is None or low <= value) and (high is None or value < high)
+    if isinstance(condition, (set, frozenset, list)):
+        return any(value == member for member in condition)
+    return bool(value == condition)

@@ -1,0 +1,210 @@
+"""Batches that are planned and copied together: each is as if it had been read alone, and is its own."""
+
+import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same, flat, record_episode
+from damage import rewrite_record
+
+from memmap_buffer import ConcatBuffer, Offsets, ReplayBuffer, StaleEpisodeError, Trajectory, Window
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.views import batch_builder
+
+LENGTHS = (3, 9, 12, 1, 7, 12, 5, 11)
+VIEWS = {
+    "trajectory": {"return_mask": True},
+    "trajectory with final observation": {"view": Trajectory(final_observation=True, return_mask=True)},
+    "trajectory padded to max_timesteps": {"slice_by_episode_len": False},
+    "timestep": {"timestep_level": True},
+    "n-step": {"n_steps": 3, "sequence_fields": ["reward", "text"]},
+    "window": {"view": Window(5, pad_before=2)},
+    "window by edge": {"view": Window(5, padding="edge")},
+    "window that fits": {"view": Window(4, boundary="drop")},
+    "offsets": {"view": Offsets(observation=(-1, 0), camera=range(3), half=(0, 2), padding="default")},
+}
+every_view = pytest.mark.parametrize("options", VIEWS.values(), ids=VIEWS)
+
+
+@pytest.fixture(params=[1 << 20, 2000], ids=["many together", "a few together"])
+def together(request, monkeypatch):
+    """How many bytes of batches are copied together."""
+    monkeypatch.setattr(batch_builder, "BLOCK_BYTES", request.param)
+
+
+def tensors(batch):
+    return {key: value for key, value in flat(batch).items() if isinstance(value, torch.Tensor)}
+
+
+def indices(batch):
+    """What names each item of a batch."""
+    return [tuple(np.ravel(index)) for index in batch["_index" if "_index" in batch else "_indices"].numpy()]
+
+
+@every_view
+@pytest.mark.parametrize("both", [False, True])
+def test_each_batch_of_a_loader_is_what_its_items_are_alone(recorded, together, options, both):
+    buffer = recorded(LENGTHS)
+    if both:
+        buffer = ConcatBuffer([buffer, recorded(LENGTHS[1:], name="other")])
+    dataset, size = buffer.dataset(return_indices=True, **options), 3
+    for i, batch in enumerate(buffer.dataloader(size, return_indices=True, **options)):
+        positions = list(range(i * size, min((i + 1) * size, len(dataset))))
+        assert_same(batch, dataset.__getitems__(positions).data)
+
+
+@every_view
+def test_each_batch_of_sample_is_what_its_items_are_alone(recorded, together, options):
+    buffer = recorded(LENGTHS)
+    dataset = buffer.dataset(return_indices=True, **options)
+    places = {index: i for i, index in enumerate(indices(dataset.__getitems__(list(range(len(dataset)))).data))}
+    for _ in range(40):
+        batch = buffer.sample(3, return_indices=True, **options)
+        assert_same(batch, dataset.__getitems__([places[index] for index in indices(batch)]).data)
+
+
+@every_view
+def test_batches_share_no_memory_and_a_saved_one_is_no_larger_than_itself(recorded, together, options):
+    buffer, held = recorded(LENGTHS), []
+    for batch in [*buffer.dataloader(2, **options), *(buffer.sample(2, **options) for _ in range(20))]:
+        for tensor in tensors(batch).values():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            saved = io.BytesIO()
+            torch.save(tensor, saved)
+            assert len(saved.getvalue()) < 2000 + tensor.nbytes
+            held.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, tensor))
+    held.sort(key=lambda each: each[:2])
+    assert all(end <= start for (_, end, _), (start, _, _) in pairwise(held))
+
+
+@every_view
+def test_changing_a_batch_changes_none_that_comes_later(recorded, together, options):
+    buffer = recorded(LENGTHS)
+    expected = list(buffer.dataloader(2, **options))
+    for batch, untouched in zip(buffer.dataloader(2, **options), expected, strict=True):
+        assert_same(batch, untouched)
+        for tensor in tensors(batch).values():
+            tensor.fill_(1)
+
+
+def test_anchors_that_are_read_twice_give_batches_of_their_own(recorded, together):
+    buffer = recorded(LENGTHS)
+    dataset = buffer.dataset(timestep_level=True)
+    for anchors in list(buffer.dataloader(4, dataset=dataset, shuffle=True, seed=0).batch_sampler)[::-1]:
+        once = dataset.__getitems__(anchors).data
+        kept = {key: value.clone() for key, value in tensors(once).items()}
+        for tensor in tensors(once).values():
+            tensor.zero_()
+        again = tensors(dataset.__getitems__(anchors).data)
+        assert_same(again, kept)
+
+
+@every_view
+@pytest.mark.parametrize("draw", ["loader", "sample"])
+def test_what_changes_after_it_was_copied_is_served_as_it_is_then(recorded, together, options, draw):
+    buffer = recorded(LENGTHS, circular=True)
+    options = options | {"return_indices": True}
+    batches = (
+        iter(buffer.dataloader(2, **options)) if draw == "loader" else (buffer.sample(2, **options) for _ in range(30))
+    )
+    for number, batch in enumerate(batches):
+        assert set(batch["task_id"].tolist()) <= ({0, 1} if not number else {number})
+        for position in range(len(buffer)):
+            buffer.update(position, task_id=number + 1)
+
+
+def test_a_batch_may_be_as_large_as_one_alone_however_many_are_planned_together(recorded, monkeypatch):
+    buffer = recorded(LENGTHS)
+    options = {"view": Window(5), "filter_meta": {"task_id": {0, 1}}}
+    monkeypatch.setattr(batch_builder, "MAX_BATCH_BYTES", 4 * 5 * batch_builder.INDEX_BYTES)
+    for _ in range(20):
+        assert len(buffer.sample(4, **options)["t"]) == 4
+    assert sum(len(batch["t"]) for batch in buffer.dataloader(4, **options)) == sum(LENGTHS)
+
+
+@every_view
+@pytest.mark.parametrize("both", [False, True])
+def test_a_batch_of_no_items_asks_the_disk_for_nothing(recorded, options, both):
+    buffer = recorded(LENGTHS)
+    if both:
+        buffer = ConcatBuffer([buffer, recorded(LENGTHS, name="other")])
+    expected = buffer.elements(**options)
+    buffer._sources.disk.slow = True
+    assert buffer.elements(**options) == expected
+
+
+def test_threads_share_the_batches_that_are_planned(tmp_path):
+    with ReplayBuffer(tmp_path, 50, 40, {"x": "int"}) as buffer:
+        for number in range(50):
+            buffer.store_episode(x=np.arange(40) + 1000 * number)
+        options = {"timestep_level": True, "return_indices": True}
+
+        def draw(_):
+            batch = buffer.sample(64, **options)
+            return bool((batch["x"] == batch["_indices"][:, 0] * 1000 + batch["_indices"][:, 1]).all())
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                assert all(pool.map(draw, range(2000)))
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def test_a_batch_copied_before_a_change_is_looked_at_again_when_it_is_handed_out(tmp_path):
+    with ReplayBuffer(tmp_path, 4, 8, {"x": "int"}) as buffer:
+        for number in range(4):
+            buffer.store_episode(x=np.full(8, number))
+        loader = iter(buffer.dataloader(4, timestep_level=True, shuffle=True, seed=0, return_indices=True))
+        for _ in range(3):  # by then several are copied together
+            next(loader)
+        buffer.update(None, x=np.full((4, 8), 7))
+        assert set(next(loader)["x"].tolist()) == {7}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(
+    "remove", [lambda ring: ring.delete([0, 1]), lambda ring: ring.clear()], ids=["delete", "clear"]
+)
+def test_what_is_removed_after_it_was_copied_is_not_served_though_the_table_was_read_again(recorded, remove, both):
+    """Its rows and its generation stay as they are."""
+    ring = recorded([8] * 4)
+    buffer = ConcatBuffer([ring, recorded([8] * 4, name="other")]) if both else ring
+    loader = iter(buffer.dataloader(1, timestep_level=True, shuffle=True, seed=0, return_indices=True))
+    for _ in range(10):  # by then several are copied together
+        next(loader)
+    remove(ring)
+    if not len(buffer):
+        record_episode(ring, 4, 8)
+    buffer.refresh()
+    served = {tuple(index) for batch in loader for index in batch["_indices"][:, :-1].tolist()}
+    gone = {(0, serial) if both else (serial,) for serial in range(4)} - {(*[0] * both, int(n)) for n in ring.serials}
+    assert served and not served & gone
+
+
+def test_what_is_being_rewritten_when_it_is_copied_again_is_looked_at_again(recorded):
+    """The change counter moves when that is done; until then nothing but the generation tells."""
+    buffer = recorded(LENGTHS)
+    dataset = buffer.dataset(timestep_level=True, on_stale="raise")
+    parts = list(buffer.dataloader(4, dataset=dataset).batch_sampler)
+    assert all(len(dataset.__getitems__(part)) for part in parts)
+    slot = int(parts[-1].anchors.slot[0])
+    rewrite_record(buffer._storage.path, slot, generation=3)
+    with pytest.raises(StaleEpisodeError, match="were overwritten"):
+        dataset.__getitems__(parts[-1])
+
+
+def test_an_episode_that_fails_its_checksums_is_drawn_again_though_it_holds_what_is_no_text(recorded, together):
+    recorded([4] * 9, max_episodes=9, max_timesteps=4).close()
+    layout = (storage := Storage(recorded((), max_episodes=9, max_timesteps=4)._storage.path)).layout
+    with (storage.path / layout.arrays["text"].name).open("r+b") as file:
+        file.seek(layout.row_offset("text", 5 * 4))
+        file.write(b"\xff" * 4)
+    buffer = ReplayBuffer.from_folder(storage.path, read_only=True, verify="read")
+    batches = buffer.dataloader(4, timestep_level=True, shuffle=True, seed=0, return_indices=True)
+    assert {int(serial) for batch in batches for serial in batch["_indices"][:, 0]} == set(range(9)) - {5}

@@ -1,0 +1,291 @@
+"""`add`, `extend`, `add_and_sample`: steps of environments that run on, against a list for each environment."""
+
+import errno
+
+import numpy as np
+import pytest
+import torch
+from fault_injection import flags_of, shown, system
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memmap_buffer import (
+    BufferFullError,
+    ConcatBuffer,
+    EpisodeStateError,
+    Field,
+    NotEnoughDataError,
+    ReadOnlyError,
+    ReplayBuffer,
+    SchemaError,
+)
+from memmap_buffer.format.records import CUT, FINAL, TERMINATED
+
+FIELDS = {
+    "observation": {"x": Field("float", 2, final=True), "y": Field("int", final=True)},
+    "reward": "float",
+    "terminated": "bool",
+    "truncated": ("bool", (), False),
+}
+META = {"task": "int"}
+LIMIT = 4
+
+
+def make(folder, max_episodes=50, fields=FIELDS, **options):
+    options = {"circular": True, "meta_fields": META, **options}
+    return ReplayBuffer(folder, max_episodes, LIMIT, fields, **options)
+
+
+def steps_of(ends, start=0):
+    """(T, B) of 0, 1 (terminated), 2 (truncated) -> steps whose every number is of its own."""
+    ends = np.asarray(ends)
+    number = start + np.arange(ends.size).reshape(ends.shape)
+    return {
+        "observation": {"x": np.stack([number, -number], -1), "y": number},
+        "reward": number / 4,
+        "terminated": ends == 1,
+        "truncated": ends == 2,
+        "next_observation": {"x": np.stack([number, number], -1) + 0.5, "y": number + 1000},
+        "task": number % 7,
+    }
+
+
+def at(steps, *where):
+    return {key: at(value, *where) if isinstance(value, dict) else value[where] for key, value in steps.items()}
+
+
+def slow(chunks, end=False):
+    """The episodes as (reward, y, x, task, flags), in the order in which they end: one list for each environment."""
+    done, running = [], {}
+
+    def close(i, t, steps, flags):
+        rows = running.pop(i)
+        last = flags if steps is None else flags | FINAL
+        y, x = ([], []) if steps is None else (steps["next_observation"][key][t, i].tolist() for key in "yx")
+        ys = [row[1] for row in rows] + ([] if steps is None else [y])
+        xs = [row[2] for row in rows] + ([] if steps is None else [x])
+        done.append(([row[0] for row in rows], ys, xs, rows[-1][3], last))
+
+    for steps in chunks:
+        time, envs = steps["reward"].shape
+        for t in range(time):
+            for i in range(envs):
+                row = [steps["reward"], *(steps["observation"][key] for key in "yx"), steps["task"]]
+                running.setdefault(i, []).append([column[t, i].tolist() for column in row])
+            for i in range(envs):
+                ended = steps["terminated"][t, i] or steps["truncated"][t, i]
+                if ended or len(running[i]) == LIMIT:
+                    close(i, t, steps, TERMINATED * bool(steps["terminated"][t, i]) | CUT * (not ended))
+    for i in sorted(running) if end else ():
+        close(i, -1, chunks[-1], CUT)
+    return done
+
+
+def found(buffer):
+    flags, out = flags_of(buffer.folder), []
+    for serial, episode in shown(buffer):
+        columns = [episode["reward"], episode["observation"]["y"], episode["observation"]["x"], episode["task"]]
+        out.append((*columns, flags[serial] & (CUT | FINAL | TERMINATED)))
+    return out
+
+
+SOME = [[0, 0, 1], [2, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1], [1, 1, 0], [0, 0, 2], [0, 2, 0], [0, 0, 0]]
+HOW = {"ram": {}, "disk": {"stage": "disk", "spare_slots": 3}, "step": {"publish": "step", "spare_slots": 3}}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
+def test_added_steps_become_episodes_that_end_where_each_environment_says(tmp_path, how):
+    steps = steps_of(SOME)
+    with make(tmp_path / "added", **how) as added, make(tmp_path / "extended", **how) as extended:
+        for t in range(len(SOME)):
+            added.add(**at(steps, t))
+        extended.extend(**steps)
+        if "publish" not in how:
+            assert found(added) == found(extended) == slow([steps])
+        added.end_episodes(), extended.end_episodes()
+        assert found(added) == found(extended)
+        assert sorted(found(added)) == sorted(slow([steps], end=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    chunks=st.integers(1, 3).flatmap(
+        lambda envs: st.lists(
+            st.integers(1, 9).flatmap(
+                lambda time: st.lists(
+                    st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=envs, max_size=envs),
+                    min_size=time,
+                    max_size=time,
+                )
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+)
+def test_chunks_of_any_length_give_what_a_list_for_each_environment_gives(tmp_path_factory, chunks):
+    steps = [steps_of(ends, 100 * i) for i, ends in enumerate(chunks)]
+    folder = tmp_path_factory.mktemp("buffer")
+    with make(folder, 200) as buffer:
+        for chunk in steps:
+            buffer.extend(**chunk)
+        assert found(buffer) == slow(steps)
+    assert found(ReplayBuffer.from_folder(folder)) == slow(steps, end=True)  # `close` keeps what is open
+
+
+def test_without_the_next_observation_an_episode_has_no_final_one(tmp_path):
+    steps = steps_of([[0], [1], [0]])
+    del steps["next_observation"]
+    with make(tmp_path) as buffer:
+        buffer.extend(**steps)
+        buffer.end_episodes()
+        assert [(reward, flags) for reward, *_, flags in found(buffer)] == [([0, 0.25], TERMINATED), ([0.5], CUT)]
+
+
+def test_one_environment_needs_no_axis_for_it_and_tensors_and_lists_are_taken(tmp_path):
+    with make(tmp_path) as buffer:
+        buffer.add(observation={"x": [1, 2], "y": 3}, reward=0.5, terminated=False)
+        buffer.add(
+            **{"observation.x": torch.tensor([3.0, 4.0]), "observation.y": 4}, reward=torch.tensor(1), terminated=1
+        )
+        time = {"observation": {"x": [[5, 6], [7, 8]], "y": [5, 6]}, "reward": [2, 3], "terminated": [False, True]}
+        buffer.extend(**time, task=[8, 9])
+        assert [(reward, y, task) for reward, y, _, task, _ in found(buffer)] == [
+            ([0.5, 1], [3, 4], 0),
+            ([2, 3], [5, 6], 9),
+        ]
+
+
+def bad_steps():
+    ok = at(steps_of([[0, 0]]), 0)
+    return {
+        "unknown": ({**ok, "reword": [1, 1]}, "'reword'.*did you mean 'reward'"),
+        "missing": ({key: value for key, value in ok.items() if key != "reward"}, "'reward'.*missing"),
+        "nothing": ({}, "no field was given"),
+        "only next": ({"next_observation": ok["next_observation"]}, "no field was given"),
+        "batch": ({**ok, "reward": [1, 2, 3]}, "reward: 1 × 3.*the same number for every field"),
+        "axes": ({**ok, "reward": 1}, r"reward: 0.*\(\*field\) or \(B, \*field\)"),
+        "time": ({**ok, "reward": [[1, 2]]}, r"reward: 2"),
+        "no batch": (at(steps_of(np.zeros((1, 0)), 0), 0), "× 0.*from 1"),
+        "others": (at(steps_of([[0, 0, 0]]), 0), "got 3 environments, 2 are running; call end_episodes"),
+        "lossy": ({**ok, "observation": {**ok["observation"], "y": [0.5, 1]}}, "'observation.y'.*not a whole number"),
+        "next of what has none": ({**ok, "next_reward": [1, 2]}, "`next_`.*'reward'.*without final=True"),
+        "half a next": ({**ok, "next_observation": {"y": [1, 2]}}, "next_observation.x missing; all fields with final"),
+        "next shape": ({**ok, "next_observation": {"x": np.zeros((2, 3)), "y": [1, 2]}}, r"'observation.x'.*\(2, 3\)"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_steps())
+def test_a_step_that_is_refused_is_stored_in_no_environment(tmp_path, name):
+    given, text = bad_steps()[name]
+    first, last = steps_of([[0, 0]]), steps_of([[1, 1]], 10)
+    with make(tmp_path) as buffer:
+        buffer.extend(**first)
+        with pytest.raises(SchemaError, match=text):
+            buffer.add(**given)
+        buffer.extend(**last)
+        assert found(buffer) == slow([first, last])
+
+
+def test_a_full_buffer_refuses_the_step_that_begins_an_episode_for_all_environments(tmp_path):
+    with make(tmp_path, 3, circular=False) as buffer:
+        steps = steps_of([[0, 1], [1, 0], [0, 1]])
+        with pytest.raises(BufferFullError, match="is full"):
+            buffer.extend(**steps)
+        assert found(buffer) == slow([at(steps, slice(2))]) and len(buffer) == 2
+        with pytest.raises(BufferFullError, match="is full"):
+            buffer.add(**at(steps, 2))
+        buffer.clear()
+        buffer.add(**at(steps, 2))
+        assert [reward for reward, *_ in found(buffer)] == [[0.75, 1.25]]
+
+
+def test_an_episode_that_a_full_disk_kept_back_is_published_by_the_next_call(tmp_path):
+    steps, count = steps_of([[0, 0], [1, 1], [0, 0], [1, 2]]), 0
+    for at_operation in range(1, 60):
+        with make(tmp_path / f"{at_operation}") as buffer:
+            buffer.extend(**at(steps, slice(1)))
+            with system(at_operation, error=errno.ENOSPC, only=("pwrite",)) as seen:
+                try:
+                    buffer.add(**at(steps, 1))
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+                    count += 1
+            buffer.extend(**at(steps, slice(2, 4)))
+            assert found(buffer) == slow([steps])
+        if seen.count < at_operation:
+            break
+    assert count > 10
+
+
+def test_an_interruption_leaves_no_environment_a_step_ahead(tmp_path, monkeypatch):
+    from memmap_buffer.writing.episode import Episode
+
+    steps, store_rows = steps_of([[0, 0], [0, 0], [1, 1]]), Episode.store_rows
+    with make(tmp_path) as buffer:
+        buffer.add(**at(steps, 0))
+        calls = []
+
+        def interrupted(self, *arguments):
+            calls.append(self)
+            if len(calls) == 2:
+                raise KeyboardInterrupt("boom")
+            store_rows(self, *arguments)
+
+        monkeypatch.setattr(Episode, "store_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="boom"):
+            buffer.add(**at(steps, 1))
+        buffer.extend(**at(steps, slice(1, 3)))
+        assert found(buffer) == slow([steps])
+
+
+def test_environments_in_place_need_a_spare_slot_each_and_a_read_only_buffer_none(tmp_path):
+    with make(tmp_path, publish="step") as buffer:
+        with pytest.raises(EpisodeStateError, match="spare_slots=2"):
+            buffer.add(**at(steps_of([[0, 0]]), 0))
+        with pytest.raises(ReadOnlyError, match="read_only=True"):
+            ReplayBuffer.from_folder(tmp_path, read_only=True).add(**at(steps_of([[0]]), 0))
+
+
+# Sampling beside it
+
+
+def test_add_and_sample_gives_the_same_batch_for_the_same_seed(tmp_path):
+    batches = []
+    for name in "ab":
+        with make(tmp_path / name) as buffer:
+            steps = steps_of(SOME)
+            buffer.extend(**at(steps, slice(5)))
+            got = [
+                buffer.add_and_sample(at(steps, t), 6, seed=t, n_steps=2, return_indices=True)
+                for t in range(5, len(SOME))
+            ]
+            batches.append(got)
+            fresh = buffer.sample(6, seed=8, n_steps=2, return_indices=True)
+            assert torch.equal(got[-1]["_indices"], fresh["_indices"])
+    for one, other in zip(*batches, strict=True):
+        assert torch.equal(one["_indices"], other["_indices"]) and torch.equal(one["reward"], other["reward"])
+
+
+def test_sampling_before_an_episode_is_published_raises_and_keeps_the_step(tmp_path):
+    with make(tmp_path) as buffer:
+        assert not buffer.can_sample()
+        with pytest.raises(NotEnoughDataError, match="it is empty") as caught:
+            buffer.add_and_sample(at(steps_of([[0, 0]]), 0), 4, timestep_level=True)
+        assert caught.value.episodes == 0
+        batch = buffer.add_and_sample(at(steps_of([[1, 0]], 2), 0), 4, timestep_level=True)
+        assert set(batch["reward"].tolist()) <= {0, 0.5}
+    with make(tmp_path / "step", publish="step", spare_slots=2) as buffer:  # where each step is visible at once
+        assert buffer.add_and_sample(at(steps_of([[0, 0]]), 0), 4, timestep_level=True)["reward"].shape == (4,)
+
+
+def test_can_sample_counts_timesteps_and_episodes_of_all_sources(tmp_path):
+    buffers = [make(tmp_path / name) for name in "ab"]
+    for buffer in buffers:
+        buffer.extend(**steps_of([[0, 1], [0, 0], [1, 1]]))
+        assert buffer.can_sample(min_steps=6, min_episodes=3)
+        assert not buffer.can_sample(min_steps=7) and not buffer.can_sample(min_episodes=4)
+    both = ConcatBuffer(buffers)
+    assert both.can_sample(min_steps=12, min_episodes=6) and not both.can_sample(min_steps=13)
+    for buffer in buffers:
+        buffer.close()
