@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/ddp_imitation.py --folder demo_output
     python examples/ddp_imitation.py --folder demo_output
 
-Both make the same updates: the loader sees the ranks of torch.distributed and gives each its part of one global order,
-so that together they have the items that one process would have in its larger batch.
+Both make the same updates. The loader knows the ranks of torch.distributed, and gives each rank its part of one global
+order, so that the ranks together have the items that one process would have in its larger batch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def process_group() -> Iterator[tuple[int, int]]:
 
 
 def imitate(buffer: ReplayBuffer, num_updates: int, seed: int, world_size: int) -> list[float]:
-    """Fit a network to the expert's actions; the loss of each global batch."""
-    torch.manual_seed(seed)  # of the network: the same in every rank
+    """Fit a network to the expert's actions; return the loss of each global batch."""
+    torch.manual_seed(seed)  # the same network in every rank
     network: nn.Module = make_network()
     if world_size > 1:
         network = DistributedDataParallel(network)
@@ -59,14 +59,14 @@ def imitate(buffer: ReplayBuffer, num_updates: int, seed: int, world_size: int) 
     for batch in batches(loader, num_updates, "imitation"):
         loss = nn.functional.cross_entropy(network(batch["observation"]), batch["action"])
         optimizer.zero_grad()
-        loss.backward()  # which averages the gradients over the ranks
+        loss.backward()  # DistributedDataParallel averages the gradients over the ranks
         optimizer.step()
         losses.append(mean_over_ranks(loss.detach(), world_size))
     return losses
 
 
 def mean_over_ranks(loss: torch.Tensor, world_size: int) -> float:
-    """The loss of the global batch: every rank has as many of its items."""
+    """The loss of the global batch, of which every rank has an equal part."""
     if world_size > 1:
         dist.all_reduce(loss)
     return float(loss) / world_size

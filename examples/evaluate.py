@@ -1,4 +1,4 @@
-"""Judge what was learned, in the environment: a table, a plot, and on request a verdict.
+"""Evaluate the learned policies in the environment: a table, a plot, and with --check a verdict.
 
 python examples/evaluate.py --folder demo_output --check
 """
@@ -18,7 +18,7 @@ from training import Curve, load_policy
 
 
 def recorded_returns(folder: Path) -> np.ndarray:
-    """What the exploring episodes earned, from which offline RL has learned."""
+    """The returns of the exploring episodes, from which offline RL has learned."""
     buffer = ReplayBuffer.from_folder(folder, read_only=True)
     recorded = buffer.get_all_data(fields=(), meta_fields=("expert", "episode_return"))
     return recorded["episode_return"][~recorded["expert"]].numpy()
@@ -51,8 +51,8 @@ def save_plot(path: Path, returns: dict[str, np.ndarray], curves: dict[str, Curv
     figure.savefig(path, dpi=120)
 
 
-def missed_claims(returns: dict[str, np.ndarray]) -> list[str]:
-    """What was promised and is not so: imitation at 95 % of the expert, offline RL at half of it and above random."""
+def missed_goals(returns: dict[str, np.ndarray]) -> list[str]:
+    """The goals that were missed: imitation at 95 % of the expert, offline RL at half of it and above random."""
     mean = {name: float(values.mean()) for name, values in returns.items()}
     missed = []
     if not mean["imitation"] >= 0.95 * mean["expert"]:
@@ -66,7 +66,7 @@ def missed_claims(returns: dict[str, np.ndarray]) -> list[str]:
 
 
 def evaluate(folder: Path, num_episodes: int, seed: int) -> list[str]:
-    """Play every policy on the same starts, print the table, save the plot; returns the claims that do not hold."""
+    """Play every policy from the same starts, print the table, save the plot; return the missed goals."""
     imitation, imitation_curve = load_policy(folder / "imitation.pt")
     offline_rl, offline_rl_curve = load_policy(folder / "offline_rl.pt")
     policies = {
@@ -80,11 +80,11 @@ def evaluate(folder: Path, num_episodes: int, seed: int) -> list[str]:
     print_table(returns)
     save_plot(folder / "returns.png", returns, {"imitation": imitation_curve, "offline RL": offline_rl_curve})
     print(f"plot: {folder / 'returns.png'}")
-    return missed_claims(returns)
+    return missed_goals(returns)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Judge the learned policies against a random one and the expert.")
+    parser = argparse.ArgumentParser(description="Compare the learned policies with a random one and the expert.")
     parser.add_argument(
         "--folder", type=Path, default=Path("demo_output"), help="where the other examples have written"
     )
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="end with an error unless both have learned")
     arguments = parser.parse_args()
-    # far from the seeds of the recording and of the curves, so that no start has been seen before
+    # far from the seeds of the recording and of the curves, so that every start is new
     missed = evaluate(arguments.folder, arguments.episodes, arguments.seed + 1_000_000)
     if arguments.check and missed:
         sys.exit("\n".join(missed))

@@ -2,8 +2,8 @@
 
     python examples/imitation.py --folder demo_output
 
-The folder is opened anew and read-only, as a training program does that has nothing to do with the recording. One item
-of the loader is one timestep, (B, *field) per key; `filter_meta` leaves only the expert's episodes.
+The program opens the folder read-only, as any training program that does not record. One item of the loader is one
+timestep, (B, *field) per key; `filter_meta` keeps only the episodes of the expert.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # of a network this small, a second thread has only the overhead
+    torch.set_num_threads(1)  # a second thread only costs time for a network this small
     buffer = ReplayBuffer.from_folder(arguments.folder / "episodes", read_only=True)
     network, curve = imitate(buffer, arguments.updates, arguments.seed)
     save_policy(arguments.folder / "imitation.pt", network, curve)

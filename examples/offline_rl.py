@@ -2,11 +2,11 @@
 
     python examples/offline_rl.py --folder demo_output
 
-The learner is double DQN on n-step returns with the conservative penalty of CQL. Only the exploring episodes are read
-(`filter_meta`), most of which end in a fall: what it learns is better than what it was shown. The loader does the part
-that is easily got wrong. An item never crosses an episode; `_return` is the discounted sum of up to n rewards;
-`next_observation` is where they led to, at an episode's end its final observation; and `_discount` is gamma**k, but 0
-where the pole fell, though not where the time was up.
+The learner is double DQN on n-step returns with the conservative penalty of CQL. It reads only the exploring episodes
+(`filter_meta`), most of which end in a fall, and learns a better policy than they show. The loader prepares the
+transitions, and no item crosses the border of an episode. `_return` is the discounted sum of up to n rewards.
+`next_observation` is the observation after these rewards, at the end of an episode its final observation. `_discount`
+is gamma**k, or 0 where the pole fell (`terminated`), but not where the time was up (`truncated`).
 
 Sources: van Hasselt et al. 2016, eq. 4 (double DQN); Kumar et al. 2020, eq. 4 (CQL(H)).
 """
@@ -29,7 +29,7 @@ def conservative_loss(network: nn.Module, target: nn.Module, batch: dict[str, Te
     values = network(batch["observation"])
     recorded = values.gather(1, batch["action"][:, None])[:, 0]
     with torch.no_grad():
-        best = network(batch["next_observation"]).argmax(dim=1, expand_scalars=True)
+        best = network(batch["next_observation"]).argmax(dim=1, keepdim=True)
         bootstrap = target(batch["next_observation"]).gather(1, best)[:, 0]
         goal = batch["_return"] + batch["_discount"] * bootstrap
     optimism = (values.logsumexp(dim=1) - recorded).mean()
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # of a network this small, a second thread has only the overhead
+    torch.set_num_threads(1)  # a second thread only costs time for a network this small
     buffer = ReplayBuffer.from_folder(arguments.folder / "episodes", read_only=True)
     network, curve = learn(buffer, arguments.updates, arguments.seed)
     save_policy(arguments.folder / "offline_rl.pt", network, curve)

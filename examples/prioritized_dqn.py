@@ -2,9 +2,9 @@
 
     python examples/prioritized_dqn.py --folder demo_output
 
-Each step is on the disk, and can be drawn, as soon as it was made (`publish="step"`). Batches are drawn by priority
-with `sample()`; the loss is weighted by `_weights`, and what each item was off by becomes its new priority. Stop it
-when you like: a second run opens the folder and goes on, the priorities and the network being where they stood.
+Each step can be drawn as soon as it is stored (`publish="step"`). `sample()` draws batches by priority, `_weights`
+weight the loss, and the TD errors become the new priorities. You may stop the program at any time: a second run opens
+the folder and continues, with the same priorities and the same network.
 
 Sources: van Hasselt et al. 2016, eq. 4 (double DQN); Schaul et al. 2016, algorithm 1 (prioritised replay).
 """
@@ -38,7 +38,9 @@ HOW = Prioritized(alpha=0.6, beta=0.4, beta_steps=BETA_STEPS)
 class Learner:
     """A network of action values, its slow copy, and what it has learned so far.
 
-    Args: buffer: where transitions come from. path: what `save` writes and a new run begins with.
+    Args:
+        buffer: the transitions.
+        path: the file that `save` writes, and from which a new run starts.
     """
 
     def __init__(self, buffer: ReplayBuffer, path: Path) -> None:
@@ -52,11 +54,11 @@ class Learner:
             self.target.load_state_dict(saved["target"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.steps, self.curve = saved["steps"], Curve(saved["updates"], saved["returns"])
-        done = max(0, self.steps - WARM_UP)  # β is not in the folder, so a run that goes on says where it stood
+        done = max(0, self.steps - WARM_UP)  # β is not in the folder, so a resumed run computes it
         self.how = replace(HOW, beta=HOW.beta_at(done), beta_steps=max(1, BETA_STEPS - done))
 
     def save(self) -> None:
-        """Keep all of it for the next run."""
+        """Write the networks, the optimizer and the curve for the next run."""
         saved = {"network": self.network, "target": self.target, "optimizer": self.optimizer}
         state = {name: module.state_dict() for name, module in saved.items()}
         told = {"steps": self.steps, "updates": self.curve.updates, "returns": self.curve.returns}
@@ -82,10 +84,10 @@ class Learner:
         self.buffer.update_priorities(batch["_indices"], errors)
 
     def _errors(self, batch: dict[str, Tensor]) -> Tensor:
-        """δ of each transition, (B,)."""
+        """The TD error of each transition, (B,)."""
         values = self.network(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         with torch.no_grad():
-            best = self.network(batch["next_observation"]).argmax(dim=1, expand_scalars=True)
+            best = self.network(batch["next_observation"]).argmax(dim=1, keepdim=True)
             bootstrap = self.target(batch["next_observation"]).gather(1, best)[:, 0]
         return batch["_return"] + batch["_discount"] * bootstrap - values
 
@@ -121,7 +123,7 @@ def choose(learner: Learner, observation: np.ndarray, rng: np.random.Generator) 
 
 
 def measured(learner: Learner, seed: int) -> float:
-    """A point of the learning curve: the mean return of twenty episodes that are not recorded; of a hundred if good."""
+    """Add a point to the learning curve: the mean return of twenty unrecorded episodes, of a hundred if it is high."""
     learner.curve.measure(learner.target, learner.steps, seed + learner.steps)
     learner.save()
     returned = learner.curve.returns[-1]
@@ -142,12 +144,12 @@ def save_plot(path: Path, curve: Curve) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Learn CartPole with prioritised replay.")
-    parser.add_argument("--folder", type=Path, default=Path("demo_output"), help="where everything is kept")
+    parser.add_argument("--folder", type=Path, default=Path("demo_output"), help="everything is written below it")
     parser.add_argument("--steps", type=int, default=40_000, help="at most, in this run")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # of a network this small, a second thread has only the overhead
+    torch.set_num_threads(1)  # a second thread only costs time for a network this small
     arguments.folder.mkdir(parents=True, exist_ok=True)
     fields = {
         "observation": Field("float32", (4,), final=True),
@@ -161,7 +163,7 @@ def main() -> None:
     ) as buffer:
         learner = Learner(buffer, arguments.folder / "prioritized_dqn.pt")
         if learner.steps:
-            print(f"going on after {learner.steps} steps, {buffer.num_steps} of them in the buffer")
+            print(f"continuing after {learner.steps} steps, {buffer.num_steps} of them in the buffer")
         play(learner, arguments.steps, arguments.seed)
         learner.save()
     save_plot(arguments.folder / "prioritized_dqn.png", learner.curve)

@@ -1,12 +1,12 @@
-"""Learn CartPole from what several processes, on one machine or many, play meanwhile: rollouts, recorders, a learner.
+"""Learn CartPole while several processes, on one machine or many, play it: rollouts, recorders, a learner.
 
     python examples/ray_collect.py --folder demo_output
     python examples/ray_collect.py --folder demo_output --address auto --rollouts 16 --recorders 4
 
 Rollouts play with the newest weights and send each episode to their recorder, which publishes it in a shard of its own.
-The learner draws from all shards as they grow. Ray restarts whoever dies; `--kills` tries it on the recorders: no
-published episode is lost, and none is there twice. Rollouts run on any node; recorders and the learner on the one where
-this is started, since the folder lies there. A second run goes on where the first one stood.
+The learner draws from all shards as they grow. Ray restarts processes that die. `--kills` kills recorders on purpose:
+no published episode is lost, and none is stored twice. Rollouts run on any node; recorders and the learner run on the
+node where this program starts, since the folder lies there. A second run continues where the first one stopped.
 
 Source: van Hasselt et al. 2016, eq. 4 (double DQN).
 """
@@ -29,11 +29,9 @@ from memmap_buffer.interop.ray import ID, Outbox, start_recorders, this_node
 from offline_rl import conservative_loss, follow
 from training import Curve, greedy_policy, make_network
 
-EPISODES, UPDATES, WARM_UP = (
-    4,
-    50,
-    500,
-)  # of a rollout's turn, of the learner's, and the steps before the first of these
+EPISODES = 4  # of a rollout's turn
+UPDATES = 50  # of the learner's turn
+WARM_UP = 500  # steps before the first update
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
@@ -57,7 +55,7 @@ class Rollout:
         return float(np.mean(returns))
 
     def _episode(self, exploration: float) -> dict[str, np.ndarray]:
-        """The columns of an episode; of the observation there is one more."""
+        """The columns of one episode, with one more observation than actions."""
         policy = greedy_policy(self.network)
         observations, steps, ended = [self.environment.reset(seed=int(self.rng.integers(2**31)))[0]], [], False
         while not ended:
@@ -74,7 +72,7 @@ class Rollout:
 
 @ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)
 class Learner:
-    """Learns from the root as it grows; what it has learned is in a file, so it may be restarted."""
+    """Learns from the root as it grows; its state is in a file, so it may be restarted."""
 
     def __init__(self, root: Path, path: Path, seed: int) -> None:
         torch.manual_seed(seed)
@@ -91,7 +89,7 @@ class Learner:
 
     def learn(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Some updates, if there is enough to learn from; returns how many there were in all, and the weights."""
-        for _ in range(UPDATES * self.buffer.can_sample(min_steps=WARM_UP)):
+        for _ in range(UPDATES * (self.buffer.num_steps >= WARM_UP)):
             batch = self.buffer.sample(64, n_steps=3, gamma=0.99)
             loss = conservative_loss(self.network, self.target, batch, penalty=0.0)
             self.optimizer.zero_grad()
@@ -112,7 +110,7 @@ class Learner:
 
 
 def collect(root: Path, options: argparse.Namespace) -> None:
-    """Play, record and learn until so many episodes are played; kill a recorder now and then."""
+    """Play, record and learn until enough episodes were played; kill a recorder now and then."""
     environment = make_environment()
     recorders = start_recorders(
         root,
@@ -150,7 +148,7 @@ def collect(root: Path, options: argparse.Namespace) -> None:
 
 
 def report(root: Path, killed: int) -> None:
-    """What is published, and whether each episode is there once."""
+    """Print how much is published, and whether each episode is there once."""
     buffer = ConcatBuffer.from_root(root)
     ids = buffer.episodes(fields=())[ID].tolist()
     print(f"published {len(buffer)} episodes, {buffer.num_steps} steps, in {len(buffer.folders)} shards")
@@ -169,7 +167,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.address:  # the other nodes get the modules beside this one
+    if options.address:  # sends the modules of this folder to the other nodes
         ray.init(address=options.address, runtime_env={"working_dir": str(Path(__file__).parent)})
     else:
         ray.init(num_cpus=2, include_dashboard=False)

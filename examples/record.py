@@ -2,9 +2,9 @@
 
     python examples/record.py --folder demo_output
 
-Every third episode is the expert's own. In the others each action is replaced by a random one with a chance that is
-drawn anew for each episode, so that these show poor, middling and good behaviour. Nothing has to be closed or flushed
-for an episode to be kept: it is on disk when its `with` block ends, and one that is interrupted was never there.
+Every third episode is the expert's own. In the others, random actions replace some of the expert's; their share is
+drawn anew for each episode, so these episodes show poor, middling and good behaviour. An episode is published when its
+`with` block ends, without any close or flush. An episode that is interrupted leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from memmap_buffer.progress import progress
 
 
 def create_buffer(folder: Path, num_episodes: int) -> ReplayBuffer:
-    """An empty buffer for CartPole; an older one in the same folder is replaced."""
+    """An empty buffer for CartPole; it replaces an older one in the same folder."""
     return ReplayBuffer(
         folder,
         max_episodes=num_episodes,
         max_timesteps=500,
         fields={
-            "observation": Field("float32", (4,), final=True),  # one more per episode: what the last action led to
+            "observation": Field("float32", (4,), final=True),  # one more per episode: after the last action
             "action": "int",
             "reward": "float",
             "terminated": "bool",

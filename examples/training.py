@@ -1,4 +1,4 @@
-"""What both learners share: the network, its learning curve, its file, and an endless supply of batches."""
+"""Code that the learners share: the network, its learning curve, its file, and an endless supply of batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_network() -> nn.Sequential:
 
 
 def greedy_policy(network: nn.Module) -> Policy:
-    """Take the action whose number is the largest."""
+    """Take the action with the largest output."""
 
     @torch.no_grad()
     def policy(observations: np.ndarray) -> np.ndarray:
@@ -58,7 +58,7 @@ def save_policy(path: Path, network: nn.Module, curve: Curve) -> None:
 
 
 def load_policy(path: Path) -> tuple[Policy, Curve]:
-    """Read back what `save_policy` wrote."""
+    """Read the file that `save_policy` wrote."""
     saved: dict[str, Any] = torch.load(path, weights_only=True)
     network = make_network()
     network.load_state_dict(saved["network"])

@@ -7,15 +7,15 @@ The packages, from the top floor down; imports between them go down this list on
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
     maintenance   verify, repair, pack, snapshot, schema changes, statistics
     loading       datasets, samplers, loaders, workers; torch begins here
-    priority      the sum tree on the disk, and what items weigh in a draw
+    priority      the sum tree on the disk, the priorities of items, importance weights
     items         which items exist, by filters and splits, and in which order they are given
     views         one batch: anchors, folders, views around them, the copy of their rows
     writing       episodes, the slot that each goes to, the commit, recovery
     format        the bytes: the specification, system calls, one folder open
 
-Below them: schema, dtypes, errors, and what knows no buffer: environments, names, extras, progress. torch is imported by
-`loading.datasets`, `.transport`, `.prefetch` and `.distributed` alone, which are loaded when a dataset, loader or batch
-is first asked for.
+Above them: compat, functions that users of other systems look for. Below them: schema, dtypes, errors, and four that
+know no buffer: environments, names, extras, progress. torch is imported by `loading.datasets`, `transport`, `prefetch`
+and `distributed` alone, which are loaded when a dataset, loader or batch is first asked for.
 """
 
 from memmap_buffer.api.buffer import ReplayBuffer
@@ -41,12 +41,14 @@ from memmap_buffer.maintenance.pack import pack, unpack
 from memmap_buffer.maintenance.repair import repair
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.maintenance.verification import Finding, verify
+from memmap_buffer.priority.importance import compute_importance_weights
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.hindsight import Hindsight
 from memmap_buffer.views.n_step import NStep
-from memmap_buffer.views.transforms import Returns, Scale, compute_importance_weights, discounted_returns
-from memmap_buffer.views.windows import Offsets, RandomCrop, Timestep, Trajectory, View, Window
+from memmap_buffer.views.transforms import Returns, Scale, discounted_returns
+from memmap_buffer.views.view import View
+from memmap_buffer.views.windows import Offsets, RandomCrop, Timestep, Trajectory, Window
 
 __version__ = "0.1.0"
 

@@ -28,9 +28,15 @@ def schema_of(observation_space: Space[Any], action_space: Space[Any]) -> dict[s
     nested, the members of a Tuple named `item0`, `item1`, … A key of a Dict that is no identifier is changed into one,
     "bottom burner" into `bottom_burner`; `encode_space` does the same with the values.
 
-    Args: observation_space, action_space: of one environment, of a vector environment its `single_…_space`.
-    Returns: `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`.
-    Raises: SchemaError: a space without a fixed size (Graph, Sequence, OneOf).
+    Args:
+        observation_space: of one environment; of a vector environment `single_observation_space`.
+        action_space: of one environment; of a vector environment `single_action_space`.
+
+    Returns:
+        `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`.
+
+    Raises:
+        SchemaError: a space has no fixed size (Graph, Sequence, OneOf).
     """
     members = Names().ours({"observation": _members(observation_space), "action": _members(action_space)})
     return {
@@ -43,9 +49,11 @@ def schema_of(observation_space: Space[Any], action_space: Space[Any]) -> dict[s
 
 
 def encode_space(space: Space[Any], value: Any) -> Any:
-    """A value of a space as `store` takes it: Dict and Tuple as nested dicts, anything else as it is.
+    """A value of a space as `store` takes it: Dict and Tuple as nested dicts, any other as it is.
 
-    Args: space: of the value, also the batched one of a vector environment. value: an element of it.
+    Args:
+        space: of the value, also the batched one of a vector environment.
+        value: an element of the space.
     """
     if isinstance(space, spaces.Dict):
         parts = _parts(tuple(space.spaces))
@@ -56,7 +64,7 @@ def encode_space(space: Space[Any], value: Any) -> Any:
 
 
 def decode_space(space: Space[Any], tree: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The reverse of `encode_space`, `leaf` applied to what is neither Dict nor Tuple."""
+    """The reverse of `encode_space`; `leaf` is applied to the values of all spaces but Dict and Tuple."""
     if isinstance(space, spaces.Dict):
         parts = _parts(tuple(space.spaces))
         return {key: decode_space(member, tree[parts[key]], leaf) for key, member in space.spaces.items()}
@@ -108,7 +116,7 @@ def resets_by_a_step(env: Any) -> bool:
 
 
 def _is_text(space: spaces.Tuple[Any]) -> bool:
-    """Whether it is what batching made of a Text space: one string an environment is a column, not a group."""
+    """Whether batching made it from a Text space: one string for each environment is a column, not a group."""
     return len(space.spaces) > 0 and all(isinstance(member, spaces.Text) for member in space.spaces)
 
 
@@ -127,7 +135,7 @@ def _fields(name: str, space: Any, *, final: bool) -> Any:
 
 
 def _members(space: Space[Any]) -> Any:
-    """Nested dicts of spaces, of which no member is a Dict or a Tuple; any other space as it is."""
+    """Dict and Tuple spaces as nested dicts of their members; any other space as it is."""
     if isinstance(space, spaces.Dict):
         return {key: _members(member) for key, member in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -135,6 +143,6 @@ def _members(space: Space[Any]) -> Any:
     return space
 
 
-@cache  # asked for at every step; an environment has few spaces
+@cache  # called at every step; an environment has few spaces
 def _parts(keys: tuple[Any, ...]) -> dict[Any, str]:
     return parts_of(keys)

@@ -1,4 +1,4 @@
-"""The one-line error for a neighbour that is not installed. Imports nothing by itself."""
+"""The one-line error for an optional package that is not installed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Around the imports of what the extra `name` installs.
+    """A block that imports the packages of the extra `name`.
 
-    Raises: ImportError: one of them failed; the text is the command that installs it.
+    Raises:
+        ImportError: one of them cannot be imported; the text has the command that installs it.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Between the keys of other libraries' data, which may be any text, and the names of fields, which are identifiers.
+"""The keys of other libraries' data, which may be any text, as names of fields, which are identifiers; and back.
 
-A key such as "bottom burner" becomes `bottom_burner`; two keys that would become one are told apart by a number. Each
-key that was changed is kept, so that an export gives it back. Does no I/O: `beside` keeps them in the folder.
+A key such as "bottom burner" becomes `bottom_burner`; a number tells two keys apart that would become one. Changed keys
+are remembered, so that an export restores them. Does no I/O: `interop.extra_json` stores them in the folder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class Names:
 
     Args:
         changed: dotted name of a field or a group -> its key, where that is not the last part of the name.
-        fixed: the same, of names that a format has for its keys; they are not kept, and go before `changed`.
+        fixed: the same for the keys that a format prescribes; they take precedence, and are not stored.
 
-    Attributes: changed: with those that were met since.
+    Attributes:
+        changed: as given, and the keys that were changed since.
     """
 
     def __init__(self, changed: Mapping[str, Any] | None = None, fixed: Mapping[str, Any] | None = None) -> None:
@@ -36,8 +37,9 @@ class Names:
     def ours(self, tree: Mapping[Any, Any], group: str = "") -> dict[str, Any]:
         """Nested values, or the groups of an HDF5 file, as nested dicts by the names of fields.
 
-        Args: tree: what may lie beside each other, at once where that is known: identifiers then keep their names.
-            group: the dotted name of the group that it is.
+        Args:
+            tree: all keys of the group at once, so that the identifiers among them keep their names.
+            group: the dotted name of the group.
         """
         names = self._name(group, tree)
         return {
@@ -53,17 +55,21 @@ class Names:
         }
 
     def named(self, path: Iterable[Any]) -> str:
-        """The dotted name of what lies under these keys, each within the one before."""
+        """The dotted name of a path of keys, each within the one before."""
         name = ""
         for key in path:
             name = _join(name, self._name(name, [key])[key])
         return name
 
     def path(self, name: str) -> list[Any]:
-        """The keys under which a field or group lies, the reverse of `named`."""
+        """The path of keys of a field or group, the reverse of `named`."""
         parts = name.split(".")
         groups = (".".join(parts[: end + 1]) for end in range(len(parts)))
         return [self._fixed.get(g, self.changed.get(g, part)) for g, part in zip(groups, parts, strict=True)]
+
+    def key(self, name: str, separator: str = ".") -> str:
+        """The path of keys as one text."""
+        return separator.join(map(str, self.path(name)))
 
     def _name(self, group: str, keys: Iterable[Any]) -> dict[Any, str]:
         known = self._parts.setdefault(group, {})
@@ -76,12 +82,14 @@ class Names:
 
 
 def parts_of(keys: Iterable[Any], taken: Iterable[str] = ()) -> dict[Any, str]:
-    """Key -> part of a field's name, of keys beside each other; no two get the same, and identifiers keep theirs.
+    """Key -> part of a field's name, for the keys of one group; no two get the same, and identifiers stay as they are.
 
-    Args: taken: parts that are given away already.
+    Args:
+        keys: of one group.
+        taken: parts that other keys of the group have already.
     """
     given, used = list(keys), {part.casefold() for part in taken}
-    found: dict[Any, str] = {}
+    parts: dict[Any, str] = {}
     for key in sorted(given, key=lambda key: _identifier(str(key)) != key):
         wanted = part = _identifier(str(key))
         count = 1
@@ -89,18 +97,18 @@ def parts_of(keys: Iterable[Any], taken: Iterable[str] = ()) -> dict[Any, str]:
             count += 1
             part = f"{wanted}_{count}"
         used.add(part.casefold())
-        found[key] = part
-    return {key: found[key] for key in given}
+        parts[key] = part
+    return {key: parts[key] for key in given}
 
 
 @cache
 def _identifier(key: str) -> str:
-    """The key if it can be a field's name, else one that can, and is like it."""
+    """The key if it can be a field's name, else a similar name that can."""
     name = re.sub(r"[^A-Za-z0-9_]", "_", key)
     name = name if name[:1].isalpha() else f"n{name}"
     try:
         Schema({name: "bool"})
-    except SchemaError:  # the library's or the system's own word; of one that is too long the schema will say so
+    except SchemaError:  # a word that is reserved; the schema itself reports a name that is too long
         return f"{name}_"
     return name
 

@@ -1,4 +1,4 @@
-"""A progress bar where tqdm is installed and someone watches; nothing otherwise."""
+"""A progress bar where tqdm is installed and stderr is a terminal; nothing otherwise."""
 
 from __future__ import annotations
 

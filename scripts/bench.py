@@ -1,16 +1,18 @@
 """Measure this library against the lower bound that plain numpy, torch and the system set, in one run.
 
     python scripts/bench.py [--case NAME or GROUP ...] [--repeats N] [--steps N] [--cold-gb G] [--no-peers] [--json]
+    python scripts/bench.py priority | shards | ray [options of their own: --help]
 
-A case is ours and the bound over the same data: the bound does the same work without any of our checks, into a given
-output. They are interleaved, with the peers that are installed (`pip install '.[bench]'`); the median of each is taken,
-and what they read or wrote is compared outside the timed part. Every line names the figure to reach: where it is a
-bare number, ours over the bound in throughput. The files are made in a new folder here, and removed at the end.
+A case measures this library and a bound on the same data. The bound does the same work into a given output, without any
+of our checks. Both take turns with the peers that are installed (`pip install '.[bench]'`), and the median of each
+counts; the results are compared outside the timed part. Every line names the figure to reach: a bare number is our
+throughput over the bound's. The files are made in a new folder here, and removed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shutil
 import sys
@@ -21,41 +23,39 @@ from pathlib import Path
 
 import torch
 
-import bench_cold
-import bench_read
-import bench_scale
-import bench_write
 import memmap_buffer
-from bench_data import Run
-from bench_measure import HEAD, Row
+from bench import cold, read, scale, write
+from bench.data import Run
+from bench.measure import HEAD, Row
 
 Case = Callable[[Run], Iterator[Row]]
 GROUPS: dict[str, dict[str, Case]] = {
     "writes": {
-        "store": lambda run: bench_write.store_steps(run, "low-dim", 0.35),
-        "store-image": lambda run: bench_write.store_steps(run, "image", 0.7),
-        "store-episode": lambda run: bench_write.store_episodes(run, "low-dim", None, 0.8),
-        "store-episode-checked": lambda run: bench_write.store_episodes(run, "low-dim", "crc32", 0.55),
-        "store-episode-image": lambda run: bench_write.store_episodes(run, "image", None, 0.8),
-        "store-episode-image-checked": lambda run: bench_write.store_episodes(run, "image", "crc32", 0.55),
-        "publish-process": lambda run: bench_write.publish(run, "process", 0.4),
-        "publish-power": lambda run: bench_write.publish(run, "power", 0.77),
+        "store": lambda run: write.store_steps(run, "low-dim", 0.35),
+        "store-image": lambda run: write.store_steps(run, "image", 0.7),
+        "store-episode": lambda run: write.store_episodes(run, "low-dim", None, 0.8),
+        "store-episode-checked": lambda run: write.store_episodes(run, "low-dim", "crc32", 0.55),
+        "store-episode-image": lambda run: write.store_episodes(run, "image", None, 0.8),
+        "store-episode-image-checked": lambda run: write.store_episodes(run, "image", "crc32", 0.55),
+        "publish-process": lambda run: write.publish(run, "process", 0.4),
+        "publish-power": lambda run: write.publish(run, "power", 0.77),
     },
     "reads": {
-        "transitions": lambda run: bench_read.transitions(run, "low-dim", (0.6, 0.4)),
-        "transitions-image": lambda run: bench_read.transitions(run, "image", (0.9, 0.85)),
-        "packed": lambda run: bench_read.packed(run, "low-dim", (0.6, 0.4)),
-        "packed-image": lambda run: bench_read.packed(run, "image", (0.9, 0.85)),
-        "windows": lambda run: bench_read.windows(run, "low-dim", 0.6),
-        "windows-image": lambda run: bench_read.windows(run, "image", 0.9),
-        "episodes": bench_read.whole_episodes,
-        "n-step": bench_read.n_step,
-        "generation-check": bench_scale.generation_check,
+        "transitions": lambda run: read.transitions(run, "low-dim", (0.6, 0.4)),
+        "transitions-image": lambda run: read.transitions(run, "image", (0.9, 0.85)),
+        "packed": lambda run: read.packed(run, "low-dim", (0.6, 0.4)),
+        "packed-image": lambda run: read.packed(run, "image", (0.9, 0.85)),
+        "windows": lambda run: read.windows(run, "low-dim", 0.6),
+        "windows-image": lambda run: read.windows(run, "image", 0.9),
+        "episodes": read.whole_episodes,
+        "n-step": read.n_step,
+        "generation-check": scale.generation_check,
     },
-    "workers": {"loader-workers": bench_read.workers, "loader-prefetch": bench_read.prefetched},
-    "cold": {"cold-image": bench_cold.cold_batches, "cold-stream": bench_cold.cold_stream},
-    "scale": {"open": bench_scale.opening, "growth": bench_scale.growth},
+    "workers": {"loader-workers": read.workers, "loader-prefetch": read.prefetched},
+    "cold": {"cold-image": cold.cold_batches, "cold-stream": cold.cold_stream},
+    "scale": {"open": scale.opening, "growth": scale.growth},
 }
+PROGRAMS = {"priority": "bench.priority", "shards": "bench.shards", "ray": "bench.ray_recorders"}
 CASES = {name: case for group in GROUPS.values() for name, case in group.items()}
 
 
@@ -74,6 +74,9 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] in PROGRAMS:
+        importlib.import_module(PROGRAMS[sys.argv[1]]).main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--case",

@@ -5,7 +5,8 @@ import torch
 
 from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.priority import kernels
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.priority.sum_tree import SumTree
+from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
 
 FIELDS = {
     "number": "int",
@@ -42,7 +43,7 @@ def record_episode(buffer, number, length):
 @pytest.fixture(autouse=True)
 def no_loops(monkeypatch):
     """Each test begins without the loops of `kernels`, as a process does."""
-    monkeypatch.setattr(kernels, "now", None)
+    monkeypatch.setattr(SumTree, "loops", None)
 
 
 LOOPS = kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))  # as the Python that they are
@@ -57,7 +58,7 @@ def loops():
 def both_ways(request, monkeypatch, no_loops):
     """Once by numpy, once by the loops."""
     if request.param == "loops":
-        monkeypatch.setattr(kernels, "now", loops())
+        monkeypatch.setattr(SumTree, "loops", loops())
 
 
 @pytest.fixture
@@ -89,15 +90,21 @@ def in_the_middle(monkeypatch):
     """`in_the_middle(action)`: it happens after the first field of the next batch was copied, before the others are."""
 
     def arrange(action, times=1):
-        take, left = Folders.take, [action] * times
+        copy, left = BatchBuilder.copy, [action] * times
 
-        def taken(self, name, source, rows):
-            out = take(self, name, source, rows)
-            if left:
-                left.pop()()
-            return out
+        def copied(self):
+            if not left:
+                return copy(self)
+            batch = self.batch
+            first = next((key for key, column in batch.items() if isinstance(column, RowGather)), None)
+            self.batch = {first: batch[first]} if first is not None else {}
+            columns = copy(self)
+            left.pop()()
+            self.batch = {key: column for key, column in batch.items() if key != first}
+            columns |= copy(self)
+            return {key: columns[key] for key in batch}
 
-        monkeypatch.setattr(Folders, "take", taken)
+        monkeypatch.setattr(BatchBuilder, "copy", copied)
 
     return arrange
 

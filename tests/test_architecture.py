@@ -1,4 +1,4 @@
-"""The shape of the package: its floors, no circles, and what no module may do. Each check is tried on a bad example too."""
+"""The shape of the package: its floors, no circles, what no module may do. Each check is tried on a bad example too."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ NAME = PACKAGE.name
 SYSTEM = {"os", "mmap", "fcntl", "posix"}
 NEAR_THE_SYSTEM = {"format.syscalls", "format.folder"}
 SLOW = {"torch", "gymnasium", "matplotlib", "pandas", "tqdm"}
+ROOF = {"", "__main__", "compat"}
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 
@@ -66,13 +67,13 @@ def imports_of_each(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def upward_imports(sources: dict[str, str], floors: list[str]) -> list[str]:
-    """Imports that do not go down the list of packages; modules outside of them lie below all, the package above."""
+    """Imports that do not go down the list of packages; other modules lie below all, but for those on the roof."""
 
     def height(module: str) -> int:
         package = module.split(".")[0]
         if package in floors:
             return len(floors) - floors.index(package)
-        return len(floors) + 1 if module in ("", "__main__") else 0
+        return len(floors) + 1 if module in ROOF else 0
 
     return [
         f"{name} imports {other or 'the package'}"
@@ -162,10 +163,11 @@ def test_only_the_modules_nearest_to_the_system_touch_it(name: str) -> None:
     assert name in NEAR_THE_SYSTEM or not top_level_imports(SOURCES[name]) & SYSTEM
 
 
-def private_names(source: str) -> list[str]:
-    """What a source takes from the package, but from other neighbours, that the package does not offer to everybody."""
+def private_names(source: str, *allowed: str) -> list[str]:
+    """The names that a source takes from the package and that are not public, but those of the allowed packages."""
     taken = [(module, name) for module, name in imports(ast.parse(source)) if module.split(".")[0] == NAME]
-    shared = tuple(f"{NAME}.{module}" for module in ("interop", "environments", "extras", "names", "progress"))
+    modules = ("interop", "environments", "extras", "names", "progress", *allowed)
+    shared = tuple(f"{NAME}.{module}" for module in modules)
     theirs = [(module, name) for module, name in taken if not module.startswith(shared)]
     return [f"{module}.{name}" for module, name in theirs if name not in memmap_buffer.__all__]
 
@@ -173,6 +175,11 @@ def private_names(source: str) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("interop.")])
 def test_neighbours_stand_on_the_public_names_alone(name: str) -> None:
     assert private_names(SOURCES[name]) == []
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("cli.")])
+def test_the_commands_stand_on_the_public_names_and_on_maintenance(name: str) -> None:
+    assert private_names(SOURCES[name], "cli", "maintenance") == []
 
 
 @each_module

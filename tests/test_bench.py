@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_measure import Goal, medians, throughput
+from bench.measure import Goal, medians, throughput
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench.py"
 slow = pytest.mark.slow  # barriers, worker processes, a new interpreter for every opening
@@ -50,6 +50,20 @@ def test_every_case_reads_and_writes_what_its_bound_does(tmp_path: Path, group: 
         assert math.isfinite(row["figure"]) and row["ours"] > 0  # type: ignore[operator,arg-type]
 
 
+@slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["priority", "--leaves", "2000", "--batch", "32", "--repeats", "20", "--bare"],
+        ["shards", "--shards", "1", "2", "--episodes", "4", "--many", "10", "--bursts", "1"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_benchmarks_with_options_of_their_own_run(tmp_path: Path, arguments: list[str]) -> None:
+    subprocess.run([sys.executable, str(SCRIPT), *arguments], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == [], "something was left behind"
+
+
 def test_a_figure_is_over_the_fastest_bound_and_marked_by_its_goal() -> None:
     seconds = {"ours": 0.2, "bound a": 0.4, "bound b": 0.1, "peer": 1.0}
     row = throughput("case", seconds, 0.6, per_call=3, unit="steps/s")
@@ -70,7 +84,7 @@ def test_contenders_are_called_in_turns_and_as_often_as_each_other() -> None:
 
 def test_what_is_worked_out_for_several_calls_together_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = [0.0], [0]
-    monkeypatch.setattr("bench_measure.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("bench.measure.time.perf_counter", lambda: now[0])
 
     def every_fourth_is_dear() -> None:
         calls[0] += 1

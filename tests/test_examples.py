@@ -1,4 +1,4 @@
-"""The programs of examples/ run on a small budget, with warnings as errors, and make what they say."""
+"""The programs of examples/ run on a small budget, with warnings as errors, and keep their promises."""
 
 import json
 import subprocess
@@ -123,7 +123,7 @@ def test_prioritised_dqn_learns_while_it_plays_and_goes_on_where_it_stood(tmp_pa
     buffer = ReplayBuffer.from_folder(tmp_path / "played", read_only=True)
     assert buffer.num_steps == 1100
     assert {path.name for path in (tmp_path / "played").glob("priority/*.npy")} == {"td.npy", "td.head.npy"}
-    assert "going on after 1100 steps, 1100 of them in the buffer" in run_well(
+    assert "continuing after 1100 steps, 1100 of them in the buffer" in run_well(
         "prioritized_dqn", tmp_path, "--steps", 50
     )
     saved = torch.load(tmp_path / "prioritized_dqn.pt", weights_only=True)

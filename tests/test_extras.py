@@ -8,21 +8,21 @@ import pytest
 from memmap_buffer.extras import extra
 
 NEEDS = {
-    "gymnasium": ("gymnasium", "gymnasium"),
-    "record": ("gymnasium", "gymnasium"),
-    "minari": ("minari", "minari"),
-    "lerobot": ("pyarrow", "lerobot"),
-    "parquet": ("pyarrow", "parquet"),
-    "d4rl": ("h5py", "hdf5"),
-    "robomimic": ("h5py", "hdf5"),
-    "ray": ("ray", "ray"),
+    "environments": ("gymnasium", "gymnasium"),
+    "interop.record": ("gymnasium", "gymnasium"),
+    "interop.minari": ("minari", "minari"),
+    "interop.lerobot": ("pyarrow", "lerobot"),
+    "interop.parquet": ("pyarrow", "parquet"),
+    "interop.d4rl": ("h5py", "hdf5"),
+    "interop.robomimic": ("h5py", "hdf5"),
+    "interop.ray": ("ray", "ray"),
 }
 
 
 @pytest.mark.parametrize("module", NEEDS)
 def test_importing_a_neighbour_that_is_missing_says_what_to_install(module):
     package, name = NEEDS[module]
-    code = f"import sys; sys.modules[{package!r}] = None; import memmap_buffer.interop.{module}"
+    code = f"import sys; sys.modules[{package!r}] = None; import memmap_buffer.{module}"
     error = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()[-1]
     assert error == f"ImportError: {package} cannot be imported; install it by: pip install 'memmap-buffer[{name}]'"
 

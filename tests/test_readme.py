@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/ runs, and they name every option and method that there is."""
+"""Every Python block of README, CONTRIBUTING and docs/ runs; the pages name every option, method and file rightly."""
 
 import inspect
 import re
@@ -9,17 +9,21 @@ from types import SimpleNamespace
 import pytest
 
 import memmap_buffer
-from memmap_buffer import ConcatBuffer, ReplayBuffer
+from memmap_buffer import ConcatBuffer, ReplayBuffer, compat
 from memmap_buffer.api.editing import Editing
 from memmap_buffer.api.recording import Recording
-from memmap_buffer.loading.options import ReadOptions
+from memmap_buffer.loading.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = {"ray.md"}  # run by ray_cases.py, in a process of their own
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in OWN)]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in OWN),
+]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 GOES_ON = re.compile(r"run after the first one of \[[^]]*\]\(([^)]+)\)")
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def run_blocks(page, namespace=None, most=None):
@@ -113,7 +117,7 @@ def test_the_reading_pages_name_every_option_and_method_that_reads():
         "num_steps",
         "serials",
     }
-    expected = set(ReadOptions.__annotations__) | arguments | methods
+    expected = set(Options.__annotations__) | arguments | methods
     assert {name for name in expected if not in_text(name, text)} == set()
 
 
@@ -133,7 +137,10 @@ def test_the_reference_names_everything_public_once():
     assert sorted(found["What can be imported"]) == sorted(memmap_buffer.__all__)
     methods = found["A buffer that writes"] + found["A buffer that reads"]
     assert sorted(methods) == sorted(public_names(ReplayBuffer) | public_names(ConcatBuffer))
-    assert sorted(found["Options of reading"]) == sorted(ReadOptions.__annotations__)
+    assert sorted(found["Names of other systems"]) == sorted(
+        name for name, value in inspect.getmembers(compat, inspect.isfunction) if value.__module__ == compat.__name__
+    )
+    assert sorted(found["Options of reading"]) == sorted(Options.__annotations__)
 
 
 def test_what_the_reference_lists_is_explained_where_it_says():
@@ -144,6 +151,21 @@ def test_what_the_reference_lists_is_explained_where_it_says():
             names = re.findall(r"`(\w+)`", line.split("|")[1])
             missing += [(name, links[-1]) for name in names if not in_text(name, text)]
     assert missing == []
+
+
+def test_every_file_that_contributing_names_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:memmap_buffer|tests|docs|scripts)/[\w/.-]+)", text)
+    assert len(paths) > 30
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+    packages = {path.name for path in (ROOT / "memmap_buffer").iterdir() if path.is_dir() and path.name[0] != "_"}
+    assert packages == set(re.findall(r"^│ ([a-z]+) ", text, re.MULTILINE))
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    linked = re.findall(r"^\| \[[^]]*\]\(([a-z-]+\.md)\)", index, re.MULTILINE)
+    assert sorted(linked) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
 
 
 def anchors(page):

@@ -1,9 +1,10 @@
-"""`ReplayBuffer`: the user's words for one folder, wired to the writer and the readers. No logic of its own."""
+"""`ReplayBuffer`: one folder, opened or created, to write, read and change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,14 @@ from memmap_buffer.format.shards import take_free, tell_readers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import path_of
 from memmap_buffer.maintenance.snapshot import snapshot
-from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, described, keep, kept, statistics
+from memmap_buffer.maintenance.statistics import (
+    QUANTILES,
+    Statistics,
+    fingerprint,
+    load_statistics,
+    statistics,
+    store_statistics,
+)
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
@@ -37,10 +45,20 @@ class ReplayBuffer(Editing, Recording, Readable):
     Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
     `overwrite=True`, or by the first write, and held until `close` or the end of the process; readers need none.
 
+    Opening     the constructor, from_folder, for_env; flush, close
+    Writing     one_episode, begin_episode, store, advance_episode: one episode; store_episode: a whole one;
+                batched_episode, store_batch, store_meta_batch: several of one length; add, extend, end_episodes:
+                environments that run on; create_collector
+    Reading     dataloader, dataset, sample, batch, update_priorities; episode, episodes, get_all_data
+    Changing    update, store_datapoint, store_meta_datapoint: values; delete, clear, reset_: episodes; add_field,
+                drop_field, rename_field, recompute: columns
+    Looking     num_episodes, num_steps, episode_lens, serials, refresh; schema, fieldnames, meta_fieldnames,
+                batch_spec; folder, read_only, circular, max_episodes, max_timesteps; statistics, snapshot
+
     Args:
-        folder: where; it is made if it is missing. As in every path, `~` is the home folder.
-        max_episodes: how many episodes it shows at most.
-        max_timesteps: the longest episode.
+        folder: where it is; made if it is missing. As in every path, `~` is the home folder.
+        max_episodes: the most episodes that are visible at a time.
+        max_timesteps: the most timesteps of an episode.
         fields: per-timestep fields: name -> "float", ("float", shape), ("float", shape, default), a `Field`, any
             numpy or torch dtype, or a nested dict of these; or a `Schema`.
         meta_fields: per-episode fields, spelled alike.
@@ -50,20 +68,29 @@ class ReplayBuffer(Editing, Recording, Readable):
         flush_every_store_step: accepted and without effect; nothing is on disk before an episode is published.
         capacity: show at most this many timesteps: publishing retires the oldest episodes until the rest fits.
         spare_slots: slots beyond `max_episodes`, one for every episode that is written in place at a time.
-        durability, sync_every, checksum, publish, stage: how it is written, see `WriteOptions`.
-        verify: when checksums are compared on reading: "auto" (what a crash of the machine may have spoilt, when it
-            is first read), "always" (all of it, on opening), "read" (at every read) or "never".
+        durability: "process": a published episode survives everything but a crash of the machine; "power": that, too,
+            by a barrier on each file.
+        sync_every: with "power": publish so many episodes behind the same barriers; they become visible together.
+        checksum: "crc32", or None for none.
+        publish: "episode": an episode is visible when it is complete; "step": each timestep at once.
+        stage: "ram": an open episode is in memory; "disk": it is written to its slot in chunks as it grows, for
+            episodes too long for memory.
+        verify: when checksums are compared: "auto" (of episodes that a crash of the machine may have spoilt, when they
+            are first read), "always" (of all, on opening), "read" (at every read) or "never".
         reserve: take the whole disk space when creating, instead of as episodes are written.
         shard: "auto": `folder` is a root of shards, and this writes to the first of them that nobody writes to, that
             was created with these arguments and has room; else to a new one. `ConcatBuffer.from_root` reads them all.
-            The shard is taken for as long as this object has the lock: for another in the same process, too.
+            The shard is taken as long as this object has the lock, for other objects of the same process, too.
         terminated: the field that is true where an episode ended and nothing follows; None: none of them is. It and
             `truncated` end the episodes of `add`, and stop n-step returns; they are kept in the folder.
         truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
 
     Raises:
         SchemaMismatchError: the folder holds another schema; the text lists the differences.
-        SchemaError, NotABufferError, CorruptBufferError, BufferLockedError.
+        SchemaError: an argument is not what it must be.
+        NotABufferError: `read_only`, and there is no buffer in the folder.
+        CorruptBufferError: a file is damaged.
+        BufferLockedError: another process writes, and this was to create or overwrite.
     """
 
     def __init__(
@@ -125,9 +152,22 @@ class ReplayBuffer(Editing, Recording, Readable):
         stage: str = "ram",
         verify: str = "auto",
     ) -> Self:
-        """Open an existing folder with the schema that it holds; arguments as for the constructor.
+        """Open an existing folder with the schema that it holds.
 
-        Raises: NotABufferError, SchemaError, CorruptBufferError.
+        Args:
+            folder: where it is.
+            read_only: never write to it.
+            durability: as for the constructor.
+            sync_every: as for the constructor.
+            checksum: as for the constructor.
+            publish: as for the constructor.
+            stage: as for the constructor.
+            verify: as for the constructor.
+
+        Raises:
+            NotABufferError: there is no buffer in the folder.
+            SchemaError: an argument is not what it must be, or the schema is of an unknown version.
+            CorruptBufferError: a file is damaged.
         """
         buffer = cls.__new__(cls)
         opened = Storage.open(folder, read_only=read_only, verify=verify)
@@ -153,12 +193,16 @@ class ReplayBuffer(Editing, Recording, Readable):
         Args:
             env: a Gymnasium environment or vector environment. Where the step after an episode's end is its reset
                 (`AutoresetMode.NEXT_STEP`, the default of vectors, or the wrapper `Autoreset`), `add`, `extend` and
-                collectors of this object leave that step out; call `end_episodes` before you reset them yourself.
+                collectors of this object leave that step out; call `end_episodes` before a reset of your own.
+            folder: as for the constructor.
+            max_episodes: as for the constructor.
             max_timesteps: default: the time limit of the environment, or the longest of a vector.
-            fields: more of them, such as log_prob, or others in the place of these.
-            folder, max_episodes, options: as for the constructor.
+            fields: more fields, such as log_prob, or others in the place of these.
+            options: any other argument of the constructor.
 
-        Raises: ImportError: Gymnasium is not installed. SchemaError: a space has no fixed size, or there is no limit.
+        Raises:
+            ImportError: Gymnasium is not installed.
+            SchemaError: a space has no fixed size, or there is no time limit.
         """
         from memmap_buffer.environments import max_steps_of, resets_by_a_step, schema_of, spaces_of
 
@@ -176,7 +220,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         if lock.held:
             self._writer.begin()  # who creates is the writer from the start
         if not self.read_only and opened.folder.exists(".redo"):
-            with suppress(BufferLockedError):  # its writer lives, and is at it
+            with suppress(BufferLockedError):  # its writer is alive, and replays it
                 self._writer.begin()
                 opened.check_always()
 
@@ -192,7 +236,7 @@ class ReplayBuffer(Editing, Recording, Readable):
             type(self),
             self.folder,
             self._storage.read_only,
-            {**vars(self._writer.how), "verify": self._storage.verify},
+            {**asdict(self._writer.how), "verify": self._storage.verify},
         )
 
     def __repr__(self) -> str:
@@ -205,26 +249,18 @@ class ReplayBuffer(Editing, Recording, Readable):
 
     @property
     def folder(self) -> Path:
+        """Where it is."""
         return self._storage.path
 
     @property
     def read_only(self) -> bool:
+        """Whether it may only be read: it was opened so, or is packed."""
         return self._storage.read_only or not self._storage.layout.writable
 
     @property
     def circular(self) -> bool:
+        """Whether publishing into a full buffer retires the oldest episode."""
         return self._storage.layout.circular
-
-    # Online
-
-    def add_and_sample(self, step: Mapping[str, Any], batch_size: int, **options: Any) -> Any:
-        """`add` a timestep of each environment, then `sample` a batch of what is published.
-
-        Args: step: as for `add`. batch_size, options: as for `sample`; the same seed gives the same batch.
-        Raises: as both do; NotEnoughDataError: no episode is published yet, and the step is kept all the same.
-        """
-        self.add(**step)
-        return self.sample(batch_size, **options)
 
     def statistics(
         self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
@@ -233,16 +269,21 @@ class ReplayBuffer(Editing, Recording, Readable):
 
         They are kept in the folder by its writer, and computed again when something visible has changed.
 
-        Args: names: which; default: all of numbers. quantiles: which; `rank_error` of each field says how exact they
-            are. seed: of the samples that they are taken from.
-        Raises: NotEnoughDataError: there are no episodes. SchemaError: an unknown field, or a bad quantile.
+        Args:
+            names: the fields; default: all of numbers.
+            quantiles: numbers between 0 and 1; `rank_error` of each field says how exact they are.
+            seed: of the samples that quantiles are taken from.
+
+        Raises:
+            NotEnoughDataError: there are no episodes.
+            SchemaError: a field is unknown, or a quantile is none.
         """
-        found = kept(self._storage, names, quantiles)
+        found = load_statistics(self._storage, names, quantiles)
         if found is None:
-            of = described(self._storage.refresh())
+            episodes = fingerprint(self._storage.refresh())
             found = statistics([self._storage], names, quantiles, seed=seed)
             if self._writer.holds:
-                keep(self._storage.folder, found, of)
+                store_statistics(self._storage.folder, found, episodes)
         return found
 
     def create_collector(
@@ -252,23 +293,40 @@ class ReplayBuffer(Editing, Recording, Readable):
         meta_fieldnames: Sequence[str] | None = None,
         strict: bool = True,
     ) -> Collector:
-        """Rollouts of several groups, kept in memory to learn from and then to `store` here; see `Collector`."""
+        """A `Collector`: rollouts of several groups in memory, to learn from and then to store here.
+
+        Args:
+            num_groups: how many groups.
+            fieldnames: the fields that are collected; default: all.
+            meta_fieldnames: the meta fields that are collected; default: all.
+            strict: whether an unknown name raises; otherwise it is collected, and not stored.
+        """
         return Collector(self._new_stream, self.schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
 
     # Ending
 
     def snapshot(self, path: str | PathLike[str]) -> None:
-        """Copy what is published now into a new buffer at `path`, from any process, beside a writer that goes on.
+        """Copy the published episodes into a new buffer, from any process, beside a writer that goes on.
 
-        Raises: SchemaMismatchError: there is a buffer already. CorruptBufferError. OSError: the disk is full.
+        Args:
+            path: of the new folder.
+
+        Raises:
+            SchemaMismatchError: there is a buffer already.
+            CorruptBufferError: an episode fails its checksums.
+            OSError: the disk is full, say.
         """
         snapshot(self._storage, path_of(path))
 
     def flush(self) -> None:
-        """Wait until everything published is on the disk, and the priorities."""
+        """Wait until everything published is on the disk, and the priorities.
+
+        Raises:
+            OSError: the disk did not take it; what was published stays visible.
+        """
         with self._turn:
             self._writer.flush()
-        self.checkpoint()
+        super().flush()
 
     def close(self) -> None:
         """Flush and let go of the lock; twice is fine. Open episodes are dropped, but for those of `add`."""
@@ -309,9 +367,8 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, r
     try:
         if overwrite and folder.exists("schema.json"):
             with suppress(MemmapBufferError, OSError):  # a damaged one may be replaced all the same
-                Writer(
-                    Storage(folder), lock, WriteOptions()
-                ).begin()  # raises the epoch, which stops a writer whose lock failed
+                # raises the term, which stops a writer whose lock failed
+                Writer(Storage(folder), lock, WriteOptions()).begin()
             creation.remove(folder)
         if not folder.exists("schema.json"):
             creation.create(folder, layout, reserve)

@@ -16,15 +16,19 @@ from memmap_buffer.writing.vector_env import NEXT, EpisodeStream, Steps
 class Collector:
     """Timesteps of G groups that run side by side, staged in memory as (T, G, *field).
 
-    What is read is given as tensors, nested, with `next_<field>` where it was collected, and with the columns that were
-    computed from it (`collector["advantage"] = …`).
+    All columns are given as nested tensors: fields, `next_<field>` where it was collected, and columns that were
+    computed from them (`collector["advantage"] = …`).
 
     Args:
-        new_stream: size -> where the timesteps go when they are stored. schema: the buffer's fields.
-        num_groups: G. fieldnames, meta_fieldnames: which are collected; default: all.
-        strict: an unknown name raises; otherwise it is collected, read like the others, and not stored.
+        new_stream: a function from the number of groups to the stream that publishes their timesteps.
+        schema: the buffer's fields.
+        num_groups: G.
+        fieldnames: the fields that are collected; default: all.
+        meta_fieldnames: the meta fields that are collected; default: all.
+        strict: whether an unknown name raises; otherwise it is collected, read like the others, and not stored.
 
-    Raises: SchemaError: a name is unknown.
+    Raises:
+        SchemaError: a name is unknown.
     """
 
     def __init__(
@@ -56,14 +60,25 @@ class Collector:
     # Collecting
 
     def append(self, **step: Any) -> None:
-        """Append one timestep of every group: field -> (G, *field); see `ReplayBuffer.add`.
+        """Append one timestep of every group.
 
-        Raises: SchemaError. Nothing was appended.
+        Args:
+            step: field -> (G, *field); see `ReplayBuffer.add`.
+
+        Raises:
+            SchemaError: a value does not fit; nothing was appended.
         """
         self._extend(step, time=False)
 
     def extend(self, **steps: Any) -> None:
-        """Append T timesteps of every group: field -> (T, G, *field). Raises SchemaError."""
+        """Append T timesteps of every group.
+
+        Args:
+            steps: field -> (T, G, *field).
+
+        Raises:
+            SchemaError: a value does not fit; nothing was appended.
+        """
         self._extend(steps, time=True)
 
     def __setitem__(self, name: str, values: Any) -> None:
@@ -160,8 +175,15 @@ class Collector:
     ) -> Iterator[dict[str, Any]]:
         """Batches of the T · G timesteps, each once an epoch: name -> (B, *field).
 
-        Args: seed: fixes the order, a new one each epoch. drop_last: leave out an incomplete last batch.
-        Raises: NotEnoughDataError: nothing was collected.
+        Args:
+            batch_size: how many timesteps a batch has.
+            epochs: how often each timestep is given.
+            shuffle: in a random order, another one each epoch.
+            seed: fixes the order.
+            drop_last: leave out an incomplete last batch.
+
+        Raises:
+            NotEnoughDataError: nothing was collected.
         """
         flat, count = self._flat(), len(self) * self.num_groups
         if not count:
@@ -190,10 +212,16 @@ class Collector:
     # Storing
 
     def store(self, **meta: Any) -> None:
-        """Publish what was collected, an episode for each group and each of its ends, and forget it.
+        """Publish the timesteps, an episode for each group and each of its ends, and forget them.
 
-        Args: meta: meta field -> (G, *field), or one value for all.
-        Raises: SchemaError. BufferFullError, OSError: call it again once there is room: it goes on where it stood.
+        Args:
+            meta: meta field -> (G, *field), or one value for all.
+
+        Raises:
+            NotEnoughDataError: nothing was collected.
+            SchemaError: a value does not fit.
+            BufferFullError: there is no room; once there is, call it again, and it goes on where it stood.
+            OSError: the disk is full, say; call it again likewise.
         """
         if self._storing is None:
             if not len(self):

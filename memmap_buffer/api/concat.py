@@ -23,10 +23,12 @@ class ConcatBuffer(Readable):
 
     Args:
         sources: folders, or open buffers.
-        weights: one positive number per source: every batch has exactly these shares (what does not divide is carried
-            over to the next), however many items each has. Without them every item counts the same.
+        weights: one positive number per source: every batch has exactly these shares (a remainder is carried over to
+            the next), however many items each has. Without them every item counts the same.
 
-    Raises: SchemaMismatchError: the fields differ. SchemaError: no source, or weights that do not fit.
+    Raises:
+        SchemaMismatchError: the fields differ.
+        SchemaError: there is no source, or the weights do not fit.
     """
 
     def __init__(
@@ -51,20 +53,25 @@ class ConcatBuffer(Readable):
         """The buffers that are direct subfolders of `root`.
 
         Where it holds shards (`shard-00000` …, as `ReplayBuffer(root, …, shard="auto")` makes them), these are read,
-        and those that appear later: `refresh`, every `sample` and every new epoch look for them. A shard's number is
-        the one of its name, first in `_indices` and `_index`, whichever others there are; the episodes of one that is
-        removed are gone as those of a ring that went on. Else, or with `weights`, they are the folders of now, by name.
+        and shards that appear later, too: `refresh`, every `sample` and every new epoch look for them. A shard's
+        number is the one in its name, first in `_indices` and `_index`, whichever others there are; the episodes of a
+        shard that is removed are gone as those that a ring overwrites. Without shards, or with `weights`, the folders
+        that are there now are read, by name.
 
         A shard that lacks a file or the end of one, as while it is copied there, is passed over until it is whole, and
         the log says so.
 
         Args:
-            root: the folder that they are in. weights: as for `ConcatBuffer`, by name.
-            on_damaged: "skip" passes over what else cannot be opened, too, with its weight; "raise" does not.
+            root: the folder that they are in.
+            weights: as for `ConcatBuffer`, in the order of the folders' names.
+            on_damaged: "skip" passes over other folders that cannot be opened, too, with their weights; "raise" does
+                not.
 
         Raises:
-            NotABufferError: there is none. SchemaMismatchError: the fields differ.
-            CorruptBufferError, SchemaError: one is damaged.
+            NotABufferError: there is no buffer.
+            SchemaMismatchError: the fields differ.
+            CorruptBufferError: a file is damaged.
+            SchemaError: a schema is damaged.
         """
         root = path_of(root)
         shards = Shards(root, on_damaged)
@@ -84,6 +91,7 @@ class ConcatBuffer(Readable):
 
     @property
     def folders(self) -> tuple[Path, ...]:
+        """Where they are."""
         return tuple(storage.path for storage in self._present)
 
     @property
@@ -93,6 +101,7 @@ class ConcatBuffer(Readable):
 
     @property
     def read_only(self) -> bool:
+        """True."""
         return True
 
     @property
@@ -101,24 +110,27 @@ class ConcatBuffer(Readable):
 
     @property
     def _numbered(self) -> list[tuple[int, Storage]]:
-        return [(number, storage) for number, storage, _ in self._sources.by_number(self._sources.tables)]
+        return [(number, storage) for number, storage, _ in self._folders.by_number(self._folders.tables)]
 
     def statistics(
         self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
     ) -> Statistics:
-        """As of one buffer, over the episodes of all sources; see `ReplayBuffer.statistics`. They are not kept."""
-        return statistics(self._present, names, quantiles, seed=seed)
+        """As of one buffer, over the episodes of all sources; they are not kept.
 
-    def flush(self) -> None:
-        """Nothing to do: there is nothing of its own to write."""
+        Args:
+            names: as for `ReplayBuffer.statistics`.
+            quantiles: as for `ReplayBuffer.statistics`.
+            seed: as for `ReplayBuffer.statistics`.
+        """
+        return statistics(self._present, names, quantiles, seed=seed)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ReadOnlyError("a ConcatBuffer only reads; write to one of its sources")
 
     one_episode = begin_episode = batched_episode = store = store_batch = store_meta_batch = _refuse
     store_episode = store_datapoint = store_meta_datapoint = advance_episode = update = clear = reset_ = _refuse
-    add = extend = end_episodes = add_and_sample = create_collector = delete = _refuse
-    set_valid = add_field = drop_field = rename_field = recompute = _refuse
+    add = extend = end_episodes = create_collector = delete = _refuse
+    add_field = drop_field = rename_field = recompute = _refuse
 
 
 ConcatReplayBuffer = ConcatBuffer

@@ -1,4 +1,4 @@
-"""What changes published episodes, and whole columns. `ReplayBuffer`'s words for `edits`, `columns` and the writer."""
+"""The changing half of `ReplayBuffer`: published episodes, and whole columns."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from memmap_buffer.writing import validation
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.writer import Writer
 
-VALID = "valid"  # every view leaves out what it excludes
 Compute: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
 class Editing:
-    """The half of `ReplayBuffer` that changes what is published."""
+    """The half of `ReplayBuffer` that changes published episodes."""
 
     _storage: Storage
     _writer: Writer
@@ -37,7 +36,7 @@ class Editing:
         return self._writer.turn
 
     def _reopen(self) -> None:
-        """Open the folder again: its schema is another one."""
+        """Open the folder again, whose schema is another one now."""
         raise NotImplementedError
 
     def update(self, indices: Any = None, **data: Any) -> None:
@@ -48,7 +47,11 @@ class Editing:
             data: field -> (E, t, *field), the first t timesteps; meta field -> (E, *field); without the first axis
                 for a single int; values broadcast.
 
-        Raises: SchemaError, IndexError, EpisodeStateError.
+        Raises:
+            SchemaError: a name is unknown, or a value does not fit.
+            EpisodeIndexError: there is no such episode; an IndexError.
+            EpisodeStateError: an episode is shorter than its data.
+            StaleEpisodeError: an episode fails its checksums, or another writer removed it.
         """
         if not data:
             raise SchemaError("update: no data was given; pass field=values")
@@ -57,43 +60,28 @@ class Editing:
             rows, meta = validation.changes(self._storage, slots, single, data)
             self._writer.update(slots, rows, meta)
 
-    def set_valid(self, indices: Any, flag: Any = False) -> int:
-        """Exclude timesteps from being drawn, or include them again: written to the field `valid`.
-
-        Where there is none it is added, a bool that is True for every timestep; each episode changes at once.
+    def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
+        """Overwrite one timestep of one field of a published episode.
 
         Args:
-            indices: (n, 2) of (serial, timestep), as `_indices` of a batch, or (n,) serials, as `_index`.
-            flag: a bool, or (n,) of them; the last one given for a timestep counts.
-
-        Returns: how many of them were dropped because their episode was overwritten or cleared meanwhile.
-        Raises: SchemaError: there is no such timestep, or `valid` is a field of another kind.
+            episode_index: its position.
+            timestep_index: the timestep.
+            name: the field.
+            datapoint: (*field).
         """
-        with self._turn:
-            self._require_valid()
-            self._writer.begin()
-            slots, rows, gone = validation.marked(self._storage, VALID, indices, flag)
-            self._writer.update(slots, {VALID: rows}, {})
-            return gone
-
-    def _require_valid(self) -> None:
-        schema = self._storage.layout.schema
-        if VALID not in schema.all:
-            self.add_field(VALID, ("bool", (), True))
-        elif schema.fields.get(VALID) is None or schema.fields[VALID].dtype != "bool" or schema.fields[VALID].shape:
-            raise SchemaError(
-                "set_valid: `valid` is no bool field of one value a timestep here; rename it", field=VALID
-            )
-
-    def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
-        """Overwrite one timestep of one field of a published episode."""
         with self._turn:
             slots, _ = self._slots_of([episode_index])
             rows = validation.one_step(self._storage, slots, timestep_index, name, datapoint)
             self._writer.update(slots, rows, {})
 
     def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
-        """Overwrite one meta field of a published episode."""
+        """Overwrite one meta field of a published episode.
+
+        Args:
+            episode_index: its position.
+            name: the meta field.
+            datapoint: (*field).
+        """
         self._storage.layout.schema.require([name], "store_meta_datapoint", self._storage.layout.schema.meta_fields)
         self.update(int(episode_index), **{name: datapoint})
 
@@ -105,7 +93,15 @@ class Editing:
     reset_ = clear
 
     def delete(self, indices: Any) -> None:
-        """Remove episodes: positions: an int, list, array or slice. Their serials are never used again."""
+        """Remove episodes; their serials are never used again.
+
+        Args:
+            indices: positions: an int, list, array or slice.
+
+        Raises:
+            EpisodeIndexError: there is no such episode; an IndexError.
+            StaleEpisodeError: an episode fails its checksums, or another writer removed it.
+        """
         with self._turn:
             self._writer.delete(self._slots_of(indices)[0].tolist())
 
@@ -122,20 +118,22 @@ class Editing:
     ) -> None:
         """Add a field to the schema and to every episode: one new file, all others stay as they are.
 
-        It is there for all episodes or, after an error or a kill, for none. Other open objects of the folder read on;
-        to write they are opened again. Datasets and loaders made before do not give the field.
+        After an error or a kill either all episodes have it or none. Other open objects of the folder read on; to write
+        they are opened again. Datasets and loaders made before do not give the field.
 
         Args:
-            name: dotted for a group.
+            name: dotted for a field of a group.
             spec: any spelling of a field.
-            compute: one episode as `episode` gives it, in numpy -> (T, *field), with `final` one entry more where it
-                has its final observation; the value of a meta field. None: the default of `spec`.
-            meta: it is a meta field.
-            fields: what `compute` needs of an episode; default: all.
+            compute: a function from an episode, as `episode` gives it, to (T, *field), with `final` one entry more
+                where the episode has its final observation, or to the value of a meta field. None: the default of
+                `spec`.
+            meta: whether it is a meta field.
+            fields: the fields of an episode that `compute` gets; default: all.
 
         Raises:
-            SchemaError: the name is taken, there is no default, or what was computed does not fit.
-            EpisodeStateError: an episode is open. OSError: the disk is full, say.
+            SchemaError: the name is taken, there is no default, or a computed value does not fit.
+            EpisodeStateError: an episode is open.
+            OSError: the disk is full, say.
         """
         field = next(iter(Schema({name: spec}).fields.values()))
         if compute is None and field.default is None:
@@ -152,7 +150,12 @@ class Editing:
     def drop_field(self, name: str) -> None:
         """Remove a field or meta field, or a group of them, and its files. Readers of it must be opened again.
 
-        Raises: SchemaError: there is none, or it is the last one. EpisodeStateError: an episode is open.
+        Args:
+            name: dotted for a field of a group.
+
+        Raises:
+            SchemaError: there is no such field, or it is the last one.
+            EpisodeStateError: an episode is open.
         """
         with self._turn:
             names = self._storage.layout.schema.require([name], "drop_field")
@@ -161,7 +164,13 @@ class Editing:
     def rename_field(self, name: str, new: str) -> None:
         """Give a field or meta field, or a group of them, another name. Readers of it must be opened again.
 
-        Raises: SchemaError: there is none, or the new name is taken. EpisodeStateError: an episode is open.
+        Args:
+            name: the name now.
+            new: the name wanted.
+
+        Raises:
+            SchemaError: there is no such field, or the new name is taken.
+            EpisodeStateError: an episode is open.
         """
         with self._turn:
             members = self._storage.layout.schema.require([name], "rename_field")
@@ -169,10 +178,16 @@ class Editing:
             self._change_schema("rename_field", lambda files: schema_changes.rename(files, names))
 
     def recompute(self, name: str, compute: Compute, *, fields: Iterable[str] | None = None) -> None:
-        """Replace a field or meta field by what is computed from each episode; each changes at once or not at all.
+        """Compute a field or meta field anew from each episode; each changes at once or not at all.
 
-        Args: compute, fields: as for `add_field`.
-        Raises: SchemaError: what was computed does not fit; the episodes before it are changed. EpisodeStateError.
+        Args:
+            name: the field.
+            compute: as for `add_field`.
+            fields: as for `add_field`.
+
+        Raises:
+            SchemaError: a computed value does not fit; the episodes before it are changed.
+            EpisodeStateError: an episode is open.
         """
         with self._turn:
             self._recompute(name, compute, fields)
@@ -188,10 +203,10 @@ class Editing:
             self._writer.update(np.array([slot]), {} if meta else value, value if meta else {})
 
     def _slots_of(self, indices: Any) -> tuple[IntArray, bool]:
-        """The slots of positions, and whether it was a single one; the lock is held then.
+        """Take the lock; return the slots of positions, and whether it is a single one.
 
-        Positions are those before it is taken: after a crash of the machine that may find damage, and what was
-        retired comes back in front. Raises StaleEpisodeError where it is one of these that is damaged or gone.
+        Positions count as before the lock is taken: after a crash of the machine that may find damage, and retired
+        episodes come back in front. Raises StaleEpisodeError where one of these episodes is damaged or gone.
         """
         if self._writer.begun:
             self._writer.begin()  # finishes an update of ours that failed half way: its episode was not seen meanwhile

@@ -1,25 +1,34 @@
-"""What every buffer can be asked: its episodes, datasets, loaders, samples. torch is loaded when first needed."""
+"""The reading half of every buffer: what it holds, its episodes, datasets, loaders, samples.
+
+torch is loaded when a dataset, loader, batch or tensor is first asked for.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.api.contents import Contents
-from memmap_buffer.dtypes import to_numpy
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
+from memmap_buffer.errors import SchemaError, StaleEpisodeError
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
-from memmap_buffer.loading.batch_reader import ArraySpec, Reader
+from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
 from memmap_buffer.loading.option_keys import key_of
-from memmap_buffer.loading.options import ReadOptions
-from memmap_buffer.loading.prioritized import PrioritizedDraws, Trees, update_priorities
+from memmap_buffer.loading.options import Options
+from memmap_buffer.loading.prioritized import NamedPriorities, PrioritizedDraws, update_priorities
 from memmap_buffer.loading.samplers import UniformSampler
 from memmap_buffer.priority.options import Prioritized
+from memmap_buffer.schema import Schema, nest
+from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.windows import Trajectory
+from memmap_buffer.writing.validation import positions_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,40 +36,203 @@ if TYPE_CHECKING:
     from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader
     from memmap_buffer.loading.prefetch import Device
 
-MAX_KEPT = 32  # option sets whose index `sample` keeps
+MAX_KEPT = 32  # sets of options whose sampler, with its index, is kept
 
 
-class Readable(Contents):
+class Readable:
     """The reading half of `ReplayBuffer` and `ConcatBuffer`.
 
-    Args: sources: the folders. weights: exact shares of each batch by source, or None.
+    Args:
+        folders: what is read.
+        weights: the exact share of each folder in a batch, or None.
     """
 
-    def __init__(self, sources: Folders, weights: Sequence[float] | None = None) -> None:
-        self._sources = sources
+    def __init__(self, folders: Folders, weights: Sequence[float] | None = None) -> None:
+        self._folders = folders
         self._weights = weights
         self._rng: np.random.Generator | None = None
-        self._draws: dict[Any, UniformSampler | PrioritizedDraws] = {}
-        self._priorities: dict[str, Trees] = {}
+        self._samplers: dict[Any, UniformSampler | PrioritizedDraws] = {}
+        self._priorities: dict[str, NamedPriorities] = {}
         self._opening = Turn()
 
     @cached_property
     def _torch(self) -> ModuleType:
-        """What needs torch; to ask for it by an import each time is dearer than some batches' copies."""
+        """The module `datasets`: an import statement at each `sample` would take longer than some batches' copies."""
         from memmap_buffer.loading import datasets
 
         return datasets
 
+    # What is there
+
+    @property
+    def schema(self) -> Schema:
+        """The fields and meta fields."""
+        return self._folders.schema
+
+    @property
+    def fieldnames(self) -> tuple[str, ...]:
+        """The dotted names of the fields."""
+        return tuple(self.schema.fields)
+
+    @property
+    def meta_fieldnames(self) -> tuple[str, ...]:
+        """The dotted names of the meta fields."""
+        return tuple(self.schema.meta_fields)
+
+    def __len__(self) -> int:
+        return self.num_episodes
+
+    @property
+    def num_episodes(self) -> int:
+        """How many episodes are visible."""
+        return sum(len(table) for table in self._folders.refresh())
+
+    @property
+    def num_steps(self) -> int:
+        """How many timesteps are visible."""
+        return sum(table.steps for table in self._folders.refresh())
+
+    @property
+    def episode_lens(self) -> IntArray:
+        """(episodes,) int64 timesteps of each episode, oldest first."""
+        return np.concatenate([table.length[table.visible] for table in self._tables()])
+
+    @property
+    def serials(self) -> IntArray:
+        """(episodes,) int64 the number of each episode, which it keeps for ever; oldest first."""
+        return np.concatenate([table.serial[table.visible] for table in self._tables()])
+
+    def _tables(self) -> list[EpisodeTable]:
+        """The tables as they are now, folder by folder."""
+        return [table for _, _, table in self._folders.by_number(self._folders.refresh())]
+
+    @property
+    def max_episodes(self) -> int:
+        """The most episodes that are visible at a time."""
+        return sum(storage.layout.max_episodes for storage in self._folders.storages if not storage.withdrawn)
+
+    @property
+    def max_timesteps(self) -> int:
+        """The most timesteps of an episode."""
+        return self._folders.max_timesteps
+
+    def refresh(self) -> None:
+        """See what was published since; every property, `sample` and new epoch does so by itself."""
+        self._folders.refresh()
+
+    # Whole episodes
+
+    def episode(self, i: int) -> dict[str, Any]:
+        """One whole episode as numpy arrays.
+
+        Args:
+            i: its position, 0 the oldest, -1 the newest.
+
+        Returns:
+            Fields (T, *field), those with `final` (T + 1, *field) if it has its final observation, and meta fields.
+
+        Raises:
+            EpisodeIndexError: there is no such episode; an IndexError.
+        """
+        whole = self._read_whole(_position(i), view=Trajectory(final_observation=True))
+        batch = {key: values[0] for key, values in whole.items()}
+        out: dict[str, Any] = {}
+        for name, field in self.schema.all.items():
+            stop = batch["_lens"] + (field.final and batch["_has_final"])
+            out[name] = decode(batch[name][:stop] if name in self.schema.fields else batch[name], field.dtype)
+        return nest(out)
+
+    def episodes(
+        self, indices: Sequence[int] | slice | int | None = None, **options: Unpack[Options]
+    ) -> dict[str, Array]:
+        """Several episodes, or some of their fields, as numpy arrays under dotted names, without torch.
+
+        Args:
+            indices: positions among the episodes that the options choose, or a slice of them; None for all.
+            options: those of `Options` for whole episodes, such as fields, filter_meta, split, part, return_indices.
+
+        Returns:
+            Fields (E, Tmax, *field) padded with zeros, `_lens` (E,), meta fields (E, *field).
+
+        Raises:
+            SchemaError: an option is not for whole episodes.
+            EpisodeIndexError: there is no such episode; an IndexError.
+        """
+        data = self._read_whole(indices, **options)
+        known = self.schema.all
+        return {key: decode(data[key], known[key].dtype) if key in known else data[key] for key in data}
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
+        from memmap_buffer.loading.datasets import Batch, to_tensors
+
+        item: dict[str, Any] = Batch(to_tensors(self._read_whole(_position(i))), 1)[0]
+        return item
+
+    def get_all_data(
+        self,
+        fields: Sequence[str] | None = None,
+        meta_fields: Sequence[str] | None = None,
+        device: Device = None,
+    ) -> dict[str, Any]:
+        """Everything at once, as tensors padded to the longest episode.
+
+        Args:
+            fields: the fields that are wanted.
+            meta_fields: the meta fields that are wanted; with both left out all, and `episode_lens`.
+            device: where to put them.
+
+        Returns:
+            Fields (E, Tmax, *field), meta fields (E, *field); an empty dict where there are no episodes.
+
+        Raises:
+            SchemaError: a name is unknown.
+        """
+        from memmap_buffer.loading.datasets import to_tensors
+        from memmap_buffer.loading.prefetch import to_device
+
+        every = fields is None and meta_fields is None
+        names = self.fieldnames if every else self.schema.require(fields or (), "fields", self.schema.fields)
+        known = (*self.meta_fieldnames, "episode_lens")
+        meta = known if every else self.schema.require(meta_fields or (), "meta_fields", known)
+        if not self.num_episodes:
+            return {}
+        batch = self._read_whole(view=Trajectory(names))
+        batch["episode_lens"] = batch.pop("_lens")
+        data = to_tensors({name: batch[name] for name in (*names, *meta)})
+        return data if device is None else to_device(data, device)
+
+    def _read_whole(self, positions: Any = None, **options: Unpack[Options]) -> dict[str, Array]:
+        """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
+        reader = BatchReader(self._folders, {**options, "on_stale": "raise"})
+        if not reader.selection.view.per_episode:
+            raise SchemaError(
+                "episodes: these options cut episodes into parts; use dataset(), dataloader() or sample()"
+            )
+        reader.selection = replace(reader.selection, filter_fields={})  # by position, whatever `valid` excludes
+        patience = Patience()
+        while True:
+            try:
+                return reader.read(_anchors_at(reader, positions))
+            except StaleEpisodeError:
+                if not patience.wait():
+                    raise
+
     # Batches
 
-    def dataset(self, **options: Unpack[ReadOptions]) -> EpisodeDataset:
-        """A map-style PyTorch dataset; see `Options` for the options.
+    def dataset(self, **options: Unpack[Options]) -> EpisodeDataset:
+        """A map-style PyTorch dataset.
 
-        Raises: SchemaError: options that contradict each other or the schema. NotEnoughDataError: nothing to read.
+        Args:
+            options: those of `Options`.
+
+        Raises:
+            SchemaError: options contradict each other or the schema.
+            NotEnoughDataError: there is nothing to read.
         """
         from memmap_buffer.loading.datasets import EpisodeDataset
 
-        reader = Reader(self._sources, options)
+        reader = BatchReader(self._folders, options)
         reader.require(reader.index(refresh=True))
         return EpisodeDataset(reader, self._weights)
 
@@ -81,46 +253,49 @@ class Readable(Contents):
         dataset_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> EpisodeLoader:
-        """A PyTorch DataLoader whose batches are gathered whole; every epoch sees the episodes published since.
+        """A PyTorch DataLoader whose batches are read whole; every epoch sees the episodes published since.
 
         `state_dict` and `load_state_dict` of the loader resume an epoch in another process.
 
         Args:
-            batch_size: items a batch.
-            shuffle: draw each epoch without replacement in an order fixed by (seed, epoch). "block": from disk, for a
-                store larger than memory: blocks of neighbouring items are taken in a random order, 64 together, and
+            batch_size: how many items a batch has.
+            shuffle: give the items of each epoch in a random order that (seed, epoch) fixes, each once. "block" is for
+                a store larger than memory: blocks of neighbouring items are read in a random order, 64 at a time, and
                 shuffled within that window. With `prioritized` every batch is drawn by priority, with replacement, in
-                this process: workers only gather.
-            shuffle_window: with "block", how many items the window has; default: as many as take 256 MiB. The
-                system's page cache must hold two windows, this one and the next; nothing else grows with it.
+                this process: workers only read.
             drop_last: leave out an incomplete last batch.
-            seed: fixes the order; None draws one from torch's generator.
-            rank, world_size: which part of every epoch this process gives, and of how many; default: those of
-                torch.distributed if it is initialised, and then every rank must begin each epoch, where rank 0 tells
-                the others its seed and which episodes there are. Give 0 and 1 to a loader that only one rank uses.
-            tail: where the items do not divide by the ranks, "pad" repeats a few, "drop" leaves a few out, and "uneven"
+            seed: fixes the order; None draws a seed from torch's generator.
+            shuffle_window: with "block": how many items the window has; default: as many as take 256 MiB. The
+                system's page cache must hold two windows, this one and the next; nothing else grows with it.
+            rank: which part of every epoch this process gives; default: as torch.distributed says if it is
+                initialised. Then every rank must begin each epoch, where rank 0 tells the others its seed and which
+                episodes there are. Give 0, and 1 as `world_size`, to a loader that only one rank uses.
+            world_size: how many parts an epoch has; default: as torch.distributed says.
+            tail: where the items do not divide by the ranks: "pad" repeats a few, "drop" leaves a few out, and "uneven"
                 gives every item once, so that some ranks have one more, or a batch: to validate with.
             device: move batches there.
-            prefetch: keep this many batches ready, by a thread of this process that gathers, pins and moves them.
+            prefetch: how many batches a thread of this process keeps ready: read, pinned and moved.
             dataset: read this one, instead of one made from the options.
-            options: those of `Options` (`dataset_kwargs` adds to them), and any argument of
-                `torch.utils.data.DataLoader`, such as num_workers.
+            dataset_kwargs: more options, as memmap-replay-buffer takes them.
+            options: those of `Options`, and any argument of `torch.utils.data.DataLoader`, such as num_workers.
 
-        Raises: SchemaError, NotEnoughDataError.
+        Raises:
+            SchemaError: options contradict each other or the schema.
+            NotEnoughDataError: there is no batch to give.
         """
         from memmap_buffer.loading.datasets import make_loader
 
-        known = {name: value for name, value in options.items() if name in ReadOptions.__annotations__}
+        known = {name: value for name, value in options.items() if name in Options.__annotations__}
         # None stands for "not given", but for `terminated`, where it says that nothing does.
         own = {name: value for name, value in known.items() if value is not None or name == "terminated"}
-        loader_options = {name: value for name, value in options.items() if name not in ReadOptions.__annotations__}
+        loader_options = {name: value for name, value in options.items() if name not in Options.__annotations__}
         own |= dataset_kwargs or {}
         if dataset is not None and own:
             raise SchemaError(
                 f"options: a dataset has its own; give {', '.join(own)} to dataset(), or leave it out here"
             )
-        reader = Reader(self._sources, own) if dataset is None else dataset.reader
-        draws = self._make_draws(reader)
+        reader = BatchReader(self._folders, own) if dataset is None else dataset.reader
+        sampler = self._make_sampler(reader)
         return make_loader(
             reader,
             batch_size=batch_size,
@@ -135,7 +310,7 @@ class Readable(Contents):
             device=device,
             prefetch=prefetch,
             dataset=dataset,
-            draws=draws if isinstance(draws, PrioritizedDraws) else None,
+            draws=sampler if isinstance(sampler, PrioritizedDraws) else None,
             **loader_options,
         )
 
@@ -146,65 +321,79 @@ class Readable(Contents):
         seed: int | None = None,
         device: Device = None,
         replacement: bool = True,
-        **options: Unpack[ReadOptions],
+        **options: Unpack[Options],
     ) -> Any:
         """One batch drawn uniformly, without a loader: the same options, the same batch.
 
         Args:
+            batch_size: how many items.
             seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on from
                 a seed that torch's generator gave at the first call.
             device: move the batch there.
             replacement: whether an item may be drawn twice.
+            options: those of `Options`.
 
-        Raises: SchemaError. NotEnoughDataError: there is nothing to draw from, or not so much.
+        Raises:
+            SchemaError: options contradict each other or the schema.
+            NotEnoughDataError: there is nothing to draw from, or not so much.
         """
-        draws = self._draws_of(options)
+        sampler = self._sampler_of(options)
+        check_count("batch_size", batch_size)
         if seed is not None:
-            rng = self._torch.seeded_rng(seed)
+            check_count("seed", seed, 0)
+            rng = np.random.default_rng(seed)
         elif self._rng is None:
-            rng = self._rng = self._torch.seeded_rng()
+            rng = self._rng = self._torch.torch_seeded_rng()
         else:
             rng = self._rng
-        return self._torch.sample(draws, batch_size, rng, device, seed is not None, replacement)
+        return self._torch.sample(sampler, batch_size, rng, device, seed is not None, replacement)
 
-    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[ReadOptions]) -> Any:
+    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any:
         """The items of `dataset` at some positions, as one batch.
 
-        Args: indices: (B,) positions, negative ones from the end; None: all items. device: move the batch there.
-        Raises: SchemaError. NotEnoughDataError: there are no items. IndexError: there are not so many.
+        Args:
+            indices: (B,) positions, negative ones from the end; None for all items.
+            device: move the batch there.
+            options: those of `Options`.
+
+        Raises:
+            SchemaError: options contradict each other or the schema.
+            NotEnoughDataError: there are no items.
+            IndexError: there are not so many.
         """
         from memmap_buffer.loading.datasets import batch_of
 
-        return batch_of(self._draws_of(options).reader, indices, device)
+        return batch_of(self._sampler_of(options).reader, indices, device)
 
-    def to_dataframe(self, indices: Any = None, **options: Unpack[ReadOptions]) -> Any:
-        """Items as a pandas table, one row each; see `interop.pandas.to_dataframe`."""
-        from memmap_buffer.interop.pandas import to_dataframe
+    def batch_spec(self, batch_size: int | None = None, **options: Unpack[Options]) -> dict[str, ArraySpec]:
+        """What a batch holds before it is transformed. Nothing is read.
 
-        return to_dataframe(self, indices, **options)
+        Args:
+            batch_size: the first axis, if it is known.
+            options: those of `Options`.
 
-    def elements(self, batch_size: int | None = None, **options: Unpack[ReadOptions]) -> dict[str, ArraySpec]:
-        """What a batch holds, before it is transformed: dotted key -> `ArraySpec` (shape, dtype). Nothing is read.
+        Returns:
+            Dotted key -> `ArraySpec` (shape, dtype); an axis is None where only a batch tells.
 
-        Args: batch_size: the first axis, if it is known.
-        Raises: SchemaError: options that contradict each other or the schema.
+        Raises:
+            SchemaError: options contradict each other or the schema.
         """
-        return Reader(self._sources, options).elements(batch_size)
+        return BatchReader(self._folders, options).batch_spec(batch_size)
 
-    def _draws_of(self, options: Mapping[str, Any]) -> UniformSampler | PrioritizedDraws:
-        """What draws with some options, kept for the next time."""
+    def _sampler_of(self, options: Mapping[str, Any]) -> UniformSampler | PrioritizedDraws:
+        """The sampler of these options, kept for the next time."""
         try:
-            draws = self._draws.get(tuple(options.items()))  # most options are their own key
+            sampler = self._samplers.get(tuple(options.items()))  # most options are their own key
         except TypeError:
-            draws = None
-        if draws is not None:
-            return draws
+            sampler = None
+        if sampler is not None:
+            return sampler
         key = key_of(options)
-        draws = self._draws.get(key)
-        if draws is None or key_of(draws.reader.given) != key:  # a list or what a closure holds has changed since
-            draws = self._make_draws(Reader(self._sources, options))
-            self._draws = {key: draws} if len(self._draws) >= MAX_KEPT else {**self._draws, key: draws}
-        return draws
+        sampler = self._samplers.get(key)
+        if sampler is None or key_of(sampler.reader.given) != key:  # a list, or what a closure holds, changed since
+            sampler = self._make_sampler(BatchReader(self._folders, options))
+            self._samplers = {**({} if len(self._samplers) >= MAX_KEPT else self._samplers), key: sampler}
+        return sampler
 
     # Priorities
 
@@ -212,35 +401,39 @@ class Readable(Contents):
         """Give the steps of a prioritised batch the priorities of their errors δ: (|δ| + ε)^α.
 
         Args:
-            indices: `_indices` or `_index` of the batch. td_errors: (B,), or (B, L) for the L steps from each item's
-                first on; (B,) of whole episodes is given to every step.
+            indices: `_indices` or `_index` of the batch.
+            td_errors: (B,), or (B, L) for the L steps from each item's first on; (B,) of whole episodes is given to
+                every step.
             name: of the `Prioritized` that drew it.
 
-        Returns: how many items were dropped because their episode was overwritten or cleared meanwhile.
-        Raises: SchemaError: shapes that do not fit, an error that is no finite number, or an unknown name.
+        Returns:
+            How many items were dropped because their episode was overwritten or cleared meanwhile.
+
+        Raises:
+            SchemaError: shapes do not fit, an error is no finite number, or the name is unknown.
         """
         if name not in self._priorities:
             known = ", ".join(self._priorities) or "none yet"
             raise SchemaError(f"update_priorities: no batch was drawn by priorities {name!r}; known are {known}")
         return update_priorities(self._priorities[name], to_numpy(indices), to_numpy(td_errors))
 
-    def checkpoint(self) -> None:
-        """Wait until the priorities are on the disk; `flush` and `close` do so, too."""
+    def flush(self) -> None:
+        """Wait until the priorities are on the disk."""
         for priorities in list(self._priorities.values()):
             priorities.checkpoint()
 
-    def _make_draws(self, reader: Reader) -> UniformSampler | PrioritizedDraws:
+    def _make_sampler(self, reader: BatchReader) -> UniformSampler | PrioritizedDraws:
         how = reader.prioritized
         if how is None:
             return UniformSampler(reader, self._weights)
-        priorities = None if how.meta is not None else self._trees(how)
+        priorities = self._priorities_of(how) if how.weight_field is None else None
         return PrioritizedDraws(reader, how, priorities, self._weights)
 
-    def _trees(self, how: Prioritized) -> Trees:
+    def _priorities_of(self, how: Prioritized) -> NamedPriorities:
         with self._opening.lock:
             priorities = self._priorities.get(how.name)
             if priorities is None:
-                priorities = Trees(self._sources, how.name, alpha=how.alpha, epsilon=how.epsilon)
+                priorities = NamedPriorities(self._folders, how.name, alpha=how.alpha, epsilon=how.epsilon)
                 priorities.open()
                 self._priorities[how.name] = priorities
             priorities.require(alpha=how.alpha, epsilon=how.epsilon)
@@ -249,3 +442,15 @@ class Readable(Contents):
     def _close_priorities(self) -> None:
         while self._priorities:
             self._priorities.popitem()[1].close()
+
+
+def _anchors_at(reader: BatchReader, positions: Any) -> Anchors:
+    index = reader.index(refresh=True)
+    return index.locate(positions_of(positions, len(index))[0])
+
+
+def _position(i: Any) -> list[int]:
+    try:
+        return [operator.index(i)]
+    except TypeError:
+        raise SchemaError(f"episode: got {i!r}, expected one position, a whole number; see `episodes`") from None

@@ -1,17 +1,14 @@
-"""What records: open episodes, whole ones, groups. `ReplayBuffer`'s words for the writer; no logic of its own."""
+"""The writing half of `ReplayBuffer`: one episode, several side by side, whole ones, environments that run on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import ref
-
-import numpy as np
 
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
@@ -22,28 +19,6 @@ from memmap_buffer.writing.episode import Episode
 from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.vector_env import EpisodeStream, Steps
 from memmap_buffer.writing.writer import Writer
-
-
-class ToStore(NamedTuple):
-    """What `store` takes of a field: its shape and dtype, whether it must be given, whether there is one more entry an
-    episode (`final`), and whether it is a meta field, one value an episode.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    required: bool
-    final: bool
-    meta: bool
-
-
-class Stored(NamedTuple):
-    """An array of the folder: its file, which `numpy.load` opens, its shape and dtype there, and the file's bytes."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    size: int
-
 
 Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)
 
@@ -99,7 +74,12 @@ class Recording:
             keep_partial: on an exception publish what was stored so far, flagged as cut short.
             meta: meta fields known at the start; later ones by `episode[name] = value`.
 
-        Raises: EpisodeStateError: nested. BufferFullError, BufferLockedError, ReadOnlyError, WriterLostError.
+        Raises:
+            EpisodeStateError: another one is open.
+            BufferFullError: there is no room, and it is not circular.
+            BufferLockedError: another process writes.
+            ReadOnlyError: the buffer only reads.
+            WriterLostError: this object may not write any more.
         """
 
         def begin(held: Held | None) -> Episode:
@@ -112,7 +92,11 @@ class Recording:
     def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
         """An open episode to `store` to, `publish` or `abort`; several may be open at once.
 
-        One of which nobody holds what this returned, and that is not the last one begun, is dropped.
+        An episode that nobody holds any more, and that is not the last one begun, is dropped.
+
+        Args:
+            keep_partial: as for `one_episode`.
+            meta: as for `one_episode`.
         """
         with self._turn:
             episode = self._writer.open(meta, keep_partial=keep_partial)
@@ -126,9 +110,11 @@ class Recording:
                 raise
 
     def batched_episode(self, batch_size: int, **meta_batch: Any) -> Scope[EpisodeGroup]:
-        """Record `batch_size` synchronised environments: `store_batch` in the block.
+        """Record an episode of each of several synchronised environments: `store_batch` in the block.
 
-        Args: meta_batch: meta field -> (batch_size, *field).
+        Args:
+            batch_size: how many environments.
+            meta_batch: meta field -> (batch_size, *field).
         """
         check_count("batch_size", batch_size)
 
@@ -145,27 +131,48 @@ class Recording:
     def store(self, **step: Any) -> Any:
         """Append one timestep to the open episode; see `Episode.store`.
 
-        Raises: EpisodeStateError: no episode is open, or several are. SchemaError.
+        Args:
+            step: field -> (*field).
+
+        Returns:
+            A named tuple of the stored values.
+
+        Raises:
+            EpisodeStateError: no episode is open, or several are.
+            SchemaError: a field is unknown or missing, or a value does not fit.
         """
         scope = self._scopes.get(get_ident())
         return (scope if type(scope) is Episode else self._current()).store(**step)
 
     def store_batch(self, **batch: Any) -> None:
-        """Append one timestep to every episode of the open batch: field -> (B, *field)."""
+        """Append one timestep to every episode of the open batch.
+
+        Args:
+            batch: field -> (B, *field).
+        """
         self._group("store_batch").store(**batch)
 
     def store_meta_batch(self, **meta_batch: Any) -> None:
-        """Set meta fields of the open batch: name -> (B, *field)."""
+        """Set meta fields of the open batch.
+
+        Args:
+            meta_batch: meta field -> (B, *field).
+        """
         self._group("store_meta_batch").update(meta_batch)
 
     def store_episode(self, **arrays: Any) -> None:
         """Publish a whole episode.
 
-        Where a field that ends episodes is true before the last step, the steps after it are served as those of
-        another episode are: no item reaches across. Whole episodes are given as they were stored.
+        Where a field that ends episodes is true before the last step, the steps after it are served as those of another
+        episode: no item reaches across. Whole episodes are given as they were stored.
 
-        Args: arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta fields.
-        Raises: SchemaError. EpisodeStateError: longer than max_timesteps.
+        Args:
+            arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta field ->
+                (*field).
+
+        Raises:
+            SchemaError: a field is unknown or missing, or a value does not fit.
+            EpisodeStateError: the episode is longer than max_timesteps.
         """
         with self._turn:
             columns, meta, finals, length = validation.whole_episode(self._storage.layout.schema, arrays)
@@ -189,23 +196,6 @@ class Recording:
             with suppress(BufferFullError):  # the next `store` says that no episode is open
                 self.begin_episode()
 
-    # What there is to store, and where it lies
-
-    def step_spec(self) -> dict[str, ToStore]:
-        """What to pass to `store`, `store_episode` and `add`: dotted name -> `ToStore`."""
-        schema = self._storage.layout.schema
-        return {
-            name: ToStore(field.shape, field.dtype, not meta and field.default is None, field.final, meta)
-            for name, field in schema.all.items()
-            for meta in (name in schema.meta_fields,)
-        }
-
-    def storage_spec(self) -> dict[str, Stored]:
-        """Where each field is stored: dotted name -> `Stored`; the first axis of each array is the slots."""
-        layout = self._storage.layout
-        arrays = {name: layout.arrays[name] for name in layout.schema.all}
-        return {name: Stored(self._storage.path / a.name, a.shape, a.dtype, a.size) for name, a in arrays.items()}
-
     # Transitions of environments that run on
 
     def add(self, **step: Any) -> None:
@@ -217,12 +207,11 @@ class Recording:
 
         Args:
             step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
-                counts. `next_<field>` of fields with `final`: what was seen after the step, kept where an episode ends
-                or is cut.
+                counts. `next_<field>` of fields with `final`: the observation after the step, kept where an episode
+                ends or is cut.
 
         Raises:
-            SchemaError: as `Episode.store`, or another B; BufferFullError, BufferLockedError, ReadOnlyError,
-                WriterLostError, EpisodeStateError. No environment got the step.
+            MemmapBufferError: as `one_episode` and `store` raise it, or B is another one. No environment got the step.
             OSError: an episode that ended could not be published; it is kept, and published by the next call.
         """
         self._extend(step, time=False)
@@ -230,8 +219,13 @@ class Recording:
     def extend(self, **steps: Any) -> None:
         """Append T timesteps of each of B environments, as so many calls of `add`.
 
-        Args: steps: field -> (T, B, *field), or (T, *field) where there is one environment.
-        Raises: as `add`; after BufferFullError the timesteps stay that lie before the episode that did not fit.
+        Args:
+            steps: field -> (T, B, *field), or (T, *field) where there is one environment.
+
+        Raises:
+            BufferFullError: an episode did not fit; the timesteps before it are stored.
+            MemmapBufferError: as `add` raises it.
+            OSError: as `add` raises it.
         """
         self._extend(steps, time=True)
 
@@ -262,7 +256,7 @@ class Recording:
         begin = partial(self._writer.open, {})
         return EpisodeStream(layout.schema, size, layout.max_timesteps, begin, skips_resets=self._skips_resets)
 
-    # Within
+    # The open episode
 
     def _require_no_scope(self) -> None:
         scope = self._scopes.get(get_ident())

@@ -1,1 +1,1 @@
-"""The command `memmap-buffer`: `command` begins, `app` lists what there is, the others are a group each."""
+"""The command `memmap-buffer`: `command` is its entry point, `app` lists the commands, the others are a group each."""

@@ -1,4 +1,4 @@
-"""Which commands there are, each with an example, and how each one's errors reach the user."""
+"""The list of all commands, each with an example, and the way of their errors to the user."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Annotated, Any
 
 import typer
 
-from memmap_buffer.cli import change, draw, exchange, look, measure, mend, plain, view
+from memmap_buffer.cli import change, doctor_bench, import_export, inspection, maintain, minimal, plot_video, view
 from memmap_buffer.cli.terminal import clean, say
 from memmap_buffer.errors import MemmapBufferError
 
 EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
-    "info": (look.info, "info replay_data"),
-    "episodes": (look.episodes, "episodes replay_data --where 'length>=20' --sort return --reverse"),
-    "head": (look.head, "head replay_data 3 --steps 5"),
-    "show": (look.show, "show replay_data last"),
-    "stats": (look.stats, "stats replay_data --field reward"),
-    "verify": (mend.verify, "verify replay_data"),
-    "repair": (mend.repair, "repair replay_data"),
-    "pack": (mend.pack, "pack replay_data published_data"),
-    "unpack": (mend.unpack, "unpack packed_data writable_data --max-episodes 2000"),
+    "info": (inspection.info, "info replay_data"),
+    "episodes": (inspection.episodes, "episodes replay_data --where 'length>=20' --sort return --reverse"),
+    "head": (inspection.head, "head replay_data 3 --steps 5"),
+    "show": (inspection.show, "show replay_data last"),
+    "stats": (inspection.stats, "stats replay_data --field reward"),
+    "verify": (maintain.verify, "verify replay_data"),
+    "repair": (maintain.repair, "repair replay_data"),
+    "pack": (maintain.pack, "pack replay_data published_data"),
+    "unpack": (maintain.unpack, "unpack packed_data writable_data --max-episodes 2000"),
     "merge": (change.merge, "merge all_data shards/0 shards/1"),
     "split": (change.split, "split replay_data parts --part train=0.8 --part val=0.2"),
     "delete": (change.delete, "delete replay_data --where 'length<10'"),
     "add-field": (change.add_field, "add-field replay_data weight --dtype float --default 1.0 --meta"),
-    "import": (exchange.import_, "import robomimic demos.hdf5 imported_data"),
-    "export": (exchange.export, "export robomimic replay_data exported.hdf5"),
-    "doctor": (measure.doctor, "doctor replay_data"),
-    "bench": (measure.bench, "bench replay_data --seconds 4"),
-    "plot": (draw.plot, "plot replay_data --out episodes.png"),
-    "video": (draw.video, "video replay_data 3 --out episode.mp4"),
+    "import": (import_export.import_, "import robomimic demos.hdf5 imported_data"),
+    "export": (import_export.export, "export robomimic replay_data exported.hdf5"),
+    "doctor": (doctor_bench.doctor, "doctor replay_data"),
+    "bench": (doctor_bench.bench, "bench replay_data --seconds 4"),
+    "plot": (plot_video.plot, "plot replay_data --out episodes.png"),
+    "video": (plot_video.video, "video replay_data 3 --out episode.mp4"),
     "view": (view.view, "view replay_data 1-3 --save episodes.rrd"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code as `command.main` says it."""
+    """Run the command; returns the exit code, see `command.main`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    code = plain.OK if given else plain.FAILED
+    code = minimal.OK if given else minimal.FAILED
     try:
         make_app()(args=given or ["--help"], prog_name="memmap-buffer")
     except SystemExit as done:  # how typer always ends
@@ -54,13 +54,13 @@ def make_app() -> typer.Typer:
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback()(_options)
     for name, (function, example) in EXAMPLES.items():
-        app.command(name, epilog=f"Example: memmap-buffer {example}")(_at_the_door(function))
+        app.command(name, epilog=f"Example: memmap-buffer {example}")(_with_errors_printed(function))
     return app
 
 
 def _say_version(asked: bool) -> None:
     if asked:
-        say(plain.version())
+        say(minimal.version())
         raise typer.Exit
 
 
@@ -72,9 +72,8 @@ def _options(
     """Look at, check, change and copy a folder of episodes."""
 
 
-def _at_the_door(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors are one line on stderr, and whose interruption is one too."""
-
+def _with_errors_printed(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that prints errors and interruptions as one line on stderr."""
     flags = {name: f"--{name.replace('_', '-')} " for name in inspect.signature(function).parameters}
 
     @functools.wraps(function)
@@ -84,8 +83,8 @@ def _at_the_door(function: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # `… | head`: typer ends quietly
             raise
         except (MemmapBufferError, OSError, ImportError) as error:
-            raise typer.Exit(plain.complain(clean(plain.explained(error, flags)))) from error
+            raise typer.Exit(minimal.complain(clean(minimal.explained(error, flags)))) from error
         except KeyboardInterrupt:
-            raise typer.Exit(plain.complain("interrupted; nothing half is left", plain.INTERRUPTED)) from None
+            raise typer.Exit(minimal.complain("interrupted; nothing half is left", minimal.INTERRUPTED)) from None
 
     return command

@@ -1,11 +1,10 @@
-"""`merge`, `split`, `delete`, `add-field`: what makes folders out of folders, and what changes one."""
+"""`merge`, `split`, `delete`, `add-field`: new folders from others, and changes of one."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -14,22 +13,12 @@ import typer
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.cli import plain
+from memmap_buffer.cli.arguments import Episodes, FolderArgument, Target, Where, Yes
 from memmap_buffer.cli.episodes import matching, opened, read_episode, serials_of, table_of
-from memmap_buffer.cli.look import Where
-from memmap_buffer.cli.mend import Target, bytes_to_copy
-from memmap_buffer.cli.terminal import (
-    FolderArgument,
-    Problem,
-    Yes,
-    agreed,
-    end,
-    named_as,
-    progress,
-    say,
-    temporary,
-    watching,
-)
+from memmap_buffer.cli.maintain import bytes_to_copy
+from memmap_buffer.cli.minimal import FOUND, OK, print_left_out, shards_of
+from memmap_buffer.cli.outputs import new_folder, require_new
+from memmap_buffer.cli.terminal import Problem, agreed, end, progress, say, watching
 from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.schema import Field
 
@@ -47,19 +36,19 @@ def merge(
     Episodes are numbered anew, source by source. Damaged ones are left out and named, and the command ends with 1.
     """
     require_new(target)
-    with ExitStack() as open_ones:
-        folders = [folder for source in sources for folder in plain.shards_of(source) or [source]]
-        buffers = [open_ones.enter_context(opened(folder, verify="read")) for folder in folders]
-        together = ConcatBuffer(buffers)  # refuses fields that differ, and says which
+    with ExitStack() as stack:
+        folders = [folder for source in sources for folder in shards_of(source) or [source]]
+        buffers = [stack.enter_context(opened(folder, verify="read")) for folder in folders]
+        joined = ConcatBuffer(buffers)  # refuses fields that differ, and names them
         planned = [(buffer, serial) for buffer in buffers for serial in buffer.serials.tolist()]
         if not planned:
             raise Problem("merge: there is no episode in any of the folders")
         room = max(len(planned), max_episodes or 0)
         left_out = []
         with (
-            appearing(target) as place,
+            new_folder(target) as place,
             progress("merging", len(planned)) as tell,
-            ReplayBuffer(place, room, together.max_timesteps, together.schema) as merged,
+            ReplayBuffer(place, room, joined.max_timesteps, joined.schema) as merged,
         ):
             for count, (buffer, serial) in enumerate(planned):
                 try:
@@ -71,7 +60,7 @@ def merge(
     say(made)
     for name in left_out:
         say(f"{name} is damaged, or was overwritten meanwhile, and is left out")
-    end(plain.FOUND if left_out else plain.OK)
+    end(FOUND if left_out else OK)
 
 
 def split(
@@ -96,19 +85,19 @@ def split(
     if empty:
         raise Problem(f"split: no episode falls into {', '.join(empty)}; give it a larger share, or another --seed")
     left_out: list[int] = []
-    with appearing(target) as place, watching("splitting", place, bytes_to_copy(source)):
+    with new_folder(target) as place, watching("splitting", place, bytes_to_copy(source)):
         for name, found in chosen.items():
             left_out += pack(source, place / name, episodes=np.searchsorted(serials, found))
             with opened(place / name, verify="never") as made:
                 if not set(made.serials.tolist()) <= set(found.tolist()):
                     raise Problem(f"{source}: its episodes changed while they were copied; pause the writer")
                 say(f"{target / name}: {made.num_episodes} episodes, {made.num_steps} steps")
-    end(plain.tell_left_out(sorted(left_out)))
+    end(print_left_out(sorted(left_out)))
 
 
 def delete(
     folder: FolderArgument,
-    episode: Annotated[list[str] | None, typer.Argument(help="Numbers, ranges such as 3-7, first, last.")] = None,
+    episode: Episodes = None,
     where: Where = None,
     yes: Yes = False,
 ) -> None:
@@ -125,7 +114,7 @@ def delete(
             raise Problem("delete: no episode is like that")
         if not agreed(f"Delete {len(serials)} of {len(buffer)} episodes, {steps} steps, for ever?", yes):
             say("nothing was changed")
-            end(plain.FOUND)
+            end(FOUND)
         buffer.delete(np.flatnonzero(np.isin(buffer.serials, serials)))
     say(f"deleted {len(serials)} episodes, {steps} steps")
 
@@ -157,30 +146,6 @@ def add_field(
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.add_field(name, Field(dtype, sizes, value), meta=meta)
     say(f"added {name}: {dtype} {sizes}")
-
-
-@contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A new folder to fill in the block, which is at `target` when the block has ended, and nowhere if it fails.
-
-    Raises: Problem: there is something at `target`.
-    """
-    require_new(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    place = temporary(target)
-    try:
-        with named_as(target, place):
-            yield place
-            place.rename(target)  # replaces an empty folder (rename(2))
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
-
-
-def require_new(target: Path) -> None:
-    """Raise Problem where there is something that a copy would replace."""
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise Problem(f"{target}: there is something already; give a new folder")
 
 
 def _shares(parts: Sequence[str]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where `memmap-buffer` begins: with the extra `cli` all commands, without it the four that mend and copy."""
+"""The entry point of `memmap-buffer`: all commands with the extra `cli`, without it the four of `minimal`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from memmap_buffer.cli import plain
+from memmap_buffer.cli import minimal
 
 NEEDED = ("typer", "rich")
 IN_ASCII = dict(
@@ -18,21 +18,24 @@ IN_ASCII = dict(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Args: arguments: without the program's name; None for those of this process.
-    Returns: 0: all is well, 1: a problem was found, 2: it could not be done, or was misspelt, 130: interrupted.
+    Args:
+        arguments: without the program's name; None for those of this process.
+
+    Returns:
+        0: all is well, 1: a problem was found, 2: the command failed, or was misspelt, 130: interrupted.
     """
-    _speak_as_the_terminal_does()
+    _replace_what_the_terminal_lacks()
     try:
         from memmap_buffer.cli import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in NEEDED:
             raise
-        return plain.main(arguments)
+        return minimal.main(arguments)
     return app.main(arguments)
 
 
-def _speak_as_the_terminal_does() -> None:
-    """Signs that the terminal's encoding lacks become others that it has, where each would end the command."""
+def _replace_what_the_terminal_lacks() -> None:
+    """Print ASCII for characters that the terminal's encoding lacks, which would end the command by an error."""
     codecs.register_error("memmap_buffer.cli", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -40,5 +43,5 @@ def _speak_as_the_terminal_does() -> None:
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
-    assert isinstance(error, UnicodeEncodeError), "only what is written has this handler"
+    assert isinstance(error, UnicodeEncodeError), "only output streams have this handler"
     return "".join(IN_ASCII.get(char, "?") for char in error.object[error.start : error.end]), error.end

@@ -7,17 +7,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.terminal import Problem, progress
-from memmap_buffer.dtypes import Array
-from memmap_buffer.schema import ENDS
 
 CHUNK = 1 << 26  # bytes of padded rows read at a time
 TRIES = 100
+Array: TypeAlias = npt.NDArray[Any]
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>)\s*(.*?)\s*", re.DOTALL)
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
@@ -39,17 +39,21 @@ def opened(folder: Path, *, verify: str = "auto") -> Iterator[ReplayBuffer]:
 
 
 def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:
-    """One row an episode, oldest first.
+    """A table of the episodes, one row each, oldest first.
 
-    Args: reward: a scalar field whose sum over the steps is the return; there is no such column without that field.
-    Returns: `serial`, `length`, `return`, `end` ("terminated", "truncated" or "", where fields say so), and every
-        scalar meta field, as "meta.<name>" where one of these has its name: (episodes,) each.
+    Args:
+        buffer: the source.
+        reward: a scalar field whose sum over the steps is the return; without the field there is no such column.
+
+    Returns:
+        The columns `serial`, `length`, `return`, `end` ("terminated", "truncated" or "", if there are such fields),
+        and every scalar meta field, as "meta.<name>" if one of these has its name: (episodes,) each.
     """
-    ends = {kind: name for kind in ENDS if (name := getattr(buffer.schema, kind)) is not None}
+    ends = {kind: name for kind in ("terminated", "truncated") if (name := getattr(buffer.schema, kind)) is not None}
     wanted = list(dict.fromkeys([*[reward] * _is_scalar(buffer, reward), *ends.values()]))
     chunks = list(_chunks(buffer, wanted))
     data = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
-    _, first = np.unique(data["_index"], return_index=True)  # a ring that went on meanwhile shows some of them twice
+    _, first = np.unique(data["_index"], return_index=True)  # a ring that moved on meanwhile shows some of them twice
     table = {"serial": data["_index"], "length": data["_lens"]}
     if reward in wanted:
         table["return"] = data[reward]
@@ -63,7 +67,8 @@ def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:
 def matching(table: dict[str, Array], conditions: Iterable[str]) -> dict[str, Array]:
     """The rows for which all conditions hold, such as "length>=20" or "task_id=1".
 
-    Raises: Problem: a condition cannot be read, or names no column.
+    Raises:
+        Problem: a condition cannot be read, or names no column.
     """
     for text in conditions:
         found = _CONDITION.fullmatch(text)
@@ -72,8 +77,8 @@ def matching(table: dict[str, Array], conditions: Iterable[str]) -> dict[str, Ar
                 f"--where {text!r}: expected a column, one of = != < <= > >=, and a value, as in 'length>=20'"
             )
         column = column_of(table, found[1], "--where")
-        keep = np.asarray(_COMPARE[found[2]](column, _value_like(column, found[3], text)))
-        table = {name: values[keep] for name, values in table.items()}
+        chosen = np.asarray(_COMPARE[found[2]](column, _value_like(column, found[3], text)))
+        table = {name: values[chosen] for name, values in table.items()}
     return table
 
 
@@ -85,9 +90,10 @@ def column_of(table: dict[str, Array], name: str, where: str) -> Array:
 
 
 def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
-    """The serials of episodes as they are spelt: a serial, a range of them such as 3-7, "first" or "last".
+    """The serials that names stand for: a serial, a range of them such as 3-7, "first" or "last".
 
-    Raises: Problem: there is no such episode.
+    Raises:
+        Problem: there is no such episode.
     """
     there, found = buffer.serials, []
     for name in names:
@@ -106,16 +112,22 @@ def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def read_episode(buffer: ReplayBuffer, serial: int) -> dict[str, Any]:
-    """One episode by its serial, as `ReplayBuffer.episode` gives it, under dotted names.
+def serial_of(buffer: ReplayBuffer, name: str) -> int:
+    """The serial of one episode; of a range its first."""
+    return serials_of(buffer, [name])[0]
 
-    Raises: Problem: it is not there any more.
+
+def read_episode(buffer: ReplayBuffer, serial: int) -> dict[str, Any]:
+    """One episode by its serial, as `ReplayBuffer.episode` gives it, by dotted names.
+
+    Raises:
+        Problem: it is not there any more.
     """
     for _ in range(TRIES):
         position = int(np.searchsorted(buffer.serials, serial))
         if _shows(buffer, position, serial):
             data = buffer.episode(position)
-            if _shows(buffer, position, serial):  # serials only grow, so it was this one in between, too
+            if _shows(buffer, position, serial):  # serials only grow, so it was the same while it was read
                 return buffer.schema.flatten(data)
         elif serial not in buffer.serials:
             break
@@ -133,7 +145,7 @@ def _is_scalar(buffer: ReplayBuffer, name: str) -> bool:
 
 
 def _chunks(buffer: ReplayBuffer, wanted: list[str]) -> Iterator[dict[str, Array]]:
-    """Columns of some episodes after others; fields as their sums over the steps."""
+    """Columns of all episodes, some at a time; fields as their sums over the steps."""
     step = max(1, CHUNK // (8 * buffer.max_timesteps * len(wanted))) if wanted else buffer.max_episodes
     at, count = 0, buffer.num_episodes
     with progress("episodes", count) as tell:
@@ -143,7 +155,9 @@ def _chunks(buffer: ReplayBuffer, wanted: list[str]) -> Iterator[dict[str, Array
             yield {**data, **{name: _sum(data[name]) for name in wanted}}
             if not len(data["_index"]):
                 break
-            at = int(np.searchsorted(buffer.serials, data["_index"][-1], side="right"))  # its place, if a ring went on
+            at = int(
+                np.searchsorted(buffer.serials, data["_index"][-1], side="right")
+            )  # the next one's position, also if the ring moved on
             if at >= buffer.num_episodes:
                 break
             tell(at)
@@ -161,7 +175,7 @@ def _ends(data: dict[str, Array], names: Mapping[str, str]) -> Array:
 
 
 def _value_like(column: Array, text: str, condition: str) -> Any:
-    """A value of a column's kind, as it was spelt."""
+    """A value of a column's kind from its text."""
     try:
         if column.dtype.kind == "U":
             return text

@@ -1,15 +1,14 @@
-"""What every command shares: how folders and options are spelt, and how text, tables and bars reach the terminal."""
+"""The terminal: text, JSON, tables, questions and progress bars."""
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
@@ -21,27 +20,23 @@ from rich.text import Text
 
 from memmap_buffer.errors import MemmapBufferError
 
-FolderArgument = Annotated[Path, typer.Argument(help="A folder of episodes.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-Reward = Annotated[str, typer.Option("--reward", help="The field whose sum is an episode's return.")]
-WIDE = 100_000  # columns of a pipe: whoever reads it wants whole lines
-POLL = 0.2  # seconds between two looks at how far a copy is
+WIDE = 100_000  # columns of a pipe, where lines are not wrapped
+POLL = 0.2  # seconds between two updates of a copy's bar
 
 
 class Problem(MemmapBufferError):
-    """A command that cannot be carried out as it was given: its text is the one line that the user sees."""
+    """A command that cannot be carried out; the user sees its text as one line."""
 
 
 def say(text: str = "") -> None:
-    """One line on stdout, as it is: no markup in it, and nothing that steers the terminal."""
+    """Print one line on stdout, without markup or control characters."""
     sys.stdout.write(f"{clean(text)}\n")
 
 
 def say_json(value: Any) -> None:
-    """A value as JSON that every reader takes: arrays as lists, what is no number as null."""
+    """Print a value as JSON that every reader takes: arrays as lists, NaN and infinities as null."""
     in_ascii = (sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")
-    say(json.dumps(_plain(value), indent=2, ensure_ascii=in_ascii))
+    say(json.dumps(_jsonable(value), indent=2, ensure_ascii=in_ascii))
 
 
 def clean(text: str) -> str:
@@ -50,9 +45,9 @@ def clean(text: str) -> str:
 
 
 def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
-    """A table of columns of equal length; numbers are aligned to the right.
+    """Print a table of columns of equal length; numbers are aligned to the right.
 
-    What is wider than the terminal is shown as several tables below each other, each with the first column.
+    A table that is wider than the terminal is printed as several below each other, each with the first column.
     """
     console = _console(sys.stdout)
     cells = {clean(name): [clean(cell_of(v)).replace("\n", " ") for v in values] for name, values in columns.items()}
@@ -73,7 +68,7 @@ def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _that_fit(cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[int]]:
-    """The columns of each of the tables that columns are shown as, by their positions."""
+    """The positions of the columns of each table, none wider than `width` if possible."""
     wide = [max(map(cell_len, [name, *column])) + 2 for name, column in cells.items()]  # 2: the space between columns
     shown, used = [0], wide[0]
     for i in range(1, len(wide)):
@@ -86,7 +81,7 @@ def _that_fit(cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[i
 
 
 def cell_of(value: Any) -> str:
-    """A value as a table shows it."""
+    """A value as text for a table."""
     if value is None or (isinstance(value, (float, np.floating)) and np.isnan(value)):
         return "-"
     if isinstance(value, (bool, np.bool_)):
@@ -112,30 +107,6 @@ def agreed(question: str, yes: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def temporary(target: Path) -> Path:
-    """A new folder beside `target`, to fill before it takes its place."""
-    try:
-        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise Problem(f"{target}: {error.strerror}") from error
-
-
-@contextmanager
-def named_as(target: Path, *places: Path) -> Iterator[None]:
-    """Errors of the block name `target`, where they would name the temporary places in which it is made."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except (MemmapBufferError, OSError) as error:
-        text = str(error)
-        for place in places:
-            text = text.replace(str(place), str(target))
-        if text == str(error):
-            raise
-        raise Problem(text) from error
-
-
 def end(code: int) -> None:
     """End the command with an exit code; 0 goes on."""
     if code:
@@ -147,8 +118,8 @@ def end(code: int) -> None:
 
 @contextmanager
 def progress(what: str, total: float | None, *, in_bytes: bool = False) -> Iterator[Callable[[float], None]]:
-    """A bar for the time of the block; call what it gives with how much is done. `total` None: of nobody knows what."""
-    if not _watched():
+    """Show a bar during the block, which calls the given function with the progress; `total` None: unknown."""
+    if not _is_terminal():
         yield lambda done: None
         return
     count = DownloadColumn(binary_units=True) if in_bytes else TextColumn("{task.completed:.0f}/{task.total:.0f}")
@@ -161,28 +132,28 @@ def progress(what: str, total: float | None, *, in_bytes: bool = False) -> Itera
 
 @contextmanager
 def watching(what: str, folder: Path, total: float) -> Iterator[None]:
-    """A bar for the time of a call that fills a folder: what the folder takes on disk, of `total` bytes."""
-    over = threading.Event()
+    """Show a bar during the block, which fills a folder: its bytes on disk, out of `total`."""
+    done = threading.Event()
 
-    def look(tell: Callable[[float], None]) -> None:
-        while not over.wait(POLL):
-            with suppress(OSError):  # a file was taken away between being listed and looked at
+    def poll(tell: Callable[[float], None]) -> None:
+        while not done.wait(POLL):
+            with suppress(OSError):  # a file was removed between listing and looking
                 tell(disk_use(folder)[0])
 
     with progress(what, total, in_bytes=True) as tell:
-        watcher = threading.Thread(target=look, args=(tell,), daemon=True)
-        if _watched():
+        watcher = threading.Thread(target=poll, args=(tell,), daemon=True)
+        if _is_terminal():
             watcher.start()
         try:
             yield
         finally:
-            over.set()
+            done.set()
             if watcher.ident is not None:
                 watcher.join()
 
 
 def disk_use(folder: Path) -> tuple[int, int]:
-    """(bytes that the files of a folder take on disk, bytes that they have in all, holes included)."""
+    """(bytes that the files of a folder take on disk, their bytes with holes)."""
     found = [path.lstat() for path in list(folder.rglob("*")) if not path.is_symlink() and path.is_file()]
     return sum(status.st_blocks * 512 for status in found), sum(status.st_size for status in found)
 
@@ -191,17 +162,17 @@ def _console(stream: Any) -> Any:
     return Console(file=stream, width=None if stream.isatty() else WIDE, markup=False, highlight=False, emoji=False)
 
 
-def _watched() -> bool:
+def _is_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-def _plain(value: Any) -> Any:
+def _jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_jsonable(item) for item in value]
     if isinstance(value, (np.ndarray, np.generic)):
-        return _plain(value.tolist())
+        return _jsonable(value.tolist())
     if isinstance(value, complex):
-        return [_plain(value.real), _plain(value.imag)]
+        return [_jsonable(value.real), _jsonable(value.imag)]
     return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -13,11 +13,11 @@ import numpy as np
 import typer
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.cli.draw import frames_of, is_image, replacing
-from memmap_buffer.cli.episodes import opened, read_episode, serials_of
-from memmap_buffer.cli.look import Fields
-from memmap_buffer.cli.terminal import FolderArgument, Problem, Yes, progress, say
-from memmap_buffer.dtypes import Array
+from memmap_buffer.cli.arguments import Episodes, Fields, FolderArgument, Yes
+from memmap_buffer.cli.episodes import Array, opened, read_episode, serials_of
+from memmap_buffer.cli.outputs import new_file
+from memmap_buffer.cli.plot_video import frames_of, is_image
+from memmap_buffer.cli.terminal import Problem, progress, say
 from memmap_buffer.extras import extra
 
 NEWEST = 10  # episodes that are shown, if none are named
@@ -27,7 +27,7 @@ SIGNALS = 64  # entries a step that are drawn as lines
 
 def view(
     folder: FolderArgument,
-    episode: Annotated[list[str] | None, typer.Argument(help="Numbers, ranges such as 3-7, first, last.")] = None,
+    episode: Episodes = None,
     field: Fields = None,
     save: Annotated[Path | None, typer.Option("--save", help="Write a .rrd file instead of opening a viewer.")] = None,
     web: Annotated[bool, typer.Option("--web", help="Serve the viewer to a browser on this machine.")] = False,
@@ -45,11 +45,11 @@ def view(
             raise Problem(f"{folder}: there is no episode to show")
         chosen = buffer.schema.require(field or buffer.schema.all, "--field")
         if save is not None:
-            with replacing(save, yes) as place:
+            with new_file(save, yes) as place:
                 record(buffer, serials, chosen, place)
             return
-        with tempfile.TemporaryDirectory(prefix="memmap-buffer-") as beside:
-            place = Path(beside) / f"{folder.resolve().name}.rrd"
+        with tempfile.TemporaryDirectory(prefix="memmap-buffer-") as temporary:
+            place = Path(temporary) / f"{folder.resolve().name}.rrd"
             record(buffer, serials, chosen, place)
             _open_viewer(place, web, port)
 
@@ -57,9 +57,13 @@ def view(
 def record(buffer: ReplayBuffer, serials: list[int], fields: tuple[str, ...], place: Path) -> None:
     """Write episodes to a .rrd file, one after the other on the timeline "step".
 
-    It is the only one: on a second that begins anew with each episode their rows share places, and Rerun opens that.
+    There is no second timeline that begins anew with each episode: Rerun would open it, and show all rows at once.
 
-    Args: serials: which. fields: fields and meta fields. place: the file.
+    Args:
+        buffer: the source.
+        serials: of the episodes.
+        fields: fields and meta fields.
+        place: the file.
     """
     with extra("rerun"):
         import rerun

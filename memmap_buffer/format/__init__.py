@@ -98,10 +98,9 @@ back. Clearing sets `base` to `next`.
 Updating in place
 -----------------
 `base` is raised to the oldest visible serial, so that nothing retired comes back while this episode is not visible, and
-`.redo` gets all new bytes (`writing.redo`); then steps 1 to 5 with the same serial ("power": a barrier behind step 1 too, as
-these rows were visible before); then `.redo` is removed. Whoever
-takes the lock next carries a valid `.redo` through, removes one that was not finished, and renames any other to
-`.redo.bad`.
+`.redo` gets all new bytes (`writing.redo`); then steps 1 to 5 with the same serial ("power": a barrier behind step 1
+too, as these rows were visible before); then `.redo` is removed. Whoever takes the lock next carries a valid `.redo`
+through, removes one that was not finished, and renames any other to `.redo.bad`.
 
 Creating, opening, trusting
 ---------------------------

@@ -310,7 +310,10 @@ class Folder:
         """A second name for a file, in the same subfolder; on the disk when this returns."""
         sub, _, base = old.rpartition("/")
         with self._changing(sub) as directory:
-            syscalls.system.link(base, new.rpartition("/")[2], directory)
+            try:
+                syscalls.system.link(base, new.rpartition("/")[2], directory)
+            except FileExistsError:
+                raise self._in_the_way(new) from None
             syscalls.system.sync_folder(directory)
 
     def sync_folders(self, *subs: str) -> None:

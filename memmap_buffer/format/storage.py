@@ -44,7 +44,6 @@ from memmap_buffer.format.records import (
     columns_since,
 )
 from memmap_buffer.format.syscalls import path_of
-from memmap_buffer.priority import kernels
 
 log = logging.getLogger("memmap_buffer")
 
@@ -52,6 +51,7 @@ crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell myp
 MAX_VIEWS = 256  # of slices, that are kept
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
+_CHANGES = STATE_WORD["changes"]
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Storage:
 
     def refresh(self) -> EpisodeTable:
         """The episode table as it is now: one look at the change counter, then only what changed."""
-        changes, old = self.state("changes"), self._table
+        changes, old = self.maps.state.item(_CHANGES), self._table
         if old is not None and old.changes == changes:
             return old
         self.require_schema()
@@ -276,24 +276,25 @@ class Storage:
             )
         return view
 
-    def look_up(self, slots: IntArray, serials: IntArray) -> tuple[Words, npt.NDArray[np.bool_]]:
+    def look_up(
+        self, slots: IntArray, serials: IntArray, trusted: bool = True
+    ) -> tuple[Words, npt.NDArray[np.bool_], int]:
         """Records as they are on disk now.
 
-        Returns: their words (B, 8); (B,) whether each is, unchanged, that of the visible episode of that serial.
+        Args:
+            slots, serials: (B,) of episodes.
+            trusted: first check episodes whose content is still to be checked; one that fails is not visible.
+
+        Returns: their words (B, 8); (B,) whether each is, unchanged, that of the visible episode of that serial; the
+            change counter of the table that showed them.
         """
-        mapped, table, compiled = self.maps.words, self.table, kernels.now
-        same: npt.NDArray[np.bool_]
-        if compiled is not None:
-            words, same = np.empty((len(slots), WORDS), np.uint64), np.empty(len(slots), np.bool_)
-            compiled.look_up(mapped, table.check, table.shown, slots, serials, words, same)
-            return words, same
-        words = mapped.take(slots, axis=0)
-        differs = words[:, CHECK] ^ table.check.take(slots)
+        if trusted:
+            self.trust(slots)
+        table, words = self.table, self.maps.words.take(slots, axis=0)
+        differs = words[:, CHECK] ^ table.served.take(slots)
         differs |= words[:, SERIAL] ^ serials.view(np.uint64)
         differs |= words[:, GENERATION] & np.uint64(1)
-        same = differs == 0
-        same &= table.shown.take(slots)
-        return words, same
+        return words, differs == 0, table.changes
 
     def first_row(self, slots: IntArray, final: bool) -> IntArray:
         """The row of step 0 of each slot, in files with or without `final`."""
@@ -309,9 +310,10 @@ class Storage:
 
         Args: since: `changes` of the table that showed them, None if nobody knows.
         """
-        same: npt.NDArray[np.bool_] = self.generations(slots) == generations
-        if self.state("changes") != since:
-            flags = self.maps.words.reshape(-1).take(slots * WORDS + 2)  # length and flags
+        words = self.maps.words.reshape(-1)
+        same: npt.NDArray[np.bool_] = words.take(slots * WORDS) == generations
+        if self.maps.state.item(_CHANGES) != since:
+            flags = words.take(slots * WORDS + 2)  # length and flags
             same &= (serials >= self.state("base")) & (flags & _DELETED_WORD == 0)
         return same
 

@@ -1,4 +1,4 @@
-"""What a neighbour keeps beside the episodes: JSON in the folder's `extra/`, which `pack` and `snapshot` copy."""
+"""JSON documents in the folder's `extra/`, which `pack` and `snapshot` copy: facts of a data set that are no field."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from memmap_buffer.names import Names
 NAMES = "names"
 
 
-def write_beside(buffer: ReplayBuffer, name: str, value: Any) -> None:
-    """Keep `value`, which JSON can hold, under `name`; what was there is replaced at once or not at all."""
+def write_extra(buffer: ReplayBuffer, name: str, value: Any) -> None:
+    """Store a value that JSON can hold as `extra/<name>.json`, which is replaced at once or not at all."""
     path = _path(buffer, name)
     path.parent.mkdir(exist_ok=True)
     new = path.with_suffix(".json.new")
@@ -23,8 +23,12 @@ def write_beside(buffer: ReplayBuffer, name: str, value: Any) -> None:
     new.replace(path)
 
 
-def read_beside(buffer: ReplayBuffer, name: str) -> Any:
-    """What was kept under `name`, or None. Raises CorruptBufferError: the file holds no JSON."""
+def read_extra(buffer: ReplayBuffer, name: str) -> Any:
+    """The value of `extra/<name>.json`; None: there is no such file.
+
+    Raises:
+        CorruptBufferError: the file holds no JSON.
+    """
     path = _path(buffer, name)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -35,14 +39,14 @@ def read_beside(buffer: ReplayBuffer, name: str) -> Any:
 
 
 def read_names(buffer: ReplayBuffer, fixed: Mapping[str, Any] | None = None) -> Names:
-    """The keys that the fields were named after, as far as they are others; `fixed` as for `Names`."""
-    return Names(read_beside(buffer, NAMES), fixed)
+    """The stored keys that importers changed into names of fields; `fixed` as for `Names`."""
+    return Names(read_extra(buffer, NAMES), fixed)
 
 
 def write_names(buffer: ReplayBuffer, names: Names) -> None:
-    """Keep the keys that were changed, so that every export gives them back."""
-    if names.changed != (read_beside(buffer, NAMES) or {}):
-        write_beside(buffer, NAMES, names.changed)
+    """Store the changed keys, so that every export restores them."""
+    if names.changed != (read_extra(buffer, NAMES) or {}):
+        write_extra(buffer, NAMES, names.changed)
 
 
 def _path(buffer: ReplayBuffer, name: str) -> Path:

@@ -1,9 +1,9 @@
 """LeRobot data sets, version 3.0, in and out: features in Parquet, images among them, and the tasks of episodes.
 
 A feature keeps its dotted name, with identifiers as its parts; `next.reward`, `next.done` and `next.success` become
-`reward`, `done` and `success`. The text of an episode's task is its meta field `task`. What LeRobot counts by itself
-(`index`, `frame_index`, `episode_index`) is not stored; `task_index` is, as the frames of an episode may have several
-tasks. Features that are videos are left out, as only a decoder could read them.
+`reward`, `done` and `success`. The text of an episode's task is its meta field `task`. LeRobot's counters (`index`,
+`frame_index`, `episode_index`) are not stored; `task_index` is, as the frames of an episode may have several tasks.
+Videos are left out, as only a decoder could read them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from itertools import accumulate, pairwise
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.extra_json import read_beside, read_names, write_beside, write_names
-from memmap_buffer.interop.lerobot_stats import Described, is_picture
-from memmap_buffer.interop.survey import flat
+from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes
+from memmap_buffer.interop.extra_json import read_extra, read_names
+from memmap_buffer.interop.lerobot_stats import FeatureStatistics, is_image
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field
 
@@ -34,15 +34,15 @@ with extra("lerobot"):
     import pyarrow.parquet as pq
     from PIL import Image
 
-    from memmap_buffer.interop.parquet import column_of
+    from memmap_buffer.interop.parquet import column_of, require_tables
 
 VERSION = "v3.0"
-COUNTED = ("index", "frame_index", "episode_index")
+COUNTERS = ("index", "frame_index", "episode_index")
 RENAMED = {"next.reward": "reward", "next.done": "done", "next.success": "success"}
 DATA = "data/chunk-000/file-000.parquet"
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
-PICTURE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 GROUP = 256  # episodes
 MAX_AXES = 5  # of a feature: LeRobot has no type for more
 
@@ -53,99 +53,110 @@ def import_lerobot(
     """Copy a LeRobot data set into a folder.
 
     Args:
-        path: its root, with `meta/` and `data/`. folder: where; see `ReplayBuffer`.
+        path: its root, with `meta/` and `data/`.
+        folder: where; see `ReplayBuffer`.
         videos: "raise" where a feature is a video, or "skip": import the others.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
-    Returns: the buffer, open to be written.
-    Raises: NotABufferError: it is no such data set. SchemaError: a feature is a video. CorruptBufferError: a file lacks
-        what `meta/info.json` says.
+    Returns:
+        The buffer, open for writing.
+
+    Raises:
+        NotABufferError: it is no such data set.
+        SchemaError: a feature is a video.
+        CorruptBufferError: a file lacks a feature that `meta/info.json` names.
     """
     root = Path(path)
     info = _info(root)
-    features = {name: about for name, about in info["features"].items() if name not in COUNTED}
-    pictured = [name for name, about in features.items() if about["dtype"] == "video"]
-    if pictured and videos != "skip":
-        raise SchemaError(f"{root}: {', '.join(pictured)} are videos; pass videos='skip' to import the other features")
-    features = {name: about for name, about in features.items() if name not in pictured}
+    features = {name: about for name, about in info["features"].items() if name not in COUNTERS}
+    films = [name for name, about in features.items() if about["dtype"] == "video"]
+    if films and videos != "skip":
+        raise SchemaError(f"{root}: {', '.join(films)} are videos; pass videos='skip' to import the other features")
+    features = {name: about for name, about in features.items() if name not in films}
     files = sorted((root / "data").glob("chunk-*/file-*.parquet"))
-    lengths = [len(rows) for file in files for rows in _episodes(pq.read_table(file, columns=["episode_index"]))]
+    counters = (pq.read_table(file, columns=["episode_index"]) for file in files)
+    lengths = [stop - start for table in counters for start, stop in _bounds(table)]
     if not lengths:
         raise NotABufferError(f"{root}: it has no episodes in data/", path=root)
     tasks, names = _tasks(root), Names()
-    buffer, ours = None, {}
-    for file in files:
-        table = pq.read_table(file)
-        columns = {name: _column(file, table, name, about) for name, about in features.items()}
-        if buffer is None:
-            ours = {name: RENAMED.get(name) or names.named(name.split(".")) for name in columns}
-            fields = {ours[name]: _field(column) for name, column in columns.items()}
-            meta = {"task": f"U{max([1, *map(len, tasks.values())])}"}
-            sizes = {"max_episodes": len(lengths), "max_timesteps": max(lengths)}
-            buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta, **(sizes | options))
-        for rows in _episodes(table):
-            episode = {ours[name]: column[rows.start : rows.stop] for name, column in columns.items()}
-            first = int(table["task_index"][rows.start].as_py()) if "task_index" in table.column_names else -1
-            buffer.store_episode(**episode, task=tasks.get(first, ""))
-    assert buffer is not None
-    write_names(buffer, names)
-    kept = {key: info.get(key) for key in ("fps", "robot_type", "features")}
+    ours = {name: RENAMED.get(name) or names.named(name.split(".")) for name in features}
+    tables = (_read(file, features) for file in files)
+    first = next(tables)
+
+    def episodes() -> Iterator[dict[str, Any]]:
+        for table, columns in chain([first], tables):
+            for start, stop in _bounds(table):
+                number = int(table["task_index"][start].as_py()) if "task_index" in table.column_names else -1
+                rows = {ours[name]: column[start:stop] for name, column in columns.items()}
+                yield {**rows, "task": tasks.get(number, "")}
+
     texts = [tasks[number] for number in range(len(tasks)) if number in tasks]  # LeRobot finds a text by its place
-    write_beside(buffer, "lerobot", kept | {"tasks": texts if len(texts) == len(tasks) else None})
-    return buffer
+    facts = {key: info.get(key) for key in ("fps", "robot_type", "features")}
+    return import_episodes(
+        folder,
+        episodes(),
+        {ours[name]: _field(column) for name, column in first[1].items()},
+        {"task": f"U{max([1, *map(len, tasks.values())])}"},
+        lengths=lengths,
+        options=options,
+        names=names,
+        extra={"lerobot": facts | {"tasks": texts if len(texts) == len(tasks) else None}},
+    )
 
 
 def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: float | None = None) -> None:
-    """Copy a buffer into a new LeRobot data set, but for final observations and meta fields, for which it has no place.
+    """Copy a buffer into a new LeRobot data set, which has no place for final observations and most meta fields.
 
-    Images, uint8 of shape (H, W, 1 or 3), become PNG. The statistics are of all frames and all their pixels, of the
-    whole and of each episode. The meta field `task` is an episode's task, unless the `task_index` of an imported data
-    set tells it of each frame.
+    Images, uint8 of shape (H, W, 1 or 3), become PNG. Statistics of all frames and all their pixels are written for
+    the whole and for each episode. The meta field `task` is an episode's task; in a buffer that was imported from
+    LeRobot, `task_index` is the task of each frame.
 
     Args:
-        buffer: a field `observation` that is not nested becomes `observation.state`.
+        buffer: the source; a field `observation` that is not nested becomes `observation.state`.
         path: the new root.
-        fps: steps a second; default: what the imported data set said. Timestamps are made of it, if there are none.
+        fps: steps a second; default: that of the imported data set. Timestamps are made of it, if there are none.
 
-    Raises: SchemaError: no `fps` is known, there is a data set already, there are no episodes, a field is of complex
-        numbers or has more than five axes, or a `task_index` is of no task.
+    Raises:
+        SchemaError: no `fps` is known, there is a data set already, there are no episodes, a field is of complex
+            numbers or has more than five axes, or a `task_index` is of no task.
     """
-    root, kept = Path(path), read_beside(buffer, "lerobot") or {}
-    rate = fps or kept.get("fps")
+    root, imported = Path(path), read_extra(buffer, "lerobot") or {}
+    rate = fps or imported.get("fps")
     if rate is None:
         raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
     if (root / "meta").exists():
         raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
-    if not len(buffer):
-        raise SchemaError(f"{buffer.folder}: it has no episodes; record one first")
-    _require_types(buffer)
-    known, tasks, described = kept.get("features") or {}, _Tasks(buffer, kept), Described(buffer.num_steps)
+    require_tables(buffer, buffer.schema.fields)
+    for name, field in buffer.schema.fields.items():
+        if len(field.shape) > MAX_AXES:
+            raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
+    known, tasks = imported.get("features") or {}, _Tasks(buffer, imported)
+    statistics = FeatureStatistics(buffer.num_steps)
     features: dict[str, Any] = {}
     with ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
         for row, columns in _exported(buffer, known, float(rate), tasks):
             data.write(pa.table({name: _arrow(column) for name, column in columns.items()}))
-            episodes.add(row | described.add(columns))
+            episodes.add(row | statistics.add(columns))
             features = features or {name: _feature(column, known.get(name)) for name, column in columns.items()}
     pq.write_table(tasks.table(), root / TASKS)
     counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
-    _write_json(root / "meta/stats.json", described.whole())
-    _write_json(root / "meta/info.json", _info_of(counts, float(rate), kept.get("robot_type"), features))
+    _write_json(root / "meta/stats.json", statistics.whole())
+    _write_json(root / "meta/info.json", _info_of(counts, float(rate), imported.get("robot_type"), features))
 
 
 def _exported(
     buffer: ReplayBuffer, known: Mapping[str, Any], rate: float, tasks: _Tasks
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What `meta/episodes` says of each episode, and its features, (length, *shape); of images the channels last."""
+    """(row of `meta/episodes`, features of shape (length, *shape), of images the channels last) of each episode."""
     names = read_names(buffer)
-    bounds = pairwise(accumulate(buffer.episode_lens.tolist(), initial=0))
-    for i, (first, stop) in enumerate(bounds):
-        episode, length = flat(buffer.episode(i)), stop - first
+    for i, (rows, episode) in enumerate(exported_episodes(buffer)):
+        length = len(rows)
         columns = {_feature_name(name, names): episode[name][:length] for name in buffer.fieldnames}
         columns = {name: _shaped(column, known.get(name)) for name, column in columns.items()}
         columns.setdefault("timestamp", np.arange(length, dtype=np.float32) / np.float32(rate))
         columns["task_index"] = tasks.numbers(episode, length)
-        columns |= zip(COUNTED, (np.arange(first, stop), np.arange(length), np.full(length, i)), strict=True)
+        columns |= zip(COUNTERS, (np.arange(rows.start, rows.stop), np.arange(length), np.full(length, i)), strict=True)
         numbers = dict.fromkeys(columns["task_index"].tolist())
         row = {
             "episode_index": i,
@@ -153,8 +164,8 @@ def _exported(
             "length": length,
             "data/chunk_index": 0,
             "data/file_index": 0,
-            "dataset_from_index": first,
-            "dataset_to_index": stop,
+            "dataset_from_index": rows.start,
+            "dataset_to_index": rows.stop,
             "meta/episodes/chunk_index": 0,
             "meta/episodes/file_index": 0,
         }
@@ -162,16 +173,16 @@ def _exported(
 
 
 class _Tasks:
-    """The texts of tasks by their numbers; those of an imported data set, if its `task_index` is there."""
+    """The texts of tasks by their numbers; those of an imported data set, if the buffer has its `task_index`."""
 
-    def __init__(self, buffer: ReplayBuffer, kept: Mapping[str, Any]) -> None:
-        self._told = bool(kept.get("tasks")) and "task_index" in buffer.fieldnames
-        self.texts: list[str] = list(kept["tasks"]) if self._told else []
+    def __init__(self, buffer: ReplayBuffer, imported: Mapping[str, Any]) -> None:
+        self._imported = bool(imported.get("tasks")) and "task_index" in buffer.fieldnames
+        self.texts: list[str] = list(imported["tasks"]) if self._imported else []
         self._numbers: dict[str, int] = {}
 
     def numbers(self, episode: Mapping[str, Any], length: int) -> Any:
         """(length,) int64 the number of each frame's task."""
-        if not self._told:
+        if not self._imported:
             text = str(episode.get("task", ""))
             if text not in self._numbers:
                 self._numbers[text] = len(self.texts)
@@ -186,19 +197,19 @@ class _Tasks:
         return numbers
 
     def table(self) -> Any:
-        """As pandas writes it, the texts as its index: LeRobot looks a task up by its place and its text."""
+        """The table as pandas writes it, the texts as its index: LeRobot finds a task by its place and its text."""
         kinds = {"task_index": ("int64", "int64"), "task": ("unicode", "object")}
         columns = [
             {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": dtype, "metadata": None}
             for name, (kind, dtype) in kinds.items()
         ]
-        told = {"index_columns": ["task"], "column_indexes": [], "columns": columns}
+        metadata = {"index_columns": ["task"], "column_indexes": [], "columns": columns}
         table = pa.table({"task_index": pa.array(range(len(self.texts)), pa.int64()), "task": self.texts})
-        return table.replace_schema_metadata({"pandas": json.dumps(told)})
+        return table.replace_schema_metadata({"pandas": json.dumps(metadata)})
 
 
 class _Table:
-    """A Parquet file that has the columns of the first table written to it."""
+    """A Parquet file; the first table that is written to it determines its columns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -206,7 +217,7 @@ class _Table:
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write a row, together with others: a group of its own would take some milliseconds."""
+        """Write a row, later and together with others: a row group of its own would take milliseconds."""
         self._rows.append(row)
         if len(self._rows) == GROUP:
             self._flush()
@@ -248,14 +259,6 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=4), encoding="utf-8")
 
 
-def _require_types(buffer: ReplayBuffer) -> None:
-    for name, field in buffer.schema.fields.items():
-        if field.storage.kind == "c":
-            raise SchemaError(f"field {name!r}: Parquet has no complex numbers; export a copy with real fields")
-        if len(field.shape) > MAX_AXES:
-            raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
-
-
 def _info(root: Path) -> dict[str, Any]:
     path = root / "meta" / "info.json"
     try:
@@ -279,11 +282,15 @@ def _tasks(root: Path) -> dict[int, str]:
     return dict(zip(table["task_index"].to_pylist(), table[texts].to_pylist(), strict=True))
 
 
-def _episodes(table: Any) -> Iterator[range]:
-    """The rows of each episode."""
+def _bounds(table: Any) -> list[tuple[int, int]]:
     numbers = table["episode_index"].to_numpy()
-    stops = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), *([len(numbers)] if len(numbers) else [])]
-    yield from (range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
+    return episode_bounds(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)])
+
+
+def _read(file: Path, features: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The table of a file, and its features as arrays."""
+    table = pq.read_table(file)
+    return table, {name: _column(file, table, name, about) for name, about in features.items()}
 
 
 def _column(file: Path, table: Any, name: str, about: Mapping[str, Any]) -> Any:
@@ -292,7 +299,7 @@ def _column(file: Path, table: Any, name: str, about: Mapping[str, Any]) -> Any:
         raise CorruptBufferError(f"{file}: it has no column {name!r}, which meta/info.json names", path=file)
     column = table[name].combine_chunks()
     if about["dtype"] == "image":
-        return np.stack([_picture(entry["bytes"], about["shape"]) for entry in column.to_pylist()])
+        return np.stack([_decoded_image(entry["bytes"], about["shape"]) for entry in column.to_pylist()])
     shape: tuple[int, ...] = ()
     while isinstance(column, pa.ExtensionArray) or pa.types.is_nested(column.type):
         shape = tuple(about["shape"])
@@ -301,11 +308,11 @@ def _column(file: Path, table: Any, name: str, about: Mapping[str, Any]) -> Any:
     return np.asarray(values.tolist() if values.dtype == object else values).reshape(len(table), *shape)
 
 
-def _picture(data: bytes, shape: Any) -> Any:
-    picture = np.asarray(Image.open(io.BytesIO(data)))
-    if picture.ndim == 2:
-        picture = picture[..., None]
-    return picture if list(picture.shape) == list(shape) else picture.transpose(2, 0, 1)
+def _decoded_image(data: bytes, shape: Any) -> Any:
+    image = np.asarray(Image.open(io.BytesIO(data)))
+    if image.ndim == 2:
+        image = image[..., None]
+    return image if list(image.shape) == list(shape) else image.transpose(2, 0, 1)
 
 
 def _field(column: Any) -> Field:
@@ -313,42 +320,37 @@ def _field(column: Any) -> Field:
     return Field(dtype, column.shape[1:])
 
 
-def _of_steps(buffer: ReplayBuffer, i: int) -> dict[str, Any]:
-    episode = flat(buffer.episode(i))
-    return {name: episode[name] for name in buffer.fieldnames}
-
-
 def _feature_name(name: str, names: Names) -> str:
     known = {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}
-    return known.get(name) or ".".join(map(str, names.path(name)))
+    return known.get(name) or names.key(name)
 
 
 def _shaped(column: Any, known: Mapping[str, Any] | None) -> Any:
     """A feature as LeRobot has it: one number a frame without an axis, the channels of images last."""
     if column.shape[1:] == (1,):
         return column[:, 0]
-    if known and known["dtype"] == "image" and not is_picture(column) and column.ndim == 4:
+    if known and known["dtype"] == "image" and not is_image(column) and column.ndim == 4:
         return column.transpose(0, 2, 3, 1)
     return column
 
 
 def _arrow(column: Any) -> Any:
     """A column as Arrow has it: images as PNG, vectors as lists of a fixed length."""
-    if is_picture(column):
-        return pa.array([{"bytes": _png(picture), "path": None} for picture in column], PICTURE)
+    if is_image(column):
+        return pa.array([{"bytes": _png(image), "path": None} for image in column], IMAGE)
     return column_of(column)
 
 
-def _png(picture: Any) -> bytes:
+def _png(image: Any) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(file, format="PNG")
+    Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, format="PNG")
     return file.getvalue()
 
 
 def _feature(column: Any, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What `meta/info.json` says of a feature: what it said where it came from, unless that is not so any more."""
+    """The entry of a feature in `meta/info.json`: that of the imported data set, as long as it still fits."""
     shape, kind, names = list(column.shape[1:]) or [1], column.dtype.name, None
-    if is_picture(column):
+    if is_image(column):
         kind, names = "image", ["height", "width", "channels"]
     elif column.dtype.kind == "U":
         kind = "string"

@@ -1,9 +1,9 @@
 """Minari data sets, in and out: episodes, infos, per-episode metadata, spaces and the environment's spec.
 
-What Minari knows of the data set as a whole is kept in the folder's `extra/minari.json`, so that an export gives it
-back; so are keys that are no identifiers, which are changed into some. Infos become `info.<name>`. Where they begin
-with the reset's, Minari has one entry more than there are steps: those are fields with `final`, and their row t is what
-was known before action t.
+The metadata of the data set as a whole is stored in the folder's `extra/minari.json`, so that an export restores it;
+keys that are no identifiers are changed into such, and restored as well. Infos become `info.<name>`. Infos that begin
+with the reset's have one entry more than there are steps: they become fields with `final`, whose row t was known before
+action t.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.environments import decode_space, encode_space, names_of, spaces_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.extra_json import read_beside, read_names, write_beside, write_names
-from memmap_buffer.interop.survey import Survey, flat
+from memmap_buffer.interop.columns import InferredFields, as_text, flatten
+from memmap_buffer.interop.episodes import import_episodes
+from memmap_buffer.interop.extra_json import read_extra, read_names
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field
 
@@ -35,7 +36,7 @@ with extra("minari"):
     from minari.serialization import deserialize_space
     from minari.storage.local import get_dataset_path
 
-# Written by whoever holds the data set, so of no use in another copy of it.
+# Minari writes these anew for each copy of a data set.
 OF_THE_COPY = {"total_episodes", "total_steps", "dataset_size", "data_format", "jpeg_encoding", "minari_version"}
 OWN_META = ("id", "total_steps", "seed")
 RENAMED = {"rewards": "reward", "terminations": "terminated", "truncations": "truncated"}
@@ -51,43 +52,53 @@ def import_minari(
 ) -> ReplayBuffer:
     """Copy a local Minari data set into a folder.
 
-    It is read twice, first for its dtypes: what comes out is what Minari gives, to the bit. Metadata that only some
-    episodes have is told by a bool meta field `given.<name>`, whether there is a seed by `given.seed`.
+    It is read twice, first for its dtypes; the values are exact. Bool meta fields `given.<name>` mark the
+    episodes that have metadata which others lack, and `given.seed` those that have a seed.
 
     Args:
         dataset: its id, the folder of its data, or the data set, also a filtered one.
         folder: where; see `ReplayBuffer`.
-        infos: all of them, none, or which.
+        infos: all of them, none, or a list of their names.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
-    Returns: the buffer, open to be written.
-    Raises: SchemaError: an info or metadatum that no field can hold; the text names it.
+    Returns:
+        The buffer, open for writing.
+
+    Raises:
+        SchemaError: no field can hold an info or metadatum; the text names it.
     """
     source = dataset if isinstance(dataset, MinariDataset) else _load(dataset)
     names = names_of(source.observation_space, source.action_space)
-    columns, metadata, longest = Survey("column"), Survey("metadatum", lead=0), 1
+    columns, metadata, lengths = InferredFields("column"), InferredFields("metadatum", lead=0), []
     finals: dict[str, bool] = {}
     for episode, given in _episodes(source, infos, names):
         columns.add(episode)
         metadata.add(given)
-        longest = max(longest, len(episode["reward"]))
+        lengths.append(len(episode["reward"]))
         for name, extra_row in _with_reset(episode).items():
             if finals.setdefault(name, extra_row) != extra_row:
                 raise SchemaError(f"info {name!r}: it begins with the reset's in some episodes only; leave it out")
     columns.require_complete()
     fields = {n: Field(f.dtype, f.shape, final=finals.get(n, False)) for n, f in columns.fields.items()}
     flags = {f"{GIVEN}.{name}": "bool" for name, n in metadata.counts.items() if n < len(source)}
-    sizes = {"max_episodes": len(source), "max_timesteps": longest}
     flags |= {f"{GIVEN}.seed": "bool"}
-    meta_fields = {**metadata.fields, **flags, "seed": Field("uint64", default=0)}  # Minari's own seeds have 64 bits
-    buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta_fields, **(sizes | options))
-    for episode, given in _episodes(source, infos, names):
-        present = {flag: True for flag in flags if flag.removeprefix(f"{GIVEN}.") in flat(given)}
-        buffer.store_episode(**episode, **given, **present)
-    write_names(buffer, names)
+
+    def episodes() -> Iterator[dict[str, Any]]:
+        for episode, given in _episodes(source, infos, names):
+            present = {flag: True for flag in flags if flag.removeprefix(f"{GIVEN}.") in flatten(given)}
+            yield {**episode, **given, **present}
+
     raw = MinariStorage.read_raw_metadata(source.storage.data_path)
-    write_beside(buffer, "minari", {key: value for key, value in raw.items() if key not in OF_THE_COPY})
-    return buffer
+    return import_episodes(
+        folder,
+        episodes(),
+        fields,
+        {**metadata.fields, **flags, "seed": Field("uint64", default=0)},  # Minari's own seeds have 64 bits
+        lengths=lengths,
+        options=options,
+        names=names,
+        extra={"minari": {key: value for key, value in raw.items() if key not in OF_THE_COPY}},
+    )
 
 
 def export_minari(
@@ -104,37 +115,39 @@ def export_minari(
         buffer: with the fields `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`, as
             `import_minari` and `RecordEpisodes` make them, and `info`. Other fields become infos.
         dataset_id: of the new one, such as "pen/human-v0".
-        env: the environment, or its id; default: what the imported data set said.
+        env: the environment, or its id; default: that of the imported data set.
         data_format: one of Minari's; with others than "hdf5" all infos must have `final`, as each episode is a table.
-        metadata: author, algorithm_name, description, …; over what the imported data set said.
+        metadata: author, algorithm_name, description, …; instead of those of the imported data set.
 
-    Returns: the new data set.
-    Raises: SchemaError: an episode has no final observation, or no environment is known.
+    Returns:
+        The new data set.
+
+    Raises:
+        SchemaError: an episode has no final observation, or no environment is known.
     """
-    kept: dict[str, Any] = read_beside(buffer, "minari") or {}
+    imported: dict[str, Any] = read_extra(buffer, "minari") or {}
     made = gymnasium.make(env) if isinstance(env, str) else env
-    if made is None and "observation_space" not in kept:
+    if made is None and "observation_space" not in imported:
         raise SchemaError(f"{buffer.folder}: it does not say of which environment it is; pass env=…")
     spaces = (
         spaces_of(made)
         if made is not None
-        else tuple(map(deserialize_space, (kept["observation_space"], kept["action_space"])))
+        else tuple(map(deserialize_space, (imported["observation_space"], imported["action_space"])))
     )
-    spec = made.spec if made is not None else _spec(kept.get("env_spec"))
+    spec = made.spec if made is not None else _spec(imported.get("env_spec"))
     storage = MinariStorage.new(
         _new_path(dataset_id), *spaces, env_spec=spec, data_format=data_format, jpeg_encoding=False
     )
-    described = {
-        key: value for key, value in kept.items() if key not in ("observation_space", "action_space", "env_spec")
-    }
-    described |= metadata | {"dataset_id": dataset_id, "minari_version": minari.__version__}
-    sets = {key: set(value) for key, value in described.items() if key in ("author", "author_email")}
-    storage.update_metadata(described | sets)
+    of_environment = ("observation_space", "action_space", "env_spec")
+    metadata = {key: value for key, value in imported.items() if key not in of_environment} | metadata
+    metadata |= {"dataset_id": dataset_id, "minari_version": minari.__version__}
+    sets = {key: set(value) for key, value in metadata.items() if key in ("author", "author_email")}
+    storage.update_metadata(metadata | sets)
     names, table = read_names(buffer), data_format != "hdf5"
     for i in range(len(buffer)):
         episode = buffer.episode(i)
         storage.update_episodes([_episode_buffer(buffer, episode, i, spaces, names, table=table)])
-        given = _metadata_of(buffer, episode, names, plain=table)
+        given = _metadata_of(buffer, episode, names, as_json=table)
         if given:
             storage.update_episode_metadata([given], [i])
     return MinariDataset(storage)
@@ -168,21 +181,21 @@ def _episodes(
 
 
 def _columns(tree: Any) -> Any:
-    """Arrays where Minari has lists, bytes or, of nested infos in a table, dicts."""
+    """Nested arrays; Minari has lists and bytes as well, and dicts for nested infos in a table."""
     if isinstance(tree, Mapping):
         return {key: _columns(value) for key, value in tree.items()}
     array = np.asarray(tree)
     if array.dtype.kind == "O" and array.ndim == 1 and len(array) and isinstance(array[0], Mapping):
         return {key: _columns([row[key] for row in array]) for key in array[0]}
     if array.dtype.kind == "O":
-        array = np.asarray([value.decode("utf-8") if isinstance(value, bytes) else value for value in array.tolist()])
+        array = np.asarray([as_text(value) for value in array.tolist()])
     return np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
 
 
 def _with_reset(episode: Mapping[str, Any]) -> dict[str, bool]:
-    """Dotted name of each column that is no action -> whether it has one entry more than there are steps."""
+    """Dotted name of each column -> whether it has one entry more than there are steps."""
     length = len(episode["reward"])
-    counts = {name: len(array) - length for name, array in flat(episode).items()}
+    counts = {name: len(array) - length for name, array in flatten(episode).items()}
     for name, more in counts.items():
         if more not in (0, 1):
             raise SchemaError(
@@ -197,13 +210,13 @@ def _episode_buffer(
     buffer: ReplayBuffer, episode: dict[str, Any], i: int, spaces: Any, names: Names, *, table: bool
 ) -> EpisodeBuffer:
     length = int(buffer.episode_lens[i])
-    if any(len(column) == length for column in flat({"observation": episode["observation"]}).values()):
+    if any(len(column) == length for column in flatten({"observation": episode["observation"]}).values()):
         raise SchemaError(f"episode {i}: it has no final observation, and Minari needs one; leave it out")
     own = {"observation", "action", *RENAMED.values(), *buffer.schema.meta_fields, "info"}
     others = {name: value for name, value in episode.items() if name not in own and name in _groups(buffer)}
     infos = {**names.theirs(episode.get("info", {}), "info"), **names.theirs(others)}
     values = _values(infos, lists=table)
-    seed = int(episode.get("seed", -1)) if flat(episode).get(f"{GIVEN}.seed", True) else -1
+    seed = int(episode.get("seed", -1)) if flatten(episode).get(f"{GIVEN}.seed", True) else -1
     return EpisodeBuffer(
         seed=seed if seed >= 0 else None,
         observations=decode_space(spaces[0], episode["observation"], _values),
@@ -218,7 +231,7 @@ def _groups(buffer: ReplayBuffer) -> set[str]:
 
 
 def _values(tree: Any, *, lists: bool = False) -> Any:
-    """Text as lists of str; with `lists` also one number a step: from tables Minari reads these alone, in 0.5.4."""
+    """Text as lists of str, with `lists` numbers as well: Minari 0.5.4 reads nothing else from tables."""
     if isinstance(tree, Mapping):
         return {key: _values(value, lists=lists) for key, value in tree.items()}
     if tree.dtype.kind == "U":
@@ -226,20 +239,20 @@ def _values(tree: Any, *, lists: bool = False) -> Any:
     return list(tree) if lists and tree.ndim == 1 else tree
 
 
-def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], names: Names, *, plain: bool) -> dict[str, Any]:
-    """The metadata that the episode was given; nested as dicts where it becomes `plain` JSON, else under a/b."""
-    values = flat(episode)
+def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], names: Names, *, as_json: bool) -> dict[str, Any]:
+    """The metadata that the episode was given: nested dicts of JSON's values, or else keys such as a/b."""
+    values = flatten(episode)
     out: dict[str, Any] = {}
     for name in buffer.schema.meta_fields:
         if name == "seed" or name.startswith(f"{GIVEN}.") or not values.get(f"{GIVEN}.{name}", True):
             continue
         value = np.asarray(values[name])
         path = [str(key) for key in names.path(name)]
-        *groups, leaf = path if plain else ["/".join(path)]
+        *groups, leaf = path if as_json else ["/".join(path)]
         place = out
         for group in groups:
             place = place.setdefault(group, {})
-        place[leaf] = value.tolist() if plain or value.dtype.kind == "U" else value[()]
+        place[leaf] = value.tolist() if as_json or value.dtype.kind == "U" else value[()]
     return out
 
 

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.extra_json import read_names, write_names
+from memmap_buffer.interop.episodes import exported_episodes, import_episodes
+from memmap_buffer.interop.extra_json import read_names
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field
 
@@ -30,10 +31,16 @@ def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **opt
     Every array of one row a step is imported: `observations` and `actions` as `observation` and `action`, others, such
     as `qpos`, by their names. The last step of an episode is `truncated`: its data sets have no other end.
 
-    Args: path: the file. folder: where; see `ReplayBuffer`.
+    Args:
+        path: the file.
+        folder: where; see `ReplayBuffer`.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
-    Returns: the buffer, open to be written.
-    Raises: SchemaError: it is no such file, or an episode has no step.
+
+    Returns:
+        The buffer, open for writing.
+
+    Raises:
+        SchemaError: it is no such file, or an episode has no step.
     """
     arrays = _read(Path(path))
     ends = np.flatnonzero(arrays.pop("terminals"))
@@ -47,20 +54,31 @@ def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **opt
     if not ends.size or ends[-1] != count - 1 or (np.diff(starts) < 2).any():
         raise SchemaError(f"{path}: expected terminals at the last of {count} rows, and two rows or more an episode")
     fields = {name: Field(a.dtype, a.shape[1:], final=name not in OF_ACTIONS) for name, a in columns.items()}
-    sizes = {"max_episodes": len(ends), "max_timesteps": int(np.diff(starts).max()) - 1}
-    buffer = ReplayBuffer(folder, fields={**fields, "truncated": "bool"}, **(sizes | options))
-    for start, end in zip(starts[:-1].tolist(), ends.tolist(), strict=True):
+    bounds = list(zip(starts[:-1].tolist(), ends.tolist(), strict=True))
+
+    def episode(start: int, end: int) -> dict[str, Any]:
         rows = {name: array[start : end + (name not in OF_ACTIONS)] for name, array in columns.items()}
-        buffer.store_episode(**rows, truncated=np.arange(start, end) == end - 1)
-    write_names(buffer, names)
-    return buffer
+        return {**rows, "truncated": np.arange(start, end) == end - 1}
+
+    return import_episodes(
+        folder,
+        (episode(start, end) for start, end in bounds),
+        {**fields, "truncated": "bool"},
+        lengths=[end - start for start, end in bounds],
+        options=options,
+        names=names,
+    )
 
 
 def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
     """Copy a buffer into a new file in OGBench's layout; all of it is held in memory meanwhile.
 
-    Args: buffer: with the fields `observation` (with `final`) and `action`; others with `final` go along.
-    Raises: SchemaError: a field is missing, or an episode has no final observation.
+    Args:
+        buffer: with the fields `observation` (with `final`) and `action`; other fields with `final` are copied, too.
+        path: the file.
+
+    Raises:
+        SchemaError: a field is missing, or an episode has no final observation.
     """
     schema = buffer.schema
     wanted = [name for name in schema.fields if name in schema.final_names or name in OF_ACTIONS]
@@ -69,20 +87,17 @@ def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
             f"{buffer.folder}: it has the fields {', '.join(schema.fields)}, expected `observation` with final=True, "
             "and `action`"
         )
-    rows, lengths = int(buffer.num_steps + len(buffer)), buffer.episode_lens.tolist()
-    out = {name: np.zeros((rows, *schema.fields[name].shape), schema.fields[name].storage) for name in wanted}
-    terminals = np.zeros(rows, np.float32)
-    start = 0
-    for i, length in enumerate(lengths):
-        episode = buffer.episode(i)
-        if len(episode["observation"]) == length:
+    count = buffer.num_steps + len(buffer)
+    out = {name: np.zeros((count, *schema.fields[name].shape), schema.fields[name].storage) for name in wanted}
+    terminals = np.zeros(count, np.float32)
+    for i, (rows, episode) in enumerate(exported_episodes(buffer)):
+        if len(episode["observation"]) == len(rows):
             raise SchemaError(f"episode {i}: it has no final observation, and OGBench needs one; leave it out")
         for name, column in out.items():
-            column[start : start + len(episode[name])] = episode[name]
-        start += length + 1
-        terminals[start - 1] = 1
+            column[rows.start + i : rows.start + i + len(episode[name])] = episode[name]
+        terminals[rows.stop + i] = 1
     names = read_names(buffer, NAMES)
-    named: dict[str, Any] = {".".join(map(str, names.path(name))): column for name, column in out.items()}
+    named: dict[str, Any] = {names.key(name): column for name, column in out.items()}
     with Path(path).open("wb") as file:  # to a path numpy would add .npz
         np.savez_compressed(file, **named, terminals=terminals)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.columns import flatten
+from memmap_buffer.interop.tables import VIEW_OPTIONS, to_numpy
 
 with extra("pandas"):
     import pandas
@@ -16,31 +17,37 @@ with extra("pandas"):
 if TYPE_CHECKING:
     from memmap_buffer.api.reading import Readable
 
-WHENCE = ("_source", "_episode", "_t")
-KINDS = ("view", "n_steps", "timestep_level", "window_length")
+POSITION = ("_source", "_episode", "_t")
 
 
 def to_dataframe(buffer: Readable, indices: Any = None, **options: Any) -> pandas.DataFrame:
-    """Items as a table, one row each: a column a field, under its dotted name, and whence it is.
+    """Items as a table, one row each: a column for each field, by its dotted name, and the item's position.
 
-    What is a number is a column of its dtype, of bfloat16 float32; what has a shape of its own is a column of arrays.
-    With `ragged=True` sequences are arrays of each item's own length.
+    Numbers are a column of their dtype (bfloat16: float32), arrays a column of objects. With `ragged=True` sequences
+    are arrays of each item's own length.
 
     Args:
-        buffer: what is read. indices: (B,) positions of items, None for all of them, in memory.
-        options: as of `dataset`; single timesteps where no view is asked for.
+        buffer: the source.
+        indices: (B,) positions of items; None: all of them, in memory.
+        options: of `dataset`; the default view is single timesteps.
 
-    Returns: the columns of the batch, before them `_episode`, the serial, and `_t` instead of `_indices`; of a
-        ConcatBuffer `_source` too.
-    Raises: SchemaError, NotEnoughDataError, IndexError. ImportError: pandas is not installed.
+    Returns:
+        The columns of the batch, and before them `_episode`, the serial, and `_t` instead of `_indices`; for a
+        ConcatBuffer `_source`, too.
+
+    Raises:
+        SchemaError: as `dataset`.
+        NotEnoughDataError: there are no episodes.
+        IndexError: an index is out of range.
+        ImportError: pandas is not installed.
     """
-    if not any(options.get(kind) for kind in KINDS):
+    if not any(options.get(name) for name in VIEW_OPTIONS):
         options["timestep_level"] = True
-    columns = dict(_flat(buffer.batch(indices, **{"return_indices": True, **options})))
-    for key, names in (("_indices", WHENCE), ("_index", WHENCE[:2])):
-        where = columns.pop(key, None)
-        if where is not None:
-            table = np.asarray(where).reshape(len(where), -1)
+    columns = flatten(buffer.batch(indices, **{"return_indices": True, **options}))
+    for key, names in (("_indices", POSITION), ("_index", POSITION[:2])):
+        positions = columns.pop(key, None)
+        if positions is not None:
+            table = np.asarray(positions).reshape(len(positions), -1)
             columns = dict(zip(names[len(names) - table.shape[1] :], table.T, strict=True)) | columns
     return pandas.DataFrame({name: _column(values) for name, values in columns.items()})
 
@@ -59,14 +66,23 @@ def to_pre_timeline(
     """The table that ReAgent's timeline operator takes, one row a timestep, by the names of its columns.
 
     Args:
-        buffer: what is read. discrete: whether actions are numbers of actions, or else vectors.
-        observation, action, reward, terminated: fields. log_prob: a field, or None to leave action_probability out.
+        buffer: the source.
+        discrete: whether actions are numbers of actions, or else vectors.
+        observation: a field of vectors.
+        action: a field.
+        reward: a scalar field.
+        terminated: a scalar field.
+        log_prob: a scalar field, or None to leave action_probability out.
         ds: the date of all rows.
 
-    Returns: ds, mdp_id (text, of the serial), sequence_number, state_features (dict index -> value), action (text, or
-        such a dict), action_probability, reward, metrics; with `discrete` possible_actions, all that occur, and
-        possible_actions_mask, both empty at terminal steps.
-    Raises: SchemaError: a field that was not declared, or has another shape than it must. NotEnoughDataError.
+    Returns:
+        The columns ds, mdp_id (text, of the serial), sequence_number, state_features (dict index -> value), action
+        (text, or such a dict), action_probability, reward, metrics; with `discrete` possible_actions, all that occur,
+        and possible_actions_mask, both empty at terminal steps.
+
+    Raises:
+        SchemaError: a field was not declared, or has another shape than expected.
+        NotEnoughDataError: there are no episodes.
     """
     names = (observation, action, reward, terminated, *([] if log_prob is None else [log_prob]))
     buffer.schema.require(names, "to_pre_timeline", buffer.schema.fields)
@@ -75,10 +91,10 @@ def to_pre_timeline(
         if len(shape) != dimensions and not (shape == (1,) and not dimensions):
             raise SchemaError(f"to_pre_timeline: {name!r} has shape {shape}, expected {dimensions} dimensions")
     table = to_dataframe(buffer, fields=names, include_metadata=False)
-    whence = table[[name for name in WHENCE[:2] if name in table]].astype(str)
+    episode = table[[name for name in POSITION[:2] if name in table]].astype(str)
     rewards = _numbers(table[reward]).tolist()
     actions = [str(value) for value in _numbers(table[action]).tolist()] if discrete else _sparse(table[action])
-    rows: dict[str, Any] = {"ds": ds, "mdp_id": whence.agg("-".join, axis=1), "sequence_number": table["_t"]}
+    rows: dict[str, Any] = {"ds": ds, "mdp_id": episode.agg("-".join, axis=1), "sequence_number": table["_t"]}
     rows |= {"state_features": _sparse(table[observation]), "action": actions}
     if log_prob is not None:
         rows["action_probability"] = np.exp(_numbers(table[log_prob]))
@@ -91,25 +107,13 @@ def to_pre_timeline(
     return pandas.DataFrame(rows)
 
 
-def _flat(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in batch.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _column(values: Any) -> Any:
     if isinstance(values, (list, np.ndarray)):
         return values
     if values.is_nested:
-        return [_array(row) for row in values.unbind()]
-    array = _array(values)
+        return [to_numpy(row) for row in values.unbind()]
+    array = to_numpy(values)
     return array if array.ndim == 1 else list(array)
-
-
-def _array(tensor: Any) -> Any:
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 def _numbers(column: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -13,7 +13,8 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.survey import flat
+from memmap_buffer.interop.episodes import exported_episodes
+from memmap_buffer.schema import Field
 
 with extra("parquet"):
     import pyarrow as pa
@@ -28,21 +29,22 @@ def export_parquet(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
 
     `steps.parquet` has a row a timestep: `_episode`, the serial, `_t`, and the fields by their dotted names.
     `episodes.parquet` has a row an episode: `_episode`, `_length`, the meta fields, and `final.<field>` for fields that
-    were declared with `final`, null where an episode has no final observation. What has a shape is a list of that
-    size; bfloat16 becomes float32.
+    were declared with `final`, null where an episode has no final observation. Arrays become lists of a fixed size,
+    bfloat16 becomes float32.
 
-    Args: buffer: what is read. path: the folder; it is made.
-    Raises: SchemaError: the tables are there already, there are no episodes, or a field is of complex numbers, which
-        Parquet does not have. ImportError: pyarrow is not installed.
+    Args:
+        buffer: the source.
+        path: the folder; it is made.
+
+    Raises:
+        SchemaError: the tables are there already, there are no episodes, or a field is of complex numbers, which
+            Parquet does not have.
+        ImportError: pyarrow is not installed.
     """
     root = Path(path)
     if (root / EPISODES).exists() or (root / STEPS).exists():
         raise SchemaError(f"{root}: there are tables already; give a folder of its own")
-    numbers = [name for name, field in buffer.schema.all.items() if field.storage.kind == "c"]
-    if numbers:
-        raise SchemaError(f"{', '.join(numbers)}: Parquet has no complex numbers; export a copy with real fields")
-    if not len(buffer):
-        raise SchemaError(f"{buffer.folder}: it has no episodes; record one first")
+    require_tables(buffer, buffer.schema.all)
     root.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     groups = _groups(buffer, rows)
@@ -54,10 +56,10 @@ def export_parquet(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
 
 
 def _groups(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Iterator[Any]:
-    """Tables of timesteps, each to be a row group; what their episodes have beside them is appended to `rows`."""
+    """Tables of timesteps, each to be a row group; the row of each of their episodes is appended to `rows`."""
     tables: list[Any] = []
-    for i, (serial, length) in enumerate(zip(buffer.serials.tolist(), buffer.episode_lens.tolist(), strict=True)):
-        episode = flat(buffer.episode(i))
+    for serial, (steps, episode) in zip(buffer.serials.tolist(), exported_episodes(buffer), strict=True):
+        length = len(steps)
         columns = {"_episode": np.full(length, serial), "_t": np.arange(length)}
         columns |= {name: episode[name][:length] for name in buffer.fieldnames}
         tables.append(pa.table({name: column_of(column) for name, column in columns.items()}))
@@ -85,8 +87,17 @@ def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:
     return pa.table(columns)
 
 
+def require_tables(buffer: ReplayBuffer, fields: Mapping[str, Field]) -> None:
+    """Raise SchemaError unless there are episodes, whose fields can be written as tables."""
+    numbers = [name for name, field in fields.items() if field.storage.kind == "c"]
+    if numbers:
+        raise SchemaError(f"{', '.join(numbers)}: Parquet has no complex numbers; export a copy with real fields")
+    if not len(buffer):
+        raise SchemaError(f"{buffer.folder}: it has no episodes; record one first")
+
+
 def column_of(values: Any) -> Any:
-    """An array (n, …) as Arrow has it: text as strings, what has a shape as lists of a fixed size."""
+    """An array (n, …) as Arrow has it: text as strings, n arrays as lists of a fixed size."""
     if values.ndim == 1:
         return pa.array(values.tolist() if values.dtype.kind == "U" else values)
     flattened = values.reshape(-1)

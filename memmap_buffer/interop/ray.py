@@ -1,8 +1,8 @@
 """Ray: episodes into `ray.data` and back, and actors that publish what rollouts on any node collect.
 
 Ray schedules, restarts and carries; this file only reads and writes folders. A root is a folder of buffers of equal
-fields, one for each writer: `root/shard-00000`, `root/shard-00001`, … Whatever reads or writes one runs on the node of
-whoever asks for it, where the folder lies, unless told that all nodes see it.
+fields, one for each writer: `root/shard-00000`, `root/shard-00001`, … Tasks and actors that read or write one run on
+the node of the caller, where the folder is, unless `shared` says that all nodes see it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.rows import as_episode, columns_of
-from memmap_buffer.interop.survey import flat
+from memmap_buffer.interop.columns import flatten
+from memmap_buffer.interop.episodes import import_episodes
+from memmap_buffer.interop.tables import VIEW_OPTIONS, as_episode, columns_of
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.windows import Trajectory
 
@@ -37,15 +38,14 @@ with extra("ray"):
     from ray.data.datasource import Datasink, Datasource, ReadTask
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-ID = "episode_id"  # the meta field by which a recorder knows what it has
-MAX_KNOWN = 1 << 16  # ids that a recorder remembers: what is sent again was sent a moment ago
+ID = "episode_id"  # the meta field by which a recorder recognises an episode that it has stored
+MAX_KNOWN = 1 << 16  # ids that a recorder remembers: an episode that is sent again was sent a moment ago
 MAX_BLOCK = 32 << 20  # bytes that a read task gathers at once
-PATIENCE = 60.0  # seconds for which a recorder waits for the lock of one that is being ended
-VIEWS = ("view", "n_steps", "timestep_level", "window_length")
+LOCK_TIMEOUT = 60.0  # seconds for which a recorder waits until its predecessor has ended
 
 
 def shard_folder(root: str | PathLike[str], number: int) -> Path:
-    """The folder of a root's shard, whole: the working directory of Ray's processes is another."""
+    """The folder of a root's shard, absolute: Ray's processes have another working directory."""
     return Path(root).absolute() / f"shard-{number:05d}"
 
 
@@ -61,22 +61,27 @@ def read_ray(
     shared: bool = False,
     **options: Any,
 ) -> ray.data.Dataset:
-    """A Ray dataset of a view's items, one a row, as they are now: read in parallel, and only what the options choose.
+    """A Ray dataset of the items that a view shows now, one a row, read in parallel.
 
     Columns are the keys of a batch, with dotted names; bfloat16 comes as float32. Without an option that names a view
     a row is a whole episode: fields (T, *field), those with `final` (T + 1, *field) if it has its final observation.
 
     Args:
         root: a folder of buffers, or one buffer.
-        override_num_blocks, concurrency, ray_remote_args: as for `ray.data.read_datasource`.
+        override_num_blocks: as for `ray.data.read_datasource`.
+        concurrency: as for `ray.data.read_datasource`.
+        ray_remote_args: as for `ray.data.read_datasource`.
         shared: whether every node sees the root; else the tasks run on this one.
         options: those of `Options`, such as fields, filter_meta, split, part, n_steps. Episodes that are overwritten
             before they were read raise, unless on_stale="redraw". `return_indices` adds the columns `_source`,
             `_serial` and, but for whole episodes, `_t`: numbers, by which Ray can group and sort.
 
-    Raises: NotABufferError. SchemaError: options that contradict each other or the schema. NotEnoughDataError.
+    Raises:
+        NotABufferError: there is no buffer at the root.
+        SchemaError: options contradict each other or the schema.
+        NotEnoughDataError: there are no items.
     """
-    if all(not options.get(name) for name in VIEWS):
+    if all(not options.get(name) for name in VIEW_OPTIONS):
         names = options.pop("fields", None)
         names = (names,) if isinstance(names, str) else names and tuple(names)
         options |= {"view": Trajectory(names, final_observation=True)}
@@ -89,7 +94,7 @@ def read_ray(
 
 
 class _Items(Datasource):  # type: ignore[misc]
-    """The items of a dataset, cut into tasks. A task gets the dataset as paths and the index of this moment."""
+    """The items of a dataset, cut into tasks. A task gets the dataset, pickled as paths and the present index."""
 
     def __init__(self, buffer: ConcatBuffer, options: Mapping[str, Any], shared: bool) -> None:
         super().__init__()
@@ -101,8 +106,8 @@ class _Items(Datasource):  # type: ignore[misc]
         whole = getattr(view, "final_observation", False) and getattr(view, "return_lens", False)
         fields = buffer.schema.fields if whole else {}
         finals = {renamed.get(name, name): field.final for name, field in fields.items()}
-        told = {key: renamed.get(f"_{key}", f"_{key}") for key in ("lens", "has_final")}
-        self._columns_of = partial(columns_of, finals=finals, **told)
+        keys = {key: renamed.get(f"_{key}", f"_{key}") for key in ("lens", "has_final")}
+        self._columns_of = partial(columns_of, finals=finals, **keys)
 
     def estimate_inmemory_data_size(self) -> int:
         return self._row_bytes * len(self._dataset)
@@ -133,13 +138,13 @@ def _opened(root: str | PathLike[str]) -> ConcatBuffer:
 
 
 def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:
-    """About how many bytes an item has: an axis of which the batch tells is as long as a mean episode."""
+    """An estimate of an item's bytes: an axis whose length the schema leaves open is as long as a mean episode."""
     mean = max(1, round(buffer.num_steps / max(1, buffer.num_episodes)))
     known = {"str": 32, "bfloat16": 4}
     total = 0
-    for element in buffer.elements(**options).values():
-        itemsize = known.get(element.dtype) or np.dtype(element.dtype).itemsize
-        total += itemsize * math.prod(mean if n is None else n for n in element.shape[1:])
+    for spec in buffer.batch_spec(**options).values():
+        itemsize = known.get(spec.dtype) or np.dtype(spec.dtype).itemsize
+        total += itemsize * math.prod(mean if n is None else n for n in spec.shape[1:])
     return max(1, total)
 
 
@@ -147,7 +152,7 @@ def _read(shared: Any, items: range, most: int, columns: Callable[[Any], Any]) -
     dataset = ray.get(shared)
     for start in range(0, len(items), most):
         batch = dataset.__getitems__(items[start : start + most]).data
-        yield BlockAccessor.batch_to_arrow_block(columns(flat(batch)))
+        yield BlockAccessor.batch_to_arrow_block(columns(flatten(batch)))
 
 
 # Writing
@@ -172,16 +177,20 @@ def write_ray(
     Args:
         dataset: rows that are whole episodes, as `read_ray` gives them; or with `key` timesteps in any order.
         root: a folder without buffers; it is made if it is missing.
-        fields, meta_fields: as for `ReplayBuffer`; other columns are left out.
-        key: the columns that tell which steps are one episode. A meta field is taken from its first step, a
-            final observation from `next_<field>` of its last, if all fields with `final` have such a column.
+        fields: as for `ReplayBuffer`; other columns are left out.
+        meta_fields: as for `ReplayBuffer`.
+        key: the columns that identify the episode of a step. A meta field is taken from its first step, a final
+            observation from `next_<field>` of its last, if all fields with `final` have such a column.
         order: the column by which the steps of an episode are sorted; default: as they come.
         num_shards: at most; default: as many as the dataset has blocks, or Ray makes of the groups of `key`, 200.
         shared: whether every node sees the root; else the tasks that write run on this one.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as a shard needs.
 
-    Returns: the root, read as one buffer.
-    Raises: SchemaError: the root holds buffers already, or a column is missing or does not fit.
+    Returns:
+        The root, read as one buffer.
+
+    Raises:
+        SchemaError: the root holds buffers already, or a column is missing or does not fit.
     """
     schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
     if any(Path(root).glob("*/schema.json")):
@@ -206,15 +215,10 @@ class _Shards(Datasink):  # type: ignore[misc]
         episodes = [episode for block in blocks for episode in _rows(self._schema, block)]
         if not episodes:
             return 0
-        field = next(iter(self._schema.fields))
-        sizes: dict[str, Any] = {
-            "max_episodes": len(episodes),
-            "max_timesteps": max(len(episode[field]) for episode in episodes),
-        }
-        folder = shard_folder(self._root, ctx.task_idx)
-        with ReplayBuffer(folder, fields=self._schema, overwrite=True, **{**sizes, **self._options}) as buffer:
-            for episode in episodes:
-                buffer.store_episode(**episode)
+        field, folder = next(iter(self._schema.fields)), shard_folder(self._root, ctx.task_idx)
+        lengths = [len(episode[field]) for episode in episodes]
+        options = {"overwrite": True, **self._options}
+        import_episodes(folder, episodes, self._schema, lengths=lengths, options=options).close()
         return len(episodes)
 
     @property
@@ -230,7 +234,7 @@ def _rows(schema: Schema, block: Any) -> Iterator[dict[str, Any]]:
 
 
 def _text(value: Any) -> Any:
-    """A column of text as `store_episode` takes it; Ray gives it as objects."""
+    """A column of text, which Ray gives as objects, as `store_episode` takes it."""
     return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind == "O" else value
 
 
@@ -238,17 +242,22 @@ def _text(value: Any) -> Any:
 
 
 class Recorder:
-    """What publishes the episodes that rollouts send, into a folder of its own; a plain class, to be a Ray actor.
+    """Publishes the episodes that rollouts send, into a folder of its own; to be run as a Ray actor.
 
-    It goes on where the folder stands, so Ray may restart it. Each episode has an id, a meta field, and one that it has
-    already is not stored again: whoever got no answer sends it once more.
+    It continues the folder, so Ray may restart it. Each episode has an id, a meta field; an episode that is sent again,
+    because the first answer was lost, is stored once.
 
     Args:
         folder: of this recorder alone; see `shard_folder`.
-        max_episodes, max_timesteps, fields, meta_fields, options: as for `ReplayBuffer`; `durability="power"` answers
-            when the episodes are on the disk. The meta field `episode_id`, "U32", is added.
+        max_episodes: as for `ReplayBuffer`.
+        max_timesteps: as for `ReplayBuffer`.
+        fields: as for `ReplayBuffer`.
+        meta_fields: as for `ReplayBuffer`; `episode_id`, "U32", is added.
+        options: of `ReplayBuffer`; with `durability="power"` the answer comes when the episodes are on the disk.
 
-    Raises: as `ReplayBuffer`; BufferLockedError: another process writes to the folder for a minute.
+    Raises:
+        SchemaError: as `ReplayBuffer`.
+        BufferLockedError: another process has held the folder's lock for a minute.
     """
 
     def __init__(
@@ -262,18 +271,25 @@ class Recorder:
     ) -> None:
         given = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
         schema = given.with_fields(given.fields, {ID: Field("U32"), **given.meta_fields})
-        self._buffer = _alone(partial(ReplayBuffer, folder, max_episodes, max_timesteps, schema, **options))
+        self._buffer = _opened_for_writing(
+            partial(ReplayBuffer, folder, max_episodes, max_timesteps, schema, **options)
+        )
         self._synced = options.get("durability") == "power"
         count = len(self._buffer)
         newest = range(max(0, count - MAX_KNOWN), count)
         self._known = OrderedDict.fromkeys(self._buffer.episodes(newest, fields=())[ID].tolist() if count else ())
 
     def record(self, *episodes: Mapping[str, Any]) -> int:
-        """Publish whole episodes, and answer when all of them are.
+        """Publish whole episodes, and return when all of them are published.
 
-        Args: episodes: each as for `store_episode`, with its `episode_id`.
-        Returns: how many were new.
-        Raises: as `store_episode`; SchemaError: one has no id. Those before the one that is refused are published.
+        Args:
+            episodes: each as for `store_episode`, with its `episode_id`.
+
+        Returns:
+            The number of new ones.
+
+        Raises:
+            SchemaError: an episode has no id, or does not fit the schema. The episodes before it are published.
         """
         return self.record_all(episodes)
 
@@ -296,13 +312,13 @@ class Recorder:
         return len(stored)
 
     def ready(self) -> Path:
-        """The folder; whoever waits for it knows that it is there."""
+        """The folder, which exists when this returns."""
         return self._buffer.folder
 
 
-def _alone(make: Callable[[], ReplayBuffer]) -> ReplayBuffer:
-    """A buffer whose lock is held, before what it holds is looked at: the recorder before may still be ending."""
-    deadline = time.monotonic() + PATIENCE
+def _opened_for_writing(make: Callable[[], ReplayBuffer]) -> ReplayBuffer:
+    """A buffer whose lock is held, so that its episodes are final: the predecessor may still be publishing."""
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
             buffer = make()
@@ -328,16 +344,24 @@ def start_recorders(
 ) -> list[Any]:
     """Actors of this node that record into the shards 0 … count - 1 of a root.
 
-    Ray restarts one that dies, and sends again what it had not answered.
+    Ray restarts an actor that dies, and sends again the episodes that it had not answered.
 
     Args:
+        root: the folder of the shards.
+        count: of actors.
         max_episodes: of each shard.
+        max_timesteps: see `Recorder`.
+        fields: see `Recorder`.
+        meta_fields: see `Recorder`.
         ray_actor_options: as for `options` of a Ray actor. Unless they say otherwise num_cpus is 0, and
             scheduling_strategy this node.
-        max_timesteps, fields, meta_fields, options: see `Recorder`.
+        options: see `Recorder`.
 
-    Returns: `count` handles of `Recorder` actors, whose folders are there.
-    Raises: ray.exceptions.RayActorError: as `Recorder`, in its text.
+    Returns:
+        `count` handles of `Recorder` actors, whose folders exist.
+
+    Raises:
+        ray.exceptions.RayActorError: the error of a `Recorder`, in its text.
     """
     how = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": this_node()}
     how |= ray_actor_options or {}
@@ -351,17 +375,22 @@ def start_recorders(
 
 
 def this_node() -> Any:
-    """The scheduling strategy of an actor that is to run, and be restarted, where its folder lies: here."""
+    """The scheduling strategy of an actor that must run, and be restarted, on this node, where its folder is."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 class Outbox:
-    """What a rollout has sent to its recorder and has no answer to.
+    """The episodes that a rollout has sent to its recorder, and that are not answered yet.
 
-    While the recorder is restarted Ray keeps what was sent, and sends it again. A rollout stays with one recorder: only
-    that one knows what it has.
+    While the recorder is restarted, Ray holds the messages, and sends them again. A rollout stays with one recorder:
+    only that one recognises the episodes that it has stored.
 
-    Args: recorder: a handle of `start_recorders`. max_pending: messages without an answer before `send` waits for one.
+    Args:
+        recorder: a handle of `start_recorders`.
+        max_pending: messages without an answer before `send` waits for one.
+
+    Attributes:
+        num_published: episodes that the recorder has answered.
     """
 
     def __init__(self, recorder: Any, *, max_pending: int = 8) -> None:
@@ -371,9 +400,13 @@ class Outbox:
         self.num_published = 0
 
     def send(self, *episodes: Mapping[str, Any]) -> None:
-        """Send whole episodes, as for `store_episode`, in one message; each gets an `episode_id` unless it has one.
+        """Send whole episodes in one message; each gets an `episode_id` unless it has one.
 
-        Raises: what the recorder raised for episodes that were sent before.
+        Args:
+            episodes: each as for `store_episode`.
+
+        Raises:
+            ray.exceptions.RayTaskError: the recorder's error for episodes that were sent before.
         """
         while len(self._pending) >= self._max_pending:
             self._receive()
@@ -381,7 +414,7 @@ class Outbox:
         self._pending[self._recorder.record_all.remote(named)] = len(named)
 
     def flush(self) -> None:
-        """Wait until everything that was sent is published; `num_published` counts it. Raises as `send`."""
+        """Wait until all episodes that were sent are published. Raises as `send`."""
         while self._pending:
             self._receive()
 

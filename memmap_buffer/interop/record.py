@@ -1,8 +1,8 @@
 """Environments that record themselves: `RecordEpisodes` wraps one, `RecordVectorEpisodes` several that run together.
 
-Each owns when an episode begins and ends, under every way in which Gymnasium resets; never how it is stored. What comes
-out of the environment goes on to the caller untouched. An observation is copied when it is seen, as it is stored only
-with the action that follows it, and an environment may write into the same array again.
+Each owns when an episode begins and ends, under every way in which Gymnasium resets; never how it is stored. The
+environment's results reach the caller untouched. An observation is copied at once, because it is stored only with the
+action that follows it, and an environment may write into the same array again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.environments import names_of, resets_by_a_step, spaces_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.env_recorder import GIVEN_SEED, INFO, EnvRecorder, Step
 from memmap_buffer.interop.extra_json import read_names, write_names
-from memmap_buffer.interop.vector_lanes import GIVEN_SEED, INFO, Recorder, Step
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field, Schema
 
@@ -40,32 +40,48 @@ META: dict[str, Any] = {
 Place = str | PathLike[str] | ReplayBuffer
 
 
-class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
+class _Recorded:
+    """The properties that both wrappers have."""
+
+    _recorder: EnvRecorder
+
+    @property
+    def buffer(self) -> ReplayBuffer:
+        return self._recorder.buffer
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The values of further meta fields that the next episodes begin with."""
+        return self._recorder.meta
+
+
+class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
     """Record every episode of an environment, with its final observation.
 
     An episode is published when it ends. One that is left by `reset` or `close` before that is dropped, or published
     as cut short with `keep_partial`; one in which `step` raised is dropped, as a step of it is missing. An episode
     longer than the buffer's `max_timesteps` becomes several, all but the last flagged as cut short.
 
-    Meta fields, as far as the buffer declares them: `episode_return`, `episode_length`, `seed` (of the `reset` that
-    began the episode) and `given.seed` (false: there was none), `success` (1 or 0 if the last info has "success" or
+    Meta fields, if the buffer declares them: `episode_return`, `episode_length`, `seed` (of the `reset` that began the
+    episode) and `given.seed` (false: there was none), `success` (1 or 0 if the last info has "success" or
     "is_success", else -1).
 
     A key of a Dict space or of `infos` that is no identifier is changed into one, "bottom burner" into `bottom_burner`.
 
     Args:
         env: the environment; one that is wrapped in `Autoreset` is recorded right, too.
-        buffer: a folder, where a buffer of the environment's spaces is made or continued, or an open buffer, of which
-            every field must be one that is recorded here or have a default.
-        infos: which entries of `info` to record, name -> any spelling of a field; they become `info.<name>`. Nested
-            dicts for nested infos. An entry that a step's info lacks takes the field's default.
+        buffer: a folder, where a buffer of the environment's spaces is made or continued, or an open buffer, whose
+            other fields must have defaults.
+        infos: the entries of `info` to record, name -> any spelling of a field; they become `info.<name>`. Nested
+            dicts for nested infos. Where a step's info lacks an entry, the field's default is stored.
         meta: values of further meta fields, for every episode; `recorder.meta` may be changed between episodes.
-        keep_partial: see above.
+        keep_partial: whether to publish episodes that are left before their end.
         options: of `ReplayBuffer.for_env`, where `buffer` is a folder: `max_episodes` must be given, `max_timesteps`
-            where the environment's spec names no limit. `meta_fields` and `fields` are declared beside those above.
+            where the environment's spec names no limit. `meta_fields` and `fields` are declared in addition.
 
-    Raises: SchemaError: an option is missing or too many, or a field of the buffer is none of the environment's.
-        From `step`: BufferFullError: no episode can be begun.
+    Raises:
+        SchemaError: an option is missing or not allowed, or the environment does not give a field of the buffer.
+        BufferFullError: from `step`, where no episode can be begun.
     """
 
     def __init__(
@@ -79,21 +95,15 @@ class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         **options: Any,
     ) -> None:
         super().__init__(env)
-        opened = _open(buffer, env, infos, meta, options)
-        self._recorder = Recorder(opened, env, 1, meta, keep_partial, owned=opened is not buffer)
+        self._recorder = _recorder(buffer, env, 1, infos, meta, options, keep_partial)
         self._autoreset = resets_by_a_step(env)
 
-    @property
-    def buffer(self) -> ReplayBuffer:
-        return self._recorder.buffer
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """The values of further meta fields that the next episode begins with."""
-        return self._recorder.meta
-
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """As the environment's. Raises SchemaError, before anything is done: the buffer cannot hold the seed."""
+        """As the environment's.
+
+        Raises:
+            SchemaError: the buffer cannot hold the seed; the environment was not reset.
+        """
         self._recorder.check_seed(seed)
         self._recorder.leave([0])
         observation, info = self.env.reset(seed=seed, options=options)
@@ -101,12 +111,16 @@ class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """As the environment's. Raises BufferFullError, before anything is done."""
+        """As the environment's.
+
+        Raises:
+            BufferFullError: no episode can be begun; the environment was not stepped.
+        """
         recorder = self._recorder
         recorder.ready()
         with recorder:
             observation, reward, terminated, truncated, info = self.env.step(action)
-            if self._autoreset and recorder.lanes[0].over:
+            if self._autoreset and recorder.states[0].over:
                 recorder.begin(0, observation, None)
             else:
                 recorder.store(0, Step(action, reward, terminated, truncated, observation, info))
@@ -118,14 +132,23 @@ class RecordEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().close()
 
 
-class RecordVectorEpisodes(VectorWrapper[Any, Any, Any, Any, Any]):
-    """Record every episode of environments that run together; see `RecordEpisodes` for the arguments.
+class RecordVectorEpisodes(_Recorded, VectorWrapper[Any, Any, Any, Any, Any]):
+    """Record every episode of environments that run together.
 
-    Each autoreset mode of Gymnasium is recorded as it is meant: what is published is what each environment would have
-    done alone. In a buffer that is not circular, environments for whose next episode there is no room go on unrecorded.
+    The published episodes are those that each environment would have given alone, in each autoreset mode of Gymnasium.
+    In a buffer that is not circular, environments for whose next episode there is no room go on unrecorded.
 
-    Args: autoreset_mode: default: what the environment's `metadata` says.
-    Raises: SchemaError: it says nothing.
+    Args:
+        env: the vector environment.
+        buffer: as for `RecordEpisodes`.
+        infos: as for `RecordEpisodes`.
+        meta: as for `RecordEpisodes`.
+        keep_partial: as for `RecordEpisodes`.
+        autoreset_mode: default: that in the environment's `metadata`.
+        options: as for `RecordEpisodes`.
+
+    Raises:
+        SchemaError: as `RecordEpisodes`, or no autoreset mode is known.
     """
 
     def __init__(
@@ -146,22 +169,16 @@ class RecordVectorEpisodes(VectorWrapper[Any, Any, Any, Any, Any]):
                 f"autoreset_mode: got {self._mode!r} in the metadata of {env}, expected a gymnasium.vector."
                 "AutoresetMode; pass autoreset_mode=…"
             )
-        opened = _open(buffer, env, infos, meta, options)
-        self._recorder = Recorder(opened, env, env.num_envs, meta, keep_partial, owned=opened is not buffer)
-
-    @property
-    def buffer(self) -> ReplayBuffer:
-        return self._recorder.buffer
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """The values of further meta fields that the next episodes begin with."""
-        return self._recorder.meta
+        self._recorder = _recorder(buffer, env, env.num_envs, infos, meta, options, keep_partial)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """As the environment's, also of some by `options["reset_mask"]`."""
+        """As the environment's; `options["reset_mask"]` resets some of them.
+
+        Raises:
+            SchemaError: the buffer cannot hold a seed; no environment was reset.
+        """
         mask = (options or {}).get("reset_mask")  # the environment takes it out of the options
         which = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
         for i in which:
@@ -174,7 +191,11 @@ class RecordVectorEpisodes(VectorWrapper[Any, Any, Any, Any, Any]):
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """As the environment's. Raises BufferFullError, before anything is done."""
+        """As the environment's.
+
+        Raises:
+            BufferFullError: no episode can be begun; the environment was not stepped.
+        """
         self._recorder.ready()
         with self._recorder:
             result = self.env.step(actions)
@@ -187,7 +208,7 @@ class RecordVectorEpisodes(VectorWrapper[Any, Any, Any, Any, Any]):
         recorder, ends = self._recorder, np.logical_or(terminations, truncations)
         each = zip(iterate(self.action_space, actions), iterate(self.observation_space, observations), strict=True)
         for i, (action, observation) in enumerate(each):
-            if self._mode is AutoresetMode.NEXT_STEP and recorder.lanes[i].over:
+            if self._mode is AutoresetMode.NEXT_STEP and recorder.states[i].over:
                 recorder.begin(i, observation, None)
                 continue
             replaced = self._mode is AutoresetMode.SAME_STEP and ends[i]
@@ -209,6 +230,19 @@ class RecordVectorEpisodes(VectorWrapper[Any, Any, Any, Any, Any]):
         super().close(**kwargs)
 
 
+def _recorder(
+    place: Place,
+    env: Any,
+    num_envs: int,
+    infos: Mapping[str, Any] | None,
+    meta: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    keep_partial: bool,
+) -> EnvRecorder:
+    buffer = _open(place, env, infos, meta, options)
+    return EnvRecorder(buffer, env, num_envs, meta, keep_partial, owned=buffer is not place)
+
+
 def _open(
     place: Place,
     env: Any,
@@ -221,21 +255,21 @@ def _open(
         if options or infos:
             given = ", ".join([*options, *(["infos"] if infos else [])])
             raise SchemaError(f"{given}: the buffer is open already, and says this itself; drop them, or give a folder")
-        _keep(place, names)
+        _store_names(place, names)
         return place
     own = Schema.from_example(meta).fields if meta else {}
     meta_fields = {**META, **own, **(options.pop("meta_fields", None) or {})}
     fields = {**(options.pop("fields", None) or {}), **(names.ours({INFO: infos}) if infos else {})}
     buffer = ReplayBuffer.for_env(env, place, fields=fields, meta_fields=meta_fields, **options)
-    _keep(buffer, names)
+    _store_names(buffer, names)
     return buffer
 
 
-def _keep(buffer: ReplayBuffer, names: Names) -> None:
-    """Keep the keys that were changed beside those that are kept already."""
-    kept = read_names(buffer)
-    kept.changed |= names.changed
-    write_names(buffer, kept)
+def _store_names(buffer: ReplayBuffer, names: Names) -> None:
+    """Add the changed keys to those that are stored already."""
+    stored = read_names(buffer)
+    stored.changed |= names.changed
+    write_names(buffer, stored)
 
 
 def _seed_of(seed: int | Sequence[int | None] | None, i: int) -> int | None:

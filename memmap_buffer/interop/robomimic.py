@@ -2,10 +2,9 @@
 
 `obs/<name>` becomes `observation.<name>`, with its final one where there is `next_obs`; `actions`, `rewards`, `dones`
 and `states` become `action`, `reward`, `done` and `state`; other arrays keep their names, as far as they are
-identifiers. A mask becomes the bool meta
-field `mask.<name>`, so that `filter_meta={"mask.train": True}` reads that part. `done` is no `terminated`: robomimic
-may mark each step at which the task is done. What else the file says, environment and models among it, is in
-`extra/robomimic.json`.
+identifiers. A mask becomes the bool meta field `mask.<name>`, so that `filter_meta={"mask.train": True}` reads that
+part. `done` is no `terminated`: robomimic may mark each step at which the task is done. The file's attributes,
+environment and models among them, are stored in `extra/robomimic.json`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.extra_json import read_beside, read_names, write_beside, write_names
-from memmap_buffer.interop.survey import Survey, first_difference, flat
+from memmap_buffer.interop.columns import InferredFields, as_text, first_difference, flatten
+from memmap_buffer.interop.episodes import exported_episodes, import_episodes, require_fields
+from memmap_buffer.interop.extra_json import read_extra, read_names
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field
 
@@ -37,41 +37,49 @@ GYM_ARGS = {"env_name": "", "type": 2, "env_kwargs": {}}  # 2: robomimic's numbe
 def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
     """Copy a robomimic file into a folder, an episode for each demonstration, in the order of their numbers.
 
-    Args: path: the file. folder: where; see `ReplayBuffer`.
+    Args:
+        path: the file.
+        folder: where; see `ReplayBuffer`.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
-    Returns: the buffer, open to be written.
-    Raises: SchemaError: it is no such file, demonstrations differ in their arrays, or `next_obs` is not what follows.
+
+    Returns:
+        The buffer, open for writing.
+
+    Raises:
+        SchemaError: it is no such file, demonstrations differ in their arrays, or a row of `next_obs` is not the
+            observation that follows.
     """
     with h5py.File(path, "r") as file:
         if "data" not in file or not len(file["data"]):
             raise SchemaError(f"{path}: it has no demonstrations in 'data', so it is no file of robomimic")
         demos = sorted(file["data"], key=_number)
-        survey, longest = Survey("array"), 1
-        names = Names(fixed=NAMES)
+        found, lengths, names = InferredFields("array"), [], Names(fixed=NAMES)
         for demo in demos:
             columns, _ = _read(file["data"][demo], names)
-            survey.add(columns)
-            longest = max(longest, len(columns["action"]))
-        survey.require_complete()
-        has_final = all("next_obs" in file["data"][demo] for demo in demos)
-        final = {name for name in survey.fields if has_final and name.startswith(OBSERVATION)}
-        fields = {name: Field(field.dtype, field.shape, final=name in final) for name, field in survey.fields.items()}
-        masks = {name: set(_texts(item)) for name, item in flat(names.ours({"mask": file.get("mask", {})})).items()}
-        meta_fields = {"demo": f"U{max(map(len, demos))}", **dict.fromkeys(masks, "bool")}
-        sizes = {"max_episodes": len(demos), "max_timesteps": longest}
-        buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta_fields, **(sizes | options))
-        for demo in demos:
+            found.add(columns)
+            lengths.append(len(columns["action"]))
+        found.require_complete()
+        has_final = all(NEXT in file["data"][demo] for demo in demos)
+        final = {name for name in found.fields if has_final and name.startswith(OBSERVATION)}
+        masks = flatten(names.ours({"mask": file.get("mask", {})}))
+        members = {name: {str(as_text(demo)) for demo in item[()]} for name, item in masks.items()}
+
+        def episode(demo: str) -> dict[str, Any]:
             columns, after = _read(file["data"][demo], names)
             last = {name: np.concatenate([columns[name], after[name][-1:]]) for name in final}
-            meta = {name: demo in members for name, members in masks.items()}
-            buffer.store_episode(**(columns | last), demo=demo, **meta)
-        kept = {
-            "attributes": _attributes(file["data"]),
-            "demos": {demo: _attributes(file["data"][demo]) for demo in demos},
-        }
-        write_names(buffer, names)
-        write_beside(buffer, "robomimic", kept)
-    return buffer
+            return {**columns, **last, "demo": demo, **{name: demo in demos for name, demos in members.items()}}
+
+        attributes = {demo: _attributes(file["data"][demo]) for demo in demos}
+        return import_episodes(
+            folder,
+            map(episode, demos),
+            {name: Field(field.dtype, field.shape, final=name in final) for name, field in found.fields.items()},
+            {"demo": f"U{max(map(len, demos))}", **dict.fromkeys(masks, "bool")},
+            lengths=lengths,
+            options=options,
+            names=names,
+            extra={"robomimic": {"attributes": _attributes(file["data"]), "demos": attributes}},
+        )
 
 
 def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: Any = None) -> None:
@@ -82,28 +90,28 @@ def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: An
     Args:
         buffer: with a field `action`. `terminated` and `truncated` together become `dones`, if there is no `done`.
         path: the file.
-        env: the environment, of which robomimic makes its own for rollouts (`env_args`): a Gymnasium environment, or
-            its id, or a dict as robomimic has it; default: that of the file or Minari data set that was imported. Where
-            none is known, `env_args` names no environment: the file can be learned from, without rollouts.
+        env: the environment that robomimic makes for rollouts (`env_args`): a Gymnasium environment, its id, or a dict
+            as robomimic has it; default: that of the file or Minari data set that was imported. Where none is known,
+            `env_args` names no environment: the file can be learned from, without rollouts.
 
-    Raises: SchemaError: there is no `action`. OSError: there is a file.
+    Raises:
+        SchemaError: there is no `action`.
+        OSError: there is a file already.
     """
-    if "action" not in buffer.schema.fields:
-        raise SchemaError(f"{buffer.folder}: it has no field 'action', which robomimic needs; rename one to it")
-    kept: dict[str, Any] = read_beside(buffer, "robomimic") or {}
-    attributes = dict(kept.get("attributes", {}))
-    if env is not None or not kept:
+    require_fields(buffer, ("action",), "robomimic")
+    imported: dict[str, Any] = read_extra(buffer, "robomimic") or {}
+    attributes = dict(imported.get("attributes", {}))
+    if env is not None or not imported:
         attributes["env_args"] = _env_args(buffer, env)
     names = read_names(buffer, NAMES)
     masks: dict[str, list[str]] = {name: [] for name in buffer.meta_fieldnames if name.startswith(MASK)}
     with h5py.File(path, "x") as file:
         data = file.create_group("data")
         data.attrs.update({**attributes, "total": buffer.num_steps})
-        for i, length in enumerate(buffer.episode_lens.tolist()):
-            episode = flat(buffer.episode(i))
-            demo = str(episode.get("demo", f"demo_{i}"))
+        for i, (rows, episode) in enumerate(exported_episodes(buffer)):
+            length, demo = len(rows), str(episode.get("demo", f"demo_{i}"))
             group = data.create_group(demo)
-            group.attrs.update({**kept.get("demos", {}).get(demo, {}), "num_samples": length})
+            group.attrs.update({**imported.get("demos", {}).get(demo, {}), "num_samples": length})
             for name, column in _exported(buffer, episode).items():
                 place = _place(name, names)
                 group[place] = column[:length]
@@ -112,15 +120,15 @@ def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: An
             for name in masks:
                 masks[name] += [demo] if episode[name] else []
         for name, members in masks.items():
-            file["/".join(map(str, names.path(name)))] = np.array(members, dtype="S")
+            file[names.key(name, "/")] = np.array(members, dtype="S")
 
 
 def _read(demo: Any, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The columns of a demonstration, and the observations that follow each step's."""
+    """The columns of a demonstration, and for each step the observation that follows."""
     arrays = {key: item for key, item in demo.items() if key != NEXT}
-    columns = {name: item[()] for name, item in flat(names.ours(arrays)).items()}
+    columns = {name: item[()] for name, item in flatten(names.ours(arrays)).items()}
     following = names.ours({"obs": demo[NEXT]}) if NEXT in demo else {}
-    after = {name: item[()] for name, item in flat(following).items()}
+    after = {name: item[()] for name, item in flatten(following).items()}
     if "action" not in columns:
         raise SchemaError(f"{demo.name}: it has no 'actions'; it has {', '.join(demo)}")
     for name, rows in after.items():
@@ -130,7 +138,7 @@ def _read(demo: Any, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _exported(buffer: ReplayBuffer, episode: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted name -> column of what becomes an array."""
+    """Dotted name -> column of each array in the file."""
     columns = {name: episode[name] for name in buffer.schema.fields}
     ends = [columns.pop(name) for name in ("terminated", "truncated") if name in columns]
     if ends and "done" not in columns:
@@ -140,14 +148,14 @@ def _exported(buffer: ReplayBuffer, episode: Mapping[str, Any]) -> dict[str, Any
 
 def _place(name: str, names: Names) -> str:
     """The path of a field in its demonstration's group."""
-    return "obs/flat" if name == "observation" else "/".join(map(str, names.path(name)))
+    return "obs/flat" if name == "observation" else names.key(name, "/")
 
 
 def _env_args(buffer: ReplayBuffer, env: Any) -> str:
-    """What robomimic makes an environment of, as JSON."""
+    """The JSON text by which robomimic makes an environment."""
     if isinstance(env, Mapping):
         return json.dumps(dict(env))
-    told: Mapping[str, Any] = json.loads((read_beside(buffer, "minari") or {}).get("env_spec") or "{}")
+    told: Mapping[str, Any] = json.loads((read_extra(buffer, "minari") or {}).get("env_spec") or "{}")
     if isinstance(env, str):
         told = {"id": env}
     elif env is not None:
@@ -163,13 +171,7 @@ def _number(demo: str) -> tuple[int, str]:
     return int(digits[0]) if digits else -1, demo
 
 
-def _texts(dataset: Any) -> list[str]:
-    return [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in dataset[()]]
-
-
 def _attributes(group: Any) -> dict[str, Any]:
-    """The attributes that JSON can hold; what the buffer itself knows is left out."""
-    found = {
-        name: np.asarray(value).tolist() for name, value in group.attrs.items() if name not in ("total", "num_samples")
-    }
-    return {name: v.decode("utf-8") if isinstance(v, bytes) else v for name, v in found.items()}
+    """The attributes as JSON can hold them, without the counts."""
+    attributes = {name: value for name, value in group.attrs.items() if name not in ("total", "num_samples")}
+    return {name: as_text(np.asarray(value).tolist()) for name, value in attributes.items()}

@@ -1,4 +1,4 @@
-"""The plain values of a pickle, read without unpickling: it can name no function, so it can call none."""
+"""Pickles of plain values, read without unpickling: no function is looked up, so none is called."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _GETS = frozenset(("BINGET", "LONG_BINGET"))
 _IGNORED = frozenset(("PROTO", "FRAME"))
 
 
-def plain_values(data: bytes) -> Any:
-    """The value of a pickle, of protocol 2 or later, of None, bools, numbers, texts, dicts, lists and tuples alone.
+def safe_loads(data: bytes) -> Any:
+    """The value of a pickle of protocol 2 or later: None, bools, numbers, texts, dicts, lists and tuples.
 
-    Raises: SchemaError: it holds anything else, or is no pickle; nothing of it was carried out.
+    Raises:
+        SchemaError: it holds any other value, or is no pickle; nothing of it was executed.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -50,11 +51,11 @@ def _step(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> N
     elif name in _GETS:
         stack.append(memo[argument])
     elif name not in _IGNORED and name != "STOP":
-        _gather(name, stack)
+        _collect(name, stack)
 
 
-def _gather(name: str, stack: list[Any]) -> None:
-    """The steps that take values from the stack."""
+def _collect(name: str, stack: list[Any]) -> None:
+    """The opcodes that put values from the stack into a tuple, list or dict."""
     if name == "MARK":
         stack.append(_MARK)
     elif name in _TUPLES:

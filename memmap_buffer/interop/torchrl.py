@@ -1,6 +1,6 @@
 """torchrl: batches and buffers as TensorDicts, and the dump of a LazyMemmapStorage as a folder.
 
-A dump is read by its JSON and as plain arrays: neither torchrl nor its unpickling is needed for that.
+A dump is read as JSON and plain arrays, so neither torchrl nor its unpickling is needed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.extra_json import write_names
-from memmap_buffer.interop.survey import flat
+from memmap_buffer.interop.columns import first_difference, flatten
+from memmap_buffer.interop.episodes import episode_bounds, import_episodes
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field, Schema
 
@@ -37,19 +37,23 @@ def to_tensordict(source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer) -> Te
     for them, with `done`; rewards and ends as (B, 1), as its losses have them. Text is left out, as it is no tensor.
 
     Args:
-        source: a batch of any view, which is not copied; or a buffer, whose steps are gathered once, oldest first.
+        source: a batch of any view, which is not copied; or a buffer, whose steps are copied, oldest first.
 
-    Returns: batch size (B,) or (steps,); of a buffer with `_indices`, the serial and timestep of each.
-    Raises: SchemaError: the batch is empty. ImportError: tensordict is not installed.
+    Returns:
+        A TensorDict of batch size (B,) or (steps,); that of a buffer has `_indices`, the serial and timestep of each.
+
+    Raises:
+        SchemaError: the batch is empty.
+        ImportError: tensordict is not installed.
     """
     with extra("torchrl"):
         from tensordict import TensorDict
     batch = source if isinstance(source, Mapping) else _all_steps(source)
-    tensors = {name: value for name, value in flat(batch).items() if hasattr(value, "ndim")}
+    tensors = {name: value for name, value in flatten(batch).items() if hasattr(value, "ndim")}
     if not tensors:
         raise SchemaError("to_tensordict: got a batch without tensors, expected one of `dataloader` or `sample`")
     is_transition = any(name.startswith("next_") for name in tensors)
-    # A reward of the step after is none of this transition's, and torchrl has no place for it.
+    # The reward of the following step does not belong to this transition, and torchrl has no place for it.
     later = {f"next_{name}" for name in OF_NEXT}
     below = {tuple(_key(name, is_transition)): value for name, value in tensors.items() if name not in later}
     for key in below.keys() & {("next", name) for name in OF_NEXT}:
@@ -65,19 +69,26 @@ def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **opt
     """Copy the dump of a replay buffer over a LazyMemmapStorage of one dimension into a folder.
 
     An episode ends where ("next", "done") is true, where ("collector", "traj_ids") changes, and at the newest entry.
-    Entries that stand below "next" too, such as observations, have a final one; they must be those that follow. Rewards
-    and ends are taken from "next".
+    Entries that are below "next" as well, such as observations, become fields with a final one; each must equal the
+    entry that follows. Rewards and ends are taken from "next".
 
-    Args: path: what `dumps` wrote, or its `storage`. folder: where; see `ReplayBuffer`.
+    Args:
+        path: the folder that `dumps` wrote, or its `storage`.
+        folder: where; see `ReplayBuffer`.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
-    Returns: the buffer, open to be written.
-    Raises: NotABufferError: it is no such dump. CorruptBufferError: a file is not what it says. SchemaError: what is no
-        tensor, or an episode whose "next" is not what follows.
+
+    Returns:
+        The buffer, open for writing.
+
+    Raises:
+        NotABufferError: it is no such dump.
+        CorruptBufferError: a file has not the size that the dump says.
+        SchemaError: an entry is no tensor, or "next" of an episode is not the entry that follows.
     """
     root = Path(path) / "storage" if (Path(path) / "storage").is_dir() else Path(path)
     length = int(_json(root / "storage_metadata.json")["len"])
     names = Names()
-    arrays = flat(names.ours(_arrays(root)))
+    arrays = flatten(names.ours(_arrays(root)))
     cursor = _json(root.parent / "writer" / "metadata.json")["cursor"] if (root.parent / "writer").is_dir() else 0
     rows = np.arange(length)
     if length == len(next(iter(arrays.values()))):
@@ -86,16 +97,17 @@ def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **opt
     fields, after = _fields(columns)
     bounds = _bounds(columns, length)
     specs = {name: Field(_dtype(column), column.shape[1:], final=name in after) for name, column in fields.items()}
-    sizes = {"max_episodes": len(bounds), "max_timesteps": max(stop - start for start, stop in bounds)}
-    buffer = ReplayBuffer(folder, fields=specs, **(sizes | options))
-    for start, stop in bounds:
-        episode = {name: _plain(column[start:stop]) for name, column in fields.items()}
+
+    def episode(start: int, stop: int) -> dict[str, Any]:
+        rows = {name: _decoded(column[start:stop]) for name, column in fields.items()}
         for name, following in after.items():
             _require_following(name, fields[name][start:stop], following[start:stop], start)
-            episode[name] = np.concatenate([episode[name], _plain(following[stop - 1 : stop])])
-        buffer.store_episode(**episode)
-    write_names(buffer, names)
-    return buffer
+            rows[name] = np.concatenate([rows[name], _decoded(following[stop - 1 : stop])])
+        return rows
+
+    episodes = (episode(start, stop) for start, stop in bounds)
+    lengths = [stop - start for start, stop in bounds]
+    return import_episodes(folder, episodes, specs, lengths=lengths, options=options, names=names)
 
 
 def _all_steps(buffer: ReplayBuffer | ConcatBuffer) -> Mapping[str, Any]:
@@ -149,7 +161,7 @@ def _arrays(folder: Path) -> dict[str, Any]:
 
 
 def _file_of(folder: Path, key: str, suffix: str = "") -> Path:
-    """Where tensordict keeps a key: signs that a path may not have are %XX; older versions left them as they are."""
+    """The file of a key: tensordict writes signs that a path may not have as %XX, older versions as they are."""
     encoded = "%2E" * len(key) if key in (".", "..") else re.sub(r'[/<>:"|?*\\ %\x00-\x1f\x7f]', _percent, key) or "%"
     before = folder / f"{key}{suffix}"
     return before if re.fullmatch(r"[\w -]+", key) and before.exists() else folder / f"{encoded}{suffix}"
@@ -174,14 +186,15 @@ def _dtype(column: Any) -> Any:
     return "bfloat16" if column.dtype.names else column.dtype
 
 
-def _plain(column: Any) -> Any:
+def _decoded(column: Any) -> Any:
+    """A column with bfloat16 as float32."""
     if not column.dtype.names:
         return column
     return (column["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _fields(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The columns that become fields, and what follows each step of those that have it."""
+    """The columns that become fields; of those with a final entry also the one that follows each step."""
     groups = ("next.", "collector.")
     fields = {name: c for name, c in columns.items() if not name.startswith(groups) and name not in LEFT_OUT}
     after = {name: columns[f"next.{name}"] for name in fields if f"next.{name}" in columns}
@@ -203,16 +216,13 @@ def _bounds(columns: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
     ids = columns.get("collector.traj_ids")
     if ids is not None:
         ends[:-1] |= (ids[1:] != ids[:-1]).reshape(length - 1, -1).any(axis=1)
-    ends[-1] = True
-    stops = (np.flatnonzero(ends) + 1).tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
+    return episode_bounds(ends)
 
 
 def _require_following(name: str, here: Any, following: Any, start: int) -> None:
-    one, other = here[1:], following[:-1]
-    wrong = [i for i in range(len(one)) if one[i].tobytes() != other[i].tobytes()]
-    if wrong:
-        at = start + wrong[0]
+    wrong = first_difference(here[1:], following[:-1])
+    if wrong is not None:
+        at = start + wrong
         raise SchemaError(
             f"('next', {name!r}) of entry {at} is not {name!r} of entry {at + 1}, yet no episode ends there: mark its "
             "end by ('next', 'done') or ('collector', 'traj_ids')",

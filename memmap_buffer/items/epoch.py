@@ -1,26 +1,41 @@
-"""One epoch as it is being given: what fixes it, and how much of it was handed out."""
+"""One epoch: its order, the episodes that it covers, and how much of it was handed out.
+
+`EpochSnapshot` tells in a few numbers which episodes an epoch covers; from them another process builds the same index.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from memmap_buffer.format.episode_table import EpisodeTable
-from memmap_buffer.items.epoch_snapshot import EpochSnapshot
+from memmap_buffer.errors import SchemaError, StaleEpisodeError
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.records import OPEN
+from memmap_buffer.format.shards import MAX_SHARDS
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.rank_partition import RankPartition
+from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import Shuffle
+from memmap_buffer.views.folders import Folders
 
 
 class Epoch:
-    """One epoch as it is being given.
+    """One epoch while its batches are handed out.
 
     Args:
-        seed, number, shuffle: fix its order. index: its items. tables, ids: what they were chosen from, of which
-            buffers, by source. extent: what it covers, where that is known already. begun: how many items were given
-            before.
+        seed, number, shuffle: its order.
+        index: its items.
+        tables: the episode tables that the index was made of, by the numbers of the folders.
+        ids: of the buffers of these tables, in their order.
+        snapshot: the episodes that it covers, where they are known already.
+        begun: how many of its items were handed out before, by another process.
+
+    Attributes:
+        partition: the items that this process hands out. batches: how many batches it has handed out. over: whether
+            that was the last.
     """
 
     def __init__(
@@ -32,28 +47,29 @@ class Epoch:
         *,
         tables: Mapping[int, EpisodeTable] | None = None,
         ids: Sequence[str] = (),
-        extent: EpochSnapshot | None = None,
+        snapshot: EpochSnapshot | None = None,
         begun: int = 0,
     ) -> None:
         self.seed, self.number, self.shuffle, self.index, self.begun = seed, number, shuffle, index, begun
-        self.split: RankPartition | None = None
+        self.partition: RankPartition | None = None
         self.batches = 0
         self.over = False
-        self._tables, self._ids, self._extent = tables or {}, ids, extent
+        self._tables, self._ids, self._snapshot = tables or {}, ids, snapshot
 
     def state(self) -> dict[str, Any]:
-        if self._extent is None:  # not before it is asked for: it costs a look at every episode
-            self._extent, self._tables = EpochSnapshot.of(self._ids, self._tables, self.index), {}
-        delivered = self.begun if self.split is None else self.split.given(self.batches)
+        """Where it stands, in numbers, strings and lists."""
+        if self._snapshot is None:  # made when a state is asked for, as it looks at every episode
+            self._snapshot, self._tables = EpochSnapshot.of(self._ids, self._tables, self.index), {}
+        delivered = self.begun if self.partition is None else self.partition.given(self.batches)
         order = {"shuffle": self.shuffle.kind, "window": self.shuffle.window}
-        return {"seed": self.seed, "epoch": self.number, "delivered": delivered, **order, **self._extent.state()}
+        return {"seed": self.seed, "epoch": self.number, "delivered": delivered, **order, **self._snapshot.state()}
 
     def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches that were made of it, counted as they are handed out."""
+        """The same batches, counted as they are handed out."""
         return _Delivery(self, batches)
 
     def generator(self, first: int) -> np.random.Generator:
-        """Chance for the items from number `first` on, one number for each."""
+        """A generator for the items from number `first` on, which take one number each."""
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, self.number))).advance(first))
 
 
@@ -77,3 +93,211 @@ class _Delivery:
             raise
         self._epoch.batches += 1
         return batch
+
+
+@dataclass(frozen=True)
+class FolderSnapshot:
+    """The episodes of one folder that an epoch covers.
+
+    Args:
+        number: of the folder.
+        id: of the buffer; "" where there is none under its number.
+        episodes: (first, last) serials, ascending; more than one pair where episodes were deleted in between.
+        open: (serial, timesteps, flags) of episodes that were still being appended to.
+        items: how many items the episodes have.
+    """
+
+    number: int
+    id: str
+    episodes: tuple[tuple[int, int], ...]
+    open: tuple[tuple[int, int, int], ...]
+    items: int
+
+    @classmethod
+    def of(cls, number: int, id: str, table: EpisodeTable, items: int) -> FolderSnapshot:
+        """The episodes that a table shows."""
+        serial = table.serial[table.visible]
+        cuts = np.flatnonzero(np.diff(serial) > 1) + 1
+        ranges = [(int(part[0]), int(part[-1])) for part in np.split(serial, cuts) if part.size]
+        slots = table.visible[table.flags[table.visible] & OPEN != 0]
+        growing = zip(
+            table.serial[slots].tolist(), table.length[slots].tolist(), table.flags[slots].tolist(), strict=True
+        )
+        return cls(number, id, tuple(ranges), tuple(growing), items)
+
+    def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
+        """A later table of the folder with these episodes alone; one that grew since has the length that it had.
+
+        Args: id: of the buffer that the table is of; in the place of a shard another may stand.
+        """
+        if id != self.id:
+            return replace(table, visible=table.visible[:0])
+        bounds = np.array(self.episodes, np.int64).reshape(-1, 2)
+        bounds[:, 1] += 1
+        inside = np.searchsorted(bounds.ravel(), table.serial[table.visible], side="right") % 2 == 1
+        visible = table.visible[inside]
+        length, flags = table.length.copy(), table.flags.copy()
+        for serial, steps, bits in self.open:
+            slot = visible[table.serial[visible] == serial]
+            length[slot], flags[slot] = steps, bits
+        return replace(table, visible=visible, length=length, flags=flags)
+
+    def gone(self, left: EpisodeTable) -> IntArray:
+        """The serials of its episodes that the table `left` does not show."""
+        if sum(last - first + 1 for first, last in self.episodes) == len(left):
+            return np.empty(0, np.int64)
+        every = [np.arange(first, last + 1) for first, last in self.episodes]
+        return np.setdiff1d(np.concatenate(every), left.serial[left.visible], assume_unique=True)
+
+
+@dataclass(frozen=True)
+class EpochSnapshot:
+    """The episodes that an epoch covers, folder by folder, and the digest of their index."""
+
+    folders: tuple[FolderSnapshot, ...]
+    digest: int
+
+    @classmethod
+    def of(cls, ids: Sequence[str], tables: Mapping[int, EpisodeTable], index: Index) -> EpochSnapshot:
+        """The snapshot of an index and of the tables that it was made of, by the numbers of their folders.
+
+        Args: ids: of the buffers of these tables, in their order.
+        """
+        numbers = np.fromiter(tables, np.int64, len(tables))
+        items = (index.bounds(numbers + 1) - index.bounds(numbers)).tolist()
+        return cls(tuple(map(FolderSnapshot.of, tables, ids, tables.values(), items)), index.digest)
+
+    @property
+    def items(self) -> int:
+        return sum(folder.items for folder in self.folders)
+
+    def state(self) -> dict[str, Any]:
+        """The snapshot as lists and whole numbers, as JSON and a checkpoint of torch hold them."""
+        folders = [
+            {
+                "number": s.number,
+                "id": s.id,
+                "episodes": [list(pair) for pair in s.episodes],
+                "open": [list(one) for one in s.open],
+                "items": s.items,
+            }
+            for s in self.folders
+        ]
+        return {"sources": folders, "digest": self.digest}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> EpochSnapshot:
+        """The snapshot that `state` told of. Raises TypeError, ValueError or KeyError for anything else."""
+        return cls(tuple(map(_folder_snapshot, state["sources"])), int(state["digest"]))
+
+    def index(self, selection: Selection, folders: Folders, on_stale: str) -> Index:
+        """The index of the epoch, made again of the tables as they are now.
+
+        Args:
+            selection: the anchors that are wanted.
+            folders: the folders; they are refreshed.
+            on_stale: with "redraw", an episode that is gone keeps its run, which nobody can read, so that its items
+                are drawn again in their turn.
+
+        Raises:
+            StaleEpisodeError: episodes are gone, and `on_stale` is "raise", or where their items were is not known.
+            SchemaError: other options or folders, or values changed by which items are chosen.
+        """
+        folders.refresh()
+        known = {snapshot.number: snapshot for snapshot in self.folders}
+        folders.reach(np.fromiter(known, np.int64, len(known)))
+        now, ids = folders.tables, folders.ids
+        numbers = folders.numbers[: len(now)].tolist()
+        if folders.shards is None and list(known) != numbers:
+            raise SchemaError(f"the epoch is of {len(known)} folders, this reads {len(now)}")
+        for snapshot, id in zip(self.folders, ids, strict=False) if folders.shards is None else ():
+            if snapshot.id != id:
+                raise SchemaError(
+                    f"{folders.storages[snapshot.number].path}: this buffer has the id {id}, the epoch is of "
+                    f"{snapshot.id}; read the folder that it was begun on, or a copy of it, or begin a new epoch"
+                )
+        # Folders that are not in it appeared since.
+        snapshots = [known.get(number) or FolderSnapshot(number, "", (), (), 0) for number in numbers]
+        tables = [snapshot.of_later(id, table) for snapshot, id, table in zip(snapshots, ids, now, strict=True)]
+        index = selection.index(folders, tables)
+        gone = [(snapshot, snapshot.gone(table)) for snapshot, table in zip(snapshots, tables, strict=True)]
+        if any(serials.size for _, serials in gone):
+            for snapshot, serials in gone:
+                if serials.size and (on_stale == "raise" or selection.top_k is not None):
+                    _refuse(folders, snapshot.number, serials, "load it with on_stale='redraw', or begin a new epoch")
+                index = _with_gone(index, folders, snapshot, serials)
+        elif index.digest != self.digest:
+            raise SchemaError(
+                f"{folders.storages[0].path}: the epoch had {self.items} items, of other episodes or timesteps than "
+                f"the {len(index)} that these options choose now; give the options of then, or begin a new epoch"
+            )
+        return index
+
+
+def _with_gone(index: Index, folders: Folders, snapshot: FolderSnapshot, serials: IntArray) -> Index:
+    """The index with a run for the items of a folder's episodes that are gone, if they were side by side."""
+    ends = np.array([snapshot.number, snapshot.number + 1])
+    first, last = index.bounds(ends).tolist()
+    missing = snapshot.items - (last - first)
+    if not missing:
+        return index
+    start, stop = index.cuts(ends).tolist()
+    at, end = start + np.searchsorted(index.serial[start:stop], serials[[0, -1]])
+    if missing < 0 or at != end:
+        _refuse(folders, snapshot.number, serials, "which items they had cannot be told any more; begin a new epoch")
+    return index.with_run(int(at), serial=int(serials[0]), count=missing, folder=snapshot.number)
+
+
+Standing: TypeAlias = dict[int, tuple[str, str, int, int, int]]
+
+
+def standing(folders: Folders) -> Standing:
+    """Of each folder as it is now, by its number: (path, id, epoch, nonce, changes).
+
+    The same writer only ever raises the last; whoever takes the lock raises `epoch`, and draws another nonce.
+    """
+    folders.refresh()
+    present = [(n, s) for n, s, _ in folders.by_number(folders.tables) if not s.withdrawn]
+    return {n: (str(s.path), s.layout.id, s.state("epoch"), s.state("nonce"), s.state("changes")) for n, s in present}
+
+
+def require_same(told: Sequence[tuple[str, Standing]], folders: Folders) -> None:
+    """Raise SchemaError where a rank reads other data: its folders were not, before, what they are here now, or less.
+
+    Args: told: of each rank, its host and how its folders stood.
+    """
+    now = standing(folders)
+    for rank, (host, theirs) in enumerate(told):
+        for number, (path, id, epoch, nonce, changes) in theirs.items():
+            mine = now.get(number)
+            if mine is None:
+                why = f"of which nothing stands in {folders.storages[0].path.parent}"
+            elif mine[1] != id:
+                why = f"and {mine[0]} is another buffer: their ids are {id} and {mine[1]}"
+            elif mine[2] < epoch or mine[4] < changes or (mine[2] == epoch and mine[3] != nonce):
+                why = f"and {mine[0]} is an older copy of that, or each was written to since it was copied"
+            else:
+                continue
+            raise SchemaError(
+                f"rank {rank} reads {path} on {host}, {why}; let all ranks read one folder, or equal copies; a rank "
+                "with data of its own gives rank=0, world_size=1"
+            )
+
+
+def _refuse(folders: Folders, number: int, serials: IntArray, remedy: str) -> NoReturn:
+    storage = folders.numbered(number)
+    assert storage is not None
+    raise StaleEpisodeError(
+        f"{storage.path}: {len(serials)} episodes of the epoch, {serials[:5].tolist()} first, were "
+        f"overwritten or removed since; {remedy}",
+        serials=serials.tolist(),
+    )
+
+
+def _folder_snapshot(state: Mapping[str, Any]) -> FolderSnapshot:
+    episodes = tuple((int(first), int(last)) for first, last in state["episodes"])
+    growing = tuple((int(serial), int(steps), int(flags)) for serial, steps, flags in state["open"])
+    number = int(state["number"])
+    if not 0 <= number < MAX_SHARDS:
+        raise ValueError(f"number: got {number}, expected 0 to {MAX_SHARDS - 1}")
+    return FolderSnapshot(number, str(state["id"]), episodes, growing, int(state["items"]))

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import crc32
-from memmap_buffer.items.runs import Runs
-from memmap_buffer.views.folders import Anchors, Folders
+from memmap_buffer.views.anchors import Anchors, Runs
+from memmap_buffer.views.folders import Folders
 
 FloatArray = npt.NDArray[np.float64]
 MANY = 2048  # 16,384 anchors among 2000 runs: 0.14 ms by buckets, 1.0 by binary search; but 256 take 13 µs and 7
@@ -26,9 +26,12 @@ class Index:
     """The anchors of one moment: run r has those with t = min(first + i * stride, last), i < count.
 
     Attributes:
-        slot, serial, first: (R,).  starts: (R + 1,) how many anchors the runs before have, in all.
-        source: (R,) or None for one folder.  last: (R,) or None.
-        mass: (R + 1,) the weight that the runs before have, in all; None where every anchor counts the same.
+        slot, serial, first: (R,) int64.
+        starts: (R + 1,) how many anchors the runs before have, in all.
+        stride: of every run.
+        folder: (R,) the number of each run's folder, or None for a single folder; ascending.
+        last: (R,) or None.
+        weight_sums: (R + 1,) the weight that the runs before have, in all; None where every anchor counts the same.
     """
 
     slot: IntArray
@@ -36,40 +39,40 @@ class Index:
     first: IntArray
     starts: IntArray
     stride: int = 1
-    source: IntArray | None = None
+    folder: IntArray | None = None
     last: IntArray | None = None
-    mass: FloatArray | None = None
+    weight_sums: FloatArray | None = None
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def bounds(self, sources: IntArray) -> IntArray:
-        """Where the anchors of sources begin, by their numbers; they end where those of the next number begin."""
-        return self.starts[self.cuts(sources)]
+    def bounds(self, numbers: IntArray) -> IntArray:
+        """The positions at which the anchors of folders begin; they end where those of the next number begin."""
+        return self.starts[self.cuts(numbers)]
 
-    def cuts(self, sources: IntArray) -> IntArray:
-        """Where the runs of sources begin, likewise; they are listed source by source, ascending."""
-        if self.source is None:
-            return np.minimum(sources, 1) * len(self.slot)
-        return np.searchsorted(self.source, sources)
+    def cuts(self, numbers: IntArray) -> IntArray:
+        """The runs at which those of folders begin, likewise."""
+        if self.folder is None:
+            return np.minimum(numbers, 1) * len(self.slot)
+        return np.searchsorted(self.folder, numbers)
 
-    def parts(self, sources: IntArray) -> list[Runs]:
-        """The runs of each of these sources."""
+    def ranges(self, numbers: IntArray) -> list[tuple[int, int]]:
+        """(first, stop) of the runs of each of these folders."""
+        return list(zip(self.cuts(numbers).tolist(), self.cuts(numbers + 1).tolist(), strict=True))
+
+    def by_folder(self, numbers: IntArray) -> list[Runs]:
+        """The runs of each of these folders."""
         runs = Runs(self.slot, self.serial, self.first, np.diff(self.starts), self.last)
-        if self.source is None:
+        if self.folder is None:
             return [runs]
-        return [runs.where(slice(*cut)) for cut in self.ranges(sources)]
+        return [runs.where(slice(*cut)) for cut in self.ranges(numbers)]
 
-    def ranges(self, sources: IntArray) -> list[tuple[int, int]]:
-        """(first, stop) of the runs of each of these sources."""
-        return list(zip(self.cuts(sources).tolist(), self.cuts(sources + 1).tolist(), strict=True))
-
-    def living(self, sources: Folders) -> Index:
-        """What is left of it in the tables as last read."""
-        source = np.zeros(len(self.slot), np.int64) if self.source is None else self.source
+    def living(self, folders: Folders) -> Index:
+        """The index without episodes that the tables, as last read, do not show."""
+        number_of = np.zeros(len(self.slot), np.int64) if self.folder is None else self.folder
         keep = np.zeros(len(self.slot), np.bool_)
-        for number, _, table in sources.by_number(sources.tables):
-            mine = source == number
+        for number, _, table in folders.by_number(folders.tables):
+            mine = number_of == number
             keep[mine] = table.shows(self.slot[mine], self.serial[mine])
         return replace(
             self,
@@ -77,13 +80,13 @@ class Index:
             serial=self.serial[keep],
             first=self.first[keep],
             starts=sums(np.diff(self.starts)[keep]),
-            source=None if self.source is None else self.source[keep],
+            folder=None if self.folder is None else self.folder[keep],
             last=None if self.last is None else self.last[keep],
-            mass=None if self.mass is None else sums(np.diff(self.mass)[keep]),
+            weight_sums=None if self.weight_sums is None else sums(np.diff(self.weight_sums)[keep]),
         )
 
-    def with_run(self, at: int, *, serial: int, count: int, source: int) -> Index:
-        """It with one more run before run `at`: of an episode that is gone, so whoever reads it finds it stale."""
+    def with_run(self, at: int, *, serial: int, count: int, folder: int) -> Index:
+        """The index with one more run before run `at`, of an episode that is gone: its items are found to be stale."""
 
         def put(values: Any, value: int) -> Any:
             return None if values is None else np.insert(values, at, value)
@@ -94,48 +97,54 @@ class Index:
             serial=put(self.serial, serial),
             first=put(self.first, 0),
             starts=sums(put(np.diff(self.starts), count)),
-            source=put(self.source, source),
+            folder=put(self.folder, folder),
             last=put(self.last, np.iinfo(np.int64).max),
-            # It weighs nothing beside what is left of the others: who draws by weight draws from these.
-            mass=None if self.mass is None else sums(put(np.diff(self.mass), int(not self.mass[-1]))),
+            # It weighs nothing as long as other runs are left: draws by weight are from these.
+            weight_sums=None
+            if self.weight_sums is None
+            else sums(put(np.diff(self.weight_sums), int(not self.weight_sums[-1]))),
         )
 
     def pick(self, u: FloatArray, low: IntArray | int = 0, high: IntArray | int | None = None) -> IntArray:
-        """Which anchor each number falls on when [0, 1) is divided among some of them, by weight if they have one.
+        """The positions of the anchors that numbers fall on when [0, 1) is divided among anchors, by weight if any.
 
-        Args: u: (B,) in [0, 1). low, high: the anchors low … high - 1, whole runs of them; default all.
+        Args:
+            u: (B,) in [0, 1).
+            low, high: the anchors low … high - 1, whole runs of them; default all.
         """
-        high = len(self) if high is None else high
-        if self.mass is None:
+        high = int(self.starts[-1]) if high is None else high
+        if self.weight_sums is None:
             high = np.asarray(high)
             return np.asarray(np.minimum(low + (u * (high - low)).astype(np.int64), high - 1))
-        start, stop = (self.mass[np.searchsorted(self.starts, bound)] for bound in (low, high))
+        start, stop = (self.weight_sums[np.searchsorted(self.starts, bound)] for bound in (low, high))
         at = start + u * (stop - start)
-        run = np.clip(np.searchsorted(self.mass, at, side="right") - 1, 0, len(self.slot) - 1)
+        run = np.clip(np.searchsorted(self.weight_sums, at, side="right") - 1, 0, len(self.slot) - 1)
         count = self.starts[run + 1] - self.starts[run]
-        within = (at - self.mass[run]) / (self.mass[run + 1] - self.mass[run]) * count
+        within = (at - self.weight_sums[run]) / (self.weight_sums[run + 1] - self.weight_sums[run]) * count
         return np.asarray(self.starts[run] + np.clip(within.astype(np.int64), 0, count - 1))
+
+    def draw(self, count: int, rng: np.random.Generator) -> Anchors:
+        """`count` anchors drawn with replacement: uniformly, or by weight if they have one."""
+        return self.locate(self.pick(rng.random(count)))
 
     @property
     def digest(self) -> int:
         """A number that differs for other anchors or weights; the same in every process."""
-        arrays = (self.serial, self.first, self.starts, *(() if self.mass is None else (self.mass,)))
+        arrays = (self.serial, self.first, self.starts, *(() if self.weight_sums is None else (self.weight_sums,)))
         return reduce(lambda digest, array: crc32(np.ascontiguousarray(array), digest), arrays, 0)
 
     def locate(self, i: IntArray) -> Anchors:
         """The anchors number `i`, (B,) int64 in [0, len)."""
-        run = self._runs(i)
+        run = np.searchsorted(self.starts, i, side="right") - 1 if i.size < MANY else self._runs(i)
         t = i - self.starts.take(run)
         t = self.first.take(run) + (t if self.stride == 1 else t * self.stride)
         if self.last is not None:
             t = np.minimum(t, self.last.take(run))
-        source = None if self.source is None else self.source.take(run)
-        return Anchors(source, self.slot.take(run), self.serial.take(run), t)
+        folder = None if self.folder is None else self.folder.take(run)
+        return Anchors(folder, self.slot.take(run), self.serial.take(run), t)
 
     def _runs(self, i: IntArray) -> IntArray:
-        """The run of each anchor: for many of them, a few steps on from the first of its bucket."""
-        if i.size < MANY:
-            return np.searchsorted(self.starts, i, side="right") - 1
+        """The run of each of many anchors: a few steps on from the first of its bucket."""
         shift, first = self._buckets
         run, ends = first.take(i >> shift).astype(np.int64), self.starts[1:]
         for _ in range(3):
@@ -156,7 +165,7 @@ class Index:
 
 
 def sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """(n + 1,) the sum of those before each of n values, and of all."""
+    """(n + 1,) the sums of n values up to each, from 0 to the sum of all."""
     out = np.empty(len(values) + 1, values.dtype)
     out[0] = 0
     np.cumsum(values, out=out[1:])

@@ -1,4 +1,4 @@
-"""Which part of an epoch a rank gives: equal batches of every rank, and what becomes of the rest."""
+"""The part of an epoch that a rank gives: as many batches as every other rank, and a share of the last turn."""
 
 from __future__ import annotations
 

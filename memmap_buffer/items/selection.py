@@ -1,4 +1,4 @@
-"""Which anchors are wanted, a view, filters, a split; and which of them exist at one moment."""
+"""`Selection`: the anchors that are wanted; and the index of those that exist at one moment."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.items.conditions import matches
+from memmap_buffer.items.filters import START, VALID, filtered, matches
 from memmap_buffer.items.index import Index, sums
-from memmap_buffer.items.runs import START, VALID, Runs, filtered
 from memmap_buffer.schema import Schema
+from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
 from memmap_buffer.views.ends import Ends
-from memmap_buffer.views.folders import GOLDEN, Folders, splitmix
-from memmap_buffer.views.windows import Spans, View
+from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.view import View
 
-BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is wanted of the episodes that exist.
+    """The anchors that are wanted of the episodes that exist: a view, filters, a split.
 
     Args:
         view: how items are cut.
@@ -43,8 +42,8 @@ class Selection:
             where it is 0.
         split: name -> fraction of the episodes, and `part`, the name of the one that is wanted; by `split_seed`. An
             episode's part follows from its serial alone, so it never changes.
-        random: whether chance has a say in each item. mixes: whether an item holds rows of others of its batch, so that
-            no batches may be worked out together.
+        random: whether each item is given random numbers.
+        mixes: whether an item holds rows of other items of its batch, so that batches cannot be read together.
     """
 
     view: View
@@ -84,12 +83,12 @@ class Selection:
             raise SchemaError(f"part: got {self.part!r} without split; give split={{{self.part!r}: 0.9, …}} too")
 
     def excluding(self, schema: Schema) -> Selection:
-        """The same without what the field `valid` excludes, where there is one.
+        """The same without the anchors that the field `valid` excludes, where the schema has one.
 
-        It is the anchor that must be valid: the timestep, the first step of a transition or a window (the episode's,
-        where the window begins before it), offset 0. What else lies in an item, such as the later steps of a window or
-        the rewards of n steps, is given as it is, with `valid` among its fields. Whole episodes and crops are served if
-        any of their steps is valid.
+        The anchor must be valid: the timestep, the first step of a transition or a window (the episode's, where the
+        window begins before it), offset 0. Other steps of an item, such as the later ones of a window or the rewards of
+        n steps, are given as they are, with `valid` among the fields. Whole episodes and crops are served if any of
+        their steps is valid.
         """
         field = schema.fields.get(VALID)
         if field is None or field.dtype != "bool" or field.shape or VALID in self.filter_fields:
@@ -97,13 +96,13 @@ class Selection:
         return replace(self, filter_fields={VALID: True, **self.filter_fields})
 
     def without_callables(self) -> Selection:
-        """What can be pickled; see `Index` for the episodes it leaves open."""
+        """The same without callables among the filters, so that it can be pickled."""
         meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
         fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
         return replace(self, filter_meta=meta, filter_fields=fields)
 
     def describe(self) -> str:
-        """The view and what narrows it, for an error."""
+        """The view and the options that narrow it, for an error."""
         narrowed = [
             f"{name}={getattr(self, name)!r}"
             for name in ("filter_meta", "filter_fields", "top_k", "split", "weight_by")
@@ -117,28 +116,31 @@ class Selection:
 
     def index(
         self,
-        sources: Folders,
+        folders: Folders,
         tables: Sequence[EpisodeTable] | None = None,
         before: tuple[Index, Sequence[EpisodeTable]] | None = None,
     ) -> Index:
         """The anchors that exist in the tables as last read, or in these.
 
-        Args: before: an index and the tables that it was made of; only episodes that changed since are looked at.
+        Args:
+            folders: the folders that are read.
+            tables: of each folder; default: as last read.
+            before: an index and the tables that it was made of; only episodes that changed since are looked at.
         """
-        each = sources.by_number(sources.tables if tables is None else tables)
-        folders, numbers = [(storage, table) for _, storage, table in each], np.array([number for number, *_ in each])
+        each = folders.by_number(folders.tables if tables is None else tables)
+        numbers, read = np.array([number for number, *_ in each]), [(storage, table) for _, storage, table in each]
         if before is None or self.has_callables or self.top_k is not None:  # whether one passes may depend on others
             slots = [self._slots(*one, one[-1].visible) for one in each]
-            slots = slots if self.top_k is None else _top_k(slots, folders, *self.top_k)
-            parts = [self._runs(*folder, chosen) for folder, chosen in zip(folders, slots, strict=True)]
+            slots = slots if self.top_k is None else _top_k(slots, read, *self.top_k)
+            parts = [self._runs(*one, chosen) for one, chosen in zip(read, slots, strict=True)]
         else:
-            olds = {number: table for number, _, table in sources.by_number(before[1])}
-            known = zip(each, before[0].parts(numbers), strict=True)
+            olds = {number: table for number, _, table in folders.by_number(before[1])}
+            known = zip(each, before[0].by_folder(numbers), strict=True)
             parts = [self._later(*one, runs, olds.get(one[0])) for one, runs in known]
-        weights = [_weights(*folder, part, self.weight_by) for folder, part in zip(folders, parts, strict=True)]
+        weights = [_weights(*one, part, self.weight_by) for one, part in zip(read, parts, strict=True)]
         if self.weight_by is not None:
             parts = [part.where(np.flatnonzero(weight)) for part, weight in zip(parts, weights, strict=True)]
-        source = None if sources.single else np.repeat(numbers, [len(part.slot) for part in parts])
+        folder = None if folders.single else np.repeat(numbers, [len(part.slot) for part in parts])
         slot, serial, first, count = (
             _joined([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
         )
@@ -147,29 +149,29 @@ class Selection:
             *(slot, serial, first),
             starts=sums(count),
             stride=self.view.stride,
-            source=source,
+            folder=folder,
             last=_joined(lasts) if lasts else None,
-            mass=None if self.weight_by is None else sums(count * _joined([w[w > 0] for w in weights])),
+            weight_sums=None if self.weight_by is None else sums(count * _joined([w[w > 0] for w in weights])),
         )
 
     def _later(
         self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable | None
     ) -> Runs:
-        """The runs of a folder, where those of an earlier table are known: of what its records tell, nothing else."""
+        """The runs of a folder, made of those of an earlier table and of the episodes that changed since."""
         if table is before:
             return runs
         if before is None or len(before.check) != len(table.check):  # the folder was not there
             return self._runs(storage, table, self._slots(number, storage, table, table.visible))
         changed = (table.check != before.check) | (table.shown != before.shown)
         stay = np.flatnonzero(~changed.take(runs.slot))
-        # Mostly it is the oldest that leave, and the newest that grow: what is between them is not copied.
+        # Mostly the oldest episodes leave and the newest grow: the runs between them are not copied.
         between = len(stay) > 0 and stay[-1] - stay[0] == len(stay) - 1
         kept = runs.where(slice(stay[0], stay[-1] + 1) if between else stay)
         slots = table.visible[changed.take(table.visible)]
         return kept.joined(self._runs(storage, table, self._slots(number, storage, table, slots)))
 
     def _slots(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
-        """Those of some visible slots whose episodes pass."""
+        """The slots, of some that are visible, whose episodes pass."""
         if self.min_episode_len <= 1 and not self.filter_meta and self.split is None:
             return slots
         keep = table.of(table.length, slots) >= self.min_episode_len
@@ -180,29 +182,27 @@ class Selection:
         return slots if keep.all() else slots[keep]
 
     def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
+        """The runs of anchors of some visible slots."""
         if not len(slots):
-            return Runs(slots, slots, slots, slots, None)
+            return Runs(slots, slots, slots, slots)
         schema, flags, length = storage.layout.schema, table.of(table.flags, slots), table.of(table.length, slots)
-        ends = self.view.ends(schema)
-        ended, serial = _ended(storage, table, slots, ends), table.of(table.serial, slots)
+        episodes = Runs(slots, table.of(table.serial, slots), np.zeros(len(slots), np.int64), length)
+        ends, has_final = self.view.ends(schema), flags & FINAL != 0
+        ended = _ended(storage, table, slots, ends)
         inner = np.flatnonzero(flags & INNER_END) if ends.names else slots[:0]
         if len(inner) and not self.view.per_episode:
-            parts = _parts(storage, slots, length, inner, ends)
-            spans = parts.spans(self.view, schema, flags & FINAL != 0, ended)
-            slots, serial = slots[parts.number], serial[parts.number]
+            runs = _parts(storage, slots, length, inner, ends).anchors(self.view, schema, episodes, has_final, ended)
         else:
-            spans = self.view.spans(schema, length, flags & FINAL != 0, ended)
-        runs = Runs(slots, serial, spans.first, spans.count, spans.last)
+            runs = self.view.anchors(schema, episodes, has_final, ended)
         if self.filter_fields and not self.view.per_episode:
             return filtered(runs, storage, self.filter_fields, self.view.stride)
-        keep = spans.count > 0
+        keep = runs.count > 0
         if self.filter_fields:
-            steps = replace(runs, first=np.zeros(len(slots), np.int64), count=length, last=None)
-            keep &= np.isin(slots, filtered(steps, storage, self.filter_fields, 1).slot)
+            keep &= np.isin(slots, filtered(episodes, storage, self.filter_fields, 1).slot)
         return runs if keep.all() else runs.where(np.flatnonzero(keep))
 
     def _in_part(self, serial: IntArray, number: int) -> BoolArray:
-        """Where a hash of (seed, source, serial) falls into the part's share of [0, 1)."""
+        """Whether a hash of (seed, folder, serial) falls into the part's share of [0, 1)."""
         shares = dict(self.split or {})
         names = list(shares)
         edges = np.concatenate([[0.0], np.cumsum([shares[name] for name in names])])
@@ -281,15 +281,17 @@ class _Parts(NamedTuple):
     is_last: BoolArray
     ended: BoolArray
 
-    def spans(self, view: View, schema: Schema, has_final: BoolArray, ended: BoolArray) -> Spans:
+    def anchors(self, view: View, schema: Schema, episodes: Runs, has_final: BoolArray, ended: BoolArray) -> Runs:
         """The anchors of each part, as if it were an episode; none lies before its part, unless it is the first."""
+        parts = episodes.where(self.number).replaced(count=self.stop - self.begin)
         final = has_final[self.number] & self.is_last
         terminated = np.where(self.is_last, ended[self.number], self.ended)
-        spans = view.spans(schema, self.stop - self.begin, final, terminated)
-        early = np.where(self.begin > 0, np.maximum(-spans.first, 0), 0)
-        skipped = np.minimum(-(-early // view.stride), spans.count)
-        first = spans.first + skipped * view.stride + self.begin
-        return Spans(first, spans.count - skipped, None if spans.last is None else spans.last + self.begin)
+        runs = view.anchors(schema, parts, final, terminated)
+        early = np.where(self.begin > 0, np.maximum(-runs.first, 0), 0)
+        skipped = np.minimum(-(-early // view.stride), runs.count)
+        first = runs.first + skipped * view.stride + self.begin
+        last = None if runs.last is None else runs.last + self.begin
+        return Runs(runs.slot, runs.serial, first, runs.count - skipped, last)
 
 
 def _parts(storage: Storage, slots: IntArray, length: IntArray, inner: IntArray, ends: Ends) -> _Parts:

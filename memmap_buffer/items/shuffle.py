@@ -1,4 +1,4 @@
-"""Chance: shuffles that hold no list, draws, crops, and exact shares; each number computed without those before it."""
+"""Chance: shuffles that hold no list, crops, and exact shares; each number is computed without those before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy.typing as npt
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.selection import Selection
-from memmap_buffer.views.folders import GOLDEN, Anchors, Folders, splitmix
+from memmap_buffer.views.anchors import GOLDEN, Anchors, splitmix
+from memmap_buffer.views.folders import Folders
 
 ROUNDS = 6
 FEW = 512  # items: the network favours some orders of so few, and to sort them takes no longer
@@ -59,31 +60,28 @@ class Permutation:
         return np.asarray((left << half) | right)
 
 
-def crop(selection: Selection, sources: Folders, anchors: Anchors, rng: np.random.Generator) -> Anchors:
-    """Give each item its chance, and let it move the anchors, where there is a say for it."""
+def crop(selection: Selection, folders: Folders, anchors: Anchors, rng: np.random.Generator) -> Anchors:
+    """Give each item its chance, if the selection has a use for it, and move the anchors of a view that is random."""
     if not selection.random:
         return anchors
-    # One number of the sequence an item, so that a part of an epoch is as in the whole of it.
+    # Each item takes one number of the sequence, so that a part of an epoch is as in the whole of it.
     anchors = anchors._replace(chance=rng.integers(0, 2**64, anchors.size, np.uint64))
     if not selection.view.random:
         return anchors
-    return anchors._replace(t=selection.view.crop(sources.look_up(anchors).length, anchors.uniform(0)))
-
-
-def draw(selection: Selection, sources: Folders, index: Index, count: int, rng: np.random.Generator) -> Anchors:
-    """`count` anchors, with replacement: uniformly, or by the weights of the index."""
-    return crop(selection, sources, index.locate(index.pick(rng.random(count))), rng)
+    return anchors._replace(
+        t=selection.view.crop(folders.find(anchors, trusted=False).anchors.length, anchors.uniform(0))
+    )
 
 
 def draw_like(
-    selection: Selection, sources: Folders, index: Index, anchors: Anchors, rng: np.random.Generator
+    selection: Selection, folders: Folders, index: Index, anchors: Anchors, rng: np.random.Generator
 ) -> Anchors:
-    """As many anchors from each source as before; from anywhere for a source that has none left."""
-    if anchors.source is None:
-        return draw(selection, sources, index, anchors.size, rng)
-    low, high = index.bounds(anchors.source), index.bounds(anchors.source + 1)
+    """As many anchors from each folder as before; from any folder for one that has none left."""
+    if anchors.folder is None:
+        return crop(selection, folders, index.draw(anchors.size, rng), rng)
+    low, high = index.bounds(anchors.folder), index.bounds(anchors.folder + 1)
     low, high = np.where(low < high, low, 0), np.where(low < high, high, len(index))
-    return crop(selection, sources, index.locate(index.pick(rng.random(anchors.size), low, high)), rng)
+    return crop(selection, folders, index.locate(index.pick(rng.random(anchors.size), low, high)), rng)
 
 
 class BlockShuffle:
@@ -190,8 +188,9 @@ class Order:
     """The order of one epoch: the position in the index of any of its items, by the item's number.
 
     Args:
-        index: what there is. bounds: where each source begins in it, and the end.
-        shuffle: how; a weighted index is drawn from with replacement instead.
+        index: the items.
+        bounds: where each source begins in the index, and its end.
+        shuffle: their order; a weighted index is drawn from with replacement instead.
         quota: the shares of the sources, each of which goes round in an order of its own; None: all are one.
         seed: whole numbers that choose it.
     """
@@ -212,7 +211,7 @@ class Order:
 
     def _rounds(self, start: int, stop: int, i: IntArray, *seed: int) -> IntArray:
         """Positions start … stop - 1, round after round."""
-        if self._index.mass is not None:
+        if self._index.weight_sums is not None:
             return self._index.pick(uniform(i, *seed), start, stop)
         number = i // (stop - start)
         within = i - number * (stop - start)

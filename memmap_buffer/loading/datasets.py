@@ -1,4 +1,4 @@
-"""The PyTorch contract: a dataset that cuts whole batches, its collate function, and the loader. torch begins here."""
+"""What PyTorch asks for: a dataset that reads whole batches, its collate function, and the loader."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from memmap_buffer.dtypes import Array, check_count, to_numpy
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.items.rank_partition import Ranks
-from memmap_buffer.loading.batch_reader import Reader
-from memmap_buffer.loading.distributed import Drawn, EpochBatches, anchors_of, ranks_of, taken_apart
-from memmap_buffer.loading.options import NamedBatch, ReadOptions, make_tuple, unknown_option
+from memmap_buffer.loading.batch_group import BatchGroup, PlannedBatch
+from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.loading.distributed import Drawn, EpochBatches, anchors_of, ranks_of, samplers_of
+from memmap_buffer.loading.options import NamedBatch, Options, make_tuple, unknown_option
 from memmap_buffer.loading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.loading.prioritized import PrioritizedDraws, PrioritizedSampler
 from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
-from memmap_buffer.loading.transport import Arrivals, Carrier, Tasks, as_it_is
+from memmap_buffer.loading.transport import Arrivals, Carrier, Tasks, unchanged
 from memmap_buffer.schema import nest
-from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, PlannedBatch, is_one, pieces
-from memmap_buffer.views.folders import Anchors
+from memmap_buffer.views.anchors import Anchors
+from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, pieces
 
 
-def seeded_rng(seed: int | None = None) -> np.random.Generator:
-    """A generator of a seed, by default one from torch's: so `manual_seed` fixes it and every worker has another."""
-    if seed is not None:
-        check_count("seed", seed, 0)
-        return np.random.default_rng(seed)
+def torch_seeded_rng() -> np.random.Generator:
+    """A generator whose seed torch's gives: so `manual_seed` fixes it, and every worker has another."""
     return np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_()))
 
 
 def _maker(array: Array) -> Callable[[Array], Any]:
-    """What makes a tensor of every part of an array."""
+    """The function that makes a tensor of each part of an array."""
     return torch.from_numpy if array.dtype.kind != "U" and type(array) is np.ndarray else to_tensor
 
 
@@ -62,8 +60,15 @@ def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
 
 def tensors_of(columns: Columns, size: int) -> list[dict[str, Any]]:
     """Columns (N, …) as tensors, cut into batches of `size` items, each in memory that is seen to end where it does."""
-    if is_one(columns, size):
-        return [{key: to_tensor(values) for key, values in columns.items()}]
+    if len(next(iter(columns.values()), ())) <= size:
+        return [
+            {
+                key: torch.from_numpy(values)
+                if type(values) is np.ndarray and values.dtype.kind != "U"
+                else to_tensor(values)
+                for key, values in columns.items()
+            }
+        ]
     parts = [map(_maker(values), pieces(values, size)) for values in columns.values()]
     return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
 
@@ -76,25 +81,35 @@ def _unpadded(values: Any, lens: torch.Tensor) -> Any:
     return torch.nested.nested_tensor_from_jagged(values[mask], offsets)
 
 
-def read(reader: Reader, anchors: Anchors | PlannedBatch, rng: Callable[[], np.random.Generator]) -> dict[str, Any]:
-    """A batch as (nested) tensors, transformed; `rng` is chance for the transforms that want it.
+def read(
+    reader: BatchReader, anchors: Anchors | PlannedBatch, rng: Callable[[], np.random.Generator]
+) -> dict[str, Any]:
+    """A batch as (nested) tensors, ragged where the options say so, and transformed.
 
-    What is to be ragged is cut to the lengths that the batch has for it.
+    Args:
+        reader: what reads it.
+        anchors: of its items.
+        rng: makes the generator of the transforms that take one.
     """
-    tensors, output = reader.read(anchors, tensors_of), reader.output
+    output = reader.output
+    tensors = anchors.read(tensors_of) if isinstance(anchors, PlannedBatch) else reader.read(anchors, tensors_of)
     for key, lens in output.ragged.items():
         tensors[key] = _unpadded(tensors[key], tensors[lens].reshape(-1))
-    return output.transformed(nest(tensors) if output.nested else tensors, rng)
+    batch = nest(tensors) if output.nested else tensors
+    return output.transformed(batch, rng) if output.transforms else batch
 
 
 class Item(dict[str, Any]):
-    """An item of a batch that was gathered at once; by its type PyTorch's default collate gives the whole batch."""
+    """An item of a batch that was read whole; by its type PyTorch's default collate gives the whole batch."""
 
 
 class Batch(Sequence[Any]):
-    """A batch that was gathered at once, seen as its items: views of its rows, so any collate works.
+    """A batch that was read whole, as a sequence of its items: views of its rows, so any collate works.
 
-    Args: data: the batch. size: its items. names: of the named tuple that it is to be, or ().
+    Args:
+        data: the batch.
+        size: how many items it has.
+        names: the keys of the named tuple that it becomes, or ().
     """
 
     def __init__(self, data: dict[str, Any], size: int, names: tuple[str, ...] = ()) -> None:
@@ -142,19 +157,19 @@ def _at(data: dict[str, Any], key: str) -> Any:
 
 
 def collate(batch: Any) -> Any:
-    """What was gathered at once as the user gets it; items of anything else as PyTorch's default collate has it."""
+    """A batch that was read whole as the user gets it; other items as PyTorch's default collate joins them."""
     return batch.whole if isinstance(batch, Batch) else default_collate(batch)
 
 
 def _default_of_items(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """What the default collate makes of our items: it asks by the type of the first, and hands all of them over."""
+    """The default collate of our items, which it calls by the type of the first, with all of them."""
     if isinstance(batch, Batch):
         return batch.whole
     first: Any = batch[0]
-    together = partial(torch_collate, collate_fn_map=collate_fn_map)
+    join = partial(torch_collate, collate_fn_map=collate_fn_map)
     if isinstance(first, NamedBatch):
-        return make_tuple(first._fields, [together(list(values)) for values in zip(*batch, strict=True)])
-    return {key: together([item[key] for item in batch]) for key in first}
+        return make_tuple(first._fields, [join(list(values)) for values in zip(*batch, strict=True)])
+    return {key: join([item[key] for item in batch]) for key in first}
 
 
 default_collate_fn_map.update({Item: _default_of_items, NamedBatch: _default_of_items})
@@ -167,10 +182,12 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
     number of items is of the last `refresh`; loaders made by `dataloader` refresh at every epoch. The workers of
     any other DataLoader have copies of when they were started: with `persistent_workers` make it anew after `refresh`.
 
-    Args: reader: what is read. weights: the shares of its sources, which a loader of the library's gives.
+    Args:
+        reader: what reads its batches.
+        weights: the shares of its folders, which a loader of the library's gives.
     """
 
-    def __init__(self, reader: Reader, weights: Sequence[float] | None = None) -> None:
+    def __init__(self, reader: BatchReader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
         self.weights = weights
 
@@ -186,42 +203,51 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
         return self.at([i])[0]
 
     def __getitems__(self, indices: Sequence[int] | Anchors | PlannedBatch | Drawn) -> Batch:
-        """Many items at once, gathered once: by position, or at anchors.
+        """Many items, read at once.
 
-        Raises: SchemaError: by position, though the options or the weights say what is drawn. IndexError.
+        Args:
+            indices: positions, or the anchors that a sampler of ours gave.
+
+        Raises:
+            SchemaError: they are positions, though the options or the weights say which items are drawn.
+            IndexError: there are not so many items.
         """
         anchors = anchors_of(indices)
         if anchors is not None:
-            return self._gathered(anchors)
+            return self._read(anchors)
         self._require_free_order()
         return self.at(indices)  # type: ignore[arg-type]
 
     def at(self, positions: Sequence[int] | Array) -> Batch:
-        """The items at some positions. Raises SchemaError, IndexError."""
+        """The items at some positions.
+
+        Raises:
+            SchemaError: they are no positions, or items are drawn by priority.
+            IndexError: there are not so many items.
+        """
         if self.reader.prioritized is not None:
             raise _not_by_position("prioritized", self.reader.prioritized, " or sample()")
-        return self._gathered(self._locate(positions))
+        return self._read(self._locate(positions))
 
-    def _gathered(self, anchors: Anchors | PlannedBatch) -> Batch:
+    def _read(self, anchors: Anchors | PlannedBatch) -> Batch:
         data = read(self.reader, anchors, partial(_rng_of, anchors))
         return Batch(data, anchors.size, self.reader.output.tuple_names)
 
     def _require_free_order(self) -> None:
-        """Raise SchemaError where it is not for another's sampler to say which items a batch has."""
+        """Raise SchemaError where no other sampler may say which items a batch has."""
         if self.weights is not None:
             raise _not_by_position("weights", self.weights)
         if self.reader.selection.weight_by is not None:
             raise _not_by_position("weight_by", self.reader.selection.weight_by, " and shuffle=True")
 
-    def together(self, batches: Sequence[Anchors]) -> Sequence[Anchors | PlannedBatch]:
-        """Batches that are read one after another, planned at once where nothing speaks against it."""
+    def grouped(self, batches: Sequence[Anchors]) -> Sequence[Anchors | PlannedBatch]:
+        """Batches that are read one after another, as one group where that is possible."""
         batches = [anchors_of(batch) for batch in batches]  # type: ignore[misc]
         size = batches[0].size
         even = all(batch.size == size for batch in batches[:-1]) and batches[-1].size <= size
-        if not even or not self.reader.plans or any(batch.chance is not None for batch in batches):
+        if not even or not self.reader.reads_together:
             return batches
-        plan = self.reader.plan(Anchors.joined(batches), size)
-        return [PlannedBatch(plan, slice(at, at + size)) for at in range(0, plan.anchors.size, size)]
+        return BatchGroup(self.reader, Anchors.joined(batches), size).batches()
 
     def _locate(self, indices: Sequence[int] | Array) -> Anchors:
         index = self.reader.index()
@@ -231,11 +257,11 @@ class EpisodeDataset(Dataset[dict[str, Any]]):
         outside = (positions < -len(index)) | (positions >= len(index))
         if outside.any():
             raise IndexError(_outside(int(positions[outside][0]), len(index)))
-        return self.reader.crop(index.locate(positions.astype(np.int64) % len(index)), seeded_rng)
+        return self.reader.crop(index.locate(positions.astype(np.int64) % len(index)), torch_seeded_rng)
 
 
 def _outside(position: int, items: int) -> str:
-    """What is said of a position that a dataset has not: a worker's is a copy, which nobody can refresh."""
+    """The error's text for a position beyond the items: a worker's dataset is a copy, which nobody can refresh."""
     if get_worker_info() is None:
         return f"item {position}: the dataset has {items}; call refresh() to see newer ones"
     return (
@@ -253,20 +279,23 @@ def _not_by_position(option: str, given: object, more: str = "") -> SchemaError:
 
 
 def _rng_of(anchors: Anchors | PlannedBatch) -> np.random.Generator:
-    """The generator of a batch; what is planned together has none."""
+    """The generator of a batch; batches of a group have none."""
     assert isinstance(anchors, Anchors)
     assert anchors.chance is not None
     return np.random.default_rng(anchors.chance[:1])
 
 
 class EpisodeLoader(DataLoader[Any]):
-    """A DataLoader over an `EpisodeDataset`; the sampler draws in this process, workers only gather.
+    """A DataLoader over an `EpisodeDataset`; the sampler draws in this process, workers only read.
 
     Args:
-        dataset, sampler: what, and in which order. device: where batches go, from this process.
+        dataset: what is read.
+        sampler: in which order.
+        device: where batches go, from this process.
         prefetch: how many batches a thread of this process keeps ready, pinned and moved; 0 for no thread.
-        batch_sampler: in the place of `sampler`, what a trainer made of a loader's own, or put around it.
-        kwargs: any other argument of `torch.utils.data.DataLoader`. What the order decides is left out.
+        batch_sampler: in the place of `sampler`: one that a trainer made from a loader's own.
+        kwargs: any other argument of `torch.utils.data.DataLoader`; batch_size, shuffle and drop_last follow from the
+            order.
     """
 
     def __init__(
@@ -282,10 +311,10 @@ class EpisodeLoader(DataLoader[Any]):
         kwargs = {name: value for name, value in kwargs.items() if name not in ("batch_size", "shuffle", "drop_last")}
         kwargs.setdefault("collate_fn", collate)
         order: Any = sampler if batch_sampler is None else batch_sampler.order
-        items, whole = taken_apart(dataset, order, order.shuffle)
+        items, whole = samplers_of(dataset, order, order.shuffle)
         super().__init__(dataset, order.batch_size, sampler=items, drop_last=order.drop_last, **kwargs)
-        # Here, as PyTorch takes no two samplers, and its own batch sampler would ask for the items one by one.
-        vars(self)["batch_sampler"] = whole if batch_sampler is None else batch_sampler
+        # PyTorch takes one sampler only, would ask for the items one by one, and forbids to set its attributes later.
+        object.__setattr__(self, "batch_sampler", whole if batch_sampler is None else batch_sampler)
         self.device = device
         self._order: EpochSampler | PrioritizedSampler = order
         self._drawn: EpochBatches | EpochSampler | PrioritizedSampler = (
@@ -312,13 +341,13 @@ class EpisodeLoader(DataLoader[Any]):
         return self._drawn
 
     def _carriers(self, kwargs: dict[str, Any]) -> DataLoader[Any]:
-        """The loader that has the worker processes: of the same options, but what crosses is packed."""
+        """The loader that has the worker processes: of the same options, but batches cross packed."""
         carrier = Carrier(self.dataset, self.collate_fn)
-        own = {"collate_fn": as_it_is, "pin_memory": False}
+        own = {"collate_fn": unchanged, "pin_memory": False}
         return DataLoader(carrier, batch_sampler=self._tasks, **(kwargs | own))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of one epoch; what this iterator gave is what the user has had, however many are made ahead."""
+        """The batches of one epoch; those that it gave count in `state_dict`, however many are made ahead."""
         if self.persistent_workers and self._ahead is not None and (last := self._ahead()) is not None:
             last.close()  # its thread and the new epoch would share one iterator over the processes
         epoch = self._order.begin()
@@ -334,20 +363,25 @@ class EpisodeLoader(DataLoader[Any]):
         """Batches of this process. PyTorch's own iterator takes 15 µs for each besides."""
         if self.pin_memory:
             return super().__iter__()
-        gather: Callable[[Any], Any] = self.dataset.__getitems__  # type: ignore[attr-defined]
+        read: Callable[[Any], Any] = self.dataset.__getitems__  # type: ignore[attr-defined]
         collate = self.collate_fn
-        return map(lambda anchors: collate(gather(anchors)), self._drawn)
+        return map(lambda anchors: collate(read(anchors)), self._drawn)
 
     def _arriving(self, processes: DataLoader[Any]) -> Iterator[Any]:
         """Batches of the worker processes."""
         return Arrivals(iter(processes), self._tasks, self._pinned)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in numbers, strings and lists; see `EpochSampler.state_dict`."""
+        """Where the loader stands, as numbers, strings and lists; see `EpochSampler.state_dict`."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
-        """Make the next epoch the rest of the one that `state_dict` told of; see `EpochSampler.load_state_dict`."""
+        """Make the next epoch the rest of the one in which `state_dict` was called.
+
+        Args:
+            state: as `state_dict` gave it.
+            on_stale: see `EpochSampler.load_state_dict`.
+        """
         self._order.load_state_dict(state, on_stale)
 
 
@@ -356,7 +390,7 @@ _LOADER_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) -
 
 
 def make_loader(
-    reader: Reader,
+    reader: BatchReader,
     *,
     batch_size: int,
     shuffle: bool | str,
@@ -376,7 +410,7 @@ def make_loader(
     """The loader of `dataloader`. Without a seed one is drawn from torch's generator, so `manual_seed` fixes it."""
     for name in kwargs:
         if name not in _LOADER_OPTIONS:
-            known = [*ReadOptions.__annotations__, *_LOADER_OPTIONS, *_ORDER_OPTIONS]
+            known = [*Options.__annotations__, *_LOADER_OPTIONS, *_ORDER_OPTIONS]
             raise unknown_option(name, known)
     for name in ("sampler", "batch_sampler"):
         if kwargs.get(name) is not None:
@@ -429,14 +463,13 @@ def sample(
     replacement: bool = True,
 ) -> Any:
     """One batch drawn at random, as a loader of the same options would give it."""
-    check_count("batch_size", batch_size)
     drawn = draws.next(batch_size, rng, alone) if replacement else draws.distinct(batch_size, rng)
     data = read(draws.reader, drawn, lambda: rng)
     data = named(data, draws.reader.output.tuple_names)
     return data if device is None else to_device(data, device)
 
 
-def batch_of(reader: Reader, indices: Any, device: Device) -> Any:
+def batch_of(reader: BatchReader, indices: Any, device: Device) -> Any:
     """One batch of the items at some positions, None for all, as a loader of the same options would give it."""
     index = reader.index(refresh=True)
     reader.require(index)

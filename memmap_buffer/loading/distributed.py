@@ -1,8 +1,8 @@
-"""The ranks of torch.distributed, how they agree on an epoch, and what trainers take a loader apart into.
+"""The ranks of torch.distributed, how they agree on an epoch, and the samplers that trainers find in a loader.
 
 Lightning replaces the sampler of a loader whose `sampler` is no `DistributedSampler`, and to predict makes another
 batch sampler of the same class over it. Accelerate takes the `batch_sampler` and shares its batches among the ranks
-itself. So the first is this rank's part of an epoch, and the second the whole of it.
+itself. So a loader's `sampler` is this rank's part of an epoch, and its `batch_sampler` the whole epoch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.rank_partition import Ranks
-from memmap_buffer.views.batch_builder import PlannedBatch
-from memmap_buffer.views.folders import Anchors
+from memmap_buffer.loading.batch_group import PlannedBatch
+from memmap_buffer.views.anchors import Anchors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,9 +61,10 @@ class ProcessRanks(Ranks):
 
 
 def ranks_of(rank: int | None, world_size: int | None) -> Ranks:
-    """The ranks as given; those of torch.distributed if none were, or if they are the same.
+    """The ranks that are given; those of torch.distributed if none are, or if they are the same.
 
-    Raises: SchemaError: one without the other, or no such rank.
+    Raises:
+        SchemaError: one is given without the other, or there is no such rank.
     """
     if rank is None and world_size is None:
         return ProcessRanks()
@@ -79,17 +80,21 @@ def _connected() -> bool:
 
 
 class Drawn(Sequence[Anchors]):
-    """What a batch is of, for trainers that split, join or fill up batches: a sequence of its items.
+    """A batch that is drawn and not read, for trainers that split, join or fill up batches: a sequence of its items.
 
-    Args: drawn: the batch.
+    Args:
+        drawn: the batch.
     """
 
     def __init__(self, drawn: Anchors | PlannedBatch) -> None:
         self.drawn = drawn
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Drawn, (self.anchors,)  # a worker process reads it alone, without its group
+
     @property
     def anchors(self) -> Anchors:
-        """Where its items are cut."""
+        """Its items' anchors."""
         return self.drawn.anchors if isinstance(self.drawn, PlannedBatch) else self.drawn
 
     def __len__(self) -> int:
@@ -110,7 +115,7 @@ class Drawn(Sequence[Anchors]):
 
 
 def anchors_of(batch: Any) -> Anchors | PlannedBatch | None:
-    """What a batch is of, as our sampler gave it or a trainer put it together; None if it is something else."""
+    """The anchors of a batch, as our sampler gave it or a trainer put it together; None for anything else."""
     if isinstance(batch, (Anchors, PlannedBatch)):
         return batch
     if isinstance(batch, Drawn):
@@ -133,9 +138,12 @@ class BatchOrder(Protocol):
 
 
 class EpochItems(DistributedSampler[Any]):
-    """The items of each epoch: a sampler that nobody is to replace.
+    """The items of each epoch: a sampler that no trainer replaces.
 
-    Args: dataset, order: of the loader. ranks: this rank, whose part it is; None for the whole epoch.
+    Args:
+        dataset: of the loader.
+        order: of the loader.
+        ranks: the rank whose part it is; None for the whole epoch.
     """
 
     def __init__(self, dataset: Sized, order: BatchOrder, ranks: Ranks | None) -> None:
@@ -148,19 +156,24 @@ class EpochItems(DistributedSampler[Any]):
         return chain.from_iterable(map(Drawn, self.order.whole() if self.whole else self.order))
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the next epoch; without it epochs count up by themselves."""
+        """Set the number of the next epoch; without it epochs count up by themselves."""
         self.order.set_epoch(epoch)
 
 
 class ItemsInOrder(EpochItems, SequentialSampler):
-    """The same where nothing is shuffled, which Lightning asks for where it is to overfit."""
+    """The items of each epoch in order, which Lightning asks for where it is to overfit."""
 
 
 class EpochBatches(BatchSampler):
-    """The batches of each epoch, for trainers: they make others by its class, and share out what it gives.
+    """The batches of each epoch, for trainers, which make others of its class and share out its batches.
 
-    Args: sampler: of a loader: of a whole epoch, or of a rank's part. batch_size, drop_last: as in PyTorch.
-    Raises: SchemaError: it is another sampler.
+    Args:
+        sampler: a loader's, of a whole epoch or of a rank's part.
+        batch_size: as in PyTorch.
+        drop_last: as in PyTorch.
+
+    Raises:
+        SchemaError: it is another sampler.
     """
 
     sampler: EpochItems
@@ -181,11 +194,11 @@ class EpochBatches(BatchSampler):
         return map(Drawn, self.order.whole() if self.sampler.whole else self.order)
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the next epoch; without it epochs count up by themselves."""
+        """Set the number of the next epoch; without it epochs count up by themselves."""
         self.order.set_epoch(epoch)
 
 
-def taken_apart(dataset: Sized, order: BatchOrder, shuffle: object) -> tuple[EpochItems, EpochBatches]:
+def samplers_of(dataset: Sized, order: BatchOrder, shuffle: object) -> tuple[EpochItems, EpochBatches]:
     """A loader's sampler and batch sampler: this rank's items, and the batches of the whole epoch."""
     made = EpochItems if shuffle else ItemsInOrder
     whole = EpochBatches(made(dataset, order, None), order.batch_size, order.drop_last)

@@ -1,8 +1,8 @@
-"""By which key what was made of options is found again: equal for options that mean the same, also where they are
-written anew at each call, as an inline lambda, a list of names or `Normalize(…)` is.
+"""The key by which `sample` finds the sampler that it made of the same options before.
 
-Functions are alike by their code and what they refer to, so a key holds as long as that stays: who finds something by
-a key asks for the key of its own options once more.
+Keys are equal for options that mean the same, also where they are written anew at each call, as an inline lambda, a
+list of names or `Normalize(…)` is. The key of a function has its code and the objects that it refers to; where these
+may have changed since, the caller compares the keys once more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Same:
-    """A key that is equal for this very object alone, which it keeps alive."""
+    """A key that is equal for one object alone, which it keeps alive."""
 
     __slots__ = ("value",)
 
@@ -34,7 +34,7 @@ class Same:
 
 
 def key_of(options: Mapping[str, Any]) -> Hashable:
-    """The key of some options; where all are numbers, names and views it is `tuple(options.items())`."""
+    """The key of options; where all are numbers, names and views it is `tuple(options.items())`."""
     return tuple((name, _key(value)) for name, value in options.items())
 
 
@@ -68,7 +68,7 @@ def _of_container(value: Any) -> Hashable:
 
 
 def _of_dataclass(value: Any) -> Hashable:
-    """By its fields, if they cannot be changed; itself where they are their own keys, so that it is found at once."""
+    """By its fields, if it is frozen; itself where they are their own keys, so that it is found at once."""
     if not type(value).__dataclass_params__.frozen:
         return Same(value)
     given = [getattr(value, field.name) for field in fields(value)]
@@ -81,7 +81,7 @@ def _are_same(keys: Sequence[Any], values: Sequence[Any]) -> bool:
 
 
 def _of_function(function: FunctionType) -> Hashable:
-    """By its code, and by what it refers to as that is now."""
+    """By its code, and by the objects that it refers to now."""
     refers = tuple(map(_content, function.__closure__ or ())), tuple(map(_held, function.__defaults__ or ()))
     others = _attributes(function.__kwdefaults__ or {}), _attributes(function.__dict__)
     return function.__code__, Same(function.__globals__), refers, others
@@ -95,7 +95,7 @@ def _content(cell: CellType) -> Hashable:
 
 
 def _held(value: Any) -> Hashable:
-    """What cannot change by its value, told apart as 1, 1.0 and True are; else the object itself."""
+    """A plain value by its type and text, as 1, 1.0 and True differ; any other object by itself."""
     return (type(value), repr(value)) if type(value) in PLAIN or isinstance(value, np.generic) else Same(value)
 
 

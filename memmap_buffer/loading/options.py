@@ -1,4 +1,4 @@
-"""Options of `dataset`, `dataloader` and `sample`: what each means, which exclude each other, which view they name."""
+"""The options of reading: what each means, which exclude each other, which view, items and keys follow from them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import difflib
 import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.views.hindsight import Hindsight
 from memmap_buffer.views.n_step import NStep
-from memmap_buffer.views.windows import RandomCrop, Timestep, Trajectory, View, names_of
+from memmap_buffer.views.view import View, names_of
+from memmap_buffer.views.windows import RandomCrop, Timestep, Trajectory
 
 if TYPE_CHECKING:
     Names = Iterable[str]
@@ -29,8 +30,58 @@ Transform: TypeAlias = Callable[..., Batch]
 NUMBERS = frozenset({"n_step_lens", "_return", "_discount", "_weights", "_probabilities"})
 
 
-class ReadOptions(TypedDict, total=False):
-    """Keyword options of `dataset`, `dataloader` and `sample`; `Options` says what each does."""
+class Options(TypedDict, total=False):
+    """The keyword options of `dataset`, `dataloader`, `sample`, `batch` and `batch_spec`.
+
+    Items are whole episodes, unless `view`, `n_steps`, `timestep_level` or `window_length` says otherwise. To give None
+    is to leave an option out.
+
+    Args:
+        view: how items are cut, such as `Window(16)`.
+        n_steps: items are transitions over this many steps, as `NStep` cuts them.
+        timestep_level: items are single timesteps.
+        window_length: items are one random crop of this length from each episode.
+        fields: the fields of an item; default: all.
+        current_fields: with `n_steps`: the fields at the item's timestep; default: all.
+        next_fields: with `n_steps`: the fields of its successor; default: all.
+        sequence_fields: with `n_steps`: the fields at each of the n timesteps; default: none.
+        gamma: with `n_steps`: the discount factor of `_return` and `_discount`.
+        reward: the field of rewards.
+        terminated: the field that says where an episode terminated; default: the one that the buffer declared. None:
+            no episode does.
+        stack: with `n_steps`: field -> how many timesteps stand for one, the latest last.
+        padding: with `stack`: what stands for the timesteps before the episode: "zero", "edge" or "default".
+        timeline: with `n_steps`: `next_` holds every successor up to the n-th, (B, n, *field).
+        filter_meta: meta field, or "episode_lens" -> a condition on an episode: a scalar (equal), a set or list
+            (member), (low, high) (low <= x < high, None is open), or a callable from the column to bools.
+        filter_fields: field, or "_start" -> a condition on the timestep at which an item begins.
+        min_episode_len: the shortest episode that is read.
+        top_k: (meta field, k): only the k episodes where it is highest are read.
+        weight_by: a meta field, or "episode_lens": items are drawn in proportion to it.
+        split: name -> fraction of the episodes.
+        part: the name of the split's part that is read.
+        split_seed: which episodes each part gets.
+        include_metadata: whether items have the meta fields.
+        return_indices: add `_index` (serial) to whole episodes, and `_indices` (serial, timestep) to other items; a
+            `ConcatBuffer` puts the number of the folder first.
+        return_mask: add `_mask` to whole episodes: which timesteps are no padding.
+        return_episode_lens: whether whole episodes have `_lens`.
+        slice_by_episode_len: whether whole episodes are padded to the longest of the batch, or to `max_timesteps`.
+        fieldname_map: key of the batch -> the key wanted.
+        to_named_tuple: give batches and items as named tuples of these keys, without leading underscores; one of
+            Python's own words gets an underscore behind it: `return_`.
+        expand_scalars: a key of one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1); not
+            text, indices or masks.
+        ragged: whole episodes, windows, `seq_` and the `next_` of a timeline come without padding, as jagged nested
+            tensors whose `unbind()` is a list; text as lists.
+        transform: a function from batch to batch, or several, one after another. It is called with a dict of tensors
+            under their final keys, where the batch was read (a worker process, a prefetching thread), and must pickle
+            to be sent to a worker that is spawned. A parameter `rng` gets a numpy Generator that is fixed by the seed,
+            the epoch and the batch's place, for any number of workers.
+        hindsight: items get a goal that was achieved; see `Hindsight`.
+        on_stale: when an episode is overwritten before its rows were read: "redraw" another item, or "raise".
+        prioritized: items are drawn by priority, with replacement; see `Prioritized`.
+    """
 
     view: View
     n_steps: int
@@ -69,171 +120,146 @@ class ReadOptions(TypedDict, total=False):
     prioritized: Prioritized | bool
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to read.
+DEFAULTS: Options = {
+    "timestep_level": False,
+    "reward": "reward",
+    "terminated": DECLARED,
+    "padding": "zero",
+    "timeline": False,
+    "min_episode_len": 1,
+    "split_seed": 0,
+    "include_metadata": True,
+    "return_indices": False,
+    "return_mask": False,
+    "return_episode_lens": True,
+    "slice_by_episode_len": True,
+    "expand_scalars": False,
+    "ragged": False,
+    "on_stale": "redraw",
+}
+_OF_N_STEPS = ("gamma", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "timeline")
+_TYPES: tuple[tuple[str, type, str], ...] = (
+    ("view", View, "a view, such as Timestep() or Window(16)"),
+    ("hindsight", Hindsight, "Hindsight(...)"),
+    ("fieldname_map", Mapping, "a dict: key of the batch -> the key wanted"),
+)
 
-    Args:
-        view: a view object; or else
-        n_steps: n-step transitions (`NStep`), with current_fields, next_fields, sequence_fields, gamma, reward,
-            terminated, stack, padding and timeline; timestep_level: single timesteps; window_length: one random crop
-            per episode; none of these: whole episodes, with return_mask, return_episode_lens, and
-            slice_by_episode_len=False to pad all to max_timesteps.
-        fields: which fields; default all.
-        filter_meta, filter_fields, min_episode_len, top_k, weight_by, split, part, split_seed: see `Selection`.
-        include_metadata: add the meta fields to each item.
-        return_indices: add `_index` (serial) to whole episodes, `_indices` (serial, t) to all else; a ConcatBuffer
-            puts the number of the source before.
-        fieldname_map: stored or prefixed name -> the key wanted. to_named_tuple: give each batch, and each item, as
-            a named tuple of these keys, leading underscores dropped; a word of Python's gets one behind: `return_`.
-        expand_scalars: what is one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1): fields, meta
-            fields, returns, discounts, lengths of transitions, weights and probabilities; not text, nor indices and
-            masks.
-        ragged: give whole episodes, windows, `seq_` and the `next_` of a timeline without their padding, as jagged
-            nested tensors, (B, j, *field) of each item's own j, whose `unbind()` is a list; text as lists.
-        transform: called with each gathered batch, a dict of tensors under its final keys, where it was gathered (a
-            worker process, a prefetching thread); returns a dict, which may be the same. Of several each gets what the
-            one before it gave. One that has a parameter `rng` gets a numpy Generator of this batch, fixed by the seed,
-            the epoch and the batch's place, for any number of workers. To be sent to workers that are spawned it must
-            pickle.
-        hindsight: give items a goal that was achieved; see `Hindsight`.
-        on_stale: what to do when an episode is overwritten before its rows were read: "redraw" or "raise".
-        prioritized: draw by priority, with replacement; see `Prioritized`.
+
+def parse(given: Mapping[str, Any]) -> Options:
+    """The options with their defaults.
+
+    Raises:
+        SchemaError: an option is unknown, of another type, or contradicts another.
     """
+    for name in given:
+        if name not in Options.__annotations__:
+            raise unknown_option(name, [*Options.__annotations__])
+    options = cast(
+        Options, {**DEFAULTS, **{name: v for name, v in given.items() if v is not None or name == "terminated"}}
+    )
+    _check(options)
+    return options
 
-    view: View | None = None
-    n_steps: int | None = None
-    timestep_level: bool = False
-    window_length: int | None = None
-    fields: Names | None = None
-    current_fields: Names | None = None
-    next_fields: Names | None = None
-    sequence_fields: Names | None = None
-    gamma: float | None = None
-    reward: str = "reward"
-    terminated: str | None = DECLARED
-    stack: Mapping[str, int] | None = None
-    padding: str = "zero"
-    timeline: bool = False
-    filter_meta: Mapping[str, Any] | None = None
-    filter_fields: Mapping[str, Any] | None = None
-    min_episode_len: int = 1
-    top_k: tuple[str, int] | None = None
-    weight_by: str | None = None
-    split: Mapping[str, float] | None = None
-    part: str | None = None
-    split_seed: int = 0
-    include_metadata: bool = True
-    return_indices: bool = False
-    return_mask: bool = False
-    return_episode_lens: bool = True
-    slice_by_episode_len: bool = True
-    fieldname_map: Mapping[str, str] | None = None
-    to_named_tuple: Iterable[str] | None = None
-    expand_scalars: bool = False
-    ragged: bool = False
-    transform: Transform | Sequence[Transform] | None = None
-    hindsight: Hindsight | None = None
-    on_stale: str = "redraw"
-    prioritized: Prioritized | bool | None = None
 
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Options:
-        """Options from keywords; None is the default, but of `terminated` it says that nothing ends.
+def _check(options: Options) -> None:
+    for name, kind, expected in _TYPES:
+        value = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise SchemaError(f"{name}: got {value!r}, expected {expected}")
+    levels = [name for name in ("view", "n_steps", "window_length", "timestep_level") if options.get(name)]
+    transform, by_n_steps = options.get("transform", ()), "n_steps" in options
+    transforms = transform if isinstance(transform, (list, tuple)) else [transform]
+    rules = (
+        (f"{' and '.join(levels)} exclude each other; give one", len(levels) > 1),
+        (
+            "fields and to_named_tuple exclude each other; to_named_tuple picks the fields",
+            "fields" in options and "to_named_tuple" in options,
+        ),
+        (
+            "fields says nothing to n_steps; use current_fields, next_fields and sequence_fields",
+            "fields" in options and by_n_steps,
+        ),
+        ("fields says nothing to a view object; give them to the view", "fields" in options and "view" in options),
+        (
+            "return_mask is for whole episodes; windows and offsets have masks of their own",
+            options["return_mask"] and bool(levels),
+        ),
+        (
+            "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told",
+            not options["slice_by_episode_len"] and not options["return_episode_lens"],
+        ),
+        (
+            f"transform: got {transform!r}, expected a function from batch to batch, or several",
+            not all(map(callable, transforms)),
+        ),
+        ("on_stale: expected 'redraw' or 'raise'", options["on_stale"] not in ("redraw", "raise")),
+        (
+            f"{', '.join(_OF_N_STEPS)} go with n_steps",
+            not by_n_steps and any(options.get(name) != DEFAULTS.get(name) for name in _OF_N_STEPS),
+        ),
+    )
+    for text, broken in rules:
+        if broken:
+            raise SchemaError(f"options: {text}")
 
-        Raises: SchemaError: an option that there is not; the closest one is named.
-        """
-        known = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise unknown_option(name, known)
-        given = {name: value for name, value in given.items() if value is not None or name == "terminated"}
-        options = cls(**given)
-        options._check()
-        return options
 
-    def _check(self) -> None:
-        for name, kind, expected in _KINDS:
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, kind):
-                raise SchemaError(f"{name}: got {given!r}, expected {expected}")
-        kinds = [k for k in ("view", "n_steps", "window_length") if getattr(self, k) is not None]
-        kinds += ["timestep_level"] * self.timestep_level
-        steps = (
-            self.view is not None or self.n_steps is not None or self.timestep_level or self.window_length is not None
+def transforms_of(options: Options) -> tuple[Transform, ...]:
+    """The functions of `transform`."""
+    given = options.get("transform", ())
+    return (given,) if callable(given) else tuple(given)
+
+
+def view_of(options: Options, max_timesteps: int) -> View:
+    """The view that the options name."""
+    if "view" in options:
+        return options["view"]
+    if "n_steps" in options:
+        return NStep(
+            options["n_steps"],
+            current_fields=options.get("current_fields"),
+            next_fields=options.get("next_fields"),
+            sequence_fields=options.get("sequence_fields", ()),
+            gamma=options.get("gamma"),
+            reward=options["reward"],
+            terminated=options["terminated"],
+            stack=options.get("stack", {}),
+            padding=options["padding"],
+            timeline=options["timeline"],
         )
-        rules = {
-            f"{' and '.join(kinds)} exclude each other; give one": len(kinds) > 1,
-            "fields and to_named_tuple exclude each other; to_named_tuple picks the fields": (
-                self.fields is not None and self.to_named_tuple is not None
-            ),
-            "fields says nothing to n_steps; use current_fields, next_fields and sequence_fields": (
-                self.fields is not None and self.n_steps is not None
-            ),
-            "fields says nothing to a view object; give them to the view": self.fields is not None
-            and self.view is not None,
-            "return_mask is for whole episodes; windows and offsets have masks of their own": self.return_mask
-            and steps,
-            "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told": (
-                not self.slice_by_episode_len and not self.return_episode_lens
-            ),
-            f"transform: got {self.transform!r}, expected a function from batch to batch, or several": not (
-                self.transform is None
-                or callable(self.transform)
-                or (isinstance(self.transform, (list, tuple)) and all(map(callable, self.transform)))
-            ),
-            "on_stale: expected 'redraw' or 'raise'": self.on_stale not in ("redraw", "raise"),
-        }
-        for text, broken in rules.items():
-            if broken:
-                raise SchemaError(f"options: {text}")
-        only = ("gamma", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "timeline")
-        if self.n_steps is None and any(getattr(self, name) != getattr(Options, name) for name in only):
-            raise SchemaError(f"options: {', '.join(only)} go with n_steps")
+    if "window_length" in options:
+        return RandomCrop(options["window_length"], options.get("fields"))
+    if options["timestep_level"]:
+        return Timestep(options.get("fields"))
+    length = None if options["slice_by_episode_len"] else max_timesteps
+    return Trajectory(options.get("fields"), options["return_mask"], options["return_episode_lens"], length)
 
-    @property
-    def transforms(self) -> tuple[Transform, ...]:
-        """The functions of `transform`."""
-        given = self.transform
-        return () if given is None else (given,) if callable(given) else tuple(given)
 
-    def make_view(self, max_timesteps: int) -> View:
-        """The view that these options name."""
-        if self.view is not None:
-            return self.view
-        if self.n_steps is not None:
-            names = self.current_fields, self.next_fields, () if self.sequence_fields is None else self.sequence_fields
-            ends, stack = (self.reward, self.terminated), self.stack or {}
-            return NStep(self.n_steps, *names, self.gamma, *ends, stack, self.padding, self.timeline)
-        if self.window_length is not None:
-            return RandomCrop(self.window_length, self.fields)
-        if self.timestep_level:
-            return Timestep(self.fields)
-        length = None if self.slice_by_episode_len else max_timesteps
-        return Trajectory(self.fields, self.return_mask, self.return_episode_lens, length)
+def selection_of(options: Options, schema: Schema, max_timesteps: int) -> Selection:
+    """The items that the options ask for.
 
-    def select(self, schema: Schema, max_timesteps: int) -> Selection:
-        """What is wanted of the episodes. Raises SchemaError for what the schema does not have."""
-        view, how = self.make_view(max_timesteps), self.hindsight
-        if how is not None:
-            how.check(schema)
-            if view.per_episode:
-                raise SchemaError("hindsight needs a view of timesteps, with a goal for each item; give n_steps, say")
-        selection = Selection(
-            view,
-            filter_meta=_flat(schema, self.filter_meta),
-            filter_fields=_flat(schema, self.filter_fields),
-            min_episode_len=self.min_episode_len,
-            top_k=self.top_k,
-            weight_by=self.weight_by,
-            split=self.split,
-            part=self.part,
-            split_seed=self.split_seed,
-            random=view.random or how is not None or any(map(takes_rng, self.transforms)),
-            mixes=how is not None and how.strategy == "random",
-        ).excluding(schema)
-        selection.check(schema)
-        return selection
+    Raises:
+        SchemaError: the schema does not have what they name.
+    """
+    view, hindsight = view_of(options, max_timesteps), options.get("hindsight")
+    if hindsight is not None:
+        hindsight.check(schema)
+        if view.per_episode:
+            raise SchemaError("hindsight needs a view of timesteps, with a goal for each item; give n_steps, say")
+    selection = Selection(
+        view,
+        filter_meta=_flat(schema, options.get("filter_meta")),
+        filter_fields=_flat(schema, options.get("filter_fields")),
+        min_episode_len=options["min_episode_len"],
+        top_k=options.get("top_k"),
+        weight_by=options.get("weight_by"),
+        split=options.get("split"),
+        part=options.get("part"),
+        split_seed=options["split_seed"],
+        random=view.random or hindsight is not None or any(map(takes_rng, transforms_of(options))),
+        mixes=hindsight is not None and hindsight.strategy == "random",
+    ).excluding(schema)
+    selection.check(schema)
+    return selection
 
 
 @dataclass(frozen=True)
@@ -241,11 +267,14 @@ class Output:
     """The keys of a batch, in order, and what they are called.
 
     Args:
-        meta: the meta fields that are added. indices: "_index", "_indices" or "".
-        rename: key -> the key wanted. tuple_names: keys of the named tuple, or ().
-        transforms: functions of the user's, and whether each wants `rng`.
-        widened: keys that get one more axis.
-        ragged: key -> the key of the lengths to which it is cut. nested: whether some key names a group.
+        meta: the meta fields that are added.
+        indices: "_index", "_indices" or "".
+        rename: key -> the key wanted.
+        tuple_names: the keys of the named tuple, or ().
+        transforms: each function of the user's, and whether it takes `rng`.
+        widened: the keys that get one more axis.
+        ragged: key -> the key of the lengths to which it is cut.
+        nested: whether some key names a group.
     """
 
     meta: tuple[str, ...]
@@ -259,14 +288,14 @@ class Output:
 
     @classmethod
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
-        """Raises SchemaError where two keys coincide, or a name is none of the batch's."""
-        meta = tuple(schema.meta_fields) if options.include_metadata else ()
-        by_priority = Prioritized.parse(options.prioritized, schema) is not None
-        wanted_indices = options.return_indices or by_priority
+        """The keys that the options ask for. Raises SchemaError where two coincide, or one is unknown."""
+        meta = tuple(schema.meta_fields) if options["include_metadata"] else ()
+        by_priority = Prioritized.parse(options.get("prioritized"), schema) is not None
+        wanted_indices = options["return_indices"] or by_priority
         indices = "" if not wanted_indices else "_index" if view.per_episode else "_indices"
         keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_weights", "_probabilities"] * by_priority]
-        keys += ["_goal"] * (options.hindsight is not None)
-        rename = dict(options.fieldname_map or {})
+        keys += ["_goal"] * ("hindsight" in options)
+        rename = dict(options.get("fieldname_map", {}))
         for name, new in rename.items():
             if name not in keys:
                 raise schema.unknown(name, "fieldname_map", keys)
@@ -279,18 +308,28 @@ class Output:
                 f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map"
             )
         widened = frozenset(
-            rename.get(key, key) for key in keys if options.expand_scalars and _is_number(key, view, schema)
+            rename.get(key, key) for key in keys if options["expand_scalars"] and _is_number(key, view, schema)
         )
-        transforms = tuple((transform, takes_rng(transform)) for transform in options.transforms)
-        ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options.ragged}
-        if options.ragged and not ragged:
+        transforms = tuple((transform, takes_rng(transform)) for transform in transforms_of(options))
+        ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options["ragged"]}
+        if options["ragged"] and not ragged:
             raise SchemaError(
                 f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
                 "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
             )
-        named, nested = names_of("to_named_tuple", options.to_named_tuple) or (), any("." in key for key in wanted)
+        named = names_of("to_named_tuple", options.get("to_named_tuple")) or ()
         _check_tuple_names(named)
-        output = cls(meta, indices, rename, named, transforms, widened, ragged, nested)
+        nested = any("." in key for key in wanted)
+        output = cls(
+            meta,
+            indices,
+            rename,
+            tuple_names=named,
+            transforms=transforms,
+            widened=widened,
+            ragged=ragged,
+            nested=nested,
+        )
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
             if name not in wanted and name not in groups and not output.transforms:
@@ -307,13 +346,6 @@ class Output:
             if not isinstance(batch, dict):
                 raise SchemaError(f"transform: it returned {type(batch).__name__}, expected a dict; return the batch")
         return batch
-
-
-_KINDS: tuple[tuple[str, type, str], ...] = (
-    ("view", View, "a view, such as Timestep() or Window(16)"),
-    ("hindsight", Hindsight, "Hindsight(...)"),
-    ("fieldname_map", Mapping, "a dict: key of the batch -> the key wanted"),
-)
 
 
 def takes_rng(transform: Transform) -> bool:
@@ -373,7 +405,7 @@ def make_tuple(keys: tuple[str, ...], values: Iterable[Any]) -> Any:
 
 
 def tuple_name(key: str) -> str:
-    """What a key is called in a named tuple: no leading underscores, and Python's own words get one behind."""
+    """The name of a key in a named tuple: no leading underscores, and Python's own words get one behind."""
     name = key.lstrip("_").replace(".", "_")
     return f"{name}_" if iskeyword(name) else name
 

@@ -1,4 +1,4 @@
-"""Batches made ahead by a thread, and moved to a device there. Gathering releases the GIL, so it costs no process."""
+"""Batches that a thread makes ahead and moves to a device. The copy of rows releases the GIL, so a thread is enough."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def to_device(batch: Any, device: Device) -> Any:
 
 
 class Move:
-    """Moves batches to a device from one thread for another; on a GPU beside what that computes.
+    """Moves batches to a device from one thread for another; on a GPU beside its computations.
 
-    Args: device: where to; None leaves them.
+    Args:
+        device: where to; None leaves them where they are.
     """
 
     def __init__(self, device: Device) -> None:
@@ -33,7 +34,7 @@ class Move:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def start(self, batch: Any) -> tuple[Any, Any]:
-        """The batch as it will be there, and the event after which it is."""
+        """The batch on the device, and the event after which it is complete."""
         if self._device is None:
             return batch, None
         if self._stream is None:
@@ -42,7 +43,7 @@ class Move:
             return to_device(batch, self._device), self._stream.record_event()
 
     def finish(self, batch: Any, event: Any) -> Any:
-        """The batch for the stream of this thread."""
+        """The batch, in the order of this thread's stream."""
         if event is None or self._stream is None:
             return batch
         stream = torch.cuda.current_stream(self._stream.device)
@@ -56,15 +57,16 @@ class Move:
 
 
 class Prefetched:
-    """An iterator whose next items are being made by a thread, in the same order.
+    """An iterator whose next items are made by a thread, in the same order.
 
     The thread begins with the first item that is asked for and ends with the last, or with this object: when a loop is
     left, when it is collected, or when the interpreter exits. An exception of the source is raised here, with its
     traceback, in the place of the item that it prevented.
 
     Args:
-        source: what is iterated, from the thread alone. count: how many items are kept ready. move: takes them to a
-            device.
+        source: an iterator, which the thread alone uses.
+        count: how many items are kept ready.
+        move: moves them to a device.
     """
 
     def __init__(self, source: Iterator[Any], count: int, move: Move) -> None:
@@ -84,7 +86,7 @@ class Prefetched:
         self._stop = weakref.finalize(self, _stop, self._thread, self._wanted, stopped)
 
     def close(self) -> None:
-        """End here; what the thread is making is waited for. Closing twice is fine."""
+        """End here; the item that the thread is making is waited for. Closing twice is fine."""
         thread, self._thread = self._thread, None
         self._stop()
         if thread is not None and thread.ident is not None:
@@ -120,7 +122,7 @@ def _make(
 ) -> None:
     """The thread: it refers to nothing that could keep its iterator alive."""
     if gpu is not None:
-        torch.cuda.set_device(gpu)  # it is of the thread, and pinning makes a context on it
+        torch.cuda.set_device(gpu)  # each thread has its own, and pinning makes a context on it
     item: tuple[Any, Any, BaseException | None]
     while wanted.get() and not stopped:
         try:
@@ -135,7 +137,7 @@ def _make(
 
 
 def _is_end(error: BaseException | None) -> bool:
-    """Whether nothing comes after it; after an error of one batch there may be others, as without a thread."""
+    """Whether the source is at its end; after an error of one batch there may be others, as without a thread."""
     return isinstance(error, StopIteration) or not (error is None or isinstance(error, Exception))
 
 

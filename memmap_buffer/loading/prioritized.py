@@ -1,7 +1,7 @@
-"""Draws by priority: anchors with their probabilities and importance weights, and what is learned of them.
+"""Draws by priority: anchors with their probabilities and importance weights; and new priorities of steps.
 
-The sampler draws in the process that owns the priorities; workers only gather. So the priorities that a batch was
-drawn by are at most as old as the batches that wait for it (`prefetch_factor` times `num_workers`).
+The sampler draws in the process that owns the priorities; workers only read. So the priorities by which a batch was
+drawn are at most as old as the batches that wait for it (`prefetch_factor` times `num_workers`).
 """
 
 from __future__ import annotations
@@ -19,34 +19,42 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.items.shuffle import Quota
-from memmap_buffer.loading.batch_reader import Reader
-from memmap_buffer.priority.anchor_weights import NOTHING, Found, Heap, Mass, Steps
+from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.priority.anchor_priorities import (
+    AnchorPriorities,
+    AnyPriorities,
+    Drawn,
+    StepPriorities,
+)
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
 from memmap_buffer.priority.sum_tree import FloatArray, spread
-from memmap_buffer.views.folders import Anchors, Folders
+from memmap_buffer.views.anchors import Anchors
+from memmap_buffer.views.folders import Folders
 
 
-class Trees:
+class NamedPriorities:
     """The priorities of one name, one tree a folder, each opened when it is first needed.
 
-    Args: name, alpha, epsilon: see `Priorities.open`.
+    Args:
+        folders: the folders.
+        name, alpha, epsilon: see `Priorities.open`.
     """
 
-    def __init__(self, sources: Folders, name: str, *, alpha: float, epsilon: float) -> None:
-        self._sources, self._name, self._alpha, self._epsilon = sources, name, alpha, epsilon
+    def __init__(self, folders: Folders, name: str, *, alpha: float, epsilon: float) -> None:
+        self._folders, self._name, self._alpha, self._epsilon = folders, name, alpha, epsilon
         self._opened: dict[Storage, Priorities] = {}
 
     def of(self, storage: Storage) -> Priorities:
-        """Those of a folder. Raises BufferLockedError: another process owns them. SchemaError, CorruptBufferError."""
+        """The priorities of a folder. Raises as `Priorities.open`."""
         if storage not in self._opened:
             self._opened[storage] = Priorities.open(storage, self._name, alpha=self._alpha, epsilon=self._epsilon)
         return self._opened[storage]
 
     def open(self) -> None:
-        """Open those of every folder, or none. Raises: as `of`."""
+        """Open the priorities of every folder, or of none. Raises as `of`."""
         try:
-            for storage in self._sources.storages:
+            for storage in self._folders.storages:
                 if not storage.withdrawn:
                     self.of(storage)
         except BaseException:
@@ -54,17 +62,17 @@ class Trees:
             raise
 
     def numbered(self, number: int) -> Priorities | None:
-        """Those of the source of that number, None where there is no such folder (any more)."""
-        highest = int(self._sources.numbers.max())
+        """The priorities of the folder of that number, None if it was removed. Raises SchemaError: no such number."""
+        highest = int(self._folders.numbers.max())
         if not 0 <= number <= highest:
             raise SchemaError(f"update_priorities: got source {number}, expected one from 0 to {highest}")
-        storage = self._sources.numbered(number)
+        storage = self._folders.numbered(number)
         return None if storage is None or storage.withdrawn else self.of(storage)
 
     @property
     def by_source(self) -> bool:
-        """Whether the indices of a batch begin with the number of the source."""
-        return not self._sources.single
+        """Whether the indices of a batch begin with the number of the folder."""
+        return not self._folders.single
 
     def require(self, *, alpha: float, epsilon: float) -> None:
         """Raise SchemaError where α or ε are not these."""
@@ -77,13 +85,13 @@ class Trees:
             one.checkpoint()
 
     def close(self) -> None:
-        """Bring them to the disk and let go."""
+        """Bring all of them to the disk and close them."""
         while self._opened:
             self._opened.popitem()[1].close()
 
     def prune(self) -> None:
-        """Let go of those of folders that were removed."""
-        for storage in self._opened.keys() - set(self._sources.storages):
+        """Close the priorities of folders that were removed."""
+        for storage in self._opened.keys() - set(self._folders.storages):
             self._opened.pop(storage).close()
 
 
@@ -91,17 +99,20 @@ class PrioritizedDraws:
     """Batches drawn by priority, with replacement.
 
     Args:
-        reader: what is drawn from. how: see there. priorities: of its folders, None where a meta field is drawn by.
+        reader: reads the batches.
+        how: the options of the draws.
+        priorities: of its folders; None where batches are drawn by a meta field.
         weights: one per source: each batch has exactly these shares.
 
-    Attributes: num_drawn: batches drawn so far, by which β rises.
+    Attributes:
+        num_drawn: batches drawn so far, by which β rises.
     """
 
     def __init__(
         self,
-        reader: Reader,
+        reader: BatchReader,
         how: Prioritized,
-        priorities: Trees | None,
+        priorities: NamedPriorities | None,
         weights: Sequence[float] | None = None,
     ) -> None:
         self.reader, self.how, self.num_drawn = reader, how, 0
@@ -109,26 +120,32 @@ class PrioritizedDraws:
         self._weights = weights
         self._quota = None if weights is None else Quota(weights)
         self._shared = 0
-        self._masses: dict[Storage, Steps | Heap] = {}
-        self._followed: tuple[Index, IntArray, list[tuple[Mass, Index]]] | None = None
+        self._by_storage: dict[Storage, AnyPriorities] = {}
+        self._followed: tuple[Index, IntArray, list[tuple[AnyPriorities, Index]]] | None = None
         self._lock = threading.Lock()
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
-        """The anchors of one batch; `alone`: it owes nothing to those before, and β stays.
+        """The anchors of one batch.
 
-        Raises: NotEnoughDataError: there is nothing to draw.
+        Args:
+            batch_size: items.
+            rng: chance.
+            alone: the batch does not depend on those before, and β stays.
+
+        Raises:
+            NotEnoughDataError: there is nothing to draw.
         """
         with self._lock:
-            numbers, masses = self._follow()
-            totals = [mass.total for mass in masses]
+            numbers, each_folder = self._follow()
+            totals = [one.total for one in each_folder]
             if not sum(totals) > 0:
                 raise NotEnoughDataError(f"{self._path}: nothing to draw: every item has priority 0", episodes=0)
-            sources, (slot, serial, t, mass), shares = self._draw(masses, totals, batch_size, rng, alone)
-            probability = mass * shares[0 if sources is None else sources]
-            weight = self._weigh(probability, masses, shares)
+            places, (slot, serial, t, priority), shares = self._draw(each_folder, totals, batch_size, rng, alone)
+            probability = priority * shares[0 if places is None else places]
+            weight = self._weigh(probability, each_folder, shares)
             self.num_drawn += not alone
-        named = None if sources is None else numbers[sources]
-        anchors = Anchors(named, slot, serial, t, weight.astype(np.float32), probability)
+        folder = None if places is None else numbers[places]
+        anchors = Anchors(folder, slot, serial, t, weight.astype(np.float32), probability)
         return self.reader.crop(anchors, lambda: rng)
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
@@ -141,94 +158,98 @@ class PrioritizedDraws:
 
     @property
     def _path(self) -> object:
-        return self.reader.sources.storages[0].path
+        return self.reader.folders.storages[0].path
 
-    def _follow(self) -> tuple[IntArray, list[Mass]]:
-        """The numbers of the sources, and what the anchors of each weigh, as of now."""
+    def _follow(self) -> tuple[IntArray, list[AnyPriorities]]:
+        """The numbers of the folders, and the priorities of the anchors of each, as of now."""
         index = self.reader.index(refresh=True)
         if self._followed is None or self._followed[0] is not index:
             self.reader.require(index)
-            gone = self._masses.keys() - set(self.reader.sources.storages)
+            gone = self._by_storage.keys() - set(self.reader.folders.storages)
             if gone:
-                self._masses = {storage: mass for storage, mass in self._masses.items() if storage not in gone}
+                self._by_storage = {storage: one for storage, one in self._by_storage.items() if storage not in gone}
                 if self._priorities is not None:
                     self._priorities.prune()
-            each = self.reader.sources.by_number(self.reader.tables)
+            each = [one for one in self.reader.folders.by_number(self.reader.tables) if not one[1].withdrawn]
             numbers = np.array([number for number, *_ in each])
-            parts = [index] if index.source is None else [_part(index, *cut) for cut in index.ranges(numbers)]
-            masses = [self._mass(*one[1:], part) for one, part in zip(each, parts, strict=True)]
-            self._followed = index, numbers, list(zip(masses, parts, strict=True))
+            parts = [index] if index.folder is None else [_part(index, *cut) for cut in index.ranges(numbers)]
+            each_folder = [self._priorities_of(*one[1:], part) for one, part in zip(each, parts, strict=True)]
+            self._followed = index, numbers, list(zip(each_folder, parts, strict=True))
         _, numbers, followed = self._followed
-        for mass, part in followed:
-            mass.follow(part)
-        return numbers, [mass for mass, _ in followed]
+        for one, part in followed:
+            one.follow(part)
+        return numbers, [one for one, _ in followed]
 
-    def _mass(self, storage: Storage, table: EpisodeTable, index: Index) -> Mass:
-        if storage.withdrawn:
-            return NOTHING
-        plain = self._plain and len(index) == table.steps
-        mass = self._masses.get(storage)
-        if mass is None or isinstance(mass, Steps) != plain:
-            priorities = None if self._priorities is None else self._priorities.of(storage)
-            if plain and priorities is not None:
-                mass = Steps(priorities)
+    def _priorities_of(self, storage: Storage, table: EpisodeTable, index: Index) -> AnyPriorities:
+        """The priorities of the anchors of a folder."""
+        by_step = self._by_step and len(index) == table.steps
+        found = self._by_storage.get(storage)
+        if found is None or isinstance(found, StepPriorities) != by_step:
+            steps = None if self._priorities is None else self._priorities.of(storage)
+            if by_step and steps is not None:
+                found = StepPriorities(steps)
             else:
-                mass = Heap(storage, priorities, self.how, self.reader.selection.view)
-            self._masses[storage] = mass
-        return mass
+                found = AnchorPriorities(storage, steps, self.how, self.reader.selection.view)
+            self._by_storage[storage] = found
+        return found
 
     @property
-    def _plain(self) -> bool:
-        """Whether an anchor weighs what its step's leaf says, and there is none before step 0."""
+    def _by_step(self) -> bool:
+        """Whether an anchor has the priority of its step, and none lies before step 0."""
         view, how = self.reader.selection.view, self.how
-        by_step = not view.per_episode and not getattr(view, "pad_before", 0) and how.over in (None, "first")
-        return by_step and how.variant == "proportional" and how.meta is None
+        by_step = not view.per_episode and not getattr(view, "pad_before", 0) and how.reduce in (None, "first")
+        return by_step and how.variant == "proportional" and how.weight_field is None
 
     def _draw(
-        self, masses: list[Mass], each: list[float], batch_size: int, rng: np.random.Generator, alone: bool
-    ) -> tuple[IntArray | None, Found, FloatArray]:
-        """(the source of each or None, what was drawn, what a mass of 1 of each source is in probability)."""
+        self,
+        each_folder: list[AnyPriorities],
+        each: list[float],
+        batch_size: int,
+        rng: np.random.Generator,
+        alone: bool,
+    ) -> tuple[IntArray | None, Drawn, FloatArray]:
+        """(the place of each item's folder or None, the anchors, the probability of a priority of 1 in each folder)."""
         stratified = self.how.stratified
-        if self.reader.sources.single:
+        if self.reader.folders.single:
             values = spread(batch_size, each[0], rng, stratified=stratified)
-            return None, masses[0].find(values), np.array([1 / each[0]])
+            return None, each_folder[0].find(values), np.array([1 / each[0]])
         totals = np.array(each)
         if self._weights is None:
             values = spread(batch_size, float(totals.sum()), rng, stratified=stratified)
             ends = np.cumsum(totals)
-            sources = np.minimum(np.searchsorted(ends, values, side="right"), np.flatnonzero(totals)[-1])
-            parts = [values[sources == s] - (ends[s] - totals[s]) for s in range(len(totals))]
+            places = np.minimum(np.searchsorted(ends, values, side="right"), np.flatnonzero(totals)[-1])
+            parts = [values[places == s] - (ends[s] - totals[s]) for s in range(len(totals))]
             shares = np.full(len(totals), 1 / totals.sum())
         else:
             self._require_all(totals)
             begin = 0 if alone else self._shared
             self._shared += 0 if alone else batch_size
             counts = (self._quota or Quota(self._weights)).counts(begin, begin + batch_size)
-            sources = np.repeat(np.arange(len(totals)), counts)
+            places = np.repeat(np.arange(len(totals)), counts)
             drawn = zip(counts, totals, strict=True)
             parts = [spread(int(n), float(total), rng, stratified=stratified) for n, total in drawn]
             shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
-        found = [masses[s].find(np.clip(part, 0, totals[s])) for s, part in enumerate(parts) if len(part)]
-        order = np.argsort(sources, kind="stable")
-        slot, serial, t, mass = (_placed(columns, order) for columns in zip(*found, strict=True))
-        return sources, (slot, serial, t, mass), shares
+        found = [each_folder[s].find(np.clip(part, 0, totals[s])) for s, part in enumerate(parts) if len(part)]
+        order = np.argsort(places, kind="stable")
+        slot, serial, t, priority = (_placed(columns, order) for columns in zip(*found, strict=True))
+        return places, (slot, serial, t, priority), shares
 
     def _require_all(self, totals: FloatArray) -> None:
         for number in np.flatnonzero(totals == 0).tolist():
-            path = self.reader.sources.storages[number].path
+            path = self.reader.folders.storages[number].path
             raise NotEnoughDataError(f"{path}: source {number} has nothing to give its share of a batch", source=number)
 
-    def _weigh(self, probability: FloatArray, masses: list[Mass], shares: FloatArray) -> FloatArray:
+    def _weigh(self, probability: FloatArray, each_folder: list[AnyPriorities], shares: FloatArray) -> FloatArray:
         """Importance weights (B,), normalised as `how` says. Source: Schaul et al. 2016, section 3.4."""
         beta = self.how.beta_at(self.num_drawn)
         if self.how.normalize is None:
-            count = sum(mass.count for mass in masses)
+            count = sum(one.count for one in each_folder)
             return np.asarray((count * probability) ** -beta)
         # The number of items cancels out of a quotient of two weights.
         if self.how.normalize == "batch":
             lowest = float(np.minimum.reduce(probability))
         else:
-            each = [mass.minimum() * share for mass, share in zip(masses, shares, strict=True) if mass.total > 0]
+            each = [one.minimum() * share for one, share in zip(each_folder, shares, strict=True) if one.total > 0]
             lowest = min(each)
         return np.asarray((probability / lowest) ** -beta)
 
@@ -236,8 +257,11 @@ class PrioritizedDraws:
 class PrioritizedSampler:
     """A PyTorch batch sampler that draws by priority; an epoch has as many batches as one that goes round.
 
-    Args: draws: what is drawn. batch_size: items a batch, every batch is full. drop_last: one batch less where the
-        items do not divide. seed: with the epoch's number, and that of the rank, fixes what chance does.
+    Args:
+        draws: gives the anchors.
+        batch_size: items a batch; every batch is full.
+        drop_last: one batch less where the items do not divide.
+        seed: with the numbers of the epoch and the rank it fixes the random numbers.
     """
 
     plans = False
@@ -252,7 +276,7 @@ class PrioritizedSampler:
         return len(self)
 
     def whole(self) -> Iterator[Anchors]:
-        """The batches of an epoch; who takes some of them has drawn by priority too."""
+        """The batches of an epoch; a part of them is drawn by priority too."""
         return iter(self)
 
     def complete(self, batch_size: int, drop_last: bool) -> PrioritizedSampler:
@@ -302,17 +326,19 @@ class PrioritizedSampler:
             yield self.draws.next(self.batch_size, rng)
 
 
-def update_priorities(priorities: Trees, indices: Array, td_errors: Array) -> int:
+def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Array) -> int:
     """Give the steps of items the priorities of their errors.
 
     Args:
         priorities: of the folders.
-        indices: `_indices` (B, 2) or `_index` (B,) of a batch; with several sources one column more.
-        td_errors: (B,), or (B, L) for the L steps from each item's first on; what lies beyond the episode is ignored.
+        indices: `_indices` (B, 2) or `_index` (B,) of a batch; with several folders one column more.
+        td_errors: (B,), or (B, L) for the L steps from each item's first on; errors beyond the episode are ignored.
             (B,) of whole episodes is given to every step.
 
     Returns: how many items were dropped because their episode is gone.
-    Raises: SchemaError: shapes that do not fit, or an error that is no finite number.
+
+    Raises:
+        SchemaError: shapes that do not fit, or an error that is no finite number.
     """
     columns = indices[:, None] if indices.ndim == 1 else indices
     by_source = priorities.by_source
@@ -355,7 +381,7 @@ def _update(priorities: Priorities, columns: IntArray, errors: FloatArray) -> in
 
 
 def _part(index: Index, start: int, stop: int) -> Index:
-    """Some runs of an index, as of one source."""
+    """The runs start … stop - 1 of an index, as of a single folder."""
     last = None if index.last is None else index.last[start:stop]
     starts = index.starts[start : stop + 1] - index.starts[start]
     return Index(
@@ -364,7 +390,7 @@ def _part(index: Index, start: int, stop: int) -> Index:
 
 
 def _placed(columns: Sequence[Any], order: IntArray) -> Any:
-    """What was drawn source by source, in the order of the batch."""
+    """Columns that were drawn folder by folder, in the order of the batch."""
     joined = np.concatenate(columns)
     out = np.empty_like(joined)
     out[order] = joined

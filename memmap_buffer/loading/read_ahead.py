@@ -1,35 +1,80 @@
-"""What will be read soon: asks the system for its rows in whole stretches, without waiting for them."""
+"""Read-ahead: the system is asked for rows that will be read soon, in whole ranges, without waiting for them.
+
+`Disk` does so for the rows of one batch, as long as batches come from the disk; `Readahead` for the next window of a
+block shuffle.
+"""
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.folder import will_need
+from memmap_buffer.format.folder import disk_reads, will_need
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import BlockShuffle
+from memmap_buffer.views.batch_builder import BatchBuilder
 from memmap_buffer.views.folders import Folders
-from memmap_buffer.views.row_ranges import joined
 
-GAP_BYTES = 128 << 10  # rows so near to each other are read in one go
+ANSWER_SECONDS = 2e-4  # a batch that waited for several rows took longer, as no disk answers much sooner
+ROW_GAP = 16 << 10  # rows of a batch so near to each other are one request: it costs a disk as much as these bytes
+GAP_BYTES = 128 << 10  # rows of a window so near to each other are read in one go
+
+
+class Disk(threading.local):
+    """Whether this thread's batches come from the disk, or from memory as most do.
+
+    Rows that the system has to read first stop a copy one by one. Asked for all together before, the disk reads many at
+    a time; but that is a system call for each range, so rows that are in memory are not asked for.
+
+    Attributes:
+        slow: whether the disk was read for the last batch; True before the first.
+    """
+
+    def __init__(self) -> None:
+        self.slow = True
+        self._reads = disk_reads()
+
+    def ask(self, builder: BatchBuilder) -> None:
+        """Have the system read all rows of a batch, many at a time."""
+        if not len(builder.t):
+            return
+        wanted: dict[str, list[tuple[IntArray, IntArray]]] = {}
+        for name, low, high in builder.stretches():
+            wanted.setdefault(name, []).append((low, high))
+        for name, each in wanted.items():
+            gap = ROW_GAP // max(1, builder.schema.fields[name].itemsize)
+            for storage, chosen, *_ in builder.found.groups:
+                rows = [part.reshape(len(builder.t), -1)[chosen].ravel() for pair in each for part in pair]
+                low, high = np.concatenate(rows[::2]), np.concatenate(rows[1::2])
+                will_need(storage.maps.rows[name], joined(low, high, gap))
+
+    def took(self, seconds: float) -> None:
+        """Take in how long a batch took to be asked for and copied."""
+        if self.slow or seconds > ANSWER_SECONDS:
+            before, self._reads = self._reads, disk_reads()
+            self.slow = self._reads != before
 
 
 class Readahead:
     """Asks for each window of a block shuffle while the one before it is read.
 
-    Args: selection, sources, index: what is read. shuffle: in which order.
+    Args:
+        selection, folders, index: the items that are read.
+        shuffle: their order.
     """
 
-    def __init__(self, selection: Selection, sources: Folders, index: Index, shuffle: BlockShuffle) -> None:
-        self._view, self._sources, self._index, self._shuffle = selection.view, sources, index, shuffle
-        keys, fields = set(self._view.keys(sources.schema)), sources.schema.fields
+    def __init__(self, selection: Selection, folders: Folders, index: Index, shuffle: BlockShuffle) -> None:
+        self._view, self._folders, self._index, self._shuffle = selection.view, folders, index, shuffle
+        keys, fields = set(self._view.keys(folders.schema)), folders.schema.fields
         self._fields = [name for name in fields if keys & {name, f"next_{name}", f"seq_{name}"}]
         self._asked = -1
 
     def before(self, first: int, last: int) -> None:
-        """To be called before the items first … last of the order are read."""
+        """Ask for the windows of the items first … last of the order, and the one behind, if they are not asked for."""
         begin = max(self._asked + 1, first // self._shuffle.window)
         self._asked = last // self._shuffle.window + 1
         for window in range(begin, self._asked + 1):
@@ -43,9 +88,9 @@ class Readahead:
         run = np.arange(start - 1, stop)
         first = index.locate(np.maximum(index.starts[run], low)).t
         last = index.locate(np.minimum(index.starts[run + 1], high) - 1).t
-        for number in [0] if index.source is None else np.unique(index.source[run]).tolist():
-            mine = slice(None) if index.source is None else index.source[run] == number
-            storage = self._sources.numbered(number)
+        for number in [0] if index.folder is None else np.unique(index.folder[run]).tolist():
+            mine = slice(None) if index.folder is None else index.folder[run] == number
+            storage = self._folders.numbered(number)
             assert storage is not None
             self._ask_folder(storage, index.slot[run][mine], first[mine], last[mine])
 
@@ -55,8 +100,17 @@ class Readahead:
         if self._view.per_episode:
             first, last = np.zeros_like(first), length
         for name in self._fields:
-            field, rows = self._sources.schema.fields[name], storage.maps.rows[name]
+            field, rows = self._folders.schema.fields[name], storage.maps.rows[name]
             begin = storage.first_row(slot, field.final)
             stop = np.minimum(last + 2, length + field.final)  # a successor is read with it
             low, high = begin + np.clip(first, 0, stop), begin + stop
             will_need(rows, joined(low, high, GAP_BYTES // max(1, field.itemsize)))
+
+
+def joined(low: IntArray, high: IntArray, gap: int) -> list[tuple[int, int]]:
+    """Ranges of rows low … high - 1 (B,), in their order; ranges that are at most `gap` rows apart become one."""
+    order = np.argsort(low)
+    low, high = low[order], np.maximum.accumulate(high[order])
+    apart = low[1:] - high[:-1] > gap
+    begins, ends = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
+    return list(zip(low[begins].tolist(), high[ends].tolist(), strict=True))

@@ -11,78 +11,78 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.format.host import host_name
-from memmap_buffer.items.epoch import Epoch
-from memmap_buffer.items.epoch_snapshot import EpochSnapshot, require_same, standing
+from memmap_buffer.items.epoch import Epoch, EpochSnapshot, require_same, standing
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.rank_partition import RankPartition, Ranks, check_tail
-from memmap_buffer.items.shuffle import BlockShuffle, Order, Permutation, Quota, Shuffle, draw
-from memmap_buffer.loading.batch_reader import Reader
+from memmap_buffer.items.shuffle import BlockShuffle, Order, Permutation, Quota, Shuffle
+from memmap_buffer.loading.batch_group import BatchGroup, PlannedBatch
+from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.read_ahead import Readahead
-from memmap_buffer.views.batch_builder import PlannedBatch
-from memmap_buffer.views.folders import Anchors
+from memmap_buffer.views.anchors import Anchors
 
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
-AHEAD, AHEAD_BYTES = 32, 2 << 20  # the most batches that are planned together, and what that may take
-WINDOW_BYTES = 256 << 20  # what `shuffle="block"` shuffles together unless told otherwise
+WINDOW_BYTES = 256 << 20  # items that `shuffle="block"` shuffles together unless told otherwise take so many
 SHUFFLES = (False, True, "block")
 
 
-class Ahead:
-    """Batches that are planned together: one, then twice as many each time, as long as that takes little memory.
-
-    With `verify="read"` it stays at one, as checksums are compared when a batch is planned.
-
-    Attributes: count: how many next.
-    """
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._most = AHEAD if reader.plans else 1
-        self.count = 1
-
-    def parts(self, anchors: Anchors, size: int) -> Iterator[PlannedBatch]:
-        """Anchors planned together, `size` of them at a time."""
-        plan = self._reader.plan(anchors, size)
-        each = max(1, plan.nbytes * size // max(1, anchors.size))
-        self.count = max(1, min(2 * self.count, self._most, AHEAD_BYTES // each))
-        return iter([PlannedBatch(plan, slice(at, at + size)) for at in range(0, anchors.size, size)])
-
-    def all(self, anchors: Anchors, size: int) -> Iterator[PlannedBatch]:
-        """The same of many anchors, group by group."""
+def grouped(reader: BatchReader, chunks: Iterator[tuple[Anchors, int]]) -> Iterator[PlannedBatch]:
+    """Batches of so many items, in groups that grow as they are read."""
+    count = 1
+    for anchors, size in chunks:
         at = 0
         while at < anchors.size:
-            group = slice(at, at + self.count * size)
-            yield from self.parts(anchors.where(group), size)
-            at = group.stop
+            group = BatchGroup(reader, anchors.where(slice(at, at + count * size)), size)
+            yield from group.batches()
+            at, count = at + count * size, group.next_count
+
+
+class EpochState(NamedTuple):
+    """The state of an epoch that was begun: its order, the items handed out of it, and the episodes that it covers."""
+
+    seed: int
+    number: int
+    delivered: int
+    window: int
+    snapshot: EpochSnapshot
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> EpochState:
+        """As `Epoch.state` told it. Raises TypeError, ValueError or KeyError for anything else."""
+        seed, number, delivered, window = (_whole(state[key]) for key in ("seed", "epoch", "delivered", "window"))
+        return cls(seed, number, delivered, window, EpochSnapshot.from_state(state))
 
 
 class EpochSampler:
     """A PyTorch batch sampler of `Anchors`, or parts of many; each epoch sees the episodes published since.
 
     Args:
-        reader: what is drawn from.
-        batch_size: items a batch. drop_last: leave out an incomplete last batch.
+        reader: reads the batches.
+        batch_size: items a batch.
+        drop_last: leave out an incomplete last batch.
         shuffle: False; True: without replacement, in an order of (seed, epoch); "block": see `BlockShuffle`.
-        window: with "block", how many items are shuffled together; None: what takes 256 MiB.
+        window: with "block", how many items are shuffled together; None: as many as take 256 MiB.
         seed: fixes every epoch.
         weights: one per source: each batch has exactly these shares, every source going round in an order of its own;
             an epoch has as many items as without.
-        ranks: the processes that share each epoch. tail: what becomes of items that do not divide by them, see `RankPartition`.
+        ranks: the processes that share each epoch.
+        tail: how items are shared that do not divide by the ranks, see `RankPartition`.
 
-    Attributes: plans: whether batches are worked out here, as far as they can be; of no use to worker processes.
+    Attributes:
+        plans: whether batches are planned in groups, which this process reads itself; worker processes get anchors.
 
-    Raises: SchemaError: options that contradict each other.
+    Raises:
+        SchemaError: options that contradict each other.
     """
 
     def __init__(
         self,
-        reader: Reader,
+        reader: BatchReader,
         *,
         batch_size: int,
         shuffle: bool | str,
@@ -140,7 +140,7 @@ class EpochSampler:
         What it covers is fixed at once, as `begin` does, and all ranks must call it. `state_dict` does not count them.
         """
         epoch = self._agreed()
-        epoch.split = self._split(epoch, Ranks())
+        epoch.partition = self._split(epoch, Ranks())
         self._begun, self._ready = None, False
         # Of several ranks each throws away what the others take.
         return self._given(epoch, self.plans and self.ranks.now().world_size == 1)
@@ -153,18 +153,18 @@ class EpochSampler:
         return other
 
     def begin(self) -> Epoch:
-        """Fix what the next iteration draws.
+        """Fix the items that the next iteration draws.
 
         A loader does so at once, and not when its first batch is drawn: the ranks talk here, another thread may draw,
         and with workers a DataLoader asks for two iterators, of which it uses one.
         """
         epoch = self._agreed()
-        epoch.split = self._split(epoch, self.ranks.now())
+        epoch.partition = self._split(epoch, self.ranks.now())
         self._begun, self._ready = epoch, True
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, in numbers, strings and lists: what was handed out, and what the epoch covers.
+        """Where it stands, in numbers, strings and lists: the items handed out, and the episodes of the epoch.
 
         The items are counted over all ranks, which are taken to be equally far.
         """
@@ -188,7 +188,7 @@ class EpochSampler:
         if on_stale not in ("raise", "redraw"):
             raise SchemaError(f"load_state_dict: on_stale: got {on_stale!r}, expected 'raise' or 'redraw'")
         try:
-            kind, epoch = state["shuffle"], None if state["sources"] is None else _told(state)
+            kind, told = state["shuffle"], None if state["sources"] is None else EpochState.of(state)
             seed, number = _whole(state["seed"]), _whole(state["epoch"])
         except (TypeError, ValueError, KeyError) as error:
             text = f"load_state_dict: got {state!r}, expected what state_dict gave ({error!r})"
@@ -197,19 +197,21 @@ class EpochSampler:
             raise SchemaError(
                 f"load_state_dict: the epoch has shuffle={kind!r}, this loader {self.shuffle!r}; give that"
             )
-        self._loaded = epoch and self._rebuilt(seed, number, *epoch, on_stale)
+        self._loaded = told and self._rebuilt(told, on_stale)
         self.seed, self.epoch, self._on_stale = seed, number, on_stale
         self._begun, self._ready = None, False
 
-    def _rebuilt(self, seed: int, number: int, begun: int, window: int, extent: EpochSnapshot, on_stale: str) -> Epoch:
-        index = extent.index(self.reader.selection, self.reader.sources, on_stale)
-        return Epoch(seed, number, Shuffle(self.shuffle, window), index, extent=extent, begun=begun)
+    def _rebuilt(self, told: EpochState, on_stale: str) -> Epoch:
+        """The rest of an epoch that a state tells of."""
+        index = told.snapshot.index(self.reader.selection, self.reader.folders, on_stale)
+        shuffle = Shuffle(self.shuffle, told.window)
+        return Epoch(told.seed, told.number, shuffle, index, snapshot=told.snapshot, begun=told.delivered)
 
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
         window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
         tables = self.reader.numbered_tables
-        sources = self.reader.sources
+        sources = self.reader.folders
         of = dict(zip(sources.numbers.tolist(), sources.ids, strict=False))
         ids = [of[number] for number in tables]
         return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=tables, ids=ids)
@@ -229,7 +231,7 @@ class EpochSampler:
         failed: MemmapBufferError | None = None
         try:
             epoch = epoch or self._new()
-            stands = host_name(), standing(self.reader.sources)
+            stands = host_name(), standing(self.reader.folders)
         except MemmapBufferError as error:  # the others wait for this rank
             epoch, failed = None, error
         state, told = ranks.agree({} if epoch is None else epoch.state()), ranks.gather(stands)
@@ -237,11 +239,11 @@ class EpochSampler:
             if failed is not None:
                 raise failed
             if None not in told:
-                require_same(told, self.reader.sources)
+                require_same(told, self.reader.folders)
         assert epoch is not None
         with _all_or_none(ranks):
             if state != epoch.state():
-                epoch = self._rebuilt(state["seed"], state["epoch"], *_told(state), self._on_stale)
+                epoch = self._rebuilt(EpochState.of(state), self._on_stale)
         ranks.require_equal(0 if self.tail == "uneven" else len(self._split(epoch, ranks)))
         self.seed = epoch.seed
         return epoch
@@ -255,31 +257,40 @@ class EpochSampler:
         yield from self._draw(epoch, plans)
 
     def _draw(self, epoch: Epoch, plans: bool) -> Iterator[Anchors | PlannedBatch]:
-        assert epoch.split is not None
+        assert epoch.partition is not None
         bounds: Sequence[int] = ()
         quota = None
         if self.weights is not None:
             bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
-        ahead, selection = self._ahead(epoch), self.reader.selection
-        together = Ahead(self.reader) if plans and not (selection.random or selection.mixes) else None
-        for numbers in epoch.split.chunks(CHUNK):
+        if plans and self.reader.reads_together:
+            yield from grouped(self.reader, self._chunks(epoch, order))
+            return
+        for anchors, size in self._chunks(epoch, order):
+            for at in range(0, anchors.size, size):
+                yield anchors.where(slice(at, at + size))
+
+    def _chunks(self, epoch: Epoch, order: Order) -> Iterator[tuple[Anchors, int]]:
+        """The anchors of many batches at a time, and how many items each of these has."""
+        assert epoch.partition is not None
+        ahead = self._ahead(epoch)
+        for numbers in epoch.partition.chunks(CHUNK):
             if ahead is not None:
                 ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
             anchors, size = epoch.index.locate(order.positions(numbers.ravel())), numbers.shape[1]
-            if together is not None:
-                yield from together.all(anchors, size)
+            if not self.reader.selection.random:
+                yield anchors, size
                 continue
             for i, first in enumerate(numbers[:, 0].tolist()):
                 part = anchors.where(slice(i * size, (i + 1) * size))
-                yield self.reader.crop(part, partial(epoch.generator, first))
+                yield self.reader.crop(part, partial(epoch.generator, first)), size
 
     def _ahead(self, epoch: Epoch) -> Readahead | None:
-        """With "block", what asks for each window before its time; mixtures read as they go."""
+        """With "block", the read-ahead of its windows; mixtures have none."""
         turn = epoch.shuffle.turn(len(epoch.index), epoch.seed, epoch.number, 0)
         if self.weights is not None or not isinstance(turn, BlockShuffle):
             return None
-        return Readahead(self.reader.selection, self.reader.sources, epoch.index, turn)
+        return Readahead(self.reader.selection, self.reader.folders, epoch.index, turn)
 
 
 @contextmanager
@@ -291,11 +302,6 @@ def _all_or_none(ranks: Ranks) -> Iterator[None]:
         ranks.require_equal(0, error)
         raise
     ranks.require_equal(0)
-
-
-def _told(state: Mapping[str, Any]) -> tuple[int, int, EpochSnapshot]:
-    """How much of an epoch was given, its window and its extent. Raises TypeError, ValueError or KeyError."""
-    return _whole(state["delivered"]), _whole(state["window"]), EpochSnapshot.from_state(state)
 
 
 def _whole(value: Any) -> int:
@@ -316,11 +322,11 @@ def _check_shuffle(shuffle: object, window: object, weight_by: str | None) -> No
         raise SchemaError(f"weight_by={weight_by!r} draws at random, with replacement; give shuffle=True to the loader")
 
 
-def _default_window(reader: Reader, index: Index) -> int:
+def _default_window(reader: BatchReader, index: Index) -> int:
     """How many items take `WINDOW_BYTES`, all fields of their episodes counted."""
-    row = sum(field.itemsize for field in reader.sources.schema.fields.values())
+    row = sum(field.itemsize for field in reader.folders.schema.fields.values())
     tables = reader.numbered_tables
-    parts = index.parts(np.fromiter(tables, np.int64, len(tables)))
+    parts = index.by_folder(np.fromiter(tables, np.int64, len(tables)))
     steps = [int(table.length[part.slot].sum()) for table, part in zip(tables.values(), parts, strict=True)]
     return max(1, WINDOW_BYTES * len(index) // max(1, sum(steps) * row))
 
@@ -328,29 +334,38 @@ def _default_window(reader: Reader, index: Index) -> int:
 class UniformSampler:
     """Batches drawn with replacement, as `sample` gives them; the shares of weighted sources are exact."""
 
-    def __init__(self, reader: Reader, weights: Sequence[float] | None = None) -> None:
+    def __init__(self, reader: BatchReader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
         self._quota = None if weights is None else Quota(weights)
-        self._one_by_one = weights is not None or reader.selection.mixes
+        self._one_by_one = weights is not None or not reader.reads_together
         self._drawn = 0
         self._of: tuple[Index, int] | None = None
-        self._ahead = Ahead(reader)
-        self._parts: Iterator[PlannedBatch] = iter(())
-        self._turn = threading.Lock()  # threads share the batches that are planned
+        self._group: BatchGroup | None = None
+        self._waiting: list[PlannedBatch] = []
+        self._turn = threading.Lock()  # threads share the batches of a group
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors | PlannedBatch:
-        """What one batch is of; `alone`: it owes nothing to those before. Raises NotEnoughDataError."""
+        """The next batch to be read; `alone`: it does not depend on those before. Raises NotEnoughDataError."""
         if alone or self._one_by_one:
             return self._drawn_now(batch_size, rng, alone)
         with self._turn:
-            return self._next_part(batch_size, rng)
+            of = self.reader.index(refresh=True), batch_size
+            if self._of != of:
+                self._of, self._group, self._waiting = of, None, []
+            if not self._waiting:
+                count = 1 if self._group is None else self._group.next_count
+                self._group = BatchGroup(self.reader, self._drawn_now(count * batch_size, rng), batch_size)
+                self._waiting = self._group.batches()[::-1]
+            return self._waiting.pop()
 
     def _drawn_now(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         reader = self.reader
         index = reader.index(refresh=True)
-        reader.require(index)
+        if not len(index):
+            raise reader.nothing_to_read()
         if self._quota is None:
-            return draw(reader.selection, reader.sources, index, batch_size, rng)
+            anchors = index.draw(batch_size, rng)
+            return reader.crop(anchors, lambda: rng) if reader.selection.random else anchors
         begin = 0 if alone else self._drawn
         counts = self._quota.counts(begin, begin + batch_size)
         bounds = source_bounds(reader, index, len(counts))
@@ -358,40 +373,30 @@ class UniformSampler:
         self._drawn += 0 if alone else batch_size
         return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
 
-    def _next_part(self, batch_size: int, rng: np.random.Generator) -> PlannedBatch:
-        """The next of the batches that are planned together."""
-        index = self.reader.index(refresh=True)
-        if self._of != (index, batch_size):
-            self._of, self._ahead, self._parts = (index, batch_size), Ahead(self.reader), iter(())
-        part = next(self._parts, None)
-        if part is None:
-            self._parts = self._ahead.parts(self._drawn_now(self._ahead.count * batch_size, rng), batch_size)
-            part = next(self._parts)
-        return part
-
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
         """The anchors of one batch, no item of it twice. Raises NotEnoughDataError: there are not so many."""
         reader = self.reader
         index = reader.index(refresh=True)
         reader.require(index)
-        if self._quota is not None or index.mass is not None:
+        if self._quota is not None or index.weight_sums is not None:
             raise SchemaError("replacement=False draws every item alike; leave out weights and weight_by")
         if batch_size > len(index):
-            path = reader.sources.storages[0].path
+            path = reader.folders.storages[0].path
             text = f"{path}: replacement=False: got batch_size {batch_size}, there are {len(index)} items; lower it"
             raise NotEnoughDataError(text, items=len(index))
         numbers = Permutation(len(index), int(rng.integers(2**63)))(np.arange(batch_size))
         return reader.crop(index.locate(numbers), lambda: rng)
 
 
-def source_bounds(reader: Reader, index: Index, sources: int) -> list[int]:
-    """Where each source's positions begin in an index; it lists them source by source.
+def source_bounds(reader: BatchReader, index: Index, num_sources: int) -> list[int]:
+    """The positions in an index at which the items of each source begin.
 
-    Raises: NotEnoughDataError: a source has none, so it cannot give its share.
+    Raises:
+        NotEnoughDataError: a source has none, so it cannot give its share.
     """
-    bounds: list[int] = index.bounds(np.arange(sources + 1)).tolist()
-    for number in range(sources if index.source is not None and len(index) else 0):
+    bounds: list[int] = index.bounds(np.arange(num_sources + 1)).tolist()
+    for number in range(num_sources if index.folder is not None and len(index) else 0):
         if bounds[number] == bounds[number + 1]:
-            path = reader.sources.storages[number].path
+            path = reader.folders.storages[number].path
             raise NotEnoughDataError(f"{path}: source {number} has nothing to give its share of a batch", source=number)
     return bounds

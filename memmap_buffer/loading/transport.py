@@ -1,10 +1,10 @@
 """How batches cross from a worker process: several in one block of shared memory, and the block is used again.
 
-A tensor of its own crosses as a shared-memory file of its own, opened, mapped, faulted in and unmapped on both sides,
-which costs more than gathering it did. Here a task is several batches, all their tensors are copied one behind
-another into one block, and what crosses besides is the batches with a `Leaf` in the place of each tensor. The block's
-own file crosses the first time only. Its first byte says whether the other side still refers to it, and is cleared
-there by the death of the last view; so a worker never writes into a block that anybody sees, and neither side waits.
+PyTorch sends each tensor as a shared-memory file of its own, opened, mapped, faulted in and unmapped on both sides,
+which costs more than reading it did. Here a task is several batches. The worker copies all their tensors into one block
+and sends the batches with a `Leaf` in the place of each tensor; the block's file crosses the first time only. The
+block's first byte says whether the main process still refers to it, and is cleared there when the last view dies; so a
+worker never writes into a block that anybody sees, and neither side waits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.views.memory_pool import ALIGN, array_over
 
 TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200
-TASK_BYTES = 1 << 20  # and how many bytes, so that large batches still come one by one
-WORKER_TASKS = 8  # and of an epoch's batches so few that every worker has at least as many tasks: none is left waiting
+TASK_BYTES = 1 << 20  # how many bytes cross together at most, so that large batches still come one by one
+WORKER_TASKS = 8  # tasks that every worker has in an epoch at least, which makes tasks smaller: none is left waiting
 SPARE = 2  # blocks that lie unused in a worker
 
 
@@ -41,7 +41,7 @@ def map_leaves(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         clone.update((key, map_leaves(value, kind, change)) for key, value in data.items())
         return clone
     if type(data) is list:
-        text = data and type(data[0]) is str  # a text field: as many as there are rows
+        text = data and type(data[0]) is str  # a text field, one str a row
         return data if text else [map_leaves(value, kind, change) for value in data]
     if isinstance(data, tuple):
         values = (map_leaves(value, kind, change) for value in data)
@@ -49,36 +49,34 @@ def map_leaves(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return data
 
 
-class Slot(NamedTuple):
-    """Where a tensor lies in its block: in elements, not bytes."""
-
-    dtype: torch.dtype
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 class Leaf:
-    """A slot in a batch: a class of its own, so that no tuple of a user's is taken for one."""
+    """The place of a tensor in its block; no tuple, so that none of a user's is taken for one.
 
-    __slots__ = ("slot",)
+    Args:
+        dtype: of the tensor.
+        start: of the tensor in the block, in its own elements, not bytes.
+        shape: of the tensor.
+        stride: of the tensor.
+    """
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
+    __slots__ = ("dtype", "shape", "start", "stride")
+
+    def __init__(self, dtype: torch.dtype, start: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        self.dtype, self.start, self.shape, self.stride = dtype, start, shape, stride
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Leaf, (self.slot,)
+        return Leaf, (self.dtype, self.start, self.shape, self.stride)
 
 
 class Task(NamedTuple):
-    """What a worker is to do: the anchors of some batches, and to which epoch of this loader they belong."""
+    """Work for a worker: the anchors of some batches, and the epoch of this loader that they belong to."""
 
     epoch: int
     batches: Sequence[Any]
 
 
 class BatchSampler(Protocol):
-    """What tells the batches of an epoch, and how many there are."""
+    """The batches of an epoch, and how many there are."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -86,9 +84,11 @@ class BatchSampler(Protocol):
 
 
 class Tasks:
-    """The batches of a sampler, several a task; how many follows from their size, once one was seen.
+    """The batches of a sampler, several a task: as many as their size allows, once one was seen.
 
-    Args: sampler: any batch sampler. workers: how many share an epoch's tasks.
+    Args:
+        sampler: any batch sampler.
+        workers: how many share an epoch's tasks.
     """
 
     def __init__(self, sampler: BatchSampler, workers: int) -> None:
@@ -105,12 +105,21 @@ class Tasks:
             yield Task(self._epoch, group)
 
     def learn(self, nbytes: int) -> None:
-        """A batch takes so many bytes."""
+        """Note how many bytes a batch takes."""
         self._size = max(1, min(TASK_BATCHES, TASK_BYTES // max(nbytes, 1)))
 
 
 class Shipment(NamedTuple):
-    """What crosses for a task: `memory` is the block itself, the first time; `batches` those packed or failed."""
+    """A task's batches on their way.
+
+    Args:
+        worker: the number of the process that sends them.
+        block: the number of the block that they are packed in.
+        nbytes: how many bytes of it they take.
+        memory: the block itself, the first time; None afterwards.
+        dropped: the numbers of blocks that the worker let go of.
+        batches: each packed, or the exception that it raised.
+    """
 
     worker: int
     block: int
@@ -121,10 +130,11 @@ class Shipment(NamedTuple):
 
 
 class Carrier(Dataset[Shipment]):
-    """The dataset of the processes: a task in, a shipment out.
+    """The dataset of the worker processes: a task in, a shipment out.
 
-    Args: dataset: plans some batches by `together`, and gathers each by `__getitems__`. collate: makes of it what the
-        user gets.
+    Args:
+        dataset: plans batches by `grouped`, and reads each by `__getitems__`.
+        collate: the loader's collate function.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
@@ -135,32 +145,32 @@ class Carrier(Dataset[Shipment]):
 
     def __getitems__(self, task: Task) -> Shipment:
         if task.epoch != self._epoch:
-            # What was on its way when an epoch was given up is thrown away unseen, so its blocks never come back.
+            # Shipments of an epoch that was given up are thrown away unseen, so their blocks never come back.
             self._blocks, self._epoch = Blocks(), task.epoch
         info = get_worker_info()
         number = 0 if info is None else info.id
         layout = Packing()
-        batches = [layout.add(self._made(anchors, number)) for anchors in self._together(task.batches)]
+        batches = [layout.add(self._made(anchors, number)) for anchors in self._grouped(task.batches)]
         block, memory, new = self._blocks.take(layout.nbytes)
         layout.copy_to(memory)
         dropped = self._blocks.drop_spare()
         return Shipment(number, block, layout.nbytes, memory if new else None, dropped, batches)
 
-    def _together(self, batches: Sequence[Any]) -> Sequence[Any]:
+    def _grouped(self, batches: Sequence[Any]) -> Sequence[Any]:
         try:
-            planned: Sequence[Any] = self.dataset.together(batches)
-        except Exception:  # it is raised again for the batch that it is about
+            planned: Sequence[Any] = self.dataset.grouped(batches)
+        except Exception:  # raised again by the batch that causes it
             return batches
         return planned
 
     def _made(self, anchors: Any, worker: int) -> Any:
         try:
             return self._collate(self.dataset.__getitems__(anchors))
-        except Exception:  # it is raised where the batch is asked for, and the others of the task are not lost
+        except Exception:  # raised where the batch is asked for; the others of the task are not lost
             return ExceptionWrapper(where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
 
 
-def as_it_is(shipment: Shipment) -> Shipment:
+def unchanged(shipment: Shipment) -> Shipment:
     """The collate function of a carrier's DataLoader."""
     return shipment
 
@@ -170,10 +180,10 @@ class Packing:
 
     def __init__(self) -> None:
         self.nbytes = ALIGN
-        self._parts: list[tuple[Slot, torch.Tensor]] = []
+        self._parts: list[tuple[Leaf, torch.Tensor]] = []
 
     def add(self, batch: Any) -> Any:
-        """The batch with a `Leaf` in the place of each tensor; others than plain ones in memory stay as they are."""
+        """The batch with a `Leaf` in the place of each plain tensor in memory; other tensors stay as they are."""
         return map_leaves(batch, torch.Tensor, self._leaf)
 
     def _leaf(self, tensor: torch.Tensor) -> Any:
@@ -181,29 +191,29 @@ class Packing:
         if not plain or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return tensor
         like = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # keeps channels last
-        slot = Slot(tensor.dtype, self.nbytes // tensor.itemsize, tuple(tensor.shape), like.stride())
-        self._parts.append((slot, tensor))
+        leaf = Leaf(tensor.dtype, self.nbytes // tensor.itemsize, tuple(tensor.shape), like.stride())
+        self._parts.append((leaf, tensor))
         self.nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
-        return Leaf(slot)
+        return leaf
 
     def copy_to(self, memory: torch.Tensor) -> None:
         """Copy the tensors to their places."""
-        of = Slots(memory)
-        for slot, tensor in self._parts:
-            of(slot).copy_(tensor)
+        place = Unpacking(memory)
+        for leaf, tensor in self._parts:
+            place(leaf).copy_(tensor)
 
 
-class Slots:
-    """Tensors over the slots of a block."""
+class Unpacking:
+    """The tensors of leaves, as views of their block."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
         self._typed: dict[torch.dtype, torch.Tensor] = {}
 
-    def __call__(self, slot: Slot) -> torch.Tensor:
-        if slot.dtype not in self._typed:
-            self._typed[slot.dtype] = self._memory.view(slot.dtype)
-        return self._typed[slot.dtype].as_strided(slot.shape, slot.stride, slot.start)
+    def __call__(self, leaf: Leaf) -> torch.Tensor:
+        if leaf.dtype not in self._typed:
+            self._typed[leaf.dtype] = self._memory.view(leaf.dtype)
+        return self._typed[leaf.dtype].as_strided(leaf.shape, leaf.stride, leaf.start)
 
 
 class Blocks:
@@ -214,7 +224,7 @@ class Blocks:
         self._made = 0
 
     def take(self, nbytes: int) -> tuple[int, torch.Tensor, bool]:
-        """A block of at least so many bytes: its number, itself, and whether it is new."""
+        """A block of at least `nbytes`: its number, itself, and whether it is new."""
         fits = [number for number in self._unused() if self._blocks[number].nbytes >= nbytes]
         if fits:
             number = min(fits, key=lambda n: self._blocks[n].nbytes)
@@ -229,7 +239,7 @@ class Blocks:
         return number, block, not fits
 
     def drop_spare(self) -> tuple[int, ...]:
-        """Let go of unused blocks but for `SPARE`, the smallest first. Returns: their numbers."""
+        """Let go of unused blocks but for `SPARE`, the smallest first; return their numbers."""
         unused = sorted(self._unused(), key=lambda n: self._blocks[n].nbytes)
         dropped = tuple(unused[: max(0, len(unused) - SPARE)])
         for number in dropped:
@@ -244,7 +254,8 @@ class Arrivals:
     """The batches of an epoch in this process, as views of the blocks that they came in.
 
     Args:
-        shipments: what comes from the workers. tasks: is told how large batches are.
+        shipments: from the workers.
+        tasks: the tasks of the epoch, which learn how large batches are.
         pin: copy each block to pinned memory.
     """
 
@@ -277,8 +288,7 @@ class Arrivals:
         if self._pin:
             memory = memory.pin_memory()
             batches = map_leaves(batches, torch.Tensor, torch.Tensor.pin_memory)
-        slots = Slots(memory)
-        self._waiting.extend(map_leaves(batches, Leaf, lambda leaf: slots(leaf.slot)))
+        self._waiting.extend(map_leaves(batches, Leaf, Unpacking(memory)))
 
 
 def lend(block: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -289,5 +299,5 @@ def lend(block: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def _give_back(block: torch.Tensor, process: int) -> None:
-    if process_id() == process:  # not in a child that was forked meanwhile: what it drops, this process may still see
+    if process_id() == process:  # not in a child that was forked since: the parent may still see the block
         block.numpy()[0] = 0

@@ -1,1 +1,1 @@
-"""Priorities on the disk: the sum tree, its file, its owner, and what each anchor of a view weighs."""
+"""Priorities on the disk: the sum tree, its file, its owner, the priorities of a view's anchors, importance weights."""

@@ -1,10 +1,10 @@
-"""What is done for each item of a batch as loops of machine code, where numba is installed; else numpy does it.
+"""The loops over the items of a batch as machine code, where numba is installed; else numpy does the same.
 
-Both give the same bits. Numpy needs a dozen calls for what one loop does, and for a batch of 256 the calls are what it
-costs. Each step is taken for all of a batch, so that their cache misses overlap.
+Both give the same bits. A loop replaces a dozen calls of numpy, and for a batch of 256 the calls are the cost. Each
+step is taken for all items of a batch, so that their cache misses overlap.
 
-numba is loaded and the loops are compiled (some three seconds) when `load` is called, which a sum tree does after some
-draws, so that a program that draws a batch or two does not wait for it. Until then, and without numba, `now` is None.
+A sum tree asks for the `compiled` loops after some draws: numba takes some three seconds, and a program that draws a
+batch or two need not wait for them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.format.records import CHECK, GENERATION, SERIAL, WORDS
-
 
 class Kernels(NamedTuple):
     """The functions of this module, compiled."""
@@ -26,17 +24,6 @@ class Kernels(NamedTuple):
     put: Any
     locate: Any
     leaves: Any
-    look_up: Any
-    nearest: Any
-
-
-now: Kernels | None = None  # those in use
-
-
-def load() -> None:
-    """Use the kernels from now on, if numba is installed."""
-    global now
-    now = compiled()
 
 
 @lru_cache(maxsize=1)
@@ -47,8 +34,7 @@ def compiled() -> Kernels | None:
     except ImportError:
         return None
     floats, integers, integer, yes = numba.float64[::1], numba.int64[::1], numba.int64, numba.boolean
-    words, records, masks = numba.uint64[::1], numba.uint64[:, ::1], numba.boolean[::1]
-    given, known = integers.copy(layout="A", readonly=True), records.copy(readonly=True)  # of whatever kind they are
+    given = integers.copy(layout="A", readonly=True)  # strided and read-only arrays too
     chosen, values = integers.copy(readonly=True), floats.copy(readonly=True)
     signatures = {
         accumulate: numba.void(floats, floats),
@@ -56,8 +42,6 @@ def compiled() -> Kernels | None:
         put: numba.void(floats, integer, chosen, values),
         locate: yes(integers, integer, integers, integers, integers, integers, integers),
         leaves: yes(given, given, integer, integers, integers, integer, integers),
-        look_up: numba.void(known, words, masks, given, given, records, masks),
-        nearest: yes(given, given, given, integers, masks),
     }
     return Kernels(*(numba.njit(signature, nogil=True)(loop) for loop, signature in signatures.items()))
 
@@ -121,7 +105,7 @@ def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
 
 
 def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
-    """Give leaves (B,) their priorities (B,) and recompute what lies above, down to the `top` nodes of one level."""
+    """Give leaves (B,) their priorities (B,) and recompute the nodes above, down to the `top` nodes of one level."""
     capacity, count, levels = len(heap) >> 1, len(leaves), 0
     for i in range(count):
         heap[capacity + leaves[i]] = priorities[i]
@@ -160,32 +144,3 @@ def leaves(serials: Any, t: Any, oldest: int, visible: Any, length: Any, per_slo
             return False
         out[i] = slot * per_slot + t[i]
     return True
-
-
-def look_up(words: Any, check: Any, shown: Any, slots: Any, serials: Any, records: Any, same: Any) -> None:
-    """`Storage.look_up`, into records (B, 8) and same (B,).
-
-    Args: words: (slots, 8) as mapped. check, shown: (slots,) of the table. slots, serials: (B,).
-    """
-    for i in range(len(slots)):
-        slot = slots[i]
-        if slot < 0 or slot >= len(words):  # nobody asks for one; but nothing else would keep this from reading there
-            records[i, :], same[i] = 0, False
-            continue
-        for word in range(WORDS):
-            records[i, word] = words[slot, word]
-        unlike = (records[i, CHECK] ^ check[slot]) | (records[i, SERIAL] ^ np.uint64(serials[i]))
-        same[i] = shown[slot] and (unlike | (records[i, GENERATION] & np.uint64(1))) == 0
-
-
-def nearest(first: Any, t: Any, limit: Any, rows: Any, missing: Any) -> bool:
-    """The rows (B,) of the nearest timesteps to t that exist, and which of t do not; whether any does not.
-
-    Args: first, limit: (B,) the row of step 0, and how many timesteps each episode has. rows, missing: to be filled.
-    """
-    any_missing = False
-    for i in range(len(t)):
-        near = min(max(t[i], 0), limit[i] - 1)
-        rows[i], missing[i] = first[i] + near, near != t[i]
-        any_missing |= near != t[i]
-    return any_missing

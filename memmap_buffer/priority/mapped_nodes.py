@@ -34,9 +34,14 @@ def nodes_file(name: str, leaves: int) -> ArrayFile:
 class Nodes:
     """The nodes of one tree, mapped from an existing file whose lock is held.
 
-    Args: folder, file: where. leaves: of the tree. minima: whether the heap of minima is stored to, too.
+    Args:
+        folder, file: the existing file.
+        leaves: of the tree.
+        minima: whether the heap of minima is stored to, too.
 
-    Attributes: array: (num_nodes(leaves),) float64. shared: whether stores reach the file at once.
+    Attributes:
+        array: (num_nodes(leaves),) float64.
+        shared: whether stores reach the file at once.
     """
 
     def __init__(self, folder: Folder, file: ArrayFile, leaves: int, *, minima: bool) -> None:
@@ -59,7 +64,7 @@ class Nodes:
         self._ready = False  # whether all blocks of leaves may be stored to
 
     def prepare(self, leaves: IntArray) -> None:
-        """To be called before leaves, and what lies above them, are stored to. Raises OSError: the disk is full."""
+        """Have room on the disk for stores to leaves and the nodes above. Raises OSError: the disk is full."""
         if self._ready:
             return
         blocks = self._block(leaves + self._first)
@@ -78,7 +83,7 @@ class Nodes:
             self._marked[:] = self._ready = False
 
     def checkpoint(self) -> None:
-        """Bring what was stored to the disk. Raises OSError; then the same is tried again the next time."""
+        """Bring all stores to the disk. Raises OSError; then the same stores are tried again the next time."""
         if not self.shared:
             changed = self._with_above(np.flatnonzero(self._marked))
             for run in np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1):

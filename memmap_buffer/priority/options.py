@@ -11,7 +11,7 @@ from memmap_buffer.schema import Schema
 
 NORMALIZE = ("batch", "buffer", None)
 VARIANTS = ("proportional", "rank")
-OVER = (None, "first", "max", "mean")
+REDUCE = (None, "first", "max", "mean")
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,25 @@ class Prioritized:
     built at the first draw and updated with the first.
 
     Args:
-        alpha: α, 0 draws uniformly. epsilon: ε, so that a step without error is still drawn.
+        alpha: α, 0 draws uniformly.
+        epsilon: ε, so that a step without error is still drawn.
         beta: β of the weights w = (N · P)^-β over N items; it rises linearly to 1 over `beta_steps` batches, or stays.
-            It is the one thing that is not on the disk: a loader's `state_dict` has it, and `sample` counts from the
+            β alone is not on the disk: a loader's `state_dict` has it, and `sample` counts from the
             opening of the buffer; to go on after n batches there, give `beta_at(n)` and what is left of `beta_steps`.
         normalize: divide by the highest weight of the "batch", by the highest that any item of the "buffer" has, or,
             with None, not at all.
-        stratified: one draw in each of B segments of equal mass.
+        stratified: one draw in each of B segments of equal probability.
         variant: "proportional", or "rank": p = (1 / rank)^α, the highest priority having rank 1 and equal ones the
             same. Ranks are found in an order that is sorted anew after `sort_interval` changes (new priorities, items
             that came, items that went), by default as many as there are items.
-        name: of the tree, `priority/<name>.npy`; those who share α, ε and the name share the priorities.
-        over: an item of several steps has the priority of its "first", or the "max" or "mean" over all; by default
+        name: of the tree, `priority/<name>.npy`; draws of the same name, α and ε share the priorities.
+        reduce: an item of several steps has the priority of its "first", or the "max" or "mean" over all; by default
             windows have the first, episodes the mean.
-        meta: draw by a meta field instead: p = value^α, for which nothing is stored.
+        weight_field: draw by this meta field instead: p = value^α, for which nothing is stored.
 
-    Raises: SchemaError: a value that is not one of these.
+    Raises:
+        SchemaError: a value that is not one of these.
+
     Source: Schaul et al. 2016, "Prioritized Experience Replay".
     """
 
@@ -54,12 +57,12 @@ class Prioritized:
     stratified: bool = True
     variant: str = "proportional"
     name: str = "td"
-    over: str | None = None
+    reduce: str | None = None
     sort_interval: int | None = None
-    meta: str | None = None
+    weight_field: str | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("normalize", NORMALIZE), ("variant", VARIANTS), ("over", OVER)):
+        for name, allowed in (("normalize", NORMALIZE), ("variant", VARIANTS), ("reduce", REDUCE)):
             if getattr(self, name) not in allowed:
                 expected = ", ".join(map(repr, allowed))
                 raise SchemaError(f"{name}: got {getattr(self, name)!r}, expected one of {expected}")
@@ -78,11 +81,11 @@ class Prioritized:
         found = cls() if given is True else given
         if not isinstance(found, cls):
             raise SchemaError(f"prioritized: got {given!r}, expected Prioritized(...), or True for its defaults")
-        if found.meta is not None:
-            schema.require([found.meta], "prioritized", schema.meta_fields)
-            field = schema.meta_fields[found.meta]
+        if found.weight_field is not None:
+            schema.require([found.weight_field], "prioritized", schema.meta_fields)
+            field = schema.meta_fields[found.weight_field]
             if field.shape not in ((), (1,)) or field.storage.kind not in "fiub" or field.dtype == "bfloat16":
-                raise SchemaError(f"prioritized: {found.meta!r} is no field of one number; give one")
+                raise SchemaError(f"prioritized: {found.weight_field!r} is no field of one number; give one")
         return found
 
     def beta_at(self, batch: int) -> float:

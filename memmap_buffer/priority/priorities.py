@@ -1,7 +1,7 @@
 """Priorities that live on the disk with the data, under a name: one process owns them, the learner.
 
-They follow the episodes by themselves: the steps of one that appears get the maximum priority so far, those of one
-that goes leave. What is on the disk is told in `treefile`.
+They follow the episodes by themselves: the steps of an episode that appears get the maximum priority so far, the steps
+of one that goes are drawn no more. `tree_file` tells of the bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
-from memmap_buffer.priority import kernels
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, FloatArray, SumTree
 from memmap_buffer.priority.tree_file import TreeFile
 
-REMEMBERED = 4096  # changes that one who keeps a heap of its own may be behind
+REMEMBERED = 4096  # changes that a tree of anchors may be behind
 
 # Within a process all objects share one tree of a name: a second lock on its file would wait for the first for ever.
 _open: weakref.WeakValueDictionary[tuple[tuple[int, int], str, int], Priorities] = weakref.WeakValueDictionary()
@@ -34,7 +33,7 @@ class Priorities:
     """The priorities of every step of one folder, under one name; made by `open`.
 
     Attributes:
-        changes: (slots, t, or None for all their steps) of the last of `num_changes`, since somebody wanted them kept.
+        changes: (slots, t, or None for all their steps) of the last of `num_changes`, after `keep_changes`.
     """
 
     def __init__(self, file: TreeFile) -> None:
@@ -50,12 +49,18 @@ class Priorities:
 
     @classmethod
     def open(cls, storage: Storage, name: str, *, alpha: float, epsilon: float) -> Priorities:
-        """The priorities of that name; to be closed as often as they were opened.
+        """The priorities of that name; they are closed as often as they were opened.
 
-        Args: alpha, epsilon: the priority of a step is (|δ| + ε)^α.
+        Args:
+            storage: the folder.
+            name: of the tree.
+            alpha, epsilon: the priority of a step is (|δ| + ε)^α.
+
         Raises:
-            BufferLockedError: another process owns them. SchemaError: a name that is none, or they are in use with
-                another α or ε. CorruptBufferError: something in `priority/` is not ours. OSError: the disk is full.
+            BufferLockedError: another process owns them.
+            SchemaError: the name is no identifier, or they are in use with another α or ε.
+            CorruptBufferError: something in `priority/` is not ours.
+            OSError: the disk is full.
         """
         if not (name.isidentifier() and name.isascii() and len(name) <= 64) or name.startswith("_"):
             raise SchemaError(f"priorities: {name!r} cannot name a file; give an identifier of at most 64 characters")
@@ -97,7 +102,7 @@ class Priorities:
             raise
 
     def close(self) -> None:
-        """Bring everything to the disk and let go, when the last of those who opened it does."""
+        """Bring everything to the disk and let go, at the last call of as many as there were of `open`."""
         with _opening.lock, self.lock:
             self._users = max(0, self._users - 1)
             if not self._users:
@@ -145,13 +150,13 @@ class Priorities:
             return found
 
     def _at(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
-        """None where a value leads to what is no step, as the sums are damaged."""
-        table, compiled, layout = self._table, kernels.now, self.storage.layout
+        """None where a value leads to a leaf that is no step, as the sums are damaged."""
+        table, layout, tree = self._table, self.storage.layout, self.tree
         assert table is not None
-        leaves, priorities = self._file.tree.find(values)
-        if compiled is not None and layout.rows is None:
+        leaves, priorities = tree.find(values)
+        if tree.loops is not None and layout.rows is None:
             slots, serials, t = np.empty((3, len(leaves)), np.int64)
-            there = compiled.locate(leaves, layout.max_timesteps, table.length, table.serial, slots, serials, t)
+            there = tree.loops.locate(leaves, layout.max_timesteps, table.length, table.serial, slots, serials, t)
         else:
             inside = np.minimum(leaves, self._file.leaves - 1)
             slots, t = self._steps(inside)
@@ -171,9 +176,11 @@ class Priorities:
     # Changing
 
     def follow(self) -> None:
-        """Take in what was published and retired since; one look at the change counter where nothing was.
+        """Take in the episodes that were published or retired since; without any, one look at the change counter.
 
-        Raises: WriterLostError: in a forked child. OSError: the disk is full.
+        Raises:
+            WriterLostError: in a forked child.
+            OSError: the disk is full.
         """
         if self.storage.refresh() is not self._table or not self._file.whole:
             with self.lock:
@@ -187,8 +194,11 @@ class Priorities:
         Args:
             serials, t: (B,) int64; t below 0, where a window began before its episode, is step 0.
             td_errors: (B,) δ; of a step that stands twice the last counts.
+
         Returns: how many were dropped because their episode is gone.
-        Raises: SchemaError: an error is NaN, infinite or too large, or a step is none of its episode's.
+
+        Raises:
+            SchemaError: an error is NaN, infinite or too large, or an episode has no such step.
         """
         raw, highest = self._raw(td_errors)
         with self.lock:
@@ -202,12 +212,12 @@ class Priorities:
             return len(serials) - len(leaves)
 
     def _leaves_of(self, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
-        """(the leaves of those steps whose episode is there; (B,) which they are, None for all). Raises SchemaError."""
-        table, layout, compiled = self._table, self.storage.layout, kernels.now
+        """(the leaves of the steps whose episode is there; (B,) whether it is, None for all). Raises SchemaError."""
+        table, layout, loops = self._table, self.storage.layout, self.tree.loops
         assert table is not None
-        if compiled is not None and self._gapless and layout.rows is None:
+        if loops is not None and self._gapless and layout.rows is None:
             leaves, oldest = np.empty(len(serials), np.int64), self._known.item(0)
-            if compiled.leaves(serials, t, oldest, table.visible, table.length, layout.max_timesteps, leaves):
+            if loops.leaves(serials, t, oldest, table.visible, table.length, layout.max_timesteps, leaves):
                 return leaves, None
         slots, here = self._slots(serials)
         if not all_of(here):
@@ -229,7 +239,7 @@ class Priorities:
             return np.where(here, self.lengths[slots * here], 0), here
 
     def keep_changes(self) -> None:
-        """From now on `changes` are kept; for nobody they would be 16 MB of memory, and a page fault an update."""
+        """From now on keep `changes`: up to 16 MB of memory, and a page fault an update."""
         with self.lock:
             self.changes = deque(self.changes, REMEMBERED)
 
@@ -280,7 +290,7 @@ class Priorities:
             self._changed(*self._steps(leaves))
 
     def _enter(self, table: EpisodeTable) -> None:
-        """Make the leaves those of a table's visible episodes."""
+        """Give leaves to the steps of a table's visible episodes, and to no others."""
         serial, length = np.full(len(table.serial), -1), np.zeros(len(table.serial), np.int64)
         serial[table.visible], length[table.visible] = table.serial[table.visible], table.length[table.visible]
         other = self.serials != serial

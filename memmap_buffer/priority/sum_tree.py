@@ -2,12 +2,12 @@
 
 Node 1 would be the root, nodes 2n and 2n + 1 are the children of n, leaf i is node `capacity` + i. Of the levels only
 every third from the leaves up is kept: a step goes from n to one of 8n … 8n + 7, which lie in one cache line and one
-page, and in a large tree these are what it costs. A node is recomputed from those eight, pair by pair, and never
-incremented, so nothing drifts. The at most 2048 nodes of the top level are taken as one cumulative sum, and what would
-lie above them is not kept. Behind the heap lies a second one for the minimum over positive leaves, which is written
+page, and these are the cost of a large tree. A node is recomputed from those eight, pair by pair, and never
+incremented, so nothing drifts. The at most 2048 nodes of the top level are taken as one cumulative sum, and no levels
+above them are kept. Behind the heap lies a second one for the minimum over positive leaves, which is written
 only where it is asked for.
 
-Who draws again and again goes over to the loops of `kernels`, if numba is installed.
+A tree that is drawn from again and again goes over to the loops of `kernels`, if numba is installed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import all_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.priority import kernels
+from memmap_buffer.priority.kernels import Kernels
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -27,7 +28,7 @@ TOP = 11  # at most 2**TOP nodes are summed up at once
 STEP = 3  # levels that are gone at once
 WIDTH = 1 << STEP
 KIND = 1  # the number of this arrangement; another TOP or STEP is another one
-MANY = 4096  # from here on it pays to visit what lies above two changed nodes once
+MANY = 4096  # from here on it pays to visit a node above two changed ones only once
 PATIENCE = 100  # draws before the kernels are loaded, which takes as long as some thousand of them
 MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
@@ -59,10 +60,14 @@ class SumTree:
     """Priorities with their sums; zero means that a leaf is never drawn.
 
     Args:
-        nodes: (num_nodes(leaves),) float64, zeros for a new tree, or what one left.
-        leaves: how many.
+        nodes: (num_nodes(leaves),) float64, zeros for a new tree, or the nodes of an earlier one.
+        leaves: the number of leaves.
         minima: keep the minimum over positive leaves up to date; `refresh` the leaves of an array that has none yet.
+
+    Attributes: loops: the compiled loops that it goes by, None as long as numpy does it all.
     """
+
+    loops: Kernels | None = None
 
     def __init__(self, nodes: FloatArray, leaves: int, *, minima: bool = False) -> None:
         self.leaves = leaves
@@ -107,10 +112,9 @@ class SumTree:
         self.put(leaves, priorities)
 
     def put(self, leaves: IntArray, priorities: FloatArray) -> None:
-        """`set` of what is known to be right."""
-        compiled = kernels.now
-        if compiled is not None and not self.minima:
-            compiled.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
+        """`set` of priorities that are known to be right."""
+        if self.loops is not None and not self.minima:
+            self.loops.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
             self._sums = None
             return
         self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
@@ -123,7 +127,7 @@ class SumTree:
         self.set(unique, self.get(unique) + np.bincount(place, amounts, len(unique)))
 
     def refresh(self, leaves: IntArray) -> None:
-        """Recompute what lies above leaves."""
+        """Recompute the nodes above leaves."""
         nodes = leaves + self.capacity
         if len(nodes) >= MANY:
             nodes.sort(kind="stable")  # nearly nothing where they are sorted; numpy's `unique` takes 20 times as long
@@ -145,11 +149,11 @@ class SumTree:
         """
         self._num_found += 1
         if self._num_found == PATIENCE:
-            kernels.load()
-        sums, compiled = self._cumulative(), kernels.now
-        if compiled is not None:
+            self.loops = kernels.compiled()
+        sums = self._cumulative()
+        if self.loops is not None:
             leaves, priorities = np.empty(len(values), np.int64), np.empty(len(values))
-            if compiled.find(self._heap, sums, np.ascontiguousarray(values), leaves, priorities):
+            if self.loops.find(self._heap, sums, np.ascontiguousarray(values), leaves, priorities):
                 return leaves, priorities
         # A value that rounding brought to the end belongs to the last node that adds something.
         last = np.searchsorted(sums[1:], sums[-1])
@@ -187,9 +191,9 @@ class SumTree:
     def _cumulative(self) -> FloatArray:
         """0, then the sums of the top level's nodes up to each."""
         if self._sums is None:
-            sums, nodes, compiled = np.empty(self._top + 1), self._heap[self._top : 2 * self._top], kernels.now
-            if compiled is not None:
-                compiled.accumulate(nodes, sums)
+            sums, nodes = np.empty(self._top + 1), self._heap[self._top : 2 * self._top]
+            if self.loops is not None:
+                self.loops.accumulate(nodes, sums)
             else:
                 sums[0] = 0
                 np.add.accumulate(nodes, out=sums[1:])

@@ -1,15 +1,15 @@
-"""The files of one named tree: the owner's lock, the head, the nodes; what is trusted, and what is made anew.
+"""The files of one named tree: the owner's lock, the head, the nodes; when they are trusted, and when made anew.
 
-`priority/<name>.npy` holds the nodes of a `SumTree` with a leaf for each (slot, t): (|δ| + ε)^α, 0 for what cannot be
-drawn. Node 0, which no heap uses, holds α, so that α and the leaves can only change together.
+`priority/<name>.npy` holds the nodes of a `SumTree` with a leaf for each (slot, t): (|δ| + ε)^α, 0 for a step that
+cannot be drawn. Node 0, which no heap uses, holds α, so that α and the leaves can only change together.
 `priority/<name>.head.npy` is (16 + 2 * slots,) u8: generation (odd while anything is stored) | ε | the maximum of
 |δ| + ε so far | whether the minima are kept | clean | boot u8[2] | inode of the nodes' file | the number of the
-arrangement of the nodes (`tree.KIND`) | 7 reserved; then for each slot the serial + 1 and the length of the episode
+arrangement of the nodes (`sum_tree.KIND`) | 7 reserved; then for each slot the serial + 1 and the length of the episode
 that its leaves are of, 0 for none. `priority/<name>.lock` is held by the owner.
 
 The leaves are the truth: where the generation is odd, or the machine went down without `clean`, or α or the arrangement
 is another, or the file is a copy (which may have been taken while something was stored), they are copied into a new
-file, which then replaces the old one. Those whose recorded serial is not the slot's are not.
+file, which then replaces the old one; but for leaves whose recorded serial is not the slot's.
 """
 
 from __future__ import annotations
@@ -58,11 +58,17 @@ class Storing:
 class TreeFile:
     """One named tree of one folder, in its files or, where the folder is only read, in memory.
 
-    Args: storage: the folder. name: of the tree. alpha, epsilon: what the leaves are made with.
+    Args:
+        storage: the folder.
+        name: of the tree.
+        alpha, epsilon: the leaves are (|δ| + ε)^α.
 
     Attributes:
-        tree: the sums. pairs: (slots, 2) u8, each slot's serial + 1 and length. maximum: of |δ| + ε so far.
-        storing: what to store in, by `with`. whole: false after such a block that did not end; then `load` again.
+        tree: the sums.
+        pairs: (slots, 2) u8, each slot's serial + 1 and length.
+        maximum: of |δ| + ε so far.
+        storing: the `with` block in which the tree is stored to.
+        whole: false after such a block that did not end; then `load` makes the tree anew.
     """
 
     def __init__(self, storage: Storage, name: str, *, alpha: float, epsilon: float) -> None:
@@ -90,12 +96,12 @@ class TreeFile:
 
     @property
     def default(self) -> float:
-        """What a new step gets."""
+        """The priority of a new step."""
         return float(self.maximum**self.alpha)
 
     @property
     def _at_once(self) -> bool:
-        """Whether what is stored is in the file at once."""
+        """Whether stores are in the file at once."""
         return self._nodes is not None and self._nodes.shared
 
     def own(self) -> None:
@@ -142,12 +148,12 @@ class TreeFile:
     # Storing
 
     def prepare(self, leaves: IntArray) -> None:
-        """Before leaves are stored to. Raises OSError: the disk is full, and nothing has changed."""
+        """Have room on the disk for stores to leaves. Raises OSError: the disk is full, and nothing has changed."""
         if self._nodes is not None:
             self._nodes.prepare(leaves)
 
     def begin(self) -> None:
-        """Begin to store to the tree; unless that ends, it is made anew of its leaves. See `storing`."""
+        """Begin to store to the tree; it is made anew of its leaves unless `end` follows. See `storing`."""
         if self._closed:
             raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
         if process_id() != self._pid:
@@ -160,7 +166,7 @@ class TreeFile:
         self._put(GENERATION, self._head.item(GENERATION) | 1)
 
     def end(self) -> None:
-        """All is stored."""
+        """End what `begin` began."""
         self._put(GENERATION, self._head.item(GENERATION) + 1)
         self.whole = True
 
@@ -171,7 +177,7 @@ class TreeFile:
             self._put(MAXIMUM, _bits(value))
 
     def put_pairs(self, slots: IntArray) -> None:
-        """The pairs of some slots, in order, were changed."""
+        """Store the pairs of some slots, in order, that were changed."""
         if not self._at_once:
             return
         runs = [slots[[0, -1]]] if len(slots) > 64 else [slots[i : i + 1] for i in range(len(slots))]

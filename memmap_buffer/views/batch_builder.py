@@ -1,33 +1,32 @@
-"""The one engine under every view: rows = first row + t + offsets, clipped into the episode, taken, padded, masked.
+"""The one engine under every view: rows = first row + t + offsets, clipped into the episode, copied, padded, masked.
 
-Where the rows lie is worked out for many batches together, as numpy's cost is calls. What is small is copied for
-several of them together, too, and each is handed its slice; what is large is copied batch by batch.
+A view puts columns into a `BatchBuilder`: arrays as they are, or which rows of which field stand there. `copy` then
+copies all of them, and `fresh` tells whether every episode is still what it was when its record was looked up.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from memmap_buffer.dtypes import Array, all_of, any_of, decode
+from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.records import FINAL, FIRST_ROW, GENERATION, INNER_END, TERMINATED, Words
-from memmap_buffer.priority import kernels
+from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, LENGTH, TERMINATED, Words
+from memmap_buffer.schema import Field
+from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.ends import Ends
-from memmap_buffer.views.folders import Anchors, BoolArray, Folders
+from memmap_buffer.views.folders import Folders, Found
+from memmap_buffer.views.memory_pool import SMALL
 from memmap_buffer.views.row_ranges import RowRanges
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
-INDEX_BYTES = 32  # what finding one row takes
-BLOCK_BYTES = 3 << 19  # what is copied together, so that it lies in the second cache until it is asked for
+INDEX_BYTES = 32  # memory that it takes to find one row
 LOOK = 256  # timesteps that are looked at together for the end of an episode
-EVERY = slice(None)
 PADDINGS = ("zero", "edge", "default")
 
 
@@ -36,7 +35,7 @@ class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):
 
 
 class RowGather(NamedTuple):
-    """A field's rows that are still to be copied; `missing` (B,) or (B, K) of them do not exist, and get `padding`."""
+    """A field's rows, to be copied; `missing` (B,) or (B, K) of them do not exist, and get `padding`."""
 
     name: str
     rows: IntArray | RowRanges
@@ -44,40 +43,336 @@ class RowGather(NamedTuple):
     padding: str = "zero"
 
 
-Column: TypeAlias = (
-    Array | RowGather | RowRanges
-)  # an array as it is; what is to be copied; a mask of the rows that exist
+Column: TypeAlias = Array | RowGather | RowRanges  # as it is; rows to copy; the mask of the rows that exist
 Columns: TypeAlias = dict[str, Array]
-Splitter: TypeAlias = Callable[
-    [Columns, int], list[dict[str, Any]]
-]  # columns (N, …), cut into batches of so many items
-Copied: TypeAlias = tuple[dict[str, Any], int | None]  # of a part, and the change counter at which it was all fresh
 
 
-def pieces(values: Array, size: int) -> list[Array]:
-    """An array (N, …) cut into views of `size` items each, the last one of what is left."""
-    if len(values) <= size:
-        return [values]
-    whole = len(values) - len(values) % size
-    out = list(values[:whole].reshape(-1, size, *values.shape[1:]))  # half of what a slice for each would take
-    return [*out, values[whole:]] if whole < len(values) else out
+class BatchBuilder:
+    """A batch as it is put together around its anchors.
+
+    Args:
+        folders: the folders that are read.
+        anchors: (B,) the timesteps at which items are cut.
+        ends: how episodes end for the view.
+
+    Attributes:
+        batch: key -> `Column`, filled by the `put` methods and by views.
+        anchors: with the records of their episodes.
+        t, length: (B,) int64 of each anchor and its episode, or of the part of it between two ends.
+        begin: (B,) the timestep at which that part begins; 0 where there is none.
+    """
+
+    def __init__(self, folders: Folders, anchors: Anchors, ends: Ends) -> None:
+        self.schema = folders.schema
+        self.found: Found = folders.find(anchors)
+        self.anchors = self.found.anchors
+        self.batch: dict[str, Column] = {}
+        self._pool = folders.pool
+        self._ends, self._parted = ends, False
+        words: Words = self.anchors.words  # type: ignore[assignment]
+        self.t, self.length = anchors.t, words.view(np.uint32)[:, LENGTH].astype(np.int64)
+        self._flags: npt.NDArray[np.uint32] = words.view(np.uint32)[:, FLAGS]
+        self._first: IntArray = words.view(np.int64)[:, FIRST_ROW]
+        there = self.t < self.length
+        self._there: BoolArray | None = None if there.all() else there
+        if self._there is not None:
+            self._set_aside(~there)
+        self.begin: IntArray | int = 0
+        if ends.names and ends.after and (not ends.marked or (self._flags & INNER_END).any()):
+            self._keep_between_ends()
+
+    def _set_aside(self, gone: BoolArray) -> None:
+        """Cut items of lost episodes from the first row of their slot, which always exists: they are drawn again."""
+        self.t, self.length, self._first = np.where(gone, 0, self.t), np.where(gone, 1, self.length), self._first.copy()
+        for storage, chosen, *_ in self.found.groups:
+            self._first[chosen] = np.where(
+                gone[chosen], storage.first_row(self.anchors.slot[chosen], False), self._first[chosen]
+            )
+
+    def _keep_between_ends(self) -> None:
+        """Take the steps between two ends for the episode, as far as items reach: what is beyond does not exist."""
+        ends, whole = self._ends, self.length
+        begin, stop = np.full_like(whole, -1), whole.copy()
+        for start in range(0, ends.after, LOOK):
+            steps = range(start, min(start + LOOK, ends.after))
+            found = self._is_end(steps)
+            here = found.any(axis=1) & (stop == whole)
+            stop = np.where(here, self.t + start + found.argmax(axis=1) + 1, stop)
+            if not ((stop == whole) & (self.t + steps.stop < whole)).any():
+                break
+        for start in range(0, ends.before, LOOK):
+            steps = range(-min(start + LOOK, ends.before), -start)
+            found = self._is_end(steps)[:, ::-1]
+            here = found.any(axis=1) & (begin < 0)
+            begin = np.where(here, self.t - start - found.argmax(axis=1), begin)
+            if not ((begin < 0) & (self.t + steps.start > 0)).any():
+                break
+        self.begin = np.maximum(begin, 0)
+        self.has_final = (self._flags & FINAL).astype(np.bool_) & (stop == whole)
+        self._first = self._first + self.begin
+        self.t, self.length = self.t - self.begin, stop - self.begin
+        self._parted = True
+
+    def _is_end(self, steps: range) -> BoolArray:
+        """(B, K) whether a field that ends episodes is true at `t + steps`."""
+        out = np.zeros((len(self.t), len(steps)), np.bool_)
+        for name in self._ends.names:
+            values = self._stored(name, steps, self.length)
+            out |= values.any(axis=tuple(range(2, values.ndim)))
+        return out
+
+    @cached_property
+    def has_final(self) -> BoolArray:
+        """(B,) whether each anchor's episode has its final observation."""
+        return (self._flags & FINAL).astype(np.bool_)
+
+    @cached_property
+    def terminated(self) -> BoolArray:
+        """(B,) whether each anchor's episode terminated."""
+        ends = self._ends
+        if ends.recorded and not self._parted:
+            return (self._flags & TERMINATED).astype(np.bool_)
+        if ends.terminated is None:
+            return np.zeros(len(self.t), np.bool_)
+        last = self.look_at(ends.terminated, self.length - 1)
+        return np.asarray(last.any(axis=tuple(range(1, last.ndim))))
+
+    @cached_property
+    def goes_on(self) -> BoolArray:
+        """(B,) whether something is known to follow the last step: an observation, or that nothing does."""
+        told = self._ends.recorded and not self._parted
+        return (self._flags & (FINAL | TERMINATED)).astype(np.bool_) if told else self.has_final | self.terminated
+
+    def limit(self, final: bool) -> IntArray:
+        """(B,) how many entries each anchor's episode has of fields with or without `final`."""
+        return self.length + self.has_final if final else self.length
+
+    def first(self, final: bool) -> IntArray:
+        """(B,) the row of step 0 of each anchor's episode, of fields with or without `final`."""
+        return self._first + self.anchors.slot if final else self._first
+
+    # The columns of a batch
+
+    def put_at(self, names: Iterable[str], t: IntArray, *, prefix: str = "") -> None:
+        """Put fields at one timestep an item, zero where it does not exist.
+
+        Args:
+            names: per-timestep fields.
+            t: (B,).
+            prefix: each field is put under `prefix` + name.
+        """
+        plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
+        fields, large = self.schema.fields, len(t) * max(self.schema.largest, INDEX_BYTES) > MAX_BATCH_BYTES
+        for name in names:
+            if large:
+                self._require_size(name, 1)
+            final = fields[name].final
+            if final not in plans:
+                plans[final] = self._nearest(t, final)
+            self.batch[prefix + name] = RowGather(name, *plans[final])
+
+    def put(
+        self,
+        names: Iterable[str],
+        offsets: IntArray | range,
+        *,
+        prefix: str = "",
+        limit: IntArray | None = None,
+        padding: str = "zero",
+    ) -> None:
+        """Put fields at `t + offsets`.
+
+        Args:
+            names: per-timestep fields.
+            prefix: each field is put under `prefix` + name.
+            offsets: (K,) int64, or (B, K) of each item's own; a range where they follow one another.
+            limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
+            padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
+        """
+        plans: dict[bool, RowGather] = {}
+        for name in names:
+            final = self.schema.fields[name].final
+            self._require_size(name, len(offsets) if isinstance(offsets, range) else offsets.shape[-1])
+            if final not in plans:
+                plans[final] = self._around(name, offsets, limit, padding)
+            self.batch[prefix + name] = plans[final]._replace(name=name)
+
+    def put_mask(self, key: str, offsets: range) -> None:
+        """Put (B, K) whether timestep `t + offsets` exists, final observations not counted."""
+        self._require_mask(offsets)
+        self.batch[key] = self._ranges(offsets, False, self.length, "zero")
+
+    def put_meta(self, names: Iterable[str]) -> None:
+        """Put meta fields, one entry an item."""
+        for name in names:
+            self.batch[name] = self.look_meta(name)
+
+    # Values that a view computes with
+
+    def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
+        """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
+        return decode(self._stored(name, offsets, limit), self.schema.fields[name].dtype)
+
+    def _stored(self, name: str, offsets: range, limit: IntArray | None) -> Array:
+        self._require_size(name, len(offsets))
+        steps = self.t[:, None] + np.arange(offsets.start, offsets.stop)
+        rows, missing = self._nearest(steps, self.schema.fields[name].final, limit)
+        values = self._copied(name, rows)
+        if missing is not None:
+            values[missing] = values.dtype.type()
+        return values
+
+    def look_at(self, name: str, t: IntArray) -> Array:
+        """A field at one timestep an item, (B, *field), that is known to exist."""
+        field = self.schema.fields[name]
+        return decode(self._copied(name, self.first(field.final) + t), field.dtype)
+
+    def look_meta(self, name: str) -> Array:
+        """A meta field of each item's episode, as stored: (B, *field)."""
+        slot, field, groups = self.anchors.slot, self.schema.meta_fields[name], self.found.groups
+        out = np.empty((len(slot), *field.shape), field.storage)
+        for storage, chosen, *_ in groups:
+            out[chosen] = storage.maps.meta[name].take(slot[chosen], 0, None, "clip")
+        return marked(field, out)
+
+    def exists(self, offsets: IntArray | range, limit: IntArray | None = None) -> BoolArray:
+        """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
+        self._require_mask(offsets)
+        steps = np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets
+        found = steps < ((self.length if limit is None else limit) - self.t)[:, None]
+        if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
+            found &= steps >= -self.t[:, None]
+        return np.asarray(found)
+
+    # Where rows lie
+
+    def _nearest(
+        self, wanted: IntArray, final: bool, limit: IntArray | None = None
+    ) -> tuple[IntArray, BoolArray | None]:
+        """The rows of the nearest timesteps that exist; which wanted timesteps do not exist, None for none."""
+        first = self._first + self.anchors.slot if final else self._first
+        if wanted is self.t:
+            return first + wanted, None
+        if limit is None:
+            limit = self.length + self.has_final if final else self.length
+        if wanted.ndim > 1:
+            first, limit = first[:, None], limit[:, None]
+        clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
+        missing = wanted != clipped
+        return first + clipped, missing if missing.any() else None
+
+    def _around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> RowGather:
+        final = self.schema.fields[name].final
+        limit = self.limit(final) if limit is None else limit
+        if isinstance(offsets, range):
+            return RowGather(name, self._ranges(offsets, final, limit, padding))
+        return RowGather(name, *self._nearest(self.t[:, None] + offsets, final, limit), padding)
+
+    def _ranges(self, offsets: range, final: bool, limit: IntArray, padding: str) -> RowRanges:
+        begin, steps = self.t + offsets.start, len(offsets)
+        lead = np.minimum(np.maximum(-begin, 0), steps)
+        stop = np.maximum(np.minimum(limit - begin, steps), 0)
+        nearest = np.minimum(np.maximum(begin, 0), limit - 1)
+        return RowRanges(self.first(final) + nearest, lead, stop, steps, padding)
+
+    # The copy
+
+    def copy(self) -> Columns:
+        """Copy everything: key -> (B, …), as stored."""
+        out: Columns = {}
+        single, stored, fields = self.found.order is None, self.found.groups[0].storage.maps.rows, self.schema.fields
+        for key, column in self.batch.items():
+            if type(column) is not RowGather:
+                out[key] = column.exist() if type(column) is RowRanges else column  # type: ignore[assignment]
+                continue
+            name, rows, missing, padding = column
+            if single and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
+                values = stored[name].take(rows, 0, None, "clip")
+            else:
+                values = self._copied(name, rows)
+            if missing is not None and padding != "edge":  # the nearest row, which "edge" asks for, was copied
+                values[missing] = values.dtype.type() if padding == "zero" else fields[name].fill
+            out[key] = values.view(BFloat16Bits) if fields[name].dtype == "bfloat16" else values
+        return out
+
+    def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
+        """Rows of a field, folder by folder: (B, …, *field)."""
+        order, groups = self.found.order, self.found.groups
+        if order is None:
+            storage = groups[0].storage
+            if isinstance(rows, RowRanges):
+                return rows.copy(storage, name, self._pool)
+            stored = storage.maps.rows[name]
+            if rows.size * stored.strides[0] < SMALL:
+                return stored.take(rows, 0, None, "clip")
+            out = self._pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype)
+            return stored.take(rows, 0, out, "clip")
+        rows, field = rows[order], self.schema.fields[name]
+        lead = (len(rows.row), rows.steps) if isinstance(rows, RowRanges) else rows.shape
+        by_folder = self._pool.empty((*lead, *field.shape), field.storage)
+        for storage, _, part, _ in groups:
+            if isinstance(rows, RowRanges):
+                by_folder[part] = rows[part].copy(storage, name, self._pool)
+            else:
+                storage.maps.rows[name].take(rows[part], 0, by_folder[part], "clip")
+        out = self._pool.empty(by_folder.shape, by_folder.dtype)
+        place: IntArray = self.found.place  # type: ignore[assignment]
+        return by_folder.take(place, 0, out, "clip")
+
+    def fresh(self) -> BoolArray:
+        """(B,) whether the rows that were copied are those of the anchors; true only after all copying."""
+        same = self.found.unchanged()
+        return same if self._there is None else same & self._there
+
+    def kept(self, columns: Columns, chosen: BoolArray, fitted: bool) -> Columns:
+        """Some items of a batch that was copied.
+
+        Args:
+            columns: that batch.
+            chosen: (B,) whether an item is kept.
+            fitted: sequences are as long as the longest episode of the batch, so they may become shorter.
+        """
+        out = {key: values[chosen] for key, values in columns.items()}
+        less = int(self.length.max() - self.length[chosen].max()) if fitted else 0
+        for key, column in self.batch.items() if less else ():
+            if isinstance(column.rows if isinstance(column, RowGather) else column, RowRanges):
+                out[key] = out[key][:, :-less]
+        return out
+
+    def stretches(self) -> Iterator[tuple[str, IntArray, IntArray]]:
+        """The rows that `copy` will read: (field, first rows, ends of rows), (B,) or (B * K,) each, item by item."""
+        for column in self.batch.values():
+            if type(column) is RowGather:
+                name, rows = column.name, column.rows
+                if isinstance(rows, RowRanges):
+                    yield name, rows.row, rows.row + np.maximum(rows.stop - rows.lead, 1)
+                else:
+                    yield name, rows.ravel(), rows.ravel() + 1
+
+    def _require_size(self, name: str, steps: int) -> None:
+        size = len(self.t) * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)
+        if size > MAX_BATCH_BYTES:
+            self._refuse_size(f"field {name!r}", size)
+
+    def _require_mask(self, offsets: IntArray | range) -> None:
+        size = len(self.t) * len(offsets) * INDEX_BYTES
+        if size > MAX_BATCH_BYTES:
+            self._refuse_size("the mask", size)
+
+    def _refuse_size(self, what: str, size: int) -> None:
+        raise SchemaError(
+            f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
+            f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
+        )
 
 
-def is_one(columns: Columns, size: int) -> bool:
-    """Whether columns are those of one batch of at most `size` items."""
-    return not columns or len(next(iter(columns.values()))) <= size
-
-
-def cut(columns: Columns, size: int) -> list[Columns]:
-    """Batches of `size` items each, the last one of what is left; views of the columns."""
-    if is_one(columns, size):
-        return [columns]
-    parts = (pieces(values, size) for values in columns.values())
-    return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
+def marked(field: Field, values: Array) -> Array:
+    """The values of a field, marked as bfloat16 where they are."""
+    return values.view(BFloat16Bits) if field.dtype == "bfloat16" else values
 
 
 def placed(parts: list[tuple[IntArray, Columns]], count: int) -> Columns:
-    """One batch of `count` items out of parts, each with the places of its items; zeros behind what is shorter."""
+    """One batch of `count` items out of parts, each with the places of its items; short sequences end in zeros."""
     out: Columns = {}
     for key, first in parts[0][1].items():
         shape = np.maximum.reduce([columns[key].shape[1:] for _, columns in parts]).astype(int).tolist()
@@ -90,383 +385,21 @@ def placed(parts: list[tuple[IntArray, Columns]], count: int) -> Columns:
     return out
 
 
-class PlannedBatch(NamedTuple):
-    """Some of the items of a `BatchBuilder`, a slice of them: a batch that is worked out, as far as it can be."""
-
-    gather: BatchBuilder
-    chosen: slice
-
-    @property
-    def anchors(self) -> Anchors:
-        """Where they are cut."""
-        return self.gather.anchors.where(self.chosen)
-
-    @property
-    def size(self) -> int:
-        """How many."""
-        start, stop, _ = self.chosen.indices(self.gather.anchors.size)
-        return stop - start
+def cut(columns: Columns, size: int) -> list[Columns]:
+    """Columns (N, …) as batches of `size` items each, the last one of what is left; views of the columns."""
+    if len(next(iter(columns.values()), ())) <= size:
+        return [columns]
+    parts = (pieces(values, size) for values in columns.values())
+    return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
 
 
-class BatchBuilder:
-    """Items being cut: what a batch of them, or of some of them, holds.
-
-    Args:
-        sources: the folders. anchors: (B,) where to cut. ends: of their episodes. size: as many are read together at
-            most; default all.
-
-    Attributes:
-        batch: key -> (B, …), or what is to be copied for it; filled by the `put` methods.
-        t, length: (B,) int64 of each anchor and its episode, or of the part of it between two ends.
-        begin: (B,) the timestep at which that part begins; 0 where there is none.
-    """
-
-    def __init__(self, sources: Folders, anchors: Anchors, ends: Ends, size: int | None = None) -> None:
-        self.schema = sources.schema
-        self._ends, self._parted = ends, False
-        self._since = sources.seen
-        self.sources, anchors = sources.find(anchors)
-        self.anchors = anchors
-        self._words: Words = anchors.words  # type: ignore[assignment]
-        self.t, self.length = anchors.t, anchors.length
-        self._size = anchors.size if size is None else min(size, anchors.size)
-        self._first = self._words.view(np.int64)[:, FIRST_ROW]
-        self._first_of_final: IntArray | None = None
-        self._there = self.t < self.length
-        self._all_there = all_of(self._there)
-        if not self._all_there:
-            self._set_aside(~self._there)
-        self.begin: IntArray | int = 0
-        if ends.names and ends.after and (not ends.marked or any_of(anchors.has(INNER_END))):
-            self._keep_between_ends()
-        self.batch: dict[str, Column] = {}
-        self._ahead: dict[tuple[int, int], Copied] = {}  # of parts, what is not yet read
-
-    def _set_aside(self, gone: BoolArray) -> None:
-        """Cut what is not there from the first row of its slot, which always exists; it is drawn again afterwards."""
-        self.t, self.length = np.where(gone, 0, self.t), np.where(gone, 1, self.length)
-        self._first = np.where(gone, self.sources.first_rows(self.anchors), self._first)
-
-    def _keep_between_ends(self) -> None:
-        """Take the steps between two ends for the episode, as far as items reach: what is beyond does not exist."""
-        ends, whole = self._ends, self.length
-        begin, stop = np.full_like(whole, -1), whole.copy()
-        for start in range(0, ends.after, LOOK):
-            steps = range(start, min(start + LOOK, ends.after))
-            found = self._is_end(steps)
-            here = found.any(axis=1) & (stop == whole)
-            stop = np.where(here, self.t + start + found.argmax(axis=1) + 1, stop)
-            if not any_of((stop == whole) & (self.t + steps.stop < whole)):
-                break
-        for start in range(0, ends.before, LOOK):
-            steps = range(-min(start + LOOK, ends.before), -start)
-            found = self._is_end(steps)[:, ::-1]
-            here = found.any(axis=1) & (begin < 0)
-            begin = np.where(here, self.t - start - found.argmax(axis=1), begin)
-            if not any_of((begin < 0) & (self.t + steps.start > 0)):
-                break
-        self.begin = np.maximum(begin, 0)
-        self.has_final = self.anchors.has(FINAL) & (stop == whole)
-        self._first, self._first_of_final = self._first + self.begin, None
-        self.t, self.length = self.t - self.begin, stop - self.begin
-        self._parted = True
-
-    def _is_end(self, steps: range) -> BoolArray:
-        """(B, K) whether a field that ends episodes is true at `t + steps`."""
-        out = np.zeros((len(self.t), len(steps)), np.bool_)
-        for name in self._ends.names:
-            self._require_size(name, len(steps))
-            values = self._copy(self._take_of(name, steps, self.length, "zero"), EVERY)
-            out |= values.any(axis=tuple(range(2, values.ndim)))
-        return out
-
-    @cached_property
-    def has_final(self) -> BoolArray:
-        """(B,) whether each anchor's episode has its final observation."""
-        return self.anchors.has(FINAL)
-
-    @cached_property
-    def terminated(self) -> BoolArray:
-        """(B,) whether each anchor's episode terminated."""
-        ends = self._ends
-        if ends.recorded and not self._parted:
-            return self.anchors.has(TERMINATED)
-        if ends.terminated is None:
-            return np.zeros(len(self.t), np.bool_)
-        last = self.look_at(ends.terminated, self.length - 1)
-        return np.asarray(last.any(axis=tuple(range(1, last.ndim))))
-
-    @cached_property
-    def goes_on(self) -> BoolArray:
-        """(B,) whether something is known to follow the last step: an observation, or that nothing does."""
-        told = self._ends.recorded and not self._parted
-        return self.anchors.has(FINAL | TERMINATED) if told else self.has_final | self.terminated
-
-    def read(self, part: slice = EVERY, make: Splitter = cut) -> dict[str, Any]:
-        """Copy some of the items: key -> what `make` makes of (b, …), which shares memory with no other part."""
-        return self._read(part, make)[0]
-
-    def read_fresh(self, part: slice, make: Splitter) -> dict[str, Any] | None:
-        """The same, or None where not all of them are `fresh`: known if they were and nothing changed since."""
-        batch, since = self._read(part, make)
-        same = since is not None and since == self.sources.changes
-        return batch if same or all_of(self.fresh(part)) else None
-
-    def kept(self, columns: Columns, chosen: BoolArray) -> Columns:
-        """Those of some items out of the columns of all, no longer than these items need."""
-        out = {key: values[chosen] for key, values in columns.items()}
-        for key, what in self.batch.items():
-            if _is_fitted(what):
-                out[key] = out[key][:, : _rows_of(what).steps_of(chosen)]
-        return out
-
-    def _read(self, part: slice, make: Splitter) -> Copied:
-        start, stop, _ = part.indices(len(self.t))
-        copied = self._ahead.pop((start, stop), None)
-        if copied is not None and len(copied[0]) == len(self.batch):
-            return copied
-        begun = perf_counter()
-        if copied is None:
-            copied = self._copy_small(start, stop, make) if stop - start < len(self.t) else ({}, None)
-        small, since = copied
-        if len(small) < len(self.batch):
-            rest = {key: what for key, what in self.batch.items() if key not in small} if small else self.batch
-            self._ask(rest, part)
-            large = make({key: self._copy(what, part) for key, what in rest.items()}, stop - start)[0]
-            small = {key: small[key] if key in small else large[key] for key in self.batch} if small else large
-        self.sources.disk.took(perf_counter() - begun)
-        return small, since
-
-    def _ask(self, keys: Iterable[str], part: slice) -> None:
-        """Have the system read the rows of some items, all at a time, if rows come from the disk."""
-        if not self.sources.disk.slow or not len(self.t):
-            return
-        wanted: dict[str, list[tuple[IntArray, ...]]] = {}
-        for take in map(self.batch.__getitem__, keys):
-            if isinstance(take, RowGather):
-                some = _stretches(take.rows[part])
-                if self.anchors.source is not None:
-                    source = self.anchors.source[part]
-                    some = (*some, np.repeat(source, len(some[0]) // len(source)))
-                wanted.setdefault(take.name, []).append(some)
-        for name, each in wanted.items():
-            self.sources.will_need(name, *map(np.concatenate, zip(*each, strict=True)))
-
-    def _copy_small(self, start: int, stop: int, make: Splitter) -> Copied:
-        """What takes little memory of some items, and of as many parts behind them as lie in a cache together."""
-        size, number = stop - start, len(self.t)
-        small, parts = self._small
-        if not small:
-            return {}, None
-        block = slice(start, min(start + parts * size, number))
-        self._ask(small, block)
-        first, *others = make({key: self._copy(self.batch[key], block) for key in small}, size)
-        since = self.sources.changes if others and len(small) == len(self.batch) else None
-        if since is not None and not all_of(self.fresh(block)):
-            since = None
-        for at, other in zip(range(stop, block.stop, max(1, size)), others, strict=True):
-            self._ahead[at, min(at + size, number)] = other, since
-        return first, since
-
-    @cached_property
-    def _small(self) -> tuple[list[str], int]:
-        """The keys of what takes little memory of a part, and of how many parts that lies in a cache together."""
-        nbytes = {key: self._nbytes_of(what, self._size) for key, what in self.batch.items()}
-        small = [key for key, of in nbytes.items() if of <= BLOCK_BYTES // 4 and not _is_fitted(self.batch[key])]
-        return small, max(1, BLOCK_BYTES // max(1, sum(nbytes[key] for key in small)))
-
-    def _nbytes_of(self, what: Column, items: int) -> int:
-        if isinstance(what, RowGather):
-            return items * math.prod(what.rows.shape[1:]) * self.schema.fields[what.name].itemsize
-        return items * (what.steps if isinstance(what, RowRanges) else what.nbytes // max(1, len(what)))
-
-    def fresh(self, part: slice = EVERY) -> BoolArray:
-        """(b,) whether what was copied is what the anchors of a part meant. To be asked after all copying."""
-        anchors = self.anchors if part is EVERY else self.anchors.where(part)
-        same = self.sources.unchanged(anchors, self._words[part, GENERATION], self._since)
-        return same if self._all_there else same & self._there[part]
-
-    @property
-    def nbytes(self) -> int:
-        """About how much memory it takes to know where the rows lie."""
-        return sum(what.nbytes if isinstance(what, np.ndarray) else 32 * len(self.t) for what in self.batch.values())
-
-    def put_at(self, names: Iterable[str], t: IntArray, *, prefix: str = "") -> None:
-        """Gather fields at one timestep an item into the batch, zero where it does not exist.
-
-        Args: names: per-timestep fields, put under `prefix` + name.  t: (B,).
-        """
-        plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
-        fields, large = self.schema.fields, self._size * max(self.schema.largest, INDEX_BYTES) > MAX_BATCH_BYTES
-        for name in names:
-            if large:
-                self._require_size(name, 1)
-            final = fields[name].final
-            if final not in plans:
-                plans[final] = self._plan(t, final)
-            self.batch[prefix + name] = RowGather(name, *plans[final])
-
-    def put(
-        self,
-        names: Iterable[str],
-        offsets: IntArray | range,
-        *,
-        prefix: str = "",
-        limit: IntArray | None = None,
-        padding: str = "zero",
-        needed: IntArray | None = None,
-    ) -> None:
-        """Gather fields at `t + offsets` into the batch.
-
-        Args:
-            names: per-timestep fields, put under `prefix` + name.
-            offsets: (K,) int64, or (B, K) of each item's own; a range where they follow one another.
-            limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
-            padding: what stands where none exists: "zero", "edge" (the nearest existing) or "default".
-            needed: (B,) how many of the offsets, a range, each item needs; a batch gets what its longest item does.
-        """
-        plans: dict[bool, RowGather] = {}
-        for name in names:
-            final = self.schema.fields[name].final
-            self._require_size(name, len(offsets) if isinstance(offsets, range) else offsets.shape[-1])
-            if final not in plans:
-                plans[final] = self._take_of(name, offsets, limit, padding, needed)
-            self.batch[prefix + name] = plans[final]._replace(name=name)
-
-    def put_mask(self, key: str, offsets: range, needed: IntArray | None = None) -> None:
-        """Put (B, K) whether timestep `t + offsets` exists, final observations not counted. needed: see `put`."""
-        self._require_mask(offsets)
-        self.batch[key] = self._slices(offsets, False, self.length, "zero", needed)
-
-    def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
-        """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
-        self._require_size(name, len(offsets))
-        values = self._copy(self._take_of(name, offsets, limit, "zero"), EVERY)
-        return decode(values, self.schema.fields[name].dtype)
-
-    def look_at(self, name: str, t: IntArray) -> Array:
-        """A field at one timestep an item, (B, *field), that is known to exist."""
-        field = self.schema.fields[name]
-        return decode(self.sources.take(name, self.anchors.source, self._rows(t, field.final)), field.dtype)
-
-    def exists(self, offsets: IntArray | range, limit: IntArray | None = None) -> BoolArray:
-        """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
-        self._require_mask(offsets)
-        steps = np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets
-        found = steps < ((self.length if limit is None else limit) - self.t)[:, None]
-        if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
-            found &= steps >= -self.t[:, None]
-        return np.asarray(found)
-
-    def put_meta(self, names: Iterable[str]) -> None:
-        """Gather meta fields, one entry an item."""
-        for name in names:
-            self.batch[name] = self._marked(name, self.sources.take_meta(name, self.anchors))
-
-    def limit(self, final: bool) -> IntArray:
-        """(B,) how many entries each anchor's episode has of fields with or without `final`."""
-        return self.length + self.has_final if final else self.length
-
-    def first(self, final: bool) -> IntArray:
-        """(B,) the row of step 0 of each anchor's episode, of fields with or without `final`."""
-        if not final:
-            return self._first
-        if self._first_of_final is None:
-            self._first_of_final = self._first + self.anchors.slot
-        return self._first_of_final
-
-    def _rows(self, t: IntArray, final: bool) -> IntArray:
-        first = self.first(final)
-        return (first if t.ndim == 1 else first[:, None]) + t
-
-    def _plan(self, wanted: IntArray, final: bool, limit: IntArray | None = None) -> tuple[IntArray, BoolArray | None]:
-        """The rows of the nearest timesteps that exist, and which are not those that were wanted, if any."""
-        if wanted is self.t:
-            return self._rows(wanted, final), None
-        limit, compiled = self.limit(final) if limit is None else limit, kernels.now
-        if compiled is not None and wanted.ndim == 1:
-            rows, missing = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.bool_)
-            some = compiled.nearest(self.first(final), wanted, limit, rows, missing)
-            return rows, missing if some else None
-        clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
-        missing = wanted != clipped
-        return self._rows(clipped, final), missing if any_of(missing) else None
-
-    def _take_of(
-        self,
-        name: str,
-        offsets: IntArray | range,
-        limit: IntArray | None,
-        padding: str,
-        needed: IntArray | None = None,
-    ) -> RowGather:
-        final = self.schema.fields[name].final
-        limit = self.limit(final) if limit is None else limit
-        if isinstance(offsets, range):
-            return RowGather(name, self._slices(offsets, final, limit, padding, needed))
-        return RowGather(name, *self._plan(self.t[:, None] + offsets, final, limit[:, None]), padding)
-
-    def _copy(self, what: Column, part: slice) -> Array:
-        """Copy some of the items."""
-        if not isinstance(what, RowGather):
-            if isinstance(what, RowRanges):
-                return what[part].exist()
-            return what if part is EVERY else what[part].copy()
-        source, name = self.anchors.source, what.name
-        rows = what.rows if part is EVERY else what.rows[part]
-        values = self.sources.take(name, source if source is None else source[part], rows)
-        if what.missing is not None and what.padding != "edge":
-            missing = what.missing[part]
-            if missing.any():
-                fill = values.dtype.type() if what.padding == "zero" else self.schema.fields[name].fill
-                values[missing] = fill
-        return self._marked(name, values)
-
-    def _slices(
-        self, offsets: range, final: bool, limit: IntArray, padding: str, needed: IntArray | None = None
-    ) -> RowRanges:
-        """Where the steps `t + offsets` lie."""
-        begin, steps = self.t + offsets.start, len(offsets)
-        lead = np.minimum(np.maximum(-begin, 0), steps)
-        stop = np.maximum(np.minimum(limit - begin, steps), 0)
-        nearest = np.minimum(np.maximum(begin, 0), limit - 1)
-        return RowRanges(self._rows(nearest, final), lead, stop, steps if needed is None else needed, padding)
-
-    def _require_size(self, name: str, steps: int) -> None:
-        size = self._size * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)
-        if size > MAX_BATCH_BYTES:
-            self._refuse_size(f"field {name!r}", size)
-
-    def _require_mask(self, offsets: IntArray | range) -> None:
-        size = self._size * len(offsets) * INDEX_BYTES
-        if size > MAX_BATCH_BYTES:
-            self._refuse_size("the mask", size)
-
-    def _refuse_size(self, what: str, size: int) -> None:
-        raise SchemaError(
-            f"{what}: a batch of {self._size} items takes {size / 2**30:.1f} GiB, more than "
-            f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
-        )
-
-    def _marked(self, name: str, values: Array) -> Array:
-        return values.view(BFloat16Bits) if self.schema.all[name].dtype == "bfloat16" else values
-
-
-def _is_fitted(what: Column) -> bool:
-    """Whether its shape depends on the items that are read together."""
-    rows = _rows_of(what)
-    return isinstance(rows, RowRanges) and rows.is_fitted
-
-
-def _rows_of(what: Column) -> Any:
-    return what.rows if isinstance(what, RowGather) else what
-
-
-def _stretches(rows: IntArray | RowRanges) -> tuple[IntArray, ...]:
-    """(first, stop) of rows that are copied, as many for each item."""
-    if isinstance(rows, RowRanges):
-        return rows.row, rows.row + np.maximum(rows.stop - rows.lead, 1)
-    return rows.ravel(), rows.ravel() + 1
+def pieces(values: Array, size: int) -> list[Array]:
+    """An array (N, …) cut into views of `size` items each, the last one of what is left."""
+    if len(values) <= size:
+        return [values]
+    whole = len(values) - len(values) % size
+    out = list(values[:whole].reshape(-1, size, *values.shape[1:]))  # half of what a slice for each would take
+    return [*out, values[whole:]] if whole < len(values) else out
 
 
 def check_padding(padding: str) -> None:

@@ -1,4 +1,9 @@
-"""`Hindsight`: which goals items are given instead of their own, and what their rewards are then."""
+"""`Hindsight`: which goals items are given instead of their own, and the rewards that follow from them.
+
+The goals are rows of other timesteps of the same episodes, read in the same batch: so the check after the copy covers
+them too. With the strategy "random" they are of other items of the same batch, which is read again as a whole where one
+of them is gone.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from memmap_buffer.dtypes import check_number
+import numpy as np
+
+from memmap_buffer.dtypes import Array, check_number, decode
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Schema
+from memmap_buffer.views.anchors import Anchors, BoolArray
+from memmap_buffer.views.batch_builder import BatchBuilder, marked
+from memmap_buffer.views.ends import Ends
+from memmap_buffer.views.folders import Folders
 
 STRATEGIES = ("future", "final", "episode", "random", "geometric")
 
@@ -30,15 +42,19 @@ class Hindsight:
         reward_fn: called with arrays: achieved goals (N, *goal), goals (N, *goal) and a dict of the fields `info`,
             name -> (N, *field), of the steps; gives (N, *reward). `env.unwrapped.compute_reward` of a goal environment
             is one. To be sent to workers that are spawned it must pickle.
-        goal: a field, or a meta field. achieved: a field of the same shape and dtype. reward: a field.
+        goal: the field, or meta field, that holds the goal.
+        achieved: the field of what was achieved, of the same shape and dtype.
+        reward: the field of the reward.
         strategy: the timestep that the goal was achieved at, of an item from step t on, in an episode whose last entry
             is T: "future": t + 1 … T, each alike; "geometric": of these, d steps on with P ∝ gamma^d; "final": T;
             "episode": 1 … T; "random": the one after the step of another item of the batch.
-        prob: of each item to be given another goal.
-        gamma: of "geometric", 0 < γ < 1.
+        prob: the probability that an item is given another goal.
+        gamma: γ of "geometric", 0 < γ < 1.
         info: fields for `reward_fn`.
 
-    Raises: SchemaError: a value that is not one of these.
+    Raises:
+        SchemaError: a value that is not one of these.
+
     Source: Andrychowicz et al. 2017, "Hindsight Experience Replay", sections 3 and 4.5; "geometric": Eysenbach et al.
         2022, "Contrastive Learning as Goal-Conditioned Reinforcement Learning".
     """
@@ -80,3 +96,137 @@ class Hindsight:
                 f"hindsight: {self.goal!r} is {goal.dtype} {goal.shape}, {self.achieved!r} is {achieved.dtype} "
                 f"{achieved.shape}; what was achieved can be a goal only where both are alike"
             )
+
+
+class HindsightBuilder(BatchBuilder):
+    """A batch of items with goals that were achieved.
+
+    Args:
+        folders: the folders that are read.
+        anchors: (B,) the timesteps at which items are cut, each with its chance.
+        ends: how episodes end for the view.
+        how: how goals are chosen.
+        reach: how many timesteps from its anchor on an item may have rewards of.
+    """
+
+    def __init__(self, folders: Folders, anchors: Anchors, ends: Ends, how: Hindsight, reach: int) -> None:
+        super().__init__(folders, anchors, ends)
+        self._how = how
+        self._entries = self.limit(self.schema.fields[how.achieved].final)
+        whole = (self._entries > self.length) | (self.t + reach < self.length)
+        item, t, there = self._drawn()
+        self._chosen = (self.anchors.uniform(1) < how.prob) & whole & there
+        self._goal = self._rows_of(how.achieved, item, t)
+        columns = [self.anchors.serial[item], t + np.broadcast_to(self.begin, t.shape)[item]]
+        columns = columns if self.anchors.folder is None else [self.anchors.folder[item], *columns]
+        self.batch["_goal"] = np.where(self._chosen[:, None], np.stack(columns, axis=1), -1)
+
+    def _drawn(self) -> tuple[IntArray, IntArray, BoolArray]:
+        """(of which item's episode, at which timestep, whether there is one) the goal of each item was achieved."""
+        how, u, now, last = self._how, self.anchors.uniform(2), np.maximum(self.t, 0), self._entries - 1
+        item, rest = np.arange(len(u)), np.maximum(last - now, 1)
+        if how.strategy == "random":
+            item = np.minimum((u * len(u)).astype(np.int64), len(u) - 1)
+            return item, np.minimum(now + 1, last)[item], np.ones(len(u), np.bool_)
+        if how.strategy == "final":
+            t = last
+        elif how.strategy == "episode":
+            t = 1 + (u * np.maximum(last, 1)).astype(np.int64)
+        elif how.strategy == "future":
+            t = now + 1 + (u * rest).astype(np.int64)
+        else:  # the inverse of P(steps ≤ d) = (1 - γ^d) / (1 - γ^rest)
+            steps = np.log1p(-u * -np.expm1(rest * np.log(how.gamma))) / np.log(how.gamma)
+            t = now + 1 + np.minimum(steps.astype(np.int64), rest - 1)
+        return item, np.clip(t, 0, last), last > now
+
+    def put_at(self, names: Iterable[str], t: IntArray, *, prefix: str = "") -> None:
+        names = tuple(names)
+        super().put_at(names, t, prefix=prefix)
+        for name in self._changing(names):
+            limit = self.limit(self.schema.fields[name].final)
+            # A new goal is that of what follows too, whether or not an observation was stored there.
+            exists = (t >= 0) & ((t < limit) | (self._chosen & (name == self._how.goal)))
+            self.batch[prefix + name] = self._relabelled(name, np.clip(t, 0, limit - 1), exists)
+
+    def put(
+        self,
+        names: Iterable[str],
+        offsets: IntArray | range,
+        *,
+        prefix: str = "",
+        limit: IntArray | None = None,
+        padding: str = "zero",
+    ) -> None:
+        names = tuple(names)
+        super().put(names, offsets, prefix=prefix, limit=limit, padding=padding)
+        for name in self._changing(names):
+            self.batch[prefix + name] = self._with_goals_around(name, offsets, limit, padding)
+
+    def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
+        if not self._changing([name]):
+            return super().look(name, offsets, limit)
+        self._require_size(name, len(offsets))
+        return decode(self._with_goals_around(name, offsets, limit, "zero"), self.schema.fields[name].dtype)
+
+    def put_meta(self, names: Iterable[str]) -> None:
+        super().put_meta(names)
+        name = self._how.goal
+        if name in self.schema.meta_fields and name in self.batch:
+            values = self.look_meta(name)
+            values[self._chosen] = self._goal[self._chosen]
+            self.batch[name] = values
+
+    def _changing(self, names: Iterable[str]) -> list[str]:
+        """The fields that a new goal changes, if any item has one."""
+        return [name for name in names if name in (self._how.goal, self._how.reward)] if self._chosen.any() else []
+
+    def _with_goals_around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> Array:
+        """A field at `t + offsets`: (B, K, *field)."""
+        steps = self.t[:, None] + (np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets)
+        below = (self.limit(self.schema.fields[name].final) if limit is None else limit)[:, None]
+        nearest = np.clip(steps, 0, below - 1)
+        return self._relabelled(name, nearest, (nearest == steps) | (padding == "edge"), padding)
+
+    def _relabelled(self, name: str, t: IntArray, exists: BoolArray, padding: str = "zero") -> Array:
+        """A field at timesteps t, (B,) or (B, K), with its items' goals or the rewards for them."""
+        item = np.broadcast_to(np.arange(len(t)).reshape(-1, *[1] * (t.ndim - 1)), t.shape)
+        values = self._rows_of(name, item.ravel(), t.ravel())
+        new = np.flatnonzero((exists & self._chosen[item]).ravel())
+        if name == self._how.goal:
+            values[new] = self._goal[item.ravel()[new]]
+        else:
+            new = new[t.ravel()[new] + 1 < self._entries[item.ravel()[new]]]
+            values[new] = self._rewards(item.ravel()[new], t.ravel()[new])
+        values[~exists.ravel()] = values.dtype.type() if padding == "zero" else self.schema.fields[name].fill
+        return marked(self.schema.fields[name], values.reshape(*t.shape, *values.shape[1:]))
+
+    def _rewards(self, item: IntArray, t: IntArray) -> Array:
+        """The rewards of steps (N,) of items for the goals of the items, as stored."""
+        how, fields = self._how, self.schema.fields
+        dtype, field = fields[how.achieved].dtype, fields[how.reward]
+        if not len(item):
+            return np.empty((0, *field.shape), field.storage)
+        info = {name: decode(self._rows_of(name, item, t), fields[name].dtype) for name in how.info}
+        achieved = decode(self._rows_of(how.achieved, item, t + 1), dtype)
+        rewards = how.reward_fn(achieved, decode(self._goal[item], dtype), info)
+        shape = np.shape(rewards)
+        if shape != (len(item), *field.shape):
+            raise SchemaError(
+                f"hindsight: reward_fn gave shape {shape} for {len(item)} goals of shape {fields[how.achieved].shape}, "
+                f"expected {(len(item), *field.shape)}; let it compute all rows at once"
+            )
+        return field.encode(rewards, lead=1)
+
+    def _rows_of(self, name: str, item: IntArray, t: IntArray) -> Array:
+        """Rows of a field as stored, (N, *field): timestep t of the episodes of some items."""
+        rows = self.first(self.schema.fields[name].final)[item] + t
+        groups, field = self.found.groups, self.schema.fields[name]
+        if self.found.order is None:
+            return groups[0].storage.maps.rows[name].take(rows, axis=0, mode="clip")
+        out, group_of = np.empty((len(item), *field.shape), field.storage), np.empty(len(self.t), np.int64)
+        for number, group in enumerate(groups):
+            group_of[group.chosen] = number
+        for number, group in enumerate(groups):
+            mine = np.flatnonzero(group_of[item] == number)
+            out[mine] = group.storage.maps.rows[name].take(rows[mine], axis=0, mode="clip")
+        return out

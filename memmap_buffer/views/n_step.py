@@ -1,9 +1,10 @@
-"""Transitions: what is at t, what came until t + k, and what is at t + k."""
+"""`NStep`: transitions over n steps, with returns and stacked frames."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -11,18 +12,18 @@ from memmap_buffer.dtypes import check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
+from memmap_buffer.views.anchors import BoolArray, Runs
 from memmap_buffer.views.batch_builder import BatchBuilder, check_padding
 from memmap_buffer.views.ends import Ends
-from memmap_buffer.views.folders import BoolArray
 from memmap_buffer.views.transforms import n_step_return
-from memmap_buffer.views.windows import Names, Spans, View, named
+from memmap_buffer.views.view import Names, View, named
 
 FLAGS = ("done", "terminal")  # what others call it
 
 
 @dataclass(frozen=True)
 class NStep(View):
-    """Transitions over n steps: what is at t, what came until t + k, and what is at t + k.
+    """Transitions over n steps: the fields at t, the rewards until t + k, and the fields at t + k.
 
     k = min(n, length - t) where the episode has its final observation or terminated, else
     min(n, length - t - 1); a step with k = 0 has no successor and is not served. So with either, the last step and
@@ -35,13 +36,19 @@ class NStep(View):
 
     Args:
         n: the most steps.
-        current_fields, next_fields: which; default all. sequence_fields: which; default none.
+        current_fields: the fields at t; default all.
+        next_fields: the fields at t + k; default all.
+        sequence_fields: the fields at t … t + k - 1; default none.
         gamma: γ; None leaves return and discount out.
-        reward: the field. terminated: the field that is true where nothing follows; default: the one that the buffer
-            declared. None: nothing terminates, so every discount is γ^k.
-        stack: field -> S, how many timesteps stand for one, the latest last. padding: what stands for those before
-            the episode: "zero", "edge" (the first step) or "default".
-        timeline: `next_` is all that comes until t + k: (B, n, *field), of t + 1 … t + k and zero behind.
+        reward: the field of the rewards.
+        terminated: the field that is true where nothing follows; default: the one that the buffer declared. None:
+            nothing terminates, so every discount is γ^k.
+        stack: field -> S, how many timesteps stand for one, the latest last.
+        padding: the values of stacked timesteps before the episode: "zero", "edge" (the first step) or "default".
+        timeline: `next_` is every timestep until t + k: (B, n, *field), of t + 1 … t + k and zero behind.
+
+    Raises:
+        SchemaError: a value that is not one of these.
     """
 
     n: int
@@ -113,42 +120,43 @@ class NStep(View):
                 "terminated=None if nothing ever terminates; here, or to ReplayBuffer, which keeps it"
             )
 
-    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros(len(length), np.int64), length - ~(has_final | terminated))
+    def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
+        return episodes.replaced(count=episodes.count - ~(has_final | terminated))
 
-    def cut(self, gather: BatchBuilder) -> None:
-        schema, t, length = gather.schema, gather.t, gather.length
-        if self.n == 1:  # what is served has a successor
+    def cut(self, builder: BatchBuilder) -> None:
+        schema, t, length = builder.schema, builder.t, builder.length
+        if self.n == 1:  # every step that is served has a successor
             k = np.ones(len(t), np.int64)
         else:
-            k = np.minimum(np.maximum(length - t - ~gather.goes_on, 1), self.n)
-        steps, following = range(self.n), named(schema, self.next_fields, "next_fields")
-        self._put(gather, named(schema, self.current_fields, "current_fields"), t)
+            k = np.minimum(np.maximum(length - t - ~builder.goes_on, 1), self.n)
+        current = named(schema, self.current_fields, "current_fields")
+        following = named(schema, self.next_fields, "next_fields")
+        put_at = partial(self._put_stacked, builder) if self.stack else builder.put_at
+        put_at(current, t)
         if self.timeline:
-            gather.put(following, range(1, self.n + 1), prefix="next_")
+            builder.put(following, range(1, self.n + 1), prefix="next_")
         else:
-            self._put(gather, following, t + k, prefix="next_")
+            put_at(following, t + k, prefix="next_")
         if self.sequence_fields != ():
-            gather.put(named(schema, self.sequence_fields, "sequence_fields"), steps, prefix="seq_", limit=t + k)
-        gather.batch["n_step_lens"] = k
+            names = named(schema, self.sequence_fields, "sequence_fields")
+            builder.put(names, range(self.n), prefix="seq_", limit=t + k)
+        builder.batch["n_step_lens"] = k
         if self.gamma is not None:
-            self._put_return(gather, steps, k, gather.terminated & (t + k == length))
+            self._put_return(builder, k)
 
-    def _put_return(self, gather: BatchBuilder, steps: range, k: IntArray, terminated: BoolArray) -> None:
-        rewards = gather.look(self.reward, steps, limit=gather.t + k)
+    def _put_return(self, builder: BatchBuilder, k: IntArray) -> None:
+        terminated = builder.terminated & (builder.t + k == builder.length)
+        rewards = builder.look(self.reward, range(self.n), limit=builder.t + k)
         returns, discount = n_step_return(rewards, k, terminated, self.gamma or 0.0)
-        discount[(gather.t + k == gather.length) & ~gather.has_final] = 0
-        gather.batch |= {"_return": returns, "_discount": discount}
+        discount[(builder.t + k == builder.length) & ~builder.has_final] = 0
+        builder.batch |= {"_return": returns, "_discount": discount}
 
-    def _put(self, gather: BatchBuilder, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
+    def _put_stacked(self, builder: BatchBuilder, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
         """Put fields at t (B,), with the timesteps before it where they are stacked."""
-        if not self.stack:
-            gather.put_at(names, t, prefix=prefix)
-            return
-        require = gather.schema.require
+        require = builder.schema.require
         stacks = {name: size for group, size in dict(self.stack).items() for name in require([group], "stack")}
-        gather.put_at([name for name in names if name not in stacks], t, prefix=prefix)
+        builder.put_at([name for name in names if name not in stacks], t, prefix=prefix)
         for name in stacks.keys() & names:
             before = range(1 - stacks[name], 1)
-            offsets = before if t is gather.t else (t - gather.t)[:, None] + np.array(before)
-            gather.put([name], offsets, prefix=prefix, padding=self.padding)
+            offsets = before if t is builder.t else (t - builder.t)[:, None] + np.array(before)
+            builder.put([name], offsets, prefix=prefix, padding=self.padding)

@@ -19,53 +19,20 @@ Item: TypeAlias = tuple[int, int, int, int]  # number, row, lead, stop
 
 
 class RowRanges:
-    """What to copy: item b has K rows; those from `lead[b]` until `stop[b]` exist, and lie from row `row[b]` on.
+    """Rows to copy: item b has K of them; those from `lead[b]` until `stop[b]` exist, and lie from row `row[b]` on.
 
     Args:
         row, lead, stop: (B,) int64, 0 ≤ lead ≤ stop ≤ K; where none exists, `row` is the nearest that does.
-        steps: K; or (B,) how many each item needs: K is the most that any does, so a part of the items may have less.
+        steps: K.
         padding: what stands where no row exists: "zero", "edge" (the nearest that does) or "default".
     """
 
-    def __init__(self, row: IntArray, lead: IntArray, stop: IntArray, steps: int | IntArray, padding: str) -> None:
-        self.row, self.lead, self.stop, self.padding = row, lead, stop, padding
-        self._needed = steps
-        self._latest: tuple[slice, RowRanges] | None = None
+    def __init__(self, row: IntArray, lead: IntArray, stop: IntArray, steps: int, padding: str) -> None:
+        self.row, self.lead, self.stop, self.steps, self.padding = row, lead, stop, steps, padding
 
     def __getitem__(self, chosen: Any) -> RowRanges:
-        """A batch of the items, at a slice, which is kept as fields share it; or some of one, at an index array."""
-        if not isinstance(chosen, slice):
-            return self._at(chosen, self.steps)
-        latest = self._latest
-        if latest is None or latest[0] != chosen:
-            needed = self._needed if isinstance(self._needed, int) else self._needed[chosen]
-            latest = self._latest = chosen, self._at(chosen, needed)
-        return latest[1]
-
-    def _at(self, chosen: Any, steps: int | IntArray) -> RowRanges:
-        part = RowRanges(self.row[chosen], self.lead[chosen], self.stop[chosen], steps, self.padding)
-        if not self.is_fitted and self._is_whole:
-            part._is_whole = True
-        return part
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether K is another for a part of the items."""
-        return not isinstance(self._needed, int)
-
-    @cached_property
-    def steps(self) -> int:
-        """K."""
-        return self._needed if isinstance(self._needed, int) else int(self._needed.max(initial=0))
-
-    def steps_of(self, chosen: npt.NDArray[np.bool_]) -> int:
-        """K of some of the items."""
-        return self._needed if isinstance(self._needed, int) else int(self._needed[chosen].max(initial=0))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, K)."""
-        return len(self.row), self.steps
+        """Some of the items."""
+        return RowRanges(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding)
 
     def exist(self) -> npt.NDArray[np.bool_]:
         """(B, K) which rows exist."""
@@ -80,7 +47,7 @@ class RowRanges:
         rows = storage.maps.rows[name]
         shape = len(self.row), self.steps, *rows.shape[1:]
         large = math.prod(shape) * rows.itemsize >= LARGE
-        if self.is_fitted or large or 2 * self._num_whole < max(1, len(self.row)):
+        if large or 2 * self._num_whole < max(1, len(self.row)):
             out, items = pool.empty(shape, rows.dtype), self._each
         else:  # one index for all; those of which some row does not exist are copied anew
             out = storage.slices_of(name, self.steps)[self._begin].view(rows.dtype).reshape(shape)
@@ -142,12 +109,3 @@ class RowRanges:
     def _begin(self) -> IntArray:
         """The first row of each item; of one that is not whole, which is copied anew, that of another one."""
         return self.row if self._is_whole else np.where(self._whole, self.row, self.row[self._whole.argmax()])
-
-
-def joined(low: IntArray, high: IntArray, gap: int) -> list[tuple[int, int]]:
-    """Stretches of rows low … high - 1 (B,), in their order; those that are at most `gap` rows apart are one."""
-    order = np.argsort(low)
-    low, high = low[order], np.maximum.accumulate(high[order])
-    apart = low[1:] - high[:-1] > gap
-    begins, ends = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
-    return list(zip(low[begins].tolist(), high[ends].tolist(), strict=True))

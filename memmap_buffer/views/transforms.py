@@ -13,18 +13,17 @@ from memmap_buffer.dtypes import Array, check_number
 from memmap_buffer.errors import SchemaError
 
 FloatArray = npt.NDArray[np.floating]
-LOWEST = 1e-10  # probability: one of 0 has no finite weight
 
 
 def n_step_return(
     rewards: Array, k: npt.NDArray[np.int64], terminated: npt.NDArray[np.bool_], gamma: float
 ) -> tuple[FloatArray, FloatArray]:
-    """The n-step return and the discount of what follows it.
+    """The n-step return and the discount of the value that follows it.
 
     R = r_t + γ r_{t+1} + … + γ^{k-1} r_{t+k-1}; target = R + discount · V(s_{t+k}), discount = γ^k, 0 if terminated.
 
     Args:
-        rewards: (B, n, …) r_t … r_{t+n-1}; what stands beyond k does not count.
+        rewards: (B, n, …) r_t … r_{t+n-1}; values beyond k do not count.
         k: (B,) how many rewards there are, 1 … n.
         terminated: (B,) whether step t + k - 1 ended the episode, so that nothing follows.
         gamma: γ, 0 … 1.
@@ -38,7 +37,7 @@ def n_step_return(
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if rewards.dtype == np.float64 else np.float32)
     n = rewards.shape[1]
     powers = np.power(float(gamma), np.arange(n + 1))
-    # What stands beyond k may be inf or nan, and is not 0 by a weight of 0.
+    # A reward beyond k may be inf or nan, which a weight of 0 does not make 0.
     counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0)
     counted = counted.astype(dtype if rewards.dtype.kind == "f" else np.float64, copy=False)
     weights = powers[:n].astype(counted.dtype)
@@ -52,10 +51,13 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
 
     Args:
         rewards: an array or a tensor of numbers; behind the end of an episode there are zeros, as in padded batches.
-        gamma: γ, 0 … 1. axis: that of time: 0 of an episode (T, …), 1 of a batch (B, T, …).
+        gamma: γ, 0 … 1.
+        axis: the axis of time: 0 of an episode (T, …), 1 of a batch (B, T, …).
 
     Returns: of the same kind and shape, summed in float64; float64 where the rewards are, else float32.
-    Raises: SchemaError: γ is none.
+    Raises:
+        SchemaError: γ is no number from 0 to 1.
+
     Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 3.8; returns-to-go: Chen et al. 2021, "Decision
         Transformer".
     """
@@ -79,8 +81,13 @@ class Returns:
 
     Of a window it would be the return until the window's end: compute it once and store it as a field for that.
 
-    Args: reward: the key of the rewards (B, T, …). gamma: γ, 1 for returns-to-go. name: the key that is added.
-    Raises: SchemaError: a batch without that key.
+    Args:
+        reward: the key of the rewards (B, T, …).
+        gamma: γ, 1 for returns-to-go.
+        name: the key that is added.
+
+    Raises:
+        SchemaError: a batch without that key.
     """
 
     reward: str = "reward"
@@ -96,8 +103,12 @@ class Returns:
 class Scale:
     """A transform that gives fields of whole numbers, such as images, as float32 divided by a number.
 
-    Args: fields: keys of the batch, dotted within groups. by: what they are divided by.
-    Raises: SchemaError: a batch without one of them.
+    Args:
+        fields: keys of the batch, dotted within groups.
+        by: the number that they are divided by.
+
+    Raises:
+        SchemaError: a batch without one of them.
     """
 
     fields: Iterable[str]
@@ -113,34 +124,13 @@ class Scale:
 
 
 def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> tuple[dict[str, Any], Any]:
-    """A batch with one key, dotted within groups, changed, and that; what else it holds is shared."""
+    """(a batch with one key, dotted within groups, changed; the new value); all other values are shared."""
     key, _, rest = name.partition(".")
     if not isinstance(batch, dict) or key not in batch:
         held = ", ".join(map(repr, batch)) if isinstance(batch, dict) else "no groups there"
         raise SchemaError(f"transform: the batch has no {name!r}; it has {held}")
     value, found = _changed(batch[key], rest, change) if rest else (change(batch[key]),) * 2
     return {**batch, key: value}, found
-
-
-def compute_importance_weights(
-    probabilities: Any, buffer_size: int, beta: float = 0.4, *, normalize: bool = True
-) -> Any:
-    """The weights that undo the bias of draws by priority: w = (N · P)^-β, divided by the highest of them.
-
-    Args:
-        probabilities: (B,) P, an array or a tensor of floats. Less than 10⁻¹⁰ counts as that; 0, as an item has that
-            was drawn again, gives the weight 0.
-        buffer_size: N, the items that could be drawn. beta: β, 0 … 1; 1 undoes all of it.
-        normalize: False leaves the division out.
-
-    Returns: (B,), of the same kind and dtype.
-    Source: Schaul et al. 2016, "Prioritized Experience Replay", section 3.4; the arguments are memorax's.
-    """
-    weights = (buffer_size * probabilities.clip(LOWEST)) ** -beta * (probabilities > 0)
-    if not normalize or not len(weights):
-        return weights
-    highest = weights.max()
-    return weights / (highest if highest > 0 else 1)
 
 
 def _like(mask: npt.NDArray[np.bool_], array: Array) -> npt.NDArray[np.bool_]:

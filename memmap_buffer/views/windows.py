@@ -1,101 +1,23 @@
-"""How an item is cut around its anchor: Trajectory, Timestep, Window, Crop, Offsets; `transitions` has NStep.
-
-A view says which timesteps of an episode may be anchors (`spans`), and cuts a batch around given anchors (`cut`). It
-reads through `BatchBuilder` alone, so it knows neither slots nor folders, and it is a value: frozen, picklable, comparable.
-"""
+"""The views but for transitions: whole episodes, timesteps, windows, crops, and fields at offsets of their own."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Schema
+from memmap_buffer.views.anchors import BoolArray, Runs
 from memmap_buffer.views.batch_builder import BatchBuilder, check_padding
-from memmap_buffer.views.ends import Ends
-from memmap_buffer.views.folders import BoolArray
+from memmap_buffer.views.view import FloatArray, Names, View, named
 
 BOUNDARIES = ("pad", "shift", "drop")
 REPEAT = "repeat"
-Names: TypeAlias = Iterable[str] | None
-FloatArray = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Spans:
-    """The anchors of each episode: t = min(first + i * stride, last) for i < count; all (E,) int64."""
-
-    first: IntArray
-    count: IntArray
-    last: IntArray | None = None
-
-
-class View(ABC):
-    """How an item is cut around its anchor."""
-
-    stride: int = 1
-    per_episode: ClassVar[bool] = False
-    random: ClassVar[bool] = False
-
-    @abstractmethod
-    def keys(self, schema: Schema) -> list[str]:
-        """The keys of a batch before meta, in order. Raises SchemaError for a field that was not declared."""
-
-    @abstractmethod
-    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        """Which timesteps of each episode may be anchors; the arrays are (E,)."""
-
-    @abstractmethod
-    def cut(self, gather: BatchBuilder) -> None:
-        """Put the batch together."""
-
-    def ends(self, schema: Schema) -> Ends:
-        """How it knows that an episode ended, and how far around its anchor it looks."""
-        return Ends.of(schema, before=self.before, after=self.reach)
-
-    def crop(self, length: IntArray, u: FloatArray) -> IntArray:
-        """Where chance, u (B,) in [0, 1), moves the anchors of episodes of these lengths; only if `random`."""
-        raise NotImplementedError
-
-    def sequences(self, schema: Schema) -> dict[str, str]:
-        """The keys of a batch that are padded behind the end, and the key that says how long each item is."""
-        return {}
-
-    @property
-    def reach(self) -> int:
-        """How many timesteps from the anchor on an item may have; 0: all of them, whatever ends in their middle."""
-        return 1
-
-    @property
-    def before(self) -> int:
-        """How many timesteps before the anchor an item may have of the same episode."""
-        return 0
-
-    def _keep_names(self, *arguments: str) -> None:
-        """Keep names as tuples, however they were given, so that views are values."""
-        for argument in arguments:
-            object.__setattr__(self, argument, names_of(argument, getattr(self, argument)))
-
-
-def names_of(where: str, given: Names) -> tuple[str, ...] | None:
-    """Names as a tuple; a single one may stand alone. Raises SchemaError where it is something else."""
-    if given is None or isinstance(given, str):
-        return given if given is None else (given,)
-    if not isinstance(given, Iterable):
-        raise SchemaError(f"{where}: got {given!r}, expected a name, or several")
-    return tuple(given)
-
-
-def named(schema: Schema, names: Names, where: str) -> tuple[str, ...]:
-    """Per-timestep fields by name, groups expanded; None for all. Raises SchemaError for an unknown one."""
-    return tuple(schema.fields) if names is None else schema.require(names, where, schema.fields)
 
 
 @dataclass(frozen=True)
@@ -105,12 +27,15 @@ class Trajectory(View):
     A batch: fields (B, Tmax, *field), `_lens` (B,).
 
     Args:
-        fields: which; default all.
+        fields: the fields of a batch; default all.
         return_mask: add `_mask` (B, Tmax), True where a step exists.
         return_lens: add `_lens`.
         to_length: pad to this many steps instead of the longest of the batch.
         final_observation: fields declared with `final` get one more entry, (B, Tmax + 1, *field), at `_lens` of the
             episodes that have their final observation: `_has_final` (B,).
+
+    Raises:
+        SchemaError: `to_length` is no whole number from 1; later, an episode that is longer.
     """
 
     fields: Names = None
@@ -134,34 +59,42 @@ class Trajectory(View):
         return {name: "_lens" for name in names if not (self.final_observation and schema.fields[name].final)}
 
     @property
+    def pads_to_longest(self) -> bool:
+        return self.to_length is None
+
+    @property
     def reach(self) -> int:
         return 0
 
-    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
+    def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
+        return episodes.replaced(count=np.ones_like(episodes.count))
 
-    def cut(self, gather: BatchBuilder) -> None:
-        names = named(gather.schema, self.fields, "fields")
-        longest = int(gather.length.max(initial=0))
+    def cut(self, builder: BatchBuilder) -> None:
+        names = named(builder.schema, self.fields, "fields")
+        longest = int(builder.length.max(initial=0))
         if self.to_length is not None and self.to_length < longest:
             raise SchemaError(
                 f"to_length: got {self.to_length}, an episode has {longest} timesteps and is never cut off"
             )
-        steps, needed = range(self.to_length or longest), None if self.to_length else gather.length
-        finals = [name for name in names if self.final_observation and gather.schema.fields[name].final]
-        gather.put([name for name in names if name not in finals], steps, limit=gather.length, needed=needed)
-        gather.put(finals, range(len(steps) + 1), needed=None if needed is None else needed + 1)
+        steps = range(self.to_length or longest)
+        finals = [name for name in names if self.final_observation and builder.schema.fields[name].final]
+        builder.put([name for name in names if name not in finals], steps, limit=builder.length)
+        builder.put(finals, range(len(steps) + 1))
         if self.return_lens:
-            gather.batch["_lens"] = gather.length
+            builder.batch["_lens"] = builder.length
         if self.final_observation:
-            gather.batch["_has_final"] = gather.has_final
+            builder.batch["_has_final"] = builder.has_final
         if self.return_mask:
-            gather.put_mask("_mask", steps, needed)
+            builder.put_mask("_mask", steps)
 
 
 @dataclass(frozen=True)
 class Timestep(View):
-    """Single timesteps: fields (B, *field)."""
+    """Single timesteps: fields (B, *field).
+
+    Args:
+        fields: the fields of a batch; default all.
+    """
 
     fields: Names = None
 
@@ -171,11 +104,11 @@ class Timestep(View):
     def keys(self, schema: Schema) -> list[str]:
         return list(named(schema, self.fields, "fields"))
 
-    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros(len(length), np.int64), length)
+    def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
+        return episodes
 
-    def cut(self, gather: BatchBuilder) -> None:
-        gather.put_at(named(gather.schema, self.fields, "fields"), gather.t)
+    def cut(self, builder: BatchBuilder) -> None:
+        builder.put_at(named(builder.schema, self.fields, "fields"), builder.t)
 
 
 @dataclass(frozen=True)
@@ -186,13 +119,17 @@ class Window(View):
     (B,).
 
     Args:
-        length: L. stride: steps between starts.
-        fields: which; default all.
+        length: L.
+        stride: steps between starts.
+        fields: the fields of a batch; default all.
         boundary: "pad": every start, padded behind the end; "shift": a window that would pass the end is moved back
-            to end there; "repeat": that too, but every start gives one, so item i begins at step i of all, or where
+            to end there; "repeat": likewise, but every start gives one, so item i begins at step i of all, or where
             its window just fits; "drop": only windows that lie inside.
-        padding: "zero", "edge" or "default".
+        padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         pad_before: windows may begin this many steps before the episode, padded in front.
+
+    Raises:
+        SchemaError: a value that is not one of these.
     """
 
     length: int
@@ -227,23 +164,23 @@ class Window(View):
     def reach(self) -> int:
         return self.length
 
-    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        stop = length - (self.length - 1)
+    def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
+        stop = episodes.count - (self.length - 1)
         if self.boundary == REPEAT:
-            every = _inside(length, 0, 0, length, "pad", self.stride)
-            return Spans(every.first, every.count, np.maximum(stop - 1, 0))
-        return _inside(length, -self.pad_before, 0, stop, self.boundary, self.stride)
+            every = _inside(episodes, 0, 0, stop, "pad", self.stride)
+            return every.replaced(last=np.maximum(stop - 1, 0))
+        return _inside(episodes, -self.pad_before, 0, stop, self.boundary, self.stride)
 
-    def cut(self, gather: BatchBuilder) -> None:
-        steps, t = range(self.length), gather.t
-        gather.put(named(gather.schema, self.fields, "fields"), steps, limit=gather.length, padding=self.padding)
-        rest = gather.length - t
+    def cut(self, builder: BatchBuilder) -> None:
+        steps, t = range(self.length), builder.t
+        builder.put(named(builder.schema, self.fields, "fields"), steps, limit=builder.length, padding=self.padding)
+        rest = builder.length - t
         lens = np.minimum(rest, self.length) + np.minimum(t, 0)
         ends = rest <= self.length
-        gather.batch |= {
+        builder.batch |= {
             "_lens": lens,
-            "_mask": gather.exists(steps),
-            "_start": t + gather.begin,
+            "_mask": builder.exists(steps),
+            "_start": t + builder.begin,
             "_reaches_episode_end": ends,
         }
 
@@ -253,6 +190,13 @@ class RandomCrop(View):
     """One crop of at most `length` steps from each episode, at a random place, zero-padded.
 
     A batch: as `Window`, without `_mask`. The place is drawn by the sampler.
+
+    Args:
+        length: the most steps.
+        fields: the fields of a batch; default all.
+
+    Raises:
+        SchemaError: a length that is no whole number from 1.
     """
 
     length: int
@@ -274,16 +218,16 @@ class RandomCrop(View):
     def reach(self) -> int:
         return self.length
 
-    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        return Spans(np.zeros(len(length), np.int64), np.ones_like(length))
+    def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
+        return episodes.replaced(count=np.ones_like(episodes.count))
 
     def crop(self, length: IntArray, u: FloatArray) -> IntArray:
         places = np.maximum(length - self.length, 0) + 1
         return np.asarray((u * places).astype(np.int64))
 
-    def cut(self, gather: BatchBuilder) -> None:
-        Window(self.length, fields=self.fields).cut(gather)
-        del gather.batch["_mask"]
+    def cut(self, builder: BatchBuilder) -> None:
+        Window(self.length, fields=self.fields).cut(builder)
+        del builder.batch["_mask"]
 
 
 class Offsets(View):
@@ -294,10 +238,14 @@ class Offsets(View):
     Args:
         offsets: field -> whole numbers, `Offsets(observation=(-1, 0), action=range(16))`; dotted names by
             `Offsets({"camera.left": (-3, -2, -1, 0)})`. A group's name stands for all its fields.
-        boundary: "pad": every timestep; "drop": those whose offsets all exist; "shift": those too, and one padded
-            item of an episode that is too short.
-        padding: "zero", "edge" or "default".
+        boundary: "pad": an item at every timestep; "drop": at those whose offsets all exist; "shift": likewise, and one
+            padded item of an episode that is too short.
+        padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         stride: steps between anchors.
+        fields: the same as `offsets`, by keyword.
+
+    Raises:
+        SchemaError: a value that is not one of these.
     """
 
     def __init__(
@@ -342,34 +290,37 @@ class Offsets(View):
     def before(self) -> int:
         return max(0, *(-min(values) for values in self.offsets.values()))
 
-    def spans(self, schema: Schema, length: IntArray, has_final: BoolArray, terminated: BoolArray) -> Spans:
-        low, stop = 0, length
+    def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
+        low, stop = 0, episodes.count
         for group, values in self.offsets.items():
             low = min(low, *values)
             for name in schema.require([group], "offsets", schema.fields):
-                exist = length + has_final if schema.fields[name].final else length
+                exist = episodes.count + has_final if schema.fields[name].final else episodes.count
                 stop = np.minimum(stop, exist - max(0, *values))
-        return _inside(length, 0, low, stop, self.boundary, self.stride)
+        return _inside(episodes, 0, low, stop, self.boundary, self.stride)
 
-    def cut(self, gather: BatchBuilder) -> None:
+    def cut(self, builder: BatchBuilder) -> None:
         for group, values in self.offsets.items():
-            for name in gather.schema.require([group], "offsets", gather.schema.fields):
+            for name in builder.schema.require([group], "offsets", builder.schema.fields):
                 offsets = _consecutive(values)
-                gather.put([name], offsets, padding=self.padding)
-                gather.batch[f"_mask_{name}"] = gather.exists(offsets, gather.limit(gather.schema.fields[name].final))
+                builder.put([name], offsets, padding=self.padding)
+                builder.batch[f"_mask_{name}"] = builder.exists(
+                    offsets, builder.limit(builder.schema.fields[name].final)
+                )
 
 
-def _inside(length: IntArray, start: int, low: int, stop: IntArray, boundary: str, stride: int) -> Spans:
-    """Anchors from `start` on, every `stride` steps; those whose offsets all exist are -low … stop - 1."""
+def _inside(episodes: Runs, start: int, low: int, stop: IntArray, boundary: str, stride: int) -> Runs:
+    """Anchors from `start` on, every `stride` steps; the offsets of those from -low to stop - 1 all exist."""
+    length = episodes.count
     first = np.full_like(length, start if boundary == "pad" else max(start, -low))
     stop = length if boundary == "pad" else stop
     count = np.maximum(-(-(stop - first) // stride), 0)
     if boundary != "shift":
-        return Spans(first, count)
-    first = np.minimum(first, length - 1)  # of an episode too short, some step
+        return episodes.replaced(first=first, count=count)
+    first = np.minimum(first, length - 1)  # an episode that is too short has one padded item
     last = np.maximum(stop - 1, first)
     flush = (first + (count - 1) * stride < stop - 1).astype(np.int64)
-    return Spans(first, np.maximum(count + flush, 1), last)
+    return episodes.replaced(first=first, count=np.maximum(count + flush, 1), last=last)
 
 
 def _consecutive(values: tuple[int, ...]) -> IntArray | range:

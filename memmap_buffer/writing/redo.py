@@ -51,7 +51,7 @@ PART = 1 << 20  # bytes that are read, or written, at once
 
 
 @dataclass(frozen=True)
-class FolderSnapshot:
+class Stretch:
     """Some bytes of an open file."""
 
     fd: int
@@ -102,7 +102,7 @@ class Rewrite:
         return (part for _, _, data in self.pieces for part in _parts(data))
 
 
-def _parts(data: bytes | FolderSnapshot) -> Iterable[bytes]:
+def _parts(data: bytes | Stretch) -> Iterable[bytes]:
     return (data,) if isinstance(data, bytes) else data.parts()
 
 
@@ -158,7 +158,7 @@ def _parsed(text: bytes, fd: int, size: int) -> Rewrite | None:
         head = json.loads(text)
         pieces, at = [], START.size + len(text)
         for key, offset, length in head["pieces"]:
-            pieces.append((str(key), _whole(offset), FolderSnapshot(fd, at, _whole(length))))
+            pieces.append((str(key), _whole(offset), Stretch(fd, at, _whole(length))))
             at += length
         slot, serial, generation = (_whole(head[key]) for key in ("slot", "serial", "generation"))
         record = bytes.fromhex(head["record"])

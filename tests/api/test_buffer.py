@@ -26,6 +26,7 @@ from memmap_buffer import (
     unpack,
     verify,
 )
+from memmap_buffer.compat import step_spec, storage_spec
 from memmap_buffer.writing import episode as episodes
 
 FIELDS = {"obs": Field("float", 2, final=True), "reward": "float", "terminated": ("bool", (), False)}
@@ -431,7 +432,7 @@ def test_a_final_observation_may_be_given_in_any_memory_layout(tmp_path):
 
 
 def test_what_is_to_be_stored_and_where_it_lies_is_told(buffer):
-    wanted, stored = buffer.step_spec(), buffer.storage_spec()
+    wanted, stored = step_spec(buffer), storage_spec(buffer)
     assert wanted == {
         "obs": ((2,), "float32", True, True, False),
         "reward": ((), "float32", True, False, False),

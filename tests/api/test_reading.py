@@ -285,7 +285,7 @@ def test_many_different_options_do_not_pile_up(recorded):
     buffer = recorded()
     for n in range(1, 100):
         buffer.sample(2, n_steps=n)
-    assert len(buffer._draws) <= 32
+    assert len(buffer._samplers) <= 32
 
 
 @pytest.mark.parametrize("position", [slice(0, 2), "0", 1.5, [0, 1], None])

@@ -16,7 +16,7 @@ from damage import flip, header_size, rows_of
 from fault_injection import listing, shown
 
 from memmap_buffer import ReplayBuffer, verify
-from memmap_buffer.cli import app, command, plain
+from memmap_buffer.cli import app, command, minimal
 
 Main = Callable[[list[str]], int]
 
@@ -32,7 +32,7 @@ def damaged(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=[app.main, plain.main], ids=["typer", "argparse"])
+@pytest.fixture(params=[app.main, minimal.main], ids=["typer", "argparse"])
 def main(request: pytest.FixtureRequest) -> Main:
     chosen: Main = request.param
     return chosen
@@ -173,7 +173,7 @@ def test_without_typer_the_four_commands_work_and_the_others_name_the_extra(dama
     code = "import sys; sys.modules['typer'] = None; from memmap_buffer.cli.command import main; sys.exit(main())"
     for arguments, expected in {
         ("verify", str(damaged)): (1, NAMED, ""),
-        ("info", str(damaged)): (2, "", f"memmap-buffer: {plain.EXTRA}\n"),
+        ("info", str(damaged)): (2, "", f"memmap-buffer: {minimal.EXTRA}\n"),
     }.items():
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == expected

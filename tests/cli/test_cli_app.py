@@ -15,7 +15,7 @@ from fault_injection import listing
 from test_readme import run_blocks
 
 from memmap_buffer import ReplayBuffer, pack
-from memmap_buffer.cli import app, change, exchange, look
+from memmap_buffer.cli import app, import_export, inspection, outputs
 from memmap_buffer.cli.terminal import Problem
 
 each_command = pytest.mark.parametrize("name", app.EXAMPLES)
@@ -126,7 +126,7 @@ def test_every_end_has_its_code_and_one_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(look, "table_of", fail)
+    monkeypatch.setattr(inspection, "table_of", fail)
     assert app.main(["info", "replay_data"]) == (130 if error is KeyboardInterrupt else 2)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -274,12 +274,12 @@ def test_the_page_names_every_command() -> None:
 # import and export
 
 
-@pytest.mark.parametrize("form", exchange.FORMATS)
+@pytest.mark.parametrize("form", import_export.FORMATS)
 def test_every_format_has_functions_for_the_ways_that_it_says(form: str) -> None:
-    only = re.search(r"\((import|export) only\)", exchange.FORMATS[form].what)
+    only = re.search(r"\((import|export) only\)", import_export.FORMATS[form].what)
     for verb in [only[1]] if only else ["import", "export"]:
         try:
-            assert callable(exchange.function_of(verb, form))
+            assert callable(import_export.function_of(verb, form))
         except ImportError as error:
             assert "pip install 'memmap-buffer[" in str(error)
 
@@ -314,11 +314,18 @@ def test_options_reach_the_function_of_the_format_and_others_are_refused(
     def function(source: str, folder: str, *, fps: float = 0.0, infos: bool = True, **options: object) -> None: ...
 
     given = ["fps=2.5", "infos=false", "circular=true"]
-    assert exchange.options_of(function, given, exchange.OF_BUFFERS) == {"fps": 2.5, "infos": False, "circular": True}
-    assert exchange.options_of(function, ["author=[1, 2]", "name=some text"]) == {"author": [1, 2], "name": "some text"}
+    assert import_export.options_of(function, given, import_export.OF_BUFFERS) == {
+        "fps": 2.5,
+        "infos": False,
+        "circular": True,
+    }
+    assert import_export.options_of(function, ["author=[1, 2]", "name=some text"]) == {
+        "author": [1, 2],
+        "name": "some text",
+    }
     for wrong in ("frames=1", "fps", "=3", "folder=x"):
         with pytest.raises(Problem, match="expected NAME=VALUE with one of fps, infos, max_episodes"):
-            exchange.options_of(function, [wrong], exchange.OF_BUFFERS)
+            import_export.options_of(function, [wrong], import_export.OF_BUFFERS)
     needs("export")
     assert app.main(["export", "robomimic", "replay_data", "there.hdf5", "--option", "fps=3"]) == 2
     assert "--option 'fps=3'" in capsys.readouterr().err
@@ -351,4 +358,4 @@ def test_a_new_folder_is_asked_for_before_anything_is_read(place: Path, capsys: 
     for command in (["import", "robomimic", "nowhere.hdf5", "replay_data"], ["merge", "replay_data", "nowhere"]):
         assert app.main(command) == 2
         assert "there is something already" in capsys.readouterr().err
-    change.require_new(place / "new")
+    outputs.require_new(place / "new")

@@ -18,7 +18,7 @@ from damage import flip, header_size
 from fault_injection import listing, shown
 
 from memmap_buffer import ReplayBuffer, verify
-from memmap_buffer.cli import app, change
+from memmap_buffer.cli import app, outputs
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_nothing_that_is_there_is_replaced(
 
 
 def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt, match="now"), change.appearing(tmp_path / "deep" / "new") as place:
+    with pytest.raises(KeyboardInterrupt, match="now"), outputs.new_folder(tmp_path / "deep" / "new") as place:
         (place / "half").touch()
         assert not (tmp_path / "deep" / "new").exists()
         raise KeyboardInterrupt("now")
@@ -266,13 +266,13 @@ def test_a_field_that_cannot_be_added_changes_nothing(
 
 SLOW = """
 import time
-from memmap_buffer.store import files
-class Slow(files.System):
+from memmap_buffer.format import syscalls
+class Slow(syscalls.System):
     def pwrite(self, fd, data, offset):
         time.sleep(0.002)
         return os.pwrite(fd, data, offset)
 import os
-files.system = Slow()
+syscalls.system = Slow()
 """
 
 

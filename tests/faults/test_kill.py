@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -363,7 +364,7 @@ class Lines:
         self.at, self._left, self.where = at, at, ""
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if "memmap_buffer/store" not in frame.f_code.co_filename:
+        if not re.search("memmap_buffer/(format|writing)/", frame.f_code.co_filename):
             return None
         if event == "line":
             self._left -= 1

@@ -11,8 +11,8 @@ import pytest
 from races import LONGEST, RING, VIEWS, Truth, after, create, race, read, turn, wrong
 
 from memmap_buffer import ReplayBuffer, StaleEpisodeError
-from memmap_buffer.loading.batch_reader import Reader
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.views.folders import Found
 
 # name -> (what is written, how, how the buffer is made)
 RACES: dict[str, tuple[Truth, dict[str, Any], dict[str, Any]]] = {
@@ -47,7 +47,7 @@ def laps(ring, count: int = 3 * RING) -> None:
 
 def unchecked(monkeypatch) -> None:
     """Readers believe what they copied."""
-    monkeypatch.setattr(Folders, "unchanged", lambda self, anchors, generation, *_: np.ones(len(generation), bool))
+    monkeypatch.setattr(Found, "unchanged", lambda self: np.ones(self.anchors.size, bool))
 
 
 # In processes of their own
@@ -89,19 +89,12 @@ def test_without_the_check_readers_see_rows_of_other_episodes(tmp_path, monkeypa
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("view", VIEWS)
-def test_what_is_overwritten_while_it_is_copied_is_drawn_again(ring, monkeypatch, view, checked):
+def test_what_is_overwritten_while_it_is_copied_is_drawn_again(ring, monkeypatch, in_the_middle, view, checked):
     """Faults 28, 30: the ring turns between two fields of a batch. Without the check the batch is a mix."""
     if not checked:
         unchecked(monkeypatch)
-    reader, taken, take = ReplayBuffer.from_folder(ring, read_only=True), [], Folders.take
-
-    def late(self, name, source, rows):
-        taken.append(name)
-        if len(taken) == 2:
-            laps(ring)
-        return take(self, name, source, rows)
-
-    monkeypatch.setattr(Folders, "take", late)
+    reader = ReplayBuffer.from_folder(ring, read_only=True)
+    in_the_middle(lambda: laps(ring))
     batch = reader.sample(64, view=VIEWS[view], return_indices=True, seed=1)
     assert wrong(batch, ONE).any() != checked
     serial = batch["_index"] if "_index" in batch else batch["_indices"][:, 0]
@@ -132,19 +125,15 @@ def test_a_reader_many_laps_behind_is_told_if_it_asks(ring):
             pass
 
 
-def test_an_update_while_it_is_copied_gives_the_old_or_the_new(ring, monkeypatch):
+def test_an_update_while_it_is_copied_gives_the_old_or_the_new(ring, in_the_middle):
     """Fault 28: never some fields of one and some of the other."""
-    reader, taken, take = ReplayBuffer.from_folder(ring, read_only=True), [], Folders.take
-    writer = ReplayBuffer.from_folder(ring)
+    reader, writer = ReplayBuffer.from_folder(ring, read_only=True), ReplayBuffer.from_folder(ring)
 
-    def late(self, name, source, rows):
-        taken.append(name)
-        if len(taken) == 2:
-            for i, serial in enumerate(writer.serials.tolist()):
-                writer.update(i, value=ONE.episode(serial, 5)["value"], version=5)
-        return take(self, name, source, rows)
+    def change():
+        for i, serial in enumerate(writer.serials.tolist()):
+            writer.update(i, value=ONE.episode(serial, 5)["value"], version=5)
 
-    monkeypatch.setattr(Folders, "take", late)
+    in_the_middle(change)
     batch = reader.sample(64, timestep_level=True, return_indices=True)
     assert not wrong(batch, ONE).any()
     assert (batch["version"] == 5).all()
@@ -153,14 +142,14 @@ def test_an_update_while_it_is_copied_gives_the_old_or_the_new(ring, monkeypatch
 
 def test_an_episode_that_changes_after_it_was_read_keeps_its_final_observation(ring, monkeypatch):
     """Fault 28: nothing about it is asked later."""
-    reader, take = ReplayBuffer.from_folder(ring, read_only=True), Reader.read
+    reader, take = ReplayBuffer.from_folder(ring, read_only=True), BatchReader.read
 
     def late(self, anchors):
         batch = take(self, anchors)
         laps(ring)
         return batch
 
-    monkeypatch.setattr(Reader, "read", late)
+    monkeypatch.setattr(BatchReader, "read", late)
     serials = set()
     for i in (-2, -1):
         episode = reader.episode(i)

@@ -248,12 +248,12 @@ class TestNumbers:
         root = ConcatBuffer.from_root(tmp_path)
         batches = iter(root.dataloader(4, shuffle=True, seed=1, **STEPS))
         seen = rows(next(batches))
-        assert (root.shards, len(root.folders), len(root._sources.storages)) == ((0, 99_999), 2, 2)
+        assert (root.shards, len(root.folders), len(root._folders.storages)) == ((0, 99_999), 2, 2)
         shard(tmp_path, 500, 500)
         assert sorted(seen + [row for batch in batches for row in rows(batch)]) == [
             (number, serial, 0, number + serial) for number in (0, 99_999) for serial in range(6)
         ]
-        assert len(root._sources.storages) == 3
+        assert len(root._folders.storages) == 3
         assert made == []
 
     @pytest.mark.parametrize(

@@ -50,10 +50,10 @@ def content(number):
     }
 
 
-def flat(tree, prefix=""):
+def flatten(tree, prefix=""):
     out = {}
     for name, value in tree.items():
-        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        out |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return out
 
 
@@ -66,7 +66,7 @@ def assert_episode(got, number):
 
 def assert_root(buffer, numbers):
     """The root holds these episodes, each once and whole."""
-    found = [flat(buffer.episode(i)) for i in range(len(buffer))]
+    found = [flatten(buffer.episode(i)) for i in range(len(buffer))]
     assert sorted(int(episode["number"][0]) for episode in found) == sorted(numbers)
     for episode in found:
         assert_episode(episode, int(episode["number"][0]))
@@ -134,7 +134,7 @@ def test_filters_and_columns_are_those_of_the_library_and_are_applied_before_ray
 def test_items_of_a_view_are_those_of_the_library_in_its_order(root, options):
     options = {**options, "return_indices": True}
     table = read_ray(root, override_num_blocks=5, **options).take_all()
-    batch = flat(ConcatBuffer.from_root(root).batch(**options))
+    batch = flatten(ConcatBuffer.from_root(root).batch(**options))
     indices = np.array([[row["_source"], row["_serial"], row["_t"]] for row in table])
     np.testing.assert_array_equal(indices, batch.pop("_indices"))
     for name, values in batch.items():
@@ -244,7 +244,7 @@ class Learner:
     def learn(self, batches):
         done = 0
         while done < batches:
-            if not self.buffer.can_sample():
+            if not self.buffer.num_steps:
                 time.sleep(0.01)
                 continue
             batch = self.buffer.sample(32, timestep_level=True)

@@ -179,7 +179,7 @@ def column(tree, name):
     return tree
 
 
-def described(values, frames):
+def expected_statistics(values, frames):
     """The slow definition of a feature's statistics, of (n, channels)."""
     values = np.asarray(values, np.float64).reshape(-1, np.shape(values)[-1])
     found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
@@ -187,8 +187,8 @@ def described(values, frames):
     return found | {"count": np.array([frames])}
 
 
-def assert_described(got, values, frames, *, image=False):
-    expected = described(values, frames)
+def assert_statistics(got, values, frames, *, image=False):
+    expected = expected_statistics(values, frames)
     assert got.keys() == expected.keys()
     for which, value in expected.items():
         shaped = value.reshape(3, 1, 1) / 255 if image and which != "count" else value
@@ -223,17 +223,17 @@ def test_statistics_are_those_of_all_frames_and_pixels(tmp_path, monkeypatch):
     assert stats.keys() == FEATURES.keys()
     for name in FEATURES:
         arrays = [arrays[name] if arrays[name].ndim > 1 else arrays[name][:, None] for arrays in written]
-        assert_described(stats[name], np.concatenate(arrays), sum(LENGTHS), image="images" in name)
+        assert_statistics(stats[name], np.concatenate(arrays), sum(LENGTHS), image="images" in name)
         for row, array in zip(rows, arrays, strict=True):
             found = {key.rpartition("/")[2]: row[key] for key in row if key.startswith(f"stats/{name}/")}
-            assert_described(found, array, len(array), image="images" in name)
+            assert_statistics(found, array, len(array), image="images" in name)
 
 
 def test_grey_images_have_the_statistics_of_three_channels_and_text_has_none(grey):
     buffer, root = grey
     stats = json.loads((root / "meta/stats.json").read_text())
     pixels = np.concatenate([buffer.episode(i)["image"] for i in range(3)])
-    assert_described(stats["image"], np.repeat(pixels, 3, axis=-1), 98, image=True)
+    assert_statistics(stats["image"], np.repeat(pixels, 3, axis=-1), 98, image=True)
     assert "note" not in stats
     assert [type(stats["n"][which][0]) for which in ("min", "max", "mean")] == [int, int, float]
 

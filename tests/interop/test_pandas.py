@@ -8,12 +8,12 @@ import pytest
 pandas = pytest.importorskip("pandas")
 
 from memmap_buffer import ConcatBuffer, ReplayBuffer, SchemaError, Window  # noqa: E402
-from memmap_buffer.interop.pandas import to_pre_timeline  # noqa: E402
+from memmap_buffer.interop.pandas import to_dataframe, to_pre_timeline  # noqa: E402
 
 
 def test_each_timestep_is_a_row_with_its_episode_and_meta_fields(recorded):
     buffer = recorded()
-    table = buffer.to_dataframe()
+    table = to_dataframe(buffer)
     rows = [(i, t) for i, length in enumerate(buffer.episode_lens.tolist()) for t in range(length)]
     assert list(zip(table["_episode"], table["_t"], strict=True)) == rows
     for (i, t), (_, row) in zip(rows, table.iterrows(), strict=True):
@@ -26,30 +26,30 @@ def test_each_timestep_is_a_row_with_its_episode_and_meta_fields(recorded):
 
 
 def test_numbers_keep_their_dtype(recorded):
-    table = recorded().to_dataframe()
+    table = to_dataframe(recorded())
     kinds = {name: str(table[name].dtype) for name in ("number", "reward", "half", "terminated", "success")}
     assert kinds == {"number": "int64", "reward": "float32", "half": "float32", "terminated": "bool", "success": "bool"}
 
 
 def test_any_view_some_positions_and_every_other_option_may_be_asked_for(recorded):
     buffer = recorded()
-    table = buffer.to_dataframe([1, 3], view=Window(2, fields=("t",)), include_metadata=False)
+    table = to_dataframe(buffer, [1, 3], view=Window(2, fields=("t",)), include_metadata=False)
     assert table.columns.tolist() == ["_episode", "_t", "t", "_lens", "_mask", "_start", "_reaches_episode_end"]
     assert [row.tolist() for row in table["t"]] == [[1, 2], [0, 1]]
-    whole = buffer.to_dataframe(n_steps=1, filter_meta={"task_id": 1})
+    whole = to_dataframe(buffer, n_steps=1, filter_meta={"task_id": 1})
     assert set(whole["_episode"]) == {1, 3}
     assert whole["next_t"].tolist() == [1, 2, 3, 0, 1, 2, 3, 4, 5, 0]
 
 
 def test_sequences_are_arrays_of_their_own_length_if_ragged(recorded):
     buffer = recorded()
-    table = buffer.to_dataframe(view=Window(4, fields=("reward",)), ragged=True)
+    table = to_dataframe(buffer, view=Window(4, fields=("reward",)), ragged=True)
     assert [len(row) for row in table["reward"]] == table["_lens"].tolist()
 
 
 def test_rows_of_several_folders_name_their_source(recorded):
     both = ConcatBuffer([recorded((2,), name="a"), recorded((3,), name="b")])
-    table = both.to_dataframe()
+    table = to_dataframe(both)
     assert list(zip(table["_source"], table["_episode"], table["_t"], strict=True)) == [
         (0, 0, 0),
         (0, 0, 1),

@@ -9,8 +9,8 @@ import pytest
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.interop import parquet
+from memmap_buffer.interop.columns import flatten
 from memmap_buffer.interop.parquet import export_parquet
-from memmap_buffer.interop.survey import flat
 
 FIELDS = {
     "observation": Field("float32", (2, 3), final=True),
@@ -55,7 +55,7 @@ def test_every_timestep_and_every_episode_is_a_row_with_equal_values(buffer, tmp
     assert episodes["_length"].to_pylist() == buffer.episode_lens.tolist()
     start = 0
     for i, length in enumerate(buffer.episode_lens.tolist()):
-        expected, rows = flat(buffer.episode(i)), steps.slice(start, length)
+        expected, rows = flatten(buffer.episode(i)), steps.slice(start, length)
         assert rows["_t"].to_pylist() == list(range(length))
         for name in buffer.fieldnames:
             assert rows[name].to_pylist() == expected[name][:length].tolist(), name

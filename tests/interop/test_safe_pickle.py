@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memmap_buffer import SchemaError
-from memmap_buffer.interop.safe_pickle import plain_values
+from memmap_buffer.interop.safe_pickle import safe_loads
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=300)
 KEYS = st.text(max_size=5) | st.integers()
@@ -24,13 +24,13 @@ TREES = st.recursive(
 @settings(max_examples=150, deadline=None)
 def test_plain_values_are_what_unpickling_gives(tree, protocol):
     data = pickle.dumps(tree, protocol)
-    assert plain_values(data) == tree
-    assert repr(plain_values(data)) == repr(pickle.loads(data))  # 1 is not True, and 0.0 not -0.0
+    assert safe_loads(data) == tree
+    assert repr(safe_loads(data)) == repr(pickle.loads(data))  # 1 is not True, and 0.0 not -0.0
 
 
 def test_a_value_that_is_held_twice_is_given_twice():
     twice = ["x", 1]
-    assert plain_values(pickle.dumps({"a": twice, "b": twice})) == {"a": twice, "b": twice}
+    assert safe_loads(pickle.dumps({"a": twice, "b": twice})) == {"a": twice, "b": twice}
 
 
 class Call:
@@ -47,7 +47,7 @@ def test_what_is_more_than_plain_values_is_refused_and_not_carried_out(tmp_path,
     trace = tmp_path / "carried out"
     hostile = {"call": Call(open, str(trace), "w"), "array": np.ones(2), "class": dict, "set": {1}, "bytes": b"x"}[what]
     with pytest.raises(SchemaError, match="more than hold plain values"):
-        plain_values(pickle.dumps({"max_episodes": 3, "fields": hostile}, protocol))
+        safe_loads(pickle.dumps({"max_episodes": 3, "fields": hostile}, protocol))
     assert not trace.exists()
 
 
@@ -57,18 +57,18 @@ def test_a_pickle_that_is_cut_is_refused(tree, data):
     whole = pickle.dumps(tree)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
     with pytest.raises(SchemaError, match="got no whole pickle"):
-        plain_values(cut)
+        safe_loads(cut)
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=200, deadline=None)
 def test_any_bytes_are_read_or_refused(data):
     try:
-        plain_values(b"\x80\x04" + data + b".")
+        safe_loads(b"\x80\x04" + data + b".")
     except SchemaError as error:
         assert "pickle" in str(error)
 
 
 def test_a_length_beyond_the_data_takes_no_memory():
     with pytest.raises(SchemaError, match="got no whole pickle"):
-        plain_values(b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b"x.")
+        safe_loads(b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b"x.")

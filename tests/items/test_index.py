@@ -25,12 +25,12 @@ from memmap_buffer import (
     Window,
 )
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.items import runs as runs_module
+from memmap_buffer.items import filters
 from memmap_buffer.items import selection as selection_module
 from memmap_buffer.items.index import MANY, Index
 from memmap_buffer.items.selection import Selection
-from memmap_buffer.loading.batch_reader import Reader
-from memmap_buffer.loading.options import ReadOptions
+from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.loading.options import Options
 from memmap_buffer.views.folders import Folders
 
 FIELDS = {
@@ -358,7 +358,7 @@ class TestOptions:
         theirs = "n_steps timestep_level window_length fields current_fields next_fields sequence_fields filter_meta "
         theirs += "filter_fields fieldname_map return_mask return_indices to_named_tuple include_metadata "
         theirs += "min_episode_len slice_by_episode_len return_episode_lens"
-        assert set(theirs.split()) <= ReadOptions.__annotations__.keys()
+        assert set(theirs.split()) <= Options.__annotations__.keys()
 
 
 class TestCost:
@@ -378,7 +378,7 @@ class TestCost:
     def test_a_column_scanned_in_chunks_of_any_size_gives_the_same(self, recording, choice, chunk, stride):
         conditions = choice.pop("filter_fields", {"action": (17, 40)})
         with recorded(recording) as (buffer, reference), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runs_module, "CHUNK_STEPS", chunk)
+            patch.setattr(filters, "CHUNK_STEPS", chunk)
             how = {"stride": stride, "boundary": "shift"}
             items = reference.items(
                 lambda episode: reference.windows(episode, 3, ("action",), **how), filter_fields=conditions, **choice
@@ -419,11 +419,11 @@ class TestCost:
         with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
             churns = [Churn(Path(folder) / str(number)) for number in range(1 + two)]
             storages = [Storage.open(churn.folder, verify="never") for churn in churns]
-            reader = Reader(Folders(storages), options)
+            reader = BatchReader(Folders(storages), options)
             for number, (name, value) in enumerate(operations):
                 churns[number % len(churns)].run(name, value)
-                found, anew = reader.index(refresh=True), reader.selection.index(reader.sources)
-                for column in ("slot", "serial", "first", "starts", "source", "last", "mass"):
+                found, anew = reader.index(refresh=True), reader.selection.index(reader.folders)
+                for column in ("slot", "serial", "first", "starts", "folder", "last", "weight_sums"):
                     mine, theirs = getattr(found, column), getattr(anew, column)
                     assert (mine is None) == (theirs is None)
                     assert mine is None or mine.tolist() == theirs.tolist()
@@ -431,7 +431,7 @@ class TestCost:
                 churn.buffer.close()
 
     def test_only_episodes_that_changed_are_looked_at_again(self, buffer, monkeypatch):
-        reader = Reader(Folders([buffer._storage]), {"timestep_level": True, "filter_fields": {"x": (3, 20)}})
+        reader = BatchReader(Folders([buffer._storage]), {"timestep_level": True, "filter_fields": {"x": (3, 20)}})
         reader.index()
         seen = []
         filtered = selection_module.filtered
@@ -540,7 +540,7 @@ class TestWeights:
         counts, weights = np.array(runs).T
         starts, mass = (np.concatenate([[0], np.cumsum(part)]) for part in (counts, counts * weights))
         z = np.zeros(len(runs), np.int64)
-        found = Index(z, z, z, starts, mass=mass.astype(np.float64)).pick(np.array(numbers))
+        found = Index(z, z, z, starts, weight_sums=mass.astype(np.float64)).pick(np.array(numbers))
         edges = np.cumsum([weight for count, weight in runs for _ in range(count)]) / mass[-1]
         for number, got in zip(numbers, found, strict=True):
             want = sum(number >= edge for edge in edges)

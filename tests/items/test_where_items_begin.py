@@ -24,6 +24,7 @@ from memmap_buffer import (
     Trajectory,
     Window,
 )
+from memmap_buffer.compat import set_valid
 
 FIELDS = {"x": "int", "prev_done": "bool", "reward": ("float", (), 0.0), "valid": ("bool", (), True)}
 VIEWS = (Timestep(("x",)), NStep(2, ("x",), ("x",)), Window(3, fields=("x",)), Offsets(x=(-1, 0, 1)))
@@ -164,12 +165,12 @@ class TestValidity:
             buffer.store_episode(x=np.arange(5))
             view = {"timestep_level": True, "return_indices": True}
             assert len(set(buffer.sample(200, **view)["x"].tolist())) == 5
-            buffer.set_valid([(0, 1), (0, 3)], False)
+            set_valid(buffer, [(0, 1), (0, 3)], False)
             assert set(buffer.sample(200, **view)["x"].tolist()) == {0, 2, 4}
-            buffer.set_valid([(0, 3)], True)
+            set_valid(buffer, [(0, 3)], True)
             assert set(buffer.sample(200, **view)["x"].tolist()) == {0, 2, 3, 4}
             other = ReplayBuffer.from_folder(tmp_path, read_only=True)
             assert set(other.sample(200, **view)["x"].tolist()) == {0, 2, 3, 4}
-            buffer.set_valid([0], False)
+            set_valid(buffer, [0], False)
             with pytest.raises(NotEnoughDataError, match="'valid': True"):
                 buffer.sample(1, **view)

@@ -9,8 +9,8 @@ from conftest import flat
 from torch.utils.data import DataLoader
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, Offsets, StaleEpisodeError, Trajectory, Window
-from memmap_buffer.loading.batch_reader import Reader
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.views.folders import Found
 
 LENGTHS = (5, 5, 5, 5)
 VIEWS = {
@@ -119,7 +119,7 @@ def test_what_is_gone_raises_where_that_was_asked_for(scene, in_the_middle, when
 def test_without_the_check_rows_of_other_episodes_are_served(scene, monkeypatch, in_the_middle, view):
     """The guard of the tests above: they can see wrong rows."""
     dataset, anchors = drawn(scene.buffer, **VIEWS[view])
-    monkeypatch.setattr(Folders, "unchanged", lambda self, anchors, *_: np.ones(len(anchors.slot), bool))
+    monkeypatch.setattr(Found, "unchanged", lambda self: np.ones(self.anchors.size, bool))
     in_the_middle(scene.overwrite)
     with pytest.raises(AssertionError, match=r"."):
         assert_of_one_episode(read(dataset, anchors))
@@ -175,15 +175,15 @@ def test_what_was_copied_and_checked_stays_whatever_becomes_of_the_rest(scene, m
     dataset, anchors = drawn(scene.buffer, **VIEWS[view])
     kept = anchors.anchors.serial >= 2
     scene.publish(2)  # 0 is overwritten, 1 retired
-    tries, plan = [], Reader.plan
+    tries, build = [], BatchReader.build
 
-    def planned(self, anchors, *rest):
+    def built(self, anchors):
         tries.append(anchors.serial.tolist())
         if len(tries) == 2:
             scene.overwrite()
-        return plan(self, anchors, *rest)
+        return build(self, anchors)
 
-    monkeypatch.setattr(Reader, "plan", planned)
+    monkeypatch.setattr(BatchReader, "build", built)
     batch = read(dataset, anchors)
     assert np.array(serials(batch))[kept].tolist() == anchors.anchors.serial[kept].tolist()
     assert not set(np.array(serials(batch))[~kept].tolist()) & {0, 1, 2, 3}
@@ -212,7 +212,7 @@ def test_a_batch_drawn_in_several_tries_is_as_long_as_its_longest_episode(record
 
 def test_a_reader_that_never_reads_a_thing_raises_in_the_end(scene, monkeypatch):
     monkeypatch.setattr("memmap_buffer.loading.batch_reader.PATIENCE", 0.05)
-    monkeypatch.setattr(Folders, "unchanged", lambda self, anchors, *_: np.zeros(anchors.size, bool))
+    monkeypatch.setattr(Found, "unchanged", lambda self: np.zeros(self.anchors.size, bool))
     dataset, anchors = drawn(scene.buffer, timestep_level=True)
     with pytest.raises(StaleEpisodeError, match="make the ring larger"):
         read(dataset, anchors)
@@ -274,7 +274,7 @@ def test_of_several_folders_what_is_gone_is_drawn_again(scene, recorded, in_the_
     assert_of_one_episode(batch)
     of_ring = batch["_indices"][:, 0] == 0
     assert set(batch["_indices"][of_ring, 1].tolist()) <= scene.live
-    kept = anchors.anchors.source == 1
+    kept = anchors.anchors.folder == 1
     assert batch["_indices"][kept].tolist() == [[1, serial, t] for serial in range(4) for t in range(5)]
     if weights:
         assert int(of_ring.sum()) == 20  # the shares of a batch stay exact
@@ -287,7 +287,7 @@ def test_in_a_worker_what_a_callable_did_not_choose_is_never_drawn(scene):
     dataset, anchors = drawn(scene.buffer, timestep_level=True, filter_meta={"task_id": lambda column: column == 0})
     worker = pickle.loads(pickle.dumps(dataset))
     scene.publish(2)  # 4 and 5; 0 is gone, so 2 is all that is left of what was chosen
-    batch = read(worker, anchors)
+    batch = read(worker, anchors.anchors)
     assert set(serials(batch)) == {2}
     assert_of_one_episode(batch)
 
@@ -297,7 +297,7 @@ def test_in_a_worker_where_all_that_a_callable_chose_is_gone_not_enough_data_is_
     worker = pickle.loads(pickle.dumps(dataset))
     scene.overwrite()
     with pytest.raises(NotEnoughDataError, match="none of 4 episodes has an item"):
-        read(worker, anchors)
+        read(worker, anchors.anchors)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, NStep, Offsets, Prioritized, SchemaError, Trajectory, Window
 from memmap_buffer.schema import nest
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.batch_builder import BatchBuilder
 
 FIELDS = {
     "number": ((), torch.int64),
@@ -188,13 +188,13 @@ def test_changing_a_batch_in_place_leaves_the_files_unchanged(recorded, options,
 
 def test_a_batch_is_gathered_once_however_large_it_is(recorded, monkeypatch):
     calls = []
-    take = Folders.take
-    monkeypatch.setattr(Folders, "take", lambda self, name, *rest: calls.append(name) or take(self, name, *rest))
+    copy = BatchBuilder.copy
+    monkeypatch.setattr(BatchBuilder, "copy", lambda self: calls.extend(self.batch) or copy(self))
     dataset = recorded().dataset(timestep_level=True)
     for indices in ([0], list(range(18))):
         calls.clear()
         dataset.__getitems__(indices)
-        assert sorted(calls) == sorted(FIELDS)
+        assert sorted(calls) == sorted([*FIELDS, *META])
 
 
 def test_the_items_of_a_batch_are_views_of_its_rows(recorded):
@@ -255,7 +255,7 @@ def test_the_default_collate_takes_items_that_were_gathered_apart(recorded, opti
         assert_same(*pairs)
 
 
-@pytest.mark.parametrize("kind", [Prioritized(), Prioritized(meta="task_id"), True])
+@pytest.mark.parametrize("kind", [Prioritized(), Prioritized(weight_field="task_id"), True])
 def test_what_draws_by_priority_gives_no_items_by_position(recorded, kind):
     buffer = recorded()
     dataset = buffer.dataset(timestep_level=True, prioritized=kind)

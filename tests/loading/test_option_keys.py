@@ -14,7 +14,7 @@ from conftest import assert_same
 
 from memmap_buffer import Hindsight, Normalize, NStep, Offsets, RandomCrop, Returns, Scale, Timestep, Trajectory, Window
 from memmap_buffer.api import reading
-from memmap_buffer.loading.batch_reader import Reader
+from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.option_keys import key_of
 
 STEPS = {"timestep_level": True}
@@ -80,15 +80,15 @@ each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Reader]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[BatchReader]:
     """The readers that buffers make from now on."""
-    readers: list[Reader] = []
+    readers: list[BatchReader] = []
 
-    def make(*args: Any) -> Reader:
-        readers.append(Reader(*args))
+    def make(*args: Any) -> BatchReader:
+        readers.append(BatchReader(*args))
         return readers[-1]
 
-    monkeypatch.setattr(reading, "Reader", make)
+    monkeypatch.setattr(reading, "BatchReader", make)
     return readers
 
 

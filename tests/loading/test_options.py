@@ -10,6 +10,7 @@ import torch
 from conftest import assert_same, flat
 
 from memmap_buffer import NStep, Offsets, RandomCrop, SchemaError, Trajectory, Window
+from memmap_buffer.compat import can_sample
 
 FIELDS = ("number", "t", "reward", "observation", "text", "half")
 
@@ -198,34 +199,34 @@ class TestElements:
     def test_they_are_the_shapes_and_dtypes_of_a_batch(self, recorded, how):
         """S3-19: told without reading, by a buffer that may be empty"""
         buffer, empty = recorded(), recorded((), name="empty")
-        elements = empty.elements(5, **how)
+        spec = empty.batch_spec(5, **how)
         batch = flat(buffer.sample(5, **how))
-        assert elements.keys() == batch.keys()
-        for key, element in elements.items():
+        assert spec.keys() == batch.keys()
+        for key, array in spec.items():
             value = batch[key]
             if not isinstance(value, torch.Tensor):
-                assert element.dtype == "str"
+                assert array.dtype == "str"
                 continue
-            assert element.dtype == str(value.dtype).removeprefix("torch.")
-            assert len(element.shape) == value.ndim
+            assert array.dtype == str(value.dtype).removeprefix("torch.")
+            assert len(array.shape) == value.ndim
             if value.layout is torch.strided:
-                assert all(a in (None, b) for a, b in zip(element.shape, value.shape, strict=True))
+                assert all(a in (None, b) for a, b in zip(array.shape, value.shape, strict=True))
 
     def test_what_only_a_batch_can_tell_is_none(self, recorded):
         buffer = recorded()
-        assert buffer.elements()["observation"] == ((None, None, 3), "float32")
-        assert buffer.elements(8, timestep_level=True)["observation"] == ((8, 3), "float32")
-        assert buffer.elements(8, view=Window(4))["half"] == ((8, 4), "bfloat16")
-        assert buffer.elements(8, slice_by_episode_len=False)["text"] == ((8, 12), "str")
+        assert buffer.batch_spec()["observation"] == ((None, None, 3), "float32")
+        assert buffer.batch_spec(8, timestep_level=True)["observation"] == ((8, 3), "float32")
+        assert buffer.batch_spec(8, view=Window(4))["half"] == ((8, 4), "bfloat16")
+        assert buffer.batch_spec(8, slice_by_episode_len=False)["text"] == ((8, 12), "str")
 
     def test_sequences_may_be_longer_than_the_whole_folder(self, recorded):
-        elements = recorded((), max_episodes=1, max_timesteps=3).elements(8, n_steps=100, sequence_fields="t")
-        assert elements["seq_t"] == ((8, 100), "int64")
+        spec = recorded((), max_episodes=1, max_timesteps=3).batch_spec(8, n_steps=100, sequence_fields="t")
+        assert spec["seq_t"] == ((8, 100), "int64")
 
-    def test_what_is_not_stored_cannot_be_an_element(self, recorded):
+    def test_what_is_not_stored_is_in_no_batch_spec(self, recorded):
         """S3-19"""
         with pytest.raises(SchemaError, match=r"fields: got 'rewards', .*did you mean 'reward'"):
-            recorded().elements(timestep_level=True, fields=["rewards"])
+            recorded().batch_spec(timestep_level=True, fields=["rewards"])
 
 
 class TestBatches:
@@ -313,4 +314,4 @@ def test_an_option_of_another_kind_is_refused_by_its_name(recorded, how, match):
 
 def test_how_much_can_be_sampled_is_asked_in_whole_numbers(recorded):
     with pytest.raises(SchemaError, match="min_steps: got 'a', expected a whole number from 0"):
-        recorded().can_sample(min_steps="a")
+        can_sample(recorded(), min_steps="a")

@@ -27,8 +27,8 @@ from memmap_buffer import (
     Window,
     compute_importance_weights,
 )
-from memmap_buffer.priority import anchor_weights
-from memmap_buffer.priority.anchor_weights import Heap, Steps
+from memmap_buffer.priority import anchor_priorities
+from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 EPSILON = 1e-6
@@ -78,9 +78,9 @@ class Slow:
 
     def masses(self, anchors, length):
         """The mass of each anchor; `length` of its items, 0 for a whole episode."""
-        reduce = {"first": lambda v: v[0], "max": max, "mean": lambda v: math.fsum(v) / len(v)}
-        over = reduce[self.how.over or ("first" if length else "mean")]
-        return [over(self._powered(anchor, length)) for anchor in anchors]
+        ways = {"first": lambda v: v[0], "max": max, "mean": lambda v: math.fsum(v) / len(v)}
+        reduced = ways[self.how.reduce or ("first" if length else "mean")]
+        return [reduced(self._powered(anchor, length)) for anchor in anchors]
 
     def _powered(self, anchor, length):
         serial, t = anchor if length else (anchor, 0)
@@ -134,8 +134,8 @@ FILTERS = [
 CASES = [(*unit, choice) for unit in UNITS for choice in FILTERS if unit[1] or "filter_fields" not in choice]
 HOWS = [
     Prioritized(alpha=0.7, beta=0.5, normalize=None),
-    Prioritized(alpha=1.0, over="max", normalize="batch", stratified=False),
-    Prioritized(alpha=0.4, beta=1.0, over="mean", normalize="buffer"),
+    Prioritized(alpha=1.0, reduce="max", normalize="batch", stratified=False),
+    Prioritized(alpha=0.4, beta=1.0, reduce="mean", normalize="buffer"),
 ]
 
 
@@ -265,7 +265,7 @@ def test_an_update_under_a_name_that_was_never_drawn_from_names_those_that_were(
         {"epsilon": 0},
         {"normalize": "max"},
         {"variant": "ranked"},
-        {"over": "sum"},
+        {"reduce": "sum"},
         {"beta_steps": 0},
         {"sort_interval": 1.5},
     ],
@@ -280,7 +280,7 @@ def test_what_is_no_option_and_what_is_no_number_is_refused(tmp_path):
     with pytest.raises(SchemaError, match=r"prioritized: got 0\.6, expected Prioritized"):
         buffer.sample(1, prioritized=0.6)
     with pytest.raises(SchemaError, match="prioritized"):
-        buffer.sample(1, prioritized=Prioritized(meta="none"))
+        buffer.sample(1, prioritized=Prioritized(weight_field="none"))
     buffer.sample(1, prioritized=Prioritized(alpha=0.6), **STEP)
     with pytest.raises(SchemaError, match=r"'td' are in use with alpha=0\.6 and epsilon=1e-06, not 0\.7"):
         buffer.sample(1, prioritized=Prioritized(alpha=0.7), **STEP)
@@ -292,7 +292,7 @@ def test_nothing_to_draw_is_said(tmp_path):
         buffer.sample(1, prioritized=True, **STEP)
     buffer.store_episode(number=[0], t=[0], reward=[0], terminated=[True], o=[[0, 0]], task=0, score=0.0)
     with pytest.raises(NotEnoughDataError, match="nothing to draw: every item has priority 0"):
-        buffer.sample(1, prioritized=Prioritized(meta="score"))
+        buffer.sample(1, prioritized=Prioritized(weight_field="score"))
 
 
 # β, weights
@@ -368,9 +368,13 @@ def test_the_weights_of_a_batch_are_those_of_its_probabilities_where_items_were_
 
 def test_the_tree_on_the_disk_is_drawn_from_as_it_is_where_every_step_can_be(tmp_path):
     buffer = make(tmp_path, (5, 6), max_episodes=3)
-    for options, kind in [(STEP, Steps), ({"view": Window(3)}, Steps), ({"view": Window(3, 2)}, Heap)]:
+    for options, kind in [
+        (STEP, StepPriorities),
+        ({"view": Window(3)}, StepPriorities),
+        ({"view": Window(3, 2)}, AnchorPriorities),
+    ]:
         buffer.sample(1, prioritized=True, **options)
-        assert isinstance(next(reversed(buffer._draws.values()))._masses[buffer._storage], kind)
+        assert isinstance(next(reversed(buffer._samplers.values()))._by_storage[buffer._storage], kind)
 
 
 def test_an_n_step_draw_turns_to_a_tree_of_its_own_when_a_step_has_no_successor(tmp_path):
@@ -410,7 +414,7 @@ def test_a_tree_of_its_own_that_is_far_behind_looks_at_everything_again(tmp_path
 
 
 def test_blocks_of_any_size_weigh_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(anchor_weights, "BLOCK", 3)
+    monkeypatch.setattr(anchor_priorities, "BLOCK", 3)
     buffer, slow = make(tmp_path, (5, 9, 4)), Slow(HOWS[1])
     slow.follow(buffer)
     buffer.sample(1, prioritized=slow.how, **STEP)
@@ -494,7 +498,7 @@ def test_items_that_went_have_no_rank(tmp_path, interval, kind):
 
 def test_episodes_are_drawn_by_a_meta_field_and_follow_its_changes(tmp_path):
     buffer = make(tmp_path, (5, 2, 3))
-    by_score = {"prioritized": Prioritized(meta="score", alpha=1.0)}
+    by_score = {"prioritized": Prioritized(weight_field="score", alpha=1.0)}
     batch = buffer.sample(512, **by_score)
     np.testing.assert_allclose(batch["_probabilities"], (batch["_index"].numpy() + 0.5) / 4.5, rtol=1e-12)
     buffer.update(0, score=10.0)
@@ -535,7 +539,8 @@ def test_a_dataset_with_priorities_pickles_without_them_and_can_be_given_to_a_lo
     buffer = make(tmp_path, (9, 9))
     dataset = buffer.dataset(prioritized=True, **STEP)
     copy = pickle.loads(pickle.dumps(dataset))
-    assert copy[3]["t"] == 3
+    with pytest.raises(SchemaError, match="asked for by position"):
+        copy[3]
     batch = next(iter(buffer.dataloader(4, dataset=copy)))
     assert batch["_weights"].tolist() == [1, 1, 1, 1]
 
@@ -596,7 +601,9 @@ def test_a_folder_that_is_only_read_is_drawn_from_without_a_trace(tmp_path):
 
 
 @pytest.mark.parametrize("weights", [None, [1, 3]])
-@pytest.mark.parametrize("how", [*HOWS, Prioritized(meta="score", alpha=1.0, normalize="buffer", beta=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "how", [*HOWS, Prioritized(weight_field="score", alpha=1.0, normalize="buffer", beta=1.0)], ids=str
+)
 @pytest.mark.parametrize(("options", "length"), [(STEP, 1), ({"view": Window(3, 2)}, 3), ({}, 0)], ids=["t", "w", "e"])
 def test_several_sources_are_drawn_from_as_one_or_in_their_shares(tmp_path, options, length, how, weights):
     parts = [make(tmp_path / "a", (5, 2)), make(tmp_path / "b", (7, 9, 3))]
@@ -604,14 +611,16 @@ def test_several_sources_are_drawn_from_as_one_or_in_their_shares(tmp_path, opti
     both.sample(1, prioritized=how, **options)
     for number, (part, slow) in enumerate(zip(parts, slows, strict=True)):
         slow.follow(part)
-        if how.meta is None:
+        if how.weight_field is None:
             both.update_priorities([[number, 0, 1], [number, 1, 0], [number, 50, 0]], [4, 0.25, 9])
             slow.update([(0, 1), (1, 0)], [4, 0.25])
     expected, found = {}, []
     for part, slow in zip(parts, slows, strict=True):
         anchors = anchors_of(part, options)
         by_score = [(item[0] if length else item) + 0.5 for item in anchors]
-        found.append(dict(zip(anchors, slow.masses(anchors, length) if how.meta is None else by_score, strict=True)))
+        found.append(
+            dict(zip(anchors, slow.masses(anchors, length) if how.weight_field is None else by_score, strict=True))
+        )
     total = sum(sum(one.values()) for one in found)
     for number, one in enumerate(found):
         share = 1 / total if weights is None else weights[number] / 4 / sum(one.values())
@@ -635,7 +644,7 @@ def test_an_update_of_several_sources_counts_what_is_gone_in_each(tmp_path):
     assert both.update_priorities([[0, 0], [1, 3]], [1, 2]) == 1
     with pytest.raises(SchemaError, match="got source 2, expected one from 0 to 1"):
         both.update_priorities([[2, 0, 0]], [1])
-    both.checkpoint()
+    both.flush()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 
 from memmap_buffer import ConcatBuffer, Field, Offsets, ReplayBuffer, Window
 from memmap_buffer.format.folder import disk_reads, will_need
-from memmap_buffer.loading import read_ahead, samplers
-from memmap_buffer.views import folders
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.loading import batch_reader, read_ahead, samplers
+from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
 from memmap_buffer.views.row_ranges import RowRanges
 
 FIELDS = {"t": "int", "observation": Field("float", (3,), final=True), "other": "float"}
@@ -22,6 +21,7 @@ VIEWS = {
     "window": {"view": Window(2, fields=("t", "observation"), boundary="drop")},
     "filtered": {"timestep_level": True, "fields": ["t", "observation"], "filter_fields": {"t": lambda t: t % 5 != 2}},
 }
+ASK = read_ahead.Disk.ask
 BLOCK = {"shuffle": "block", "shuffle_window": 64, "seed": 3}
 
 
@@ -43,21 +43,23 @@ def record(buffer, episodes):
 def events(monkeypatch):
     """What happens, in order: ("ask", array, rows) and ("read", array, rows)."""
     seen = []
-    take = Folders.take
+    copy = BatchBuilder.copy
 
     def asked(array, stretches):
         seen.extend(("ask", id(array), set(range(*stretch))) for stretch in stretches)
         will_need(array, stretches)
 
-    def taken(self, name, source, rows):
-        for number, storage in enumerate(self.storages):
-            mine = rows if source is None else rows[source == number]
-            seen.append(("read", id(storage.maps.rows[name]), numbers(mine)))
-        return take(self, name, source, rows)
+    def copied(self):
+        for column in self.batch.values():
+            if isinstance(column, RowGather):
+                for storage, chosen, *_ in self.found.groups:
+                    seen.append(("read", id(storage.maps.rows[column.name]), numbers(column.rows[chosen])))
+        return copy(self)
 
     monkeypatch.setattr(read_ahead, "will_need", asked)
     monkeypatch.setattr(read_ahead, "GAP_BYTES", 0)
-    monkeypatch.setattr(Folders, "take", taken)
+    monkeypatch.setattr(BatchBuilder, "copy", copied)
+    monkeypatch.setattr(read_ahead.Disk, "ask", lambda self, builder: None)  # windows alone are asked for
     return seen
 
 
@@ -136,7 +138,7 @@ def test_near_rows_are_asked_for_in_one_go(buffer, events, monkeypatch):
 
 
 @pytest.fixture
-def disk(events, monkeypatch):
+def disk(monkeypatch, events):
     """Counts up with every batch, as if each had the disk read something, unless it is told to stand still."""
     reads = iter(range(2**40, 2**41))
     disk = SimpleNamespace(busy=True, count=0)
@@ -149,10 +151,12 @@ def disk(events, monkeypatch):
         events.extend(("ask", id(array), set(range(*stretch))) for stretch in stretches)
         will_need(array, stretches)
 
-    monkeypatch.setattr(folders, "disk_reads", count)
-    monkeypatch.setattr(folders, "will_need", asked)
-    monkeypatch.setattr(folders, "ANSWER_SECONDS", 0)
-    monkeypatch.setattr(folders, "GAP_BYTES", 0)
+    monkeypatch.setattr(read_ahead.Disk, "ask", ASK)
+    monkeypatch.setattr(read_ahead, "disk_reads", count)
+    monkeypatch.setattr(read_ahead, "will_need", asked)
+    monkeypatch.setattr(batch_reader, "ANSWER_SECONDS", 0)
+    monkeypatch.setattr(read_ahead, "ANSWER_SECONDS", 0)
+    monkeypatch.setattr(read_ahead, "ROW_GAP", 0)
     return disk
 
 

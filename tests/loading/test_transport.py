@@ -24,9 +24,9 @@ from memmap_buffer.loading.transport import (
     Carrier,
     Leaf,
     Packing,
-    Slots,
     Task,
     Tasks,
+    Unpacking,
     lend,
     map_leaves,
 )
@@ -47,7 +47,7 @@ def packed(batch):
     shipped = packing.add(batch)
     memory = torch.full((packing.nbytes,), 7, dtype=torch.uint8)
     packing.copy_to(memory)
-    return map_leaves(shipped, Leaf, lambda leaf: Slots(memory)(leaf.slot)), memory
+    return map_leaves(shipped, Leaf, Unpacking(memory)), memory
 
 
 def tensors():
@@ -187,7 +187,7 @@ def test_unused_blocks_are_let_go_of_but_for_a_few():
 class Squares:
     """A dataset whose batch of `[n]` is n items of the number n."""
 
-    def together(self, batches):
+    def grouped(self, batches):
         return batches
 
     def __getitems__(self, anchors):

@@ -24,6 +24,7 @@ from memmap_buffer import (
     unpack,
     verify,
 )
+from memmap_buffer.compat import set_valid
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import SPARE_COLUMNS
 
@@ -451,13 +452,13 @@ def test_loaders_made_after_a_change_give_the_new_field_in_workers_too(buffer):
 def test_set_valid_marks_timesteps_in_a_field_that_it_adds(buffer):
     before = shown(buffer)
     steps = {(1, 0): False, (2, 3): False, (2, 0): False}
-    assert buffer.set_valid(torch.tensor(list(steps))) == 0
-    assert buffer.set_valid([[2, 0], [3, 0], [3, 0]], [True, True, False]) == 0
+    assert set_valid(buffer, torch.tensor(list(steps))) == 0
+    assert set_valid(buffer, [[2, 0], [3, 0], [3, 0]], [True, True, False]) == 0
     steps |= {(2, 0): True, (3, 0): False}
     for (serial, episode), (_, old) in zip(shown(buffer), before, strict=True):
         expected = [steps.get((serial, t), True) for t in range(len(old["reward"]))]
         assert episode == {**old, "valid": expected}
-    assert buffer.set_valid(np.array([1, 3])) == 0 and buffer.set_valid([3], True) == 0  # whole episodes
+    assert set_valid(buffer, np.array([1, 3])) == 0 and set_valid(buffer, [3], True) == 0  # whole episodes
     assert [episode["valid"] for _, episode in shown(buffer)] == [[False] * 2, [True, True, True, False], [True]]
     assert verify(buffer.folder) == []
 
@@ -465,19 +466,19 @@ def test_set_valid_marks_timesteps_in_a_field_that_it_adds(buffer):
 def test_set_valid_drops_what_is_gone_and_refuses_what_never_was(buffer):
     with buffer.one_episode() as episode:
         episode.store(**{"x.a": [0, 0], "reward": 0})
-    assert buffer.set_valid([[1, 0], [2, 1], [99, 0]]) == 2  # 1 was overwritten, 99 never published
+    assert set_valid(buffer, [[1, 0], [2, 1], [99, 0]]) == 2  # 1 was overwritten, 99 never published
     assert shown(buffer)[0][1]["valid"] == [True, False, True, True]
     before = shown(buffer)
     for indices, text in (([[2, 4]], "timestep 4 of episode 2, which has 4"), ([[2, -1]], "timestep -1 of episode 2")):
         with pytest.raises(SchemaError, match=text):
-            buffer.set_valid(indices)
+            set_valid(buffer, indices)
     for indices in ([[0.5, 1]], [[1, 2, 3]], 3):
         with pytest.raises(SchemaError, match=r"expected \(n, 2\) of \(serial, timestep\)"):
-            buffer.set_valid(indices)
+            set_valid(buffer, indices)
     with pytest.raises(SchemaError, match="out of range 0 … 1"):
-        buffer.set_valid([[2, 0]], 7)
+        set_valid(buffer, [[2, 0]], 7)
     assert shown(buffer) == before
     buffer.drop_field("valid")
     buffer.add_field("valid", ("int", (), 1))
     with pytest.raises(SchemaError, match="`valid` is no bool field"):
-        buffer.set_valid([[2, 0]])
+        set_valid(buffer, [[2, 0]])

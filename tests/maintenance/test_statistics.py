@@ -81,9 +81,9 @@ def check(found, everything, exact=True):
         np.testing.assert_allclose(value, np.quantile(everything, q, axis=0), rtol=1e-12)
 
 
-@pytest.mark.parametrize("part_bytes", [1, 64, module.PART_BYTES])
-def test_statistics_are_those_of_numpy_over_everything_in_parts_of_any_size(buffer, monkeypatch, part_bytes):
-    monkeypatch.setattr(module, "PART_BYTES", part_bytes)
+@pytest.mark.parametrize("block_bytes", [1, 64, module.BLOCK_BYTES])
+def test_statistics_are_those_of_numpy_over_everything_in_parts_of_any_size(buffer, monkeypatch, block_bytes):
+    monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
     found = buffer.statistics()
     assert list(found.fields) == NUMERIC and found.last_serial == 4 and found.num_episodes == 4
     for name in NUMERIC:
@@ -94,10 +94,10 @@ def test_entries_from_anywhere_are_described_part_by_part_but_those_that_do_not_
     values, rng = np.random.default_rng(5).normal(size=(100, 3)), np.random.default_rng(6)
     good = rng.random(100) < 0.7
     running = RunningStatistics((3,), 100, (0.1, 0.5))
-    assert running.found() is None
+    assert running.result() is None
     for start, stop in ((0, 1), (1, 40), (40, 40), (40, 100)):
         running.add(values[start:stop], good[start:stop])
-    found, counted = running.found(), values[good]
+    found, counted = running.result(), values[good]
     assert (found.count, found.rank_error) == (len(counted), 0)
     for got, expected in (
         (found.mean, counted.mean(axis=0)),
@@ -109,7 +109,7 @@ def test_entries_from_anywhere_are_described_part_by_part_but_those_that_do_not_
         np.testing.assert_allclose(got, expected, rtol=1e-12)
     everything = RunningStatistics((3,), 100, (0.1, 0.5))
     everything.add(values)
-    np.testing.assert_allclose(everything.found().quantiles[0.5], np.median(values, axis=0), rtol=1e-12)
+    np.testing.assert_allclose(everything.result().quantiles[0.5], np.median(values, axis=0), rtol=1e-12)
 
 
 def test_several_folders_are_described_as_one(buffer, tmp_path):
@@ -150,8 +150,8 @@ def test_they_are_kept_by_the_writer_and_computed_again_when_something_changed(b
     first = buffer.statistics()
     path = buffer.folder / "extra" / "statistics.json"
     assert json.loads(path.read_text())["last_serial"] == 4
-    calls, describe = [], module._describe
-    monkeypatch.setattr(module, "_describe", lambda *a: calls.append(a[1]) or describe(*a))
+    calls, describe = [], module._of_field
+    monkeypatch.setattr(module, "_of_field", lambda *a: calls.append(a[1]) or describe(*a))
     before = listing(buffer.folder)
     reader = ReplayBuffer.from_folder(buffer.folder, read_only=True)
     for source in (buffer, reader):

@@ -3,18 +3,14 @@
 import importlib
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import LOOPS, assert_same
-from hypothesis import given
-from hypothesis import strategies as st
 
 from memmap_buffer import NStep, Prioritized, Timestep, Window
-from memmap_buffer.format.records import CHECK, FIRST_ROW, GENERATION, SERIAL
 from memmap_buffer.priority import kernels, sum_tree
-from memmap_buffer.priority.anchor_weights import Steps
+from memmap_buffer.priority.anchor_priorities import StepPriorities
 from memmap_buffer.priority.sum_tree import SumTree, num_nodes, spread
 
 
@@ -26,11 +22,11 @@ def loops(request):
 
 @contextmanager
 def going_by(found):
-    before, kernels.now = kernels.now, found
+    before, SumTree.loops = SumTree.loops, found
     try:
         yield
     finally:
-        kernels.now = before
+        SumTree.loops = before
 
 
 def two_trees(leaves, seed, zeros=0.3):
@@ -92,7 +88,7 @@ def test_a_tree_goes_over_to_loops_after_some_draws(monkeypatch):
     for number in range(1, sum_tree.PATIENCE + 3):
         values = spread(8, plain.total, rng, stratified=False)
         found = quick.find(values)[0]
-        assert (kernels.now is LOOPS) == (number >= sum_tree.PATIENCE)
+        assert (quick.loops is LOOPS) == (number >= sum_tree.PATIENCE)
         with going_by(None):
             plain._num_found = -1
             np.testing.assert_array_equal(found, plain.find(values)[0])
@@ -107,8 +103,7 @@ def test_without_numba_there_are_none(monkeypatch):
     load = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", refuse)
     monkeypatch.setattr(kernels, "compiled", kernels.compiled.__wrapped__)  # which was not asked before
-    kernels.load()
-    assert kernels.now is None
+    assert kernels.compiled() is None
 
 
 def test_an_interrupt_while_sums_are_taken_leaves_none_that_are_half_done():
@@ -134,44 +129,13 @@ def test_sums_that_were_taken_while_another_thread_updated_are_not_kept(recorded
         other.join(0.3)  # it waits for the sums
 
     with going_by(LOOPS._replace(accumulate=accumulate)):
-        _ = Steps(priorities).total
+        _ = StepPriorities(priorities).total
         other.join()
     one = priorities.tree
     assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
 
 
 # Episodes
-
-
-@pytest.mark.parametrize("word", [None, GENERATION, SERIAL, FIRST_ROW, CHECK])
-def test_records_are_looked_up_alike_whatever_changed_in_them(recorded, loops, word):
-    storage = recorded([3, 4, 5, 6, 7])._storage
-    storage.refresh()
-    words = storage.maps.words.copy()
-    if word is not None:
-        words[1:3, word] += 1
-    storage.__dict__["maps"] = replace(storage.maps, words=words)
-    slots = np.repeat(np.arange(8), 9)
-    serials = np.tile(np.arange(-1, 8), 8)
-    records, same = storage.look_up(slots, serials)
-    with going_by(loops):
-        by_loops = storage.look_up(slots, serials)
-        # Columns of an array with more are no copies.
-        both = np.stack([slots, serials], axis=1)
-        of_columns = storage.look_up(both[:, 0], both[:, 1])
-    for found in (by_loops, of_columns):
-        np.testing.assert_array_equal(found[0], records)
-        np.testing.assert_array_equal(found[1], same)
-    assert same.sum() == (3 if word in (GENERATION, CHECK) else 5)  # whoever changes another changes the check
-
-
-def test_a_slot_that_is_none_has_no_record(recorded, loops):
-    storage = recorded([3])._storage
-    storage.refresh()
-    with going_by(loops):
-        records, same = storage.look_up(np.array([0, -1, 8, 2**40]), np.zeros(4, np.int64))
-    assert same.tolist() == [True, False, False, False]
-    assert records[0].any() and not records[1:].any()
 
 
 def test_what_is_read_only_is_taken_as_it_is(recorded, loops):
@@ -198,22 +162,6 @@ def test_a_step_that_is_none_has_no_leaf(loops, serial, t):
     assert loops.leaves(np.array([7, 8]), np.array([1, 4]), 7, visible, length, 10, out)
     assert out.tolist() == [21, 4]
     assert not loops.leaves(np.array([7, serial]), np.array([1, t]), 7, visible, length, 10, out)
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2**40), st.integers(-9, 9), st.integers(1, 9)).map(np.array), min_size=1, max_size=20
-    )
-)
-def test_the_nearest_timesteps_are_those_within_the_episode(items):
-    first, t, limit = np.array(items).T
-    for loops in filter(None, (LOOPS, kernels.compiled())):
-        rows, missing = np.empty(len(t), np.int64), np.empty(len(t), np.bool_)
-        some = loops.nearest(first, t, limit, rows, missing)
-        near = np.clip(t, 0, limit - 1)
-        assert rows.tolist() == (first + near).tolist()
-        assert missing.tolist() == (near != t).tolist()
-        assert some == missing.any()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority import kernels, mapped_nodes
+from memmap_buffer.priority import mapped_nodes
 from memmap_buffer.priority.priorities import Priorities
 from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.priority.tree_file import TreeFile
@@ -188,7 +188,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(loops=st.booleans())
     def go_by(self, loops):
-        kernels.now = conftest.loops() if loops else None
+        SumTree.loops = conftest.loops() if loops else None
 
     @rule(alpha=st.sampled_from([None, 0.25, 1.0]))
     def reopen(self, alpha):
@@ -206,7 +206,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "before"):
-            mapped_nodes.IN_PLACE, kernels.now = self.before, None
+            mapped_nodes.IN_PLACE, SumTree.loops = self.before, None
             self.priorities.close()
             shutil.rmtree(self.folder)
 
@@ -519,7 +519,7 @@ def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatc
         priorities.checkpoint()
         monkeypatch.setattr(place, call, lambda *_: os._exit(KILLED))
         if place is SumTree:
-            monkeypatch.setattr(kernels, "now", None)  # as one loop does both
+            monkeypatch.setattr(SumTree, "loops", None)  # as one loop does both
         update(priorities, [(0, 0), (1, 1)], [8, 8])
 
     assert in_child(work).status == KILLED

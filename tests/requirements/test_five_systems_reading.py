@@ -31,6 +31,7 @@ from memmap_buffer import (
     Window,
     compute_importance_weights,
 )
+from memmap_buffer.compat import set_valid
 from memmap_buffer.priority.sum_tree import SumTree, num_nodes
 
 LENGTHS = (4, 7, 5)
@@ -218,9 +219,9 @@ def test_S2_07_the_same_state_and_seed_give_the_same_batch(buffer):
 
 def test_S3_09_an_item_is_excluded_and_included_again(buffer):
     """By `set_valid`, whose field every view and sampler honours; test_where_items_begin.py has them all."""
-    buffer.set_valid([(0, 1), (2, 0)], False)
+    set_valid(buffer, [(0, 1), (2, 0)], False)
     assert starts_of(buffer.batch(n_steps=1, return_indices=True)) == [p for p in ALL if p not in [(0, 1), (2, 0)]]
-    buffer.set_valid([(0, 1), (2, 0)], True)
+    set_valid(buffer, [(0, 1), (2, 0)], True)
     assert starts_of(buffer.batch(n_steps=1, return_indices=True)) == ALL
 
 
@@ -247,13 +248,13 @@ def test_S3_11_a_batch_of_indices_alone(buffer):
 
 
 def test_S3_11_without_a_valid_index_it_is_a_runtime_error(buffer):
-    buffer.set_valid(ALL, False)
+    set_valid(buffer, ALL, False)
     with pytest.raises(RuntimeError, match="none of 3 episodes has an item"):
         buffer.sample(1, timestep_level=True)
 
 
 def test_S3_12_the_whole_valid_content_is_one_batch(buffer):
-    buffer.set_valid([(1, 3)], False)
+    set_valid(buffer, [(1, 3)], False)
     batch = buffer.batch(n_steps=2, return_indices=True)
     assert starts_of(batch) == [pair for pair in ALL if pair != (1, 3)]
 
@@ -322,20 +323,20 @@ def test_S3_18_the_timeline_gives_each_sample_as_many_entries_as_it_has_steps(bu
 
 
 def test_S3_19_what_a_batch_holds_is_told_without_reading_one(buffer):
-    """`schema` says what is stored and what `store` takes, `elements` what a batch of any view holds."""
+    """`schema` says what is stored and what `store` takes, `batch_spec` what a batch of any view holds."""
     how = {"n_steps": 2, "gamma": 0.9, "return_indices": True}
-    elements, batch = buffer.elements(8, **how), buffer.sample(8, **how)
-    assert {key: shape for key, (shape, _) in elements.items()} == {k: tuple(v.shape) for k, v in batch.items()}
-    assert {key: dtype for key, (_, dtype) in elements.items()} == {
+    spec, batch = buffer.batch_spec(8, **how), buffer.sample(8, **how)
+    assert {key: shape for key, (shape, _) in spec.items()} == {k: tuple(v.shape) for k, v in batch.items()}
+    assert {key: dtype for key, (_, dtype) in spec.items()} == {
         key: str(value.dtype).removeprefix("torch.") for key, value in batch.items()
     }
     with pytest.raises(ValueError, match="current_fields: got 'log_prob'"):
-        buffer.elements(n_steps=1, current_fields=["log_prob"])
+        buffer.batch_spec(n_steps=1, current_fields=["log_prob"])
 
 
 def test_S3_23_stratified_draws_by_priority_tell_their_probabilities_and_skip_what_is_not_valid(buffer):
     """Invalid items have no mass, so nothing is drawn again; a step without weight is one that is not `valid`."""
-    buffer.set_valid([(0, 0), (1, 6)], False)
+    set_valid(buffer, [(0, 0), (1, 6)], False)
     how = {"timestep_level": True, "prioritized": Prioritized(alpha=1.0, epsilon=1e-9)}
     batch = buffer.sample(400, seed=0, **how)
     buffer.update_priorities(batch["_indices"], batch["_indices"][:, 1] + 1.0)

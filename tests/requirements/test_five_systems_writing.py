@@ -28,6 +28,7 @@ from memmap_buffer import (
     SchemaMismatchError,
     Window,
 )
+from memmap_buffer.compat import add_and_sample, can_sample, set_valid, step_spec, storage_spec
 
 FIELDS = {"observation": Field("float", 2, final=True), "action": "int", "reward": "float", "terminated": "bool"}
 
@@ -62,7 +63,7 @@ def test_S1_01_a_capacity_of_timesteps_over_all_environments(tmp_path):
         ready = []
         for t in range(20):
             buffer.add(**step(t))
-            ready.append(buffer.can_sample(min_steps=8))
+            ready.append(can_sample(buffer, min_steps=8))
         assert buffer.num_steps <= 12 and ready == [t >= 3 for t in range(20)]
         batch = buffer.sample(5, view=Window(3))
         assert batch["reward"].shape == (5, 3)
@@ -92,10 +93,10 @@ def test_S1_03_timesteps_come_with_and_without_axes_for_time_and_environments(tm
 
 
 def test_S1_04_and_S1_12_sampling_waits_for_a_minimum(buffer):
-    assert not buffer.can_sample()
+    assert not can_sample(buffer)
     for t in range(10):
         buffer.add(**step(t))  # two environments, published together when they are as long as they may be
-        assert buffer.can_sample(min_steps=max(8, 2 * 3), min_episodes=2) == (t == 9)
+        assert can_sample(buffer, min_steps=max(8, 2 * 3), min_episodes=2) == (t == 9)
 
 
 def test_S1_05_sizes_that_cannot_be_are_refused_when_it_is_made(tmp_path):
@@ -126,7 +127,7 @@ def test_S1_06_and_S2_02_the_fields_follow_from_an_example(tmp_path):
         "terminated": ("bool", ()),
     }
     with make(tmp_path, fields=schema) as buffer:
-        stored = buffer.storage_spec()["observation.image"]
+        stored = storage_spec(buffer)["observation.image"]
         assert stored.shape[2:] == (4, 4) and not np.load(stored.path, mmap_mode="r").any()
         buffer.add(**{**example, "terminated": True})
         assert shown(buffer)[0][1]["observation"]["pair"] == {"item0": [1.5], "item1": [[0, 0]]}
@@ -185,7 +186,7 @@ def test_S2_06_and_S2_07_a_step_and_a_batch_in_one_call_the_same_for_the_same_se
     for name in "ab":
         with make(tmp_path / name, max_timesteps=2) as buffer:
             buffer.add(**step(0))
-            batches.append(buffer.add_and_sample(step(1), 50, seed=3, timestep_level=True))
+            batches.append(add_and_sample(buffer, step(1), 50, seed=3, timestep_level=True))
             assert set(batches[-1]["reward"].tolist()) == {0, 1, 10, 11}  # what was added is drawn from
     assert_same(*batches)
 
@@ -299,18 +300,18 @@ def test_S3_09_steps_are_marked_invalid_and_valid_again(buffer):
     for t in range(3):
         buffer.add(**step(t, envs=1, ends=(0,) if t == 2 else ()))
     batch = buffer.sample(1, timestep_level=True, return_indices=True, seed=0)
-    buffer.set_valid(batch["_indices"], False)
+    set_valid(buffer, batch["_indices"], False)
     t = int(batch["_indices"][0, 1])
     assert buffer.episode(0)["valid"].tolist() == [k != t for k in range(3)]
-    buffer.set_valid(batch["_indices"], True)
+    set_valid(buffer, batch["_indices"], True)
     assert buffer.episode(0)["valid"].all()
 
 
 def test_S3_19_what_to_pass_and_what_is_stored_is_told(buffer):
     """`step_spec` and `storage_spec`; what a batch holds is the reading half's."""
-    wanted = buffer.step_spec()
+    wanted = step_spec(buffer)
     buffer.add(**{name: np.ones(one.shape) for name, one in wanted.items() if one.required})
-    assert {name: np.load(one.path).shape for name, one in buffer.storage_spec().items()} == {
+    assert {name: np.load(one.path).shape for name, one in storage_spec(buffer).items()} == {
         name: (21, 10 + one.final, *one.shape) for name, one in wanted.items()
     }
 
@@ -376,7 +377,7 @@ def test_S4_05_read_only_creates_and_changes_nothing(tmp_path):
     reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
     calls = [
         *(lambda: reader.add(**step(0)), lambda: reader.extend(**step(0)), lambda: reader.drop_field("reward")),
-        *(lambda: reader.set_valid([[0, 0]]), lambda: reader.add_field("x", ("int", (), 0)), reader.clear),
+        *(lambda: set_valid(reader, [[0, 0]]), lambda: reader.add_field("x", ("int", (), 0)), reader.clear),
         *(lambda: reader.rename_field("reward", "r"), lambda: reader.recompute("reward", np.array)),
     ]
     for call in calls:

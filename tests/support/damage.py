@@ -199,7 +199,7 @@ WRITER = """
 @contextmanager
 def writer(folder: Path, publish: str, *, updates: bool) -> Iterator[None]:
     """A process that wraps the ring as fast as it can, killed at the end."""
-    here = [str(Path(__file__).parent)]
+    here = sys.path
     code = dedent(WRITER).format(path=here, folder=str(folder), publish=publish, updates=updates)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

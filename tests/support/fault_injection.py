@@ -1,7 +1,7 @@
 """Things that go wrong, on purpose: a faulty `System`, processes that are killed; what a folder shows, and should show.
 
-`Faulty` stands at `memmap_buffer.format.syscalls.system`; it counts the operations that change files, and fails, shortens
-or kills at one of them. `in_child` forks, so a kill costs milliseconds and not a new interpreter.
+`Faulty` stands at `memmap_buffer.format.syscalls.system`; it counts the operations that change files, and fails,
+shortens or kills at one of them. `in_child` forks, so a kill costs milliseconds and not a new interpreter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Power cuts on paper: what the disk may hold after one, from the log of everything that was done to it.
 
-`Recorder` stands at `memmap_buffer.format.syscalls.system` and logs. `Disk` replays a log up to a point and says what may
-be there when the machine comes back:
+`Recorder` stands at `memmap_buffer.format.syscalls.system` and logs. `Disk` replays a log up to a point and says what
+may be there when the machine comes back:
 
 - A file has what was written before its last barrier. Of the writes after it each 512-byte sector has some prefix, each
   sector another one; a sector is never torn. Its size is that of some moment since the barrier: a file that never had

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, SchemaMismatchError, StaleEpisodeError, pack
 from memmap_buffer.format.records import DELETED, FIRST_ROW, LENGTH, SERIAL, WORDS
 from memmap_buffer.format.syscalls import write_word
-from memmap_buffer.loading.batch_reader import Reader
-from memmap_buffer.views import spans
+from memmap_buffer.loading.batch_reader import BatchReader
 
 LIFE, SHARD, SERIAL_STEP = 10**6, 10**4, 100
 FIELDS = {"x": Field("int", final=True), "wide": ("int", (200,)), "y": "int"}
@@ -89,16 +88,16 @@ def batches(buffer, how):
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("smaller", [False, True])
 def test_what_was_planned_is_read_from_the_shard_that_it_was_looked_up_in(root, how, smaller):
-    sources = ConcatBuffer.from_root(root)._sources
-    reader = Reader(sources, {"return_indices": True, **OPTIONS[how]})
+    sources = ConcatBuffer.from_root(root)._folders
+    reader = BatchReader(sources, {"return_indices": True, **OPTIONS[how]})
     index = reader.index()
     anchors = reader.crop(index.locate(np.arange(len(index))), lambda: np.random.default_rng(0))
-    gather = reader.plan(anchors)
+    gather = reader.build(anchors)
     sizes = {"max_episodes": 1, "max_timesteps": 2, "lengths": (2,)} if smaller else {}
     for number in (0, 2):
         replaced(root, number, life=1, **sizes)
     sources.refresh()
-    batch = gather.read()
+    batch = gather.copy()
     assert check(batch) == {0}
     assert gather.fresh().all()
     assert 1 in check(ConcatBuffer.from_root(root).sample(200, return_indices=True, **OPTIONS["timesteps"]))
@@ -134,13 +133,13 @@ def test_loaders_go_on_when_shards_become_smaller_ones(root, how):
 
 def test_what_a_filter_chose_of_a_shard_that_became_smaller_is_not_looked_for_in_it(root):
     buffer = ConcatBuffer.from_root(root)
-    reader = Reader(buffer._sources, {**OPTIONS["timesteps"], "filter_meta": {"task": lambda task: task >= 0}})
+    reader = BatchReader(buffer._folders, {**OPTIONS["timesteps"], "filter_meta": {"task": lambda task: task >= 0}})
     there = pickle.loads(pickle.dumps(reader))  # as in a worker, which cannot call it
     assert len(there.index()) == 36
     for number in range(3):
         replaced(root, number, (2,), life=1, max_episodes=1)
-    there.sources.refresh()
-    assert there.index().living(there.sources).slot.tolist() == [0, 0, 0]  # of serial 0 each; others are not there
+    there.folders.refresh()
+    assert there.index().living(there.folders).slot.tolist() == [0, 0, 0]  # of serial 0 each; others are not there
 
 
 @pytest.mark.parametrize("options", [{"shuffle": "block"}, {"shuffle": True}])
@@ -262,48 +261,18 @@ def test_a_record_that_is_forged_while_it_is_mapped_leads_to_no_row_of_another_s
         shutil.rmtree(place)
 
 
-def test_tables_that_are_looked_at_live_until_that_is_done_whoever_reads_them_again(root, monkeypatch):
-    sources = ConcatBuffer.from_root(root)._sources
-    reader = Reader(sources, OPTIONS["timesteps"])
-    anchors = reader.index().locate(np.arange(36))
-    before = [weakref.ref(storage.table.served) for storage in sources.storages]
-    original, looked = spans._memory, []
-
-    def publish_in_between(size):
-        """What another thread does after the addresses are known, and before they are looked at."""
-        if size == 8 and not looked:
-            looked.append(size)
-            for number in range(3):
-                with ReplayBuffer.from_folder(root / f"shard-{number:05}") as buffer:
-                    put(buffer, number, 0, [1])
-            sources.refresh()
-            gc.collect()
-            assert all(storage.table.served is not ref() for storage, ref in zip(sources.storages, before, strict=True))
-            assert all(ref() is not None for ref in before)
-        return original(size)
-
-    monkeypatch.setattr(spans, "_memory", publish_in_between)
-    words = sources.look_up(anchors).words
-    assert looked
-    assert words[:, SERIAL].tolist() == anchors.serial.tolist()
-    monkeypatch.undo()
-    del reader
-    gc.collect()
-    assert all(ref() is None for ref in before)
-
-
 def test_maps_live_as_long_as_a_plan_and_no_longer(root):
     buffer = ConcatBuffer.from_root(root)
-    reader = Reader(buffer._sources, {"return_indices": True, **OPTIONS["timesteps"]})
-    gather = reader.plan(reader.index().locate(np.arange(36)))
-    maps = [weakref.ref(storage.maps.rows["y"].base) for storage in buffer._sources.storages[1:]]
+    reader = BatchReader(buffer._folders, {"return_indices": True, **OPTIONS["timesteps"]})
+    gather = reader.build(reader.index().locate(np.arange(36)))
+    maps = [weakref.ref(storage.maps.rows["y"].base) for storage in buffer._folders.storages[1:]]
     for number in (1, 2):
         shutil.rmtree(root / f"shard-{number:05}")
     buffer.refresh()
     buffer.refresh()
     gc.collect()
     assert all(map() is not None for map in maps)
-    assert check(gather.read()) == {0}
+    assert check(gather.copy()) == {0}
     del gather
     reader.index(refresh=True)
     gc.collect()

@@ -211,7 +211,7 @@ def test_a_forked_child_reads_in_memory_of_its_own(images):
     buffer, context = images(), multiprocessing.get_context("fork")
     held = buffer.sample(64, timestep_level=True)
     out = context.SimpleQueue()
-    with buffer._sources.pool._lock:  # another thread of the parent was in the middle
+    with buffer._folders.pool._lock:  # another thread of the parent was in the middle
         child = context.Process(target=_sample_in_a_child, args=(buffer, out))
         child.start()
     child.join()

@@ -227,8 +227,8 @@ class TestTransitions:
         assert batch["_discount"].flatten().tolist() == [0.25, 0.25, 0, 0]
         value = torch.ones_like(batch["reward"], dtype=torch.float32)
         assert (batch["_return"] + batch["_discount"] * value).shape == batch["reward"].shape
-        elements = buffer.elements(4, n_steps=2, gamma=0.5, expand_scalars=expand_scalars)
-        assert elements["_discount"].shape == elements["_return"].shape == batch["reward"].shape
+        spec = buffer.batch_spec(4, n_steps=2, gamma=0.5, expand_scalars=expand_scalars)
+        assert spec["_discount"].shape == spec["_return"].shape == batch["reward"].shape
 
     def test_a_successor_that_was_not_stored_is_zeros(self, tmp_path):
         fields = {"observation": Field("float", final=True), "action": ("int", (), -7), "terminated": "bool"}

@@ -163,7 +163,7 @@ def test_an_update_beside_a_redo_file_that_is_not_its_own_leaves_that_alone(tmp_
         (folder / ".redo").write_bytes(b"of another")
         with pytest.raises(CorruptBufferError, match="redo is in the way"):
             buffer.update(0, version=1)
-        assert (folder / ".redo").read_bytes() == b"of another"
+        assert (folder / ".redo.bad").read_bytes() == b"of another"
         buffer.update(0, version=1)
         assert buffer.episode(0)["version"] == 1
         assert (folder / ".redo.bad").read_bytes() == b"of another"

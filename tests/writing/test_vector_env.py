@@ -19,6 +19,7 @@ from memmap_buffer import (
     ReplayBuffer,
     SchemaError,
 )
+from memmap_buffer.compat import add_and_sample, can_sample
 from memmap_buffer.format.records import CUT, FINAL, TERMINATED
 
 FIELDS = {
@@ -257,7 +258,7 @@ def test_add_and_sample_gives_the_same_batch_for_the_same_seed(tmp_path):
             steps = steps_of(SOME)
             buffer.extend(**at(steps, slice(5)))
             got = [
-                buffer.add_and_sample(at(steps, t), 6, seed=t, n_steps=2, return_indices=True)
+                add_and_sample(buffer, at(steps, t), 6, seed=t, n_steps=2, return_indices=True)
                 for t in range(5, len(SOME))
             ]
             batches.append(got)
@@ -269,23 +270,23 @@ def test_add_and_sample_gives_the_same_batch_for_the_same_seed(tmp_path):
 
 def test_sampling_before_an_episode_is_published_raises_and_keeps_the_step(tmp_path):
     with make(tmp_path) as buffer:
-        assert not buffer.can_sample()
+        assert not can_sample(buffer)
         with pytest.raises(NotEnoughDataError, match="it is empty") as caught:
-            buffer.add_and_sample(at(steps_of([[0, 0]]), 0), 4, timestep_level=True)
+            add_and_sample(buffer, at(steps_of([[0, 0]]), 0), 4, timestep_level=True)
         assert caught.value.episodes == 0
-        batch = buffer.add_and_sample(at(steps_of([[1, 0]], 2), 0), 4, timestep_level=True)
+        batch = add_and_sample(buffer, at(steps_of([[1, 0]], 2), 0), 4, timestep_level=True)
         assert set(batch["reward"].tolist()) <= {0, 0.5}
     with make(tmp_path / "step", publish="step", spare_slots=2) as buffer:  # where each step is visible at once
-        assert buffer.add_and_sample(at(steps_of([[0, 0]]), 0), 4, timestep_level=True)["reward"].shape == (4,)
+        assert add_and_sample(buffer, at(steps_of([[0, 0]]), 0), 4, timestep_level=True)["reward"].shape == (4,)
 
 
 def test_can_sample_counts_timesteps_and_episodes_of_all_sources(tmp_path):
     buffers = [make(tmp_path / name) for name in "ab"]
     for buffer in buffers:
         buffer.extend(**steps_of([[0, 1], [0, 0], [1, 1]]))
-        assert buffer.can_sample(min_steps=6, min_episodes=3)
-        assert not buffer.can_sample(min_steps=7) and not buffer.can_sample(min_episodes=4)
+        assert can_sample(buffer, min_steps=6, min_episodes=3)
+        assert not can_sample(buffer, min_steps=7) and not can_sample(buffer, min_episodes=4)
     both = ConcatBuffer(buffers)
-    assert both.can_sample(min_steps=12, min_episodes=6) and not both.can_sample(min_steps=13)
+    assert can_sample(both, min_steps=12, min_episodes=6) and not can_sample(both, min_steps=13)
     for buffer in buffers:
         buffer.close()

@@ -1,0 +1,209 @@
+"""`doctor`: whether machine and folder fit each other; `bench`: how fast this folder gives batches. Reads only."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.cli.arguments import FolderArgument, Json
+from memmap_buffer.cli.episodes import opened
+from memmap_buffer.cli.minimal import FOUND
+from memmap_buffer.cli.terminal import bytes_of, clean, disk_use, end, progress, say, say_json, show_table
+from memmap_buffer.errors import NotEnoughDataError
+from memmap_buffer.maintenance.disk import DiskSpeed, disk_of, measure_disk_speed
+from memmap_buffer.views.windows import Window
+
+BATCH = 256
+BURST = 0.02  # seconds: short enough that some bursts meet no other work
+COPY = 32 << 20
+LEVELS: dict[str, dict[str, Any]] = {
+    "timesteps": {"timestep_level": True},
+    "5-step transitions": {"n_steps": 5},
+    "windows of 16": {"view": Window(16)},
+    "whole episodes": {},
+}
+
+Seconds = Annotated[float, typer.Option("--seconds", min=0.1, max=600, help="How long to measure.")]
+
+
+@dataclass(frozen=True)
+class Remark:
+    """One result of `doctor`.
+
+    Attributes:
+        what: the thing that was checked.
+        found: the result, as a sentence.
+        advice: what to do, "" where nothing need be done.
+        bad: whether a promise of the library does not hold here.
+    """
+
+    what: str
+    found: str
+    advice: str = ""
+    bad: bool = False
+
+
+def doctor(folder: FolderArgument, seconds: Seconds = 2.0, as_json: Json = False) -> None:
+    """Look whether this machine and this folder fit each other: memory, disk, file system, speed; with advice.
+
+    Where the data is not in memory, or larger than it, the speed from the disk is measured as well, in a quarter of
+    the time more: of a few thousand random timesteps, which are dropped from the system's cache before.
+
+    Ends with 1 where something that the library promises cannot hold.
+    """
+    with opened(folder) as buffer:
+        on_disk, available = disk_use(folder)[0], available_memory()
+        larger = available is not None and on_disk > available
+        # first, as `_speed` reads the rows into memory
+        disk_speed = measure_disk_speed(buffer.folder, seconds / 4, larger=larger)
+        remarks = [*_disk(buffer), _memory(on_disk, available), _speed(buffer, seconds)]
+        remarks += [_speed_from_disk(disk_speed)] if disk_speed else []
+    if as_json:
+        say_json([asdict(remark) for remark in remarks])
+    for remark in [] if as_json else remarks:
+        mark = "BAD " if remark.bad else "note" if remark.advice else "ok  "
+        say(f"{mark}  {remark.what}: {remark.found}" + (f"; {remark.advice}" if remark.advice else ""))
+    end(FOUND if any(remark.bad for remark in remarks) else 0)
+
+
+def bench(folder: FolderArgument, seconds: Seconds = 8.0, as_json: Json = False) -> None:
+    """Measure how fast this folder gives batches of each kind, beside the memory's own speed for as many bytes.
+
+    The kinds take turns in short bursts, and the fastest fifth of each one's bursts is what counts.
+    """
+    with opened(folder) as buffer:
+        kinds = {name: _sampler(buffer, options) for name, options in LEVELS.items()}
+        sizes = {name: size for name, draw in kinds.items() if (size := _size_of(draw))}
+        if not sizes:
+            raise NotEnoughDataError(f"{folder}: there is nothing to read; record some episodes first")
+        contenders: dict[str, Callable[[], Any]] = {name: kinds[name] for name in sizes}
+        source, target = np.ones((2, COPY), np.uint8)
+        contenders["copying memory"] = lambda: np.copyto(target, source)
+        took = _bursts(contenders, seconds)
+    copying = COPY / took.pop("copying memory")
+    rows = [
+        {
+            "batches": name,
+            "items": items,
+            "us_per_batch": took[name] * 1e6,
+            "items_per_second": items / took[name],
+            "bytes_per_second": size / took[name],
+            "times_memory": took[name] * copying / size,
+        }
+        for name, (items, size) in sizes.items()
+    ]
+    if as_json:
+        say_json({"batches": rows, "memory_bytes_per_second": copying})
+        return
+    columns = {key.replace("_", " "): [row[key] for row in rows] for key in rows[0]}
+    show_table("", columns | {"bytes per second": [f"{bytes_of(size / took[n])}/s" for n, (_, size) in sizes.items()]})
+    say(f"the memory copies {bytes_of(copying)}/s; `times memory` is a batch's time as a multiple of that copy's")
+
+
+def available_memory() -> int | None:
+    """Bytes that the system could give without swapping (of macOS: that it has), None where it does not say."""
+    try:
+        if sys.platform == "darwin":
+            told = subprocess.run(["/usr/sbin/sysctl", "-n", "hw.memsize"], capture_output=True, timeout=5, check=True)
+            return int(told.stdout)
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+        return int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _disk(buffer: ReplayBuffer) -> Iterator[Remark]:
+    folder = buffer.folder
+    disk = disk_of(folder)
+    kind = disk.network
+    advice = f"nothing is promised on {kind}; copy the folder to a local disk, by `pack` or `buffer.snapshot`"
+    yield Remark("file system", kind or "local", advice if kind else "", bad=bool(kind))
+    if disk.anyone_may_rename:
+        what = "any user of this machine may replace the folder"
+        yield Remark("permissions", what, f"take the write permission for others from {clean(str(folder.parent))}")
+    free, (on_disk, apparent) = disk.free_bytes, disk_use(folder)
+    missing = max(0, apparent - on_disk) if _grows(folder) else 0
+    found = f"{bytes_of(free)} are free, at most {bytes_of(missing)} may still be written"
+    short = (
+        "the disk may fill up: writing then raises OSError and loses nothing; lower max_episodes, or free some space"
+    )
+    yield Remark("space", found, short if missing > free else "")
+
+
+def _grows(folder: Path) -> bool:
+    return bool(json.loads((folder / "schema.json").read_text())["layout"] == "grid")
+
+
+def _memory(on_disk: int, available: int | None) -> Remark:
+    if available is None:
+        return Remark("memory", f"{bytes_of(on_disk)} on disk; this system does not say how much memory is free")
+    found = f"{bytes_of(on_disk)} on disk, {bytes_of(available)} of memory are free to hold them"
+    large = "most batches will be read from disk: use shuffle='block', prefetch=2, and a local SSD"
+    return Remark("memory", found, large if on_disk > available else "")
+
+
+def _speed(buffer: ReplayBuffer, seconds: float) -> Remark:
+    draw = _sampler(buffer, LEVELS["timesteps"])
+    size = _size_of(draw)
+    if size is None:
+        return Remark("speed", "there is nothing to read yet")
+    took = _bursts({"timesteps": draw}, seconds)["timesteps"]
+    found = f"{BATCH / took:,.0f} random timesteps a second, {bytes_of(size[1] / took)}/s, in batches of {BATCH}"
+    slow = "this is the speed of a disk, not of memory; run it again, as the second time finds more in memory"
+    return Remark("speed", found, slow if took > BATCH * 1e-4 else "")  # 100 us a row: a disk's access
+
+
+def _speed_from_disk(disk: DiskSpeed) -> Remark:
+    seen = f"{disk.cached:.0%} of a random sample were in memory"
+    if not disk.rate:
+        return Remark("speed from disk", f"{seen}, and could not be dropped from it: others use them, or write them")
+    rate = f"{disk.rate:,.0f} random timesteps a second, {bytes_of(disk.rate * disk.timestep_bytes)}/s"
+    return Remark("speed from disk", f"{rate}, {disk.batch} asked for at once; {seen}")
+
+
+def _sampler(buffer: ReplayBuffer, options: dict[str, Any]) -> Callable[[], Any]:
+    count = BATCH if options.get("timestep_level") or "n_steps" in options else 32 if "view" in options else 8
+    return lambda: buffer.sample(count, **options)
+
+
+def _size_of(draw: Callable[[], Any]) -> tuple[int, int] | None:
+    """(items, bytes) of a batch; None where there is nothing to draw from."""
+    try:
+        leaves = _leaves(draw())
+    except NotEnoughDataError:
+        return None
+    return len(leaves[0]), sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+
+
+def _leaves(batch: dict[str, Any]) -> list[Any]:
+    return [leaf for v in batch.values() for leaf in (_leaves(v) if isinstance(v, dict) else [v])]
+
+
+def _bursts(contenders: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Seconds that a call of each takes: the mean of the fastest fifth of its bursts."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    begin = time.perf_counter()
+    with progress("measuring", seconds) as tell:
+        while not all(found.values()) or time.perf_counter() - begin < seconds:
+            for name, call in contenders.items():
+                found[name].append(_burst(call))
+                tell(time.perf_counter() - begin)
+    return {name: float(np.mean(sorted(took)[: max(1, len(took) // 5)])) for name, took in found.items()}
+
+
+def _burst(call: Callable[[], Any]) -> float:
+    begin, calls = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begin) < BURST or not calls:
+        call()
+        calls += 1
+    return elapsed / calls

@@ -1,0 +1,157 @@
+"""`import` and `export`: data sets of other systems, by the modules of `interop`, each loaded when it is named."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memmap_buffer.cli.arguments import FolderArgument, Target, Yes
+from memmap_buffer.cli.episodes import opened
+from memmap_buffer.cli.minimal import explained
+from memmap_buffer.cli.outputs import new_file, new_folder, require_new
+from memmap_buffer.cli.terminal import Problem, progress, say
+from memmap_buffer.errors import MemmapBufferError
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of data: `memmap_buffer.interop.<name>` has `import_<name>`, `export_<name>` or both.
+
+    Attributes:
+        what: the help text.
+        named: whether data sets have names, not paths, so that an export is not moved to its place when it is whole.
+    """
+
+    what: str
+    named: bool = False
+
+
+FORMATS = {
+    "minari": Format("a local Minari data set, by its name", named=True),
+    "d4rl": Format("a D4RL file (HDF5)"),
+    "ogbench": Format("an OGBench file (.npz)"),
+    "robomimic": Format("a robomimic file (HDF5)"),
+    "lerobot": Format("a LeRobot v3 data set (folder)"),
+    "parquet": Format("a folder of two Parquet tables (export only)"),
+    "torchrl": Format("a folder that a LazyMemmapStorage of torchrl dumped (import only)"),
+    "memmap_replay_buffer": Format("a folder of memmap-replay-buffer (import only)"),
+}
+OF_BUFFERS = ("max_episodes", "max_timesteps", "circular", "capacity", "spare_slots", "durability", "reserve")
+LIST = ", ".join(f"{name}: {form.what}" for name, form in FORMATS.items())
+
+FormatArgument = Annotated[str, typer.Argument(metavar="FORMAT", help=LIST, show_default=False)]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="Another argument of the format's function, as in fps=30; may be repeated."),
+]
+
+
+def import_(
+    form: FormatArgument,
+    source: Annotated[str, typer.Argument(help="The data set: its path, or its name.", show_default=False)],
+    target: Target,
+    option: Options = None,
+) -> None:
+    """Copy a data set of another system into a new folder; it is there when it is whole.
+
+    Options are those of memmap_buffer.interop and of ReplayBuffer, as in --option max_episodes=1000.
+    """
+    function = function_of("import", form)
+    options = options_of(function, option or (), OF_BUFFERS)
+    require_new(target)
+    if not FORMATS[form].named and not Path(source).exists():
+        raise Problem(f"{source}: there is no such file or folder; check the path")
+    with (
+        _errors_as_options(function, OF_BUFFERS),
+        progress(f"importing {form}", None),
+        new_folder(target) as place,
+        function(source, place, **options) as buffer,
+    ):
+        count, steps = buffer.num_episodes, buffer.num_steps
+    say(f"{target}: {count} episodes, {steps} steps")
+
+
+def export(
+    form: FormatArgument,
+    folder: FolderArgument,
+    target: Annotated[str, typer.Argument(help="The new data set: its path, or its name.", show_default=False)],
+    option: Options = None,
+    yes: Yes = False,
+) -> None:
+    """Copy a folder into a new data set of another system.
+
+    Options are those of memmap_buffer.interop, as in --option fps=30.
+    """
+    function = function_of("export", form)
+    options = options_of(function, option or ())
+    with _errors_as_options(function), opened(folder) as buffer:
+        if FORMATS[form].named:
+            with progress(f"exporting {form}", None):
+                function(buffer, target, **options)
+            say(f"wrote {target}")
+            return
+        with new_file(Path(target), yes) as place, progress(f"exporting {form}", None):
+            function(buffer, place, **options)
+
+
+def function_of(verb: str, form: str) -> Any:
+    """`import_<form>` or `export_<form>` of the format's module of `interop`.
+
+    Raises:
+        Problem: there is no such format, or not in this direction.
+        ImportError: its extra is not installed.
+    """
+    if form not in FORMATS:
+        raise Problem(f"{verb} {form!r}: there is no such format; there are {', '.join(FORMATS)}")
+    module = importlib.import_module(f"memmap_buffer.interop.{form}")
+    function = getattr(module, f"{verb}_{form}", None)
+    if function is None:
+        raise Problem(f"{verb} {form!r}: only the other way is possible")
+    return function
+
+
+def options_of(function: Any, given: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
+    """Arguments by name, from NAME=VALUE with the value as JSON or text.
+
+    Args:
+        function: of interop.
+        given: the texts.
+        more: names that the function hands on to `ReplayBuffer`; without them it may take any further name itself.
+
+    Raises:
+        Problem: the function has no such argument.
+    """
+    options, parameters = {}, inspect.signature(function).parameters.values()
+    names = _names_of(function, more)
+    takes_any = not more and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not (name in names or (takes_any and name.isidentifier())):
+            raise Problem(f"--option {text!r}: expected NAME=VALUE with one of {', '.join(names) or 'no names'}")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _names_of(function: Any, more: Sequence[str]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [*(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY), *more]
+
+
+@contextmanager
+def _errors_as_options(function: Any, more: Sequence[str] = ()) -> Iterator[None]:
+    """Errors of the block name the function's arguments as options of the command."""
+    try:
+        yield
+    except MemmapBufferError as error:
+        raise Problem(explained(error, {name: f"--option {name}=" for name in _names_of(function, more)})) from error

@@ -1,0 +1,293 @@
+"""`info`, `episodes`, `head`, `show`, `stats`: the contents of a folder, as tables. Reads only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.api.concat import ConcatBuffer
+from memmap_buffer.cli.arguments import Episode, Fields, FolderArgument, Json, Reward, Where
+from memmap_buffer.cli.episodes import Array, column_of, matching, opened, read_episode, serial_of, table_of
+from memmap_buffer.cli.minimal import shards_of
+from memmap_buffer.cli.terminal import Problem, bytes_of, disk_use, say, say_json, show_table
+from memmap_buffer.maintenance.statistics import FieldStatistics
+
+BARS = "▁▂▃▄▅▆▇█"
+BINS = 24
+MANY = 4  # entries of an array that are shown
+ENTRIES = 16  # `stats` has a row for each entry of a field that has no more
+
+
+def info(folder: FolderArgument, as_json: Json = False, reward: Reward = "reward") -> None:
+    """Say what is in a folder: its fields, its sizes, how many episodes and steps, lengths and returns."""
+    if shards := shards_of(folder):
+        _info_of_root(folder, shards, as_json, reward)
+        return
+    with opened(folder) as buffer:
+        table = table_of(buffer, reward)
+        facts = _facts(buffer, table)
+    if as_json:
+        say_json(facts)
+        return
+    _say_facts(facts)
+    show_table("\nfields", _field_columns(facts["fields"], "one step"))
+    if facts["meta_fields"]:
+        show_table("\nmeta fields", _field_columns(facts["meta_fields"], "one episode"))
+    for name in ("length", "return"):
+        if len(table.get(name, ())):
+            say(f"\n{_histogram(name, table[name])}")
+
+
+def episodes(
+    folder: FolderArgument,
+    sort: Annotated[str, typer.Option("--sort", help="The column to sort by.")] = "serial",
+    reverse: Annotated[bool, typer.Option("--reverse", help="The highest first.")] = False,
+    where: Where = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="So many rows at most; 0 for all.")] = 50,
+    as_json: Json = False,
+    reward: Reward = "reward",
+) -> None:
+    """List the episodes: number, length, return, how each ended, and its meta fields."""
+    table = matching(_table_of_all(folder, reward), where or ())
+    order = np.argsort(column_of(table, sort, "--sort"), kind="stable")
+    order = order[::-1] if reverse else order
+    shown = {name: values[order][: limit or None] for name, values in table.items()}
+    if as_json:
+        say_json([dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)])
+        return
+    show_table("", {name: values.tolist() for name, values in shown.items()})
+    if len(shown["serial"]) < len(order):
+        say(f"{len(order) - len(shown['serial'])} more; --limit 0 shows all")
+
+
+def show(folder: FolderArgument, episode: Episode, field: Fields = None, as_json: Json = False) -> None:
+    """Show one episode: the range of each field, and its meta fields; with --json every value."""
+    with opened(folder) as buffer:
+        serial = serial_of(buffer, episode)
+        wanted = buffer.schema.require(field or buffer.schema.all, "--field")
+        data = {name: value for name, value in read_episode(buffer, serial).items() if name in wanted}
+        meta = {name: data.pop(name) for name in buffer.meta_fieldnames if name in data}
+    if as_json:
+        say_json({"serial": serial, "fields": data, "meta_fields": meta})
+        return
+    say(f"episode {serial}")
+    for name, value in meta.items():
+        say(f"  {name}: {_short(value)}")
+    show_table("", _ranges(data))
+
+
+def head(
+    folder: FolderArgument,
+    episode: Annotated[str, typer.Argument(help="The episode's number, or first or last.")] = "first",
+    steps: Annotated[int, typer.Option("--steps", "-n", min=1, help="How many timesteps.")] = 10,
+    field: Fields = None,
+) -> None:
+    """Show the first timesteps of an episode, a row each."""
+    with opened(folder) as buffer:
+        serial = serial_of(buffer, episode)
+        wanted = buffer.schema.require(field or buffer.fieldnames, "--field", buffer.fieldnames)
+        data = read_episode(buffer, serial)
+    count = min(steps, min(len(data[name]) for name in wanted))
+    columns = {name: [_short(value) for value in data[name][:count]] for name in wanted}
+    show_table(f"episode {serial}", {"t": list(range(count)), **columns})
+
+
+def stats(folder: FolderArgument, field: Fields = None, as_json: Json = False) -> None:
+    """Count, mean, standard deviation, extremes and quantiles of every field; with --json of each entry of an array."""
+    if shards := shards_of(folder):
+        found = ConcatBuffer(shards).statistics(field)
+    else:
+        with opened(folder) as buffer:
+            found = buffer.statistics(field)
+    if not found.fields:
+        raise Problem(f"{folder}: it has no field of numbers")
+    if as_json:
+        say_json({name: asdict(one) for name, one in found.fields.items()})
+        return
+    rows = [row for name, one in found.fields.items() for row in _statistics_rows(name, one)]
+    show_table("", {key: [row[key] for row in rows] for key in rows[0]})
+    error = max(one.rank_error for one in found.fields.values())
+    say(f"the ranks of the quantiles are within {error:.2g}" if error else "the quantiles are exact")
+
+
+def _info_of_root(root: Path, shards: list[Path], as_json: bool, reward: str) -> None:
+    found = []
+    for shard in shards:
+        with opened(shard) as buffer:
+            found.append(_facts(buffer, table_of(buffer, reward)))
+    if as_json:
+        say_json({"folder": str(root), "folders": found})
+        return
+    counted = {key: [facts[key] for facts in found] for key in ("episodes", "steps", "bytes_on_disk")}
+    counts, size = sum(counted["episodes"]), bytes_of(sum(counted["bytes_on_disk"]))
+    say(f"{root}: {len(shards)} folders, {counts} episodes, {sum(counted['steps'])} steps, {size} on disk")
+    sizes = {"on disk": list(map(bytes_of, counted.pop("bytes_on_disk")))}
+    show_table("", {"folder": [shard.name for shard in shards], **counted, **sizes})
+
+
+def _table_of_all(folder: Path, reward: str) -> dict[str, Array]:
+    """The episodes of a folder, or of each folder of a root: then with a column `folder`."""
+    shards, tables = shards_of(folder), []
+    for each in shards or [folder]:
+        with opened(each) as buffer:
+            tables.append(table_of(buffer, reward))
+    if not shards:
+        return tables[0]
+    names = np.repeat([shard.name for shard in shards], [len(table["serial"]) for table in tables])
+    common = [name for name in tables[0] if all(name in table for table in tables)]
+    return {"folder": names, **{name: np.concatenate([table[name] for table in tables]) for name in common}}
+
+
+def _statistics_rows(name: str, found: FieldStatistics) -> Iterator[dict[str, Any]]:
+    """A row for each entry of a field; of a large one its extremes and mean over all entries."""
+    size = found.mean.size
+    if size > ENTRIES:
+        over_all = {"mean": found.mean.mean(), "std": None, "min": found.min.min(), "max": found.max.max()}
+        yield {
+            "field": f"{name} {found.mean.shape}",
+            "count": found.count,
+            **over_all,
+            **dict.fromkeys(_quantile_names(found)),
+        }
+        return
+    for i in np.ndindex(found.mean.shape):
+        values = {key: float(getattr(found, key)[i]) for key in ("mean", "std", "min", "max")}
+        quantiles = [float(value[i]) for value in found.quantiles.values()]
+        spelt = f"{name}[{', '.join(map(str, i))}]" if i else name
+        yield {
+            "field": spelt,
+            "count": found.count,
+            **values,
+            **dict(zip(_quantile_names(found), quantiles, strict=True)),
+        }
+
+
+def _quantile_names(found: FieldStatistics) -> list[str]:
+    return [f"{100 * q:g}%" for q in found.quantiles]
+
+
+def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
+    """The facts that `info --json` prints."""
+    on_disk, apparent = disk_use(buffer.folder)
+    stored = json.loads((buffer.folder / "schema.json").read_text())
+    steps = int(table["length"].sum())
+    return {
+        "folder": str(buffer.folder),
+        **{key: stored[key] for key in ("version", "layout", "max_episodes", "max_timesteps", "capacity", "circular")},
+        "episodes": len(table["serial"]),
+        "steps": steps,
+        "first_serial": int(table["serial"][0]) if len(table["serial"]) else None,
+        "last_serial": int(table["serial"][-1]) if len(table["serial"]) else None,
+        "bytes_on_disk": on_disk,
+        "bytes_apparent": apparent,
+        "bytes_per_step": sum(field.itemsize for field in buffer.schema.fields.values()),
+        **{name: _summary(table[name]) for name in ("length", "return") if name in table},
+        **{
+            kind: {
+                name: {
+                    "dtype": f.dtype,
+                    "shape": list(f.shape),
+                    "default": f.default,
+                    "final": f.final,
+                    "bytes": f.itemsize,
+                }
+                for name, f in fields.items()
+            }
+            for kind, fields in (("fields", buffer.schema.fields), ("meta_fields", buffer.schema.meta_fields))
+        },
+    }
+
+
+def _say_facts(facts: dict[str, Any]) -> None:
+    kind = "packed, read-only" if facts["layout"] == "packed" else "a ring" if facts["circular"] else "until full"
+    limit = f", at most {facts['capacity']} steps" if facts["capacity"] is not None else ""
+    say(f"{facts['folder']}: {kind}, format version {facts['version']}")
+    say(f"episodes  {facts['episodes']} of {facts['max_episodes']}{limit}, numbers {_from_to(facts)}")
+    say(f"steps     {facts['steps']}, at most {facts['max_timesteps']} an episode")
+    say(f"on disk   {bytes_of(facts['bytes_on_disk'])} (with holes {bytes_of(facts['bytes_apparent'])})")
+
+
+def _from_to(facts: dict[str, Any]) -> str:
+    return "none" if facts["first_serial"] is None else f"{facts['first_serial']} to {facts['last_serial']}"
+
+
+def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:
+    defaults = ["-" if f["default"] is None else _short(np.asarray(f["default"])) for f in fields.values()]
+    columns = {
+        "name": list(fields),
+        "dtype": [f["dtype"] for f in fields.values()],
+        "shape": [str(tuple(f["shape"])) for f in fields.values()],
+        unit: [bytes_of(f["bytes"]) for f in fields.values()],
+        "default": defaults,
+        "final": ["yes" if f["final"] else "" for f in fields.values()],
+    }
+    return {name: column for name, column in columns.items() if name != "final" or any(column)}
+
+
+def _summary(values: Array) -> dict[str, Any] | None:
+    if not len(values):
+        return None
+    counts, edges = _counts(values)
+    mean = float(np.mean(values, dtype=np.float64))
+    return {"min": values.min(), "mean": mean, "max": values.max(), "histogram": {"counts": counts, "edges": edges}}
+
+
+def _counts(values: Array) -> tuple[Array, Array]:
+    """How many values lie in each of at most `BINS` equal parts of their range; whole numbers share theirs equally."""
+    numbers = values.astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 0.0)
+    with np.errstate(over="ignore"):
+        extent = high - low
+    if not np.isfinite(extent):  # as wide as floats go
+        return np.array([len(numbers)]), np.array([low, high])
+    width, count = extent / BINS or 1.0, BINS if extent else 1
+    if (numbers == np.round(numbers)).all():
+        width = np.ceil((extent + 1) / BINS)
+        count = int(np.ceil((extent + 1) / width))
+    edges = low + width * np.arange(count + 1)
+    found = np.searchsorted(edges[1:-1], numbers, side="right")
+    return np.bincount(found, minlength=count), edges
+
+
+def _histogram(name: str, values: Array) -> str:
+    """One line of bars, from the lowest to the highest value."""
+    counts, _ = _counts(values)
+    heights = np.ceil(counts / max(1, counts.max()) * len(BARS)).astype(int)
+    bars = "".join(" " if height == 0 else BARS[height - 1] for height in heights)
+    low, mean, high = (f"{float(number):.6g}" for number in (values.min(), np.mean(values), values.max()))
+    return f"{name:<7} {low} {bars} {high}  mean {mean}"
+
+
+def _ranges(data: dict[str, Any]) -> dict[str, list[Any]]:
+    """The columns of `show`, a row for each field."""
+    arrays = {name: np.asarray(values) for name, values in data.items()}
+    numeric = {name: a for name, a in arrays.items() if a.dtype.kind in "biuf" and a.size}
+    return {
+        "field": list(arrays),
+        "dtype": ["text" if a.dtype.kind == "U" else str(a.dtype) for a in arrays.values()],
+        "shape": [str(a.shape) for a in arrays.values()],
+        "min": [numeric[name].min() if name in numeric else None for name in arrays],
+        "mean": [float(numeric[name].mean(dtype=np.float64)) if name in numeric else None for name in arrays],
+        "max": [numeric[name].max() if name in numeric else None for name in arrays],
+        "first": [_short(a[0]) for a in arrays.values()],
+        "last": [_short(a[-1]) for a in arrays.values()],
+    }
+
+
+def _short(value: Any) -> str:
+    """A value in one line: an array's first entries."""
+    array = np.asarray(value)
+    if array.ndim == 0:
+        item = array.item()
+        return f"{item:.6g}" if isinstance(item, float) else str(item)
+    entries = [_short(entry) for entry in array.reshape(-1)[:MANY]]
+    shape = f" {array.shape}" if array.ndim > 1 else ""
+    return f"[{', '.join(entries)}{', …' if array.size > MANY else ''}]{shape}"

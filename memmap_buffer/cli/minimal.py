@@ -1,0 +1,170 @@
+"""`verify`, `repair`, `pack` and `unpack` without typer and rich, which a robot may lack; exit codes, error texts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.errors import MemmapBufferError, NotABufferError
+from memmap_buffer.maintenance.pack import pack, unpack
+from memmap_buffer.maintenance.repair import LOST, repair
+from memmap_buffer.maintenance.verification import Finding, verify
+
+OK, FOUND, FAILED, INTERRUPTED = 0, 1, 2, 130  # the last as shells have it: 128 + SIGINT
+COMMANDS = ("verify", "repair", "pack", "unpack")
+EXTRA = "only verify, repair, pack and unpack work without typer and rich; for all: pip install 'memmap-buffer[cli]'"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one of the four commands.
+
+    Args:
+        arguments: without the program's name; None for those of this process.
+
+    Returns:
+        0: nothing is lost, 1: something is, or was not repaired, 2: the command failed, or was misspelt,
+        130: interrupted.
+    """
+    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
+    if words and words[0] not in COMMANDS:
+        return complain(EXTRA)
+    try:
+        given = vars(_parser().parse_args(arguments))
+    except SystemExit as done:  # argparse's way of saying that it has said it
+        return int(done.code or OK)
+    try:
+        code: int = given.pop("run")(**given)
+        return code
+    except (MemmapBufferError, OSError) as error:
+        return complain(explained(error, {name: f"--{name.replace('_', '-')} " for name in given}))
+    except KeyboardInterrupt:
+        return complain("interrupted", INTERRUPTED)
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The buffers in a root; [] for a folder that is a buffer itself, or holds none."""
+    if (folder / "schema.json").exists():
+        return []
+    found = sorted(path.parent for path in folder.glob("*/schema.json"))
+    return [path for path in found if re.fullmatch(r"shard-[0-9]{5}", path.name)] or found
+
+
+def explained(error: Exception, flags: Mapping[str, str] | None = None) -> str:
+    """The text of an error in the words of the command line.
+
+    Args:
+        error: of the library.
+        flags: name of an argument -> its spelling on the command line, up to its value.
+    """
+    text, path = str(error), getattr(error, "path", None)
+    if isinstance(error, NotABufferError) and path is not None and (shards := shards_of(path)):
+        return (
+            f"{path} is a root of {len(shards)} folders, {shards[0].name} to {shards[-1].name}: name one of them, or "
+            f"copy them into one by: memmap-buffer merge NEW {shlex.quote(str(path))}"
+        )
+    text = text.replace("create one with ReplayBuffer(...)", "give a folder that holds episodes, or a root of such")
+    for name, flag in (flags or {}).items():
+        text = re.sub(rf"(?<![\w.-]){name}=(…|'[^']*'|\w+)", rf"{flag}\1", text).replace(f"{flag}…", f"{flag}VALUE")
+        text = re.sub(rf"(?<![\w.-]){name}(?=: got )", flag.rstrip(" ="), text)
+    return text
+
+
+def verify_all(folder: Path) -> list[Finding]:
+    """The findings of `verify` in a folder, or in each buffer of a root."""
+    found = [(shard, finding) for shard in shards_of(folder) for finding in verify(shard)]
+    named = [replace(finding, file=f"{shard.name}/{finding.file}") for shard, finding in found]
+    return named if shards_of(folder) else verify(folder)
+
+
+def version() -> str:
+    """The text of `--version`."""
+    return f"memmap-buffer {sys.modules['memmap_buffer'].__version__}"
+
+
+def complain(text: str, code: int = FAILED) -> int:
+    """Print why the command failed; returns the exit code."""
+    sys.stderr.write(f"memmap-buffer: {text}\n")
+    return code
+
+
+def check_and_repair(folder: Path, yes: bool) -> int:
+    """Check a folder, or each buffer of a root, and repair it if the user agrees.
+
+    Returns:
+        0: all is well now, 1: it is not.
+    """
+    found = verify_all(folder)
+    print_findings(found)
+    if not found:
+        return OK
+    if not yes and not _agreed():
+        sys.stdout.write("nothing was changed\n")
+        return FOUND
+    for each in shards_of(folder) or [folder]:
+        if verify(each):
+            repair(each)
+    left = verify_all(folder)
+    sys.stdout.write(f"repaired; what was taken out lies in {LOST}/\n" if not left else "not all could be repaired:\n")
+    for finding in left:
+        sys.stdout.write(f"{finding}\n")
+    return FOUND if left else OK
+
+
+def print_findings(found: Sequence[Finding]) -> int:
+    """Print the findings of `verify`; returns 1 if something is lost, else 0."""
+    for finding in found:
+        sys.stdout.write(f"{finding}\n")
+    if not found:
+        sys.stdout.write("all is well\n")
+    return FOUND if any(finding.lost for finding in found) else OK
+
+
+def print_copy(target: Path, serials: Sequence[int]) -> int:
+    """Print the size of a copy, and the serials that it lacks; returns 1 if there are any, else 0."""
+    with ReplayBuffer.from_folder(target, read_only=True, verify="never") as made:
+        sys.stdout.write(f"{target}: {made.num_episodes} episodes, {made.num_steps} steps\n")
+    return print_left_out(serials)
+
+
+def print_left_out(serials: Sequence[int]) -> int:
+    """Print the serials that a copy lacks; returns 1 if there are any, else 0."""
+    for serial in serials:
+        sys.stdout.write(f"episode {serial} is damaged, or was overwritten meanwhile, and is left out\n")
+    return FOUND if serials else OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="memmap-buffer", description=f"Check and copy episodes; {EXTRA}.", epilog=EXTRA
+    )
+    parser.add_argument("--version", action="version", version=version())
+    commands = parser.add_subparsers(required=True)
+    check = commands.add_parser("verify", help="check every file, record and checksum; reads only")
+    check.add_argument("folder", type=Path)
+    check.set_defaults(run=lambda folder: print_findings(verify_all(folder)))
+    whole = commands.add_parser("repair", help=f"make a damaged folder whole; what is taken out goes to {LOST}/")
+    whole.add_argument("folder", type=Path)
+    whole.add_argument("--yes", action="store_true", help="do not ask")
+    whole.set_defaults(run=check_and_repair)
+    dense = commands.add_parser("pack", help="copy a buffer into a new folder that is read-only and without holes")
+    grid = commands.add_parser("unpack", help="copy a buffer, packed or not, into a new folder to be written to")
+    for command, copy in ((dense, pack), (grid, unpack)):
+        command.add_argument("src", type=Path)
+        command.add_argument("dst", type=Path)
+        command.set_defaults(run=lambda copy=copy, **given: print_copy(given["dst"], copy(**given)))
+    grid.add_argument("--max-episodes", type=int, help="default: as many as the source")
+    grid.add_argument("--max-timesteps", type=int, help="default: as many as the source")
+    return parser
+
+
+def _agreed() -> bool:
+    try:
+        return input("Repair it? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # nobody there to ask
+        return False

@@ -1,0 +1,83 @@
+"""New files and folders, which appear when they are whole: each is made under a temporary name beside its place."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from memmap_buffer.cli.terminal import Problem, agreed, say
+from memmap_buffer.errors import MemmapBufferError
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A new folder to fill in the block; it is renamed to `target` at the end, and removed if the block fails.
+
+    Raises:
+        Problem: `target` exists.
+    """
+    require_new(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    place = _temporary(target)
+    try:
+        with _errors_naming(target, place):
+            yield place
+            place.rename(target)  # replaces an empty folder (rename(2))
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def new_file(out: Path, yes: bool) -> Iterator[Path]:
+    """A file, or a folder, to write in the block; it is moved to `out` at the end. Asks before it replaces a file.
+
+    Raises:
+        Problem: the user did not agree, or `out` is a folder.
+    """
+    if out.is_dir():
+        raise Problem(f"{out}: there is a folder already; give a new name")
+    if out.exists() and not agreed(f"Replace {out}?", yes):
+        raise Problem(f"{out}: it is there already, and was left as it is")
+    if not out.parent.is_dir():
+        raise Problem(f"{out}: there is no folder {out.parent}; make it first")
+    folder = _temporary(out)
+    try:
+        with _errors_naming(out, folder / out.name, folder):
+            yield folder / out.name
+            (folder / out.name).replace(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    say(f"wrote {out}")
+
+
+def require_new(target: Path) -> None:
+    """Raise Problem unless `target` is missing or an empty folder."""
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise Problem(f"{target}: there is something already; give a new folder")
+
+
+def _temporary(target: Path) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise Problem(f"{target}: {error.strerror}") from error
+
+
+@contextmanager
+def _errors_naming(target: Path, *places: Path) -> Iterator[None]:
+    """Errors of the block name `target` instead of the temporary places."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (MemmapBufferError, OSError) as error:
+        text = str(error)
+        for place in places:
+            text = text.replace(str(place), str(target))
+        if text == str(error):
+            raise
+        raise Problem(text) from error

@@ -1,0 +1,213 @@
+"""`plot`, drawn by matplotlib, and `video`, written by PyAV and Pillow. Both only read the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.cli.arguments import Episode, Fields, FolderArgument, Reward, Yes
+from memmap_buffer.cli.episodes import Array, opened, read_episode, serial_of, table_of
+from memmap_buffer.cli.outputs import new_file
+from memmap_buffer.cli.terminal import Problem, progress
+from memmap_buffer.extras import extra
+from memmap_buffer.schema import Field
+
+MAX_LINES = 32  # lines in one panel
+SHEET = 16  # frames of a contact sheet
+SMOOTH = 20  # episodes over which returns are averaged
+CHANNELS = (1, 3, 4)
+
+Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
+OneEpisode = Annotated[str | None, typer.Option("--episode", help="Its fields over time, not all episodes.")]
+
+
+def plot(
+    folder: FolderArgument,
+    out: Out = Path("episodes.png"),
+    episode: OneEpisode = None,
+    field: Fields = None,
+    reward: Reward = "reward",
+    yes: Yes = False,
+) -> None:
+    """Draw lengths and returns over the episodes, or with --episode one episode's fields over time."""
+    with extra("plot"):
+        from matplotlib.backend_bases import FigureCanvasBase
+        from matplotlib.figure import Figure
+    known = sorted(FigureCanvasBase.filetypes)
+    if out.suffix.lower().removeprefix(".") not in known:
+        raise Problem(f"--out {out}: expected a name that ends in one of {', '.join(f'.{end}' for end in known)}")
+    with opened(folder) as buffer:
+        panels = _panels_of_all(buffer, reward) if episode is None else _panels_of_one(buffer, episode, field)
+    figure = Figure(figsize=(8, 2.4 * len(panels)), layout="constrained")
+    for axes, draw in zip(np.atleast_1d(figure.subplots(len(panels))), panels, strict=True):
+        draw(axes)
+    with new_file(out, yes) as place:
+        figure.savefig(place, dpi=120)
+
+
+def video(
+    folder: FolderArgument,
+    episode: Episode,
+    field: Annotated[str | None, typer.Option("--field", help="The field of images; default: the only one.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="An .mp4 or .gif, or a .png for a contact sheet.")] = Path(
+        "episode.mp4"
+    ),
+    fps: Annotated[int, typer.Option("--fps", min=1, max=240, help="Frames a second.")] = 30,
+    yes: Yes = False,
+) -> None:
+    """Write one episode's images as a film (.mp4, .gif) or as a contact sheet (.png)."""
+    write = {".mp4": _write_mp4, ".gif": _write_gif, ".png": _write_sheet}.get(out.suffix.lower())
+    if write is None:
+        raise Problem(f"--out {out}: expected a name that ends in .mp4, .gif or .png")
+    with opened(folder) as buffer:
+        name = _image_field(buffer, field)
+        serial = serial_of(buffer, episode)
+        frames = frames_of(read_episode(buffer, serial)[name], name)
+    with new_file(out, yes) as place:
+        write(place, frames, fps)
+
+
+def is_image(field: Field) -> bool:
+    """Whether a field looks like an image: (H, W), (H, W, channels) or (channels, H, W), of bytes, bools or floats."""
+    shape = field.shape
+    if len(shape) == 3 and shape[2] not in CHANNELS:
+        shape = (*shape[1:], shape[0])
+    flat = len(shape) == 2 or (len(shape) == 3 and shape[2] in CHANNELS)
+    return flat and min(shape[:2]) >= 8 and (field.dtype in ("uint8", "bool") or field.dtype.startswith("float"))
+
+
+def frames_of(values: Array, name: str) -> Array:
+    """Images as the frames of a film.
+
+    Args:
+        values: (T, H, W), (T, H, W, C) or (T, C, H, W) with C of 1, 3 or 4; bytes, bools, or floats from 0 to 1.
+        name: of the field.
+
+    Returns:
+        (T, H, W, 3) uint8.
+
+    Raises:
+        Problem: they are no images.
+    """
+    images = values[..., None] if values.ndim == 3 else values
+    if images.ndim == 4 and images.shape[3] not in CHANNELS:
+        images = np.moveaxis(images, 1, 3)
+    if images.ndim != 4 or images.shape[3] not in CHANNELS or images.dtype.kind not in "uifb":
+        raise Problem(
+            f"field {name!r}: {values.dtype} {values.shape[1:]} is no image; expected (H, W), (H, W, C) or (C, H, W) "
+            "with C of 1, 3 or 4"
+        )
+    if images.dtype != np.uint8:
+        scale = 1 if images.dtype.kind in "ui" else 255
+        images = np.clip(np.nan_to_num(images.astype(np.float64)) * scale, 0, 255).round().astype(np.uint8)
+    return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images[..., :3]
+
+
+def _image_field(buffer: ReplayBuffer, wanted: str | None) -> str:
+    if wanted is not None:
+        (name, *more) = buffer.schema.require([wanted], "--field", buffer.fieldnames)
+        if not more:
+            return name
+    found = [name for name, field in buffer.schema.fields.items() if is_image(field)]
+    if len(found) != 1 or wanted is not None:
+        raise Problem(f"--field: name one; the fields that look like images are {', '.join(found) or 'none'}")
+    return found[0]
+
+
+# Panels of a plot: each is a function that draws on matplotlib's axes
+
+
+def _panels_of_all(buffer: ReplayBuffer, reward: str) -> list[Callable[[Any], None]]:
+    table = table_of(buffer, reward)
+    if not len(table["serial"]):
+        raise Problem(f"{buffer.folder}: there is no episode to draw")
+
+    def lengths(axes: Any) -> None:
+        axes.hist(table["length"], bins=30, color="tab:blue")
+        axes.set(xlabel="length", ylabel="episodes", title=str(buffer.folder))
+
+    def returns(axes: Any) -> None:
+        axes.plot(table["serial"], table["return"], ".", markersize=3, alpha=0.5)
+        smooth = min(SMOOTH, len(table["serial"]))
+        mean = np.convolve(table["return"], np.ones(smooth) / smooth, mode="valid")
+        axes.plot(table["serial"][smooth - 1 :], mean, color="tab:orange", label=f"mean of {smooth}")
+        axes.set(xlabel="episode", ylabel="return")
+        axes.legend(loc="best", fontsize="small")
+
+    def over_time(axes: Any) -> None:
+        axes.plot(table["serial"], table["length"], ".", markersize=3)
+        axes.set(xlabel="episode", ylabel="length")
+
+    return [lengths, over_time, *[returns] * ("return" in table)]
+
+
+def _panels_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None) -> list[Callable[[Any], None]]:
+    serial = serial_of(buffer, episode)
+    chosen = buffer.schema.require(fields or buffer.fieldnames, "--field", buffer.fieldnames)
+    data = read_episode(buffer, serial)
+    lines = {name: _lines(data[name]) for name in chosen}
+    drawn = {name: values for name, values in lines.items() if values is not None}
+    if not drawn:
+        raise Problem(f"--field: {', '.join(chosen)}: no numbers of at most {MAX_LINES} entries a step; try `video`")
+
+    def panel(name: str) -> Callable[[Any], None]:
+        def draw(axes: Any) -> None:
+            axes.plot(drawn[name], linewidth=1)
+            axes.set(ylabel=name, xlabel="timestep", title=f"episode {serial}")
+
+        return draw
+
+    return [panel(name) for name in drawn]
+
+
+def _lines(values: Any) -> Array | None:
+    """(T, lines) of a field that can be drawn as lines."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf" or np.prod(array.shape[1:]) > MAX_LINES:
+        return None
+    return array.reshape(len(array), -1).astype(np.float64)
+
+
+# Films
+
+
+def _write_mp4(place: Path, frames: Array, fps: int) -> None:
+    with extra("video"):
+        import av
+    height, width = frames.shape[1:3]
+    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # H.264 halves the colours
+    with av.open(str(place), "w") as film, progress("frames", len(frames)) as tell:
+        stream = film.add_stream("libx264", rate=fps)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for count, frame in enumerate(frames):
+            film.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+            tell(count + 1)
+        film.mux(stream.encode())
+
+
+def _write_gif(place: Path, frames: Array, fps: int) -> None:
+    first, *others = _pillow_images(frames)
+    first.save(place, save_all=True, append_images=others, duration=1000 / fps, loop=0)
+
+
+def _write_sheet(place: Path, frames: Array, fps: int) -> None:
+    """Frames spread over the episode, in rows from left to right."""
+    chosen = frames[np.linspace(0, len(frames) - 1, min(SHEET, len(frames))).round().astype(int)]
+    columns = int(np.ceil(np.sqrt(len(chosen))))
+    rows = -(-len(chosen) // columns)
+    sheet = np.zeros((rows * columns, *chosen.shape[1:]), np.uint8)
+    sheet[: len(chosen)] = chosen
+    height, width = chosen.shape[1:3]
+    sheet = sheet.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
+    _pillow_images(sheet[None])[0].save(place)
+
+
+def _pillow_images(frames: Array) -> list[Any]:
+    with extra("video"):
+        from PIL import Image
+    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]

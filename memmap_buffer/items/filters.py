@@ -1,0 +1,160 @@
+"""Filters: conditions on the columns of episodes and of timesteps, and the runs of anchors that pass them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array, decode
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.views.anchors import BoolArray, Runs
+
+CHUNK_STEPS = 1 << 20  # steps whose filter columns are looked at together
+START = "_start"  # in filters: the anchor's timestep itself, as `Window` calls it in a batch
+VALID = "valid"  # the field that `set_valid` writes
+
+
+def matches(column: Array, condition: Any, name: str) -> BoolArray:
+    """Where a condition holds.
+
+    Args: column: (n, …). condition: as `Selection` says. name: of the column, for an error.
+    Returns: (n,) bool.
+    Raises: SchemaError: the condition does not fit the column.
+    """
+    if callable(condition):
+        result = np.asarray(condition(column))
+        if result.shape != column.shape[:1] or result.dtype != bool:
+            raise SchemaError(
+                f"filter {name!r}: the callable gave {result.dtype} {result.shape}, expected bool {column.shape[:1]}"
+            )
+        return result
+    flat = column.reshape(len(column), int(np.prod(column.shape[1:])))
+    if flat.shape[1] != 1:
+        raise SchemaError(f"filter {name!r}: it has shape {column.shape[1:]}; give a callable from the column to bools")
+    values = flat[:, 0]
+    if hasattr(condition, "tolist"):
+        condition = condition.tolist()  # a numpy or torch array, or scalar
+    several = isinstance(condition, (tuple, set, frozenset, list, range))
+    _require_alike(values, condition if several else [condition], condition, name)
+    with np.errstate(over="ignore"):  # 1e300 is infinite as a float32, and so it compares
+        if isinstance(condition, tuple):
+            return _in_range(values, condition, name)
+        return _is_member(values, list(condition)) if several else np.asarray(values == condition)
+
+
+def _require_alike(values: Array, among: Iterable[Any], condition: Any, name: str) -> None:
+    """Raise SchemaError where a condition and a column are not both text or both numbers."""
+    text = values.dtype.kind == "U"
+    if isinstance(condition, tuple):
+        among = [end for end in among if end is not None]
+    if not all(_is_alike(each, text) for each in among):
+        held = "text" if text else f"numbers ({values.dtype})"
+        raise SchemaError(f"filter {name!r}: got {condition!r}, but it holds {held}; give such, or a callable")
+
+
+def _is_alike(value: Any, text: bool) -> bool:
+    number = isinstance(value, Number) or hasattr(value, "item")  # a numpy or torch scalar
+    return isinstance(value, str) if text else number and not isinstance(value, str)
+
+
+def _is_member(values: Array, members: list[Any]) -> BoolArray:
+    if not members:
+        return np.zeros(len(values), np.bool_)
+    wanted = np.asarray(members)
+    if values.dtype.kind == "f":
+        wanted = wanted.astype(values.dtype)  # 0.1 means the float32 next to it, as it does to `==`
+    return np.isin(values, wanted)
+
+
+def _in_range(values: Array, condition: tuple[Any, ...], name: str) -> BoolArray:
+    if len(condition) != 2:
+        raise SchemaError(f"filter {name!r}: got {condition!r}; a tuple is (low, high), use a set or list for members")
+    low, high = (end.item() if hasattr(end, "item") else end for end in condition)
+    keep = np.ones(len(values), np.bool_)
+    if low is not None:
+        keep &= values >= low
+    if high is not None:
+        keep &= values < high
+    return keep
+
+
+def filtered(runs: Runs, storage: Storage, filters: Mapping[str, Any], stride: int) -> Runs:
+    """Split runs into those whose every anchor passes the filters: one scan of the columns, in chunks."""
+    bounds = _bounds(filters.get(START)) if runs.last is None else None
+    if bounds is not None:  # of any number of timesteps at no cost
+        runs = _between(runs, *bounds, stride)
+        filters = {name: condition for name, condition in filters.items() if name != START}
+        if not filters:
+            return runs
+    runs = _split(runs, stride)
+    pieces = [_scan(runs, chunk, storage, filters, stride) for chunk in _chunks(runs.count)]
+    if not pieces:
+        return runs
+    run, first, count = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return runs.where(run).replaced(first=first, count=count)
+
+
+def _bounds(condition: Any) -> tuple[int | None, int | None] | None:
+    """The whole numbers low ≤ x < high that a condition on the timestep keeps, if it is so plain."""
+    if type(condition) is int:
+        return condition, condition + 1
+    if isinstance(condition, tuple) and len(condition) == 2 and {type(end) for end in condition} <= {int, type(None)}:
+        return condition
+    return None
+
+
+def _between(runs: Runs, low: int | None, high: int | None, stride: int) -> Runs:
+    """The anchors with low ≤ t < high."""
+    begin = 0 if low is None else np.clip(-(-(low - runs.first) // stride), 0, runs.count)
+    end = runs.count if high is None else np.clip(-(-(high - runs.first) // stride), begin, runs.count)
+    kept = runs.replaced(first=runs.first + begin * stride, count=np.asarray(end - begin))
+    return kept.where(np.flatnonzero(kept.count > 0))
+
+
+def _split(runs: Runs, stride: int) -> Runs:
+    """The same anchors in runs of at most `CHUNK_STEPS`, as an episode may say that it has billions."""
+    parts = -(-runs.count // CHUNK_STEPS)
+    run = np.repeat(np.arange(len(parts)), parts)
+    before = (np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)) * CHUNK_STEPS
+    count = np.minimum(runs.count[run] - before, CHUNK_STEPS)
+    return runs.where(run).replaced(first=runs.first[run] + before * stride, count=count)
+
+
+def _chunks(count: IntArray) -> Iterator[IntArray]:
+    """Run numbers, in groups of some `CHUNK_STEPS` anchors."""
+    group = np.cumsum(count) // CHUNK_STEPS
+    return (np.flatnonzero(group == number) for number in np.unique(group))
+
+
+def _scan(
+    runs: Runs, chunk: IntArray, storage: Storage, filters: Mapping[str, Any], stride: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """(run, first, count) of the runs that survive in a chunk."""
+    part = runs.where(chunk)
+    run = np.repeat(np.arange(len(chunk)), part.count)
+    t = part.first[run] + (np.arange(len(run)) - np.repeat(np.cumsum(part.count) - part.count, part.count)) * stride
+    if part.last is not None:
+        t = np.minimum(t, part.last[run])
+    keep = np.ones(len(t), np.bool_)
+    for name, condition in filters.items():
+        keep &= matches(_column(storage, name, part.slot[run], t), condition, name)
+        if name not in (START, VALID):
+            keep &= t >= 0  # there is no step
+    joined = keep[1:] & keep[:-1] & (run[1:] == run[:-1])
+    begins = np.flatnonzero(keep & ~np.concatenate([[False], joined]))
+    ends = np.flatnonzero(keep & ~np.concatenate([joined, [False]]))
+    return chunk[run[begins]], t[begins], ends - begins + 1
+
+
+def _column(storage: Storage, name: str, slot: IntArray, t: IntArray) -> Array:
+    """A field, or the timesteps themselves as "_start", at (slot, t); before an episode its first step stands."""
+    if name == START:
+        return t
+    field = storage.layout.schema.fields[name]
+    rows = storage.first_row(slot, field.final) + np.maximum(t, 0)
+    return decode(storage.maps.rows[name].take(rows, axis=0), field.dtype)

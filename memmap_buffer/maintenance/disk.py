@@ -1,0 +1,140 @@
+"""The disk under a folder: who may change it, how much is free, how fast timesteps are read from it. Writes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.folder import Folder, in_memory, will_need
+from memmap_buffer.format.host import anyone_may_rename, file_system, network_filesystem
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import CAN_FORGET
+
+NO_DISK = ("tmpfs", "ramfs")
+SAMPLE = 4096  # timesteps
+FIRST, BATCH = 8, 256  # timesteps read at a time: few at first, as a slow disk takes 0.1 s for them
+IN_MEMORY = 0.95  # of a sample: batches hardly wait for the other 5 %
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk under a folder.
+
+    Attributes:
+        network: the kind of network file system, "" for a local one.
+        anyone_may_rename: whether any user of the machine could replace the folder.
+        free_bytes: for this user.
+    """
+
+    network: str
+    anyone_may_rename: bool
+    free_bytes: int
+
+
+def disk_of(path: Path) -> Disk:
+    """The disk under a folder."""
+    return Disk(network_filesystem(path), anyone_may_rename(path), Folder(path).free_bytes())
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """How fast timesteps, all fields of each, are read from the disk.
+
+    Attributes:
+        cached: the part of the sample that was in memory before.
+        batch: timesteps that were read at once.
+        rate: timesteps a second; 0 where none could be dropped, as other processes use them.
+        timestep_bytes: of one timestep.
+    """
+
+    cached: float
+    batch: int
+    rate: float
+    timestep_bytes: int
+
+
+def measure_disk_speed(path: Path, seconds: float, *, larger: bool) -> DiskSpeed | None:
+    """Measure how fast a folder is read from the disk, if batches will have to wait for it.
+
+    Args:
+        path: the folder.
+        seconds: how long to measure.
+        larger: whether the data is larger than memory; smaller data is measured only if it is not in memory now.
+
+    Returns:
+        None if the data is in memory or the file system has no disk, if there are no timesteps, or if the system
+        cannot tell.
+    """
+    storage = Storage.open(path, read_only=True, verify="never")
+    if not CAN_FORGET or file_system(path) in NO_DISK or not storage.table.steps:
+        return None
+    sample = _Sample(storage)
+    cached = 1 - len(sample.missing()) / sample.size
+    if cached > IN_MEMORY and not larger:
+        return None
+    sample.forget()
+    took = _measured(sample, seconds)
+    rate = 1 / float(np.median(took[max(took)])) if took else 0.0
+    return DiskSpeed(cached, max(took, default=0), rate, sample.timestep_bytes)
+
+
+def _measured(sample: _Sample, seconds: float) -> dict[int, list[float]]:
+    """Timesteps read at once -> the seconds of one of them, in each batch that had to wait for the disk."""
+    took: dict[int, list[float]] = {}
+    left, end, batch = sample.missing(), perf_counter() + seconds, FIRST
+    while len(left) and (not took or perf_counter() < end):
+        part, left = sample.missing(left[:batch]), left[batch:]  # some shared pages with earlier ones
+        if len(part):
+            begin = perf_counter()
+            sample.read(part)
+            took.setdefault(batch, []).append((perf_counter() - begin) / len(part))
+        batch = min(2 * batch, BATCH)
+    return took
+
+
+class _Sample:
+    """Random visible timesteps of a folder that this process has not read yet: the system drops no page in use."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, table = storage, storage.table
+        slots, fields = table.visible, storage.layout.schema.fields
+        stops = np.cumsum(table.length[slots], dtype=np.int64)
+        self.size = min(SAMPLE, int(stops[-1]))
+        # another seed each time: the timesteps of the last measurement are in memory now
+        steps = np.random.default_rng().choice(int(stops[-1]), self.size, replace=False)
+        episode = np.searchsorted(stops, steps, side="right")
+        t = steps - (stops - table.length[slots])[episode]
+        self._rows = {name: storage.first_row(slots[episode], field.final) + t for name, field in fields.items()}
+        self.timestep_bytes = sum(field.itemsize for field in fields.values())
+
+    def missing(self, part: IntArray | None = None) -> IntArray:
+        """The timesteps of a part of the sample, default all, that have a page which is not in memory."""
+        part = np.arange(self.size) if part is None else part
+        maps, found = self._storage.maps, np.ones(len(part), bool)
+        for name, rows in self._rows.items():
+            found &= in_memory(maps.rows[name], rows[part].tolist())
+        return part[~found]
+
+    def forget(self) -> None:
+        """Drop the pages of the sample from the cache."""
+        arrays = self._storage.layout.arrays
+        for name, rows in self._rows.items():
+            file = arrays[name]
+            width = self._storage.layout.schema.fields[name].itemsize
+            starts = len(file.header) + rows * width
+            self._storage.folder.forget(
+                file.name, file.header, file.size, zip(starts.tolist(), (starts + width).tolist(), strict=True)
+            )
+
+    def read(self, part: IntArray) -> None:
+        """Read a part of the sample as batches are read: all pages are requested, then the rows copied."""
+        sorted_rows = {name: np.sort(rows[part]) for name, rows in self._rows.items()}
+        maps = self._storage.maps.rows
+        for name, rows in sorted_rows.items():
+            will_need(maps[name], zip(rows.tolist(), (rows + 1).tolist(), strict=True))
+        for name, rows in sorted_rows.items():
+            maps[name].take(rows, axis=0)

@@ -1,0 +1,118 @@
+"""Where a view cuts items: `Anchors` of a batch, and `Runs` of anchors, which tell of all that a folder has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.records import LENGTH, Words
+
+BoolArray = npt.NDArray[np.bool_]
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Anchors(NamedTuple):
+    """The timesteps at which a view cuts the items of a batch: (B,) arrays.
+
+    Attributes:
+        folder: the number of each item's folder; None for a single folder.
+        slot, serial: the slot and the number of each item's episode.
+        t: a timestep of it.
+        weight, probability: of a draw by priority; else None.
+        chance: uint64 random numbers, for the draws within an item, or None.
+        words: (B, 8) the records of the episodes as they were looked up, or None; all zeros where an episode is gone.
+    """
+
+    folder: IntArray | None
+    slot: IntArray
+    serial: IntArray
+    t: IntArray
+    weight: npt.NDArray[np.float32] | None = None
+    probability: npt.NDArray[np.float64] | None = None
+    chance: npt.NDArray[np.uint64] | None = None
+    words: Words | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of items; a named tuple's own `len` counts its fields."""
+        return len(self.slot)
+
+    def where(self, chosen: Any) -> Anchors:
+        """The anchors at an index array, a mask or a slice."""
+        return Anchors._make([None if column is None else column[chosen] for column in self])
+
+    @staticmethod
+    def joined(parts: Sequence[Anchors]) -> Anchors:
+        """Several batches of anchors as one; all have the same columns."""
+        columns = zip(*parts, strict=True)
+        return Anchors._make([None if column[0] is None else np.concatenate(column) for column in columns])
+
+    def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
+        """The same anchors, but `others` at the positions `chosen`; others that were not drawn by priority weigh 0.
+
+        The records of all of them must be looked up again.
+        """
+        out = Anchors(*(None if column is None else column.copy() for column in self[:7]))  # type: ignore[arg-type]
+        for column, new in zip(out[:7], others[:7], strict=True):
+            if column is not None:
+                column[chosen] = 0 if new is None else new
+        return out
+
+    @property
+    def length(self) -> IntArray:
+        """(B,) int64 timesteps of each episode that was looked up."""
+        return self.words.view(np.uint32)[:, LENGTH].astype(np.int64)  # type: ignore[union-attr]
+
+    def uniform(self, i: int) -> npt.NDArray[np.float64]:
+        """(B,) numbers in [0, 1): the `i`-th that the chance of each item gives."""
+        assert self.chance is not None
+        words = self.chance if i == 0 else splitmix(self.chance + np.uint64(i * GOLDEN % 2**64))
+        return np.asarray((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of anchors of one folder: run r has t = min(first + i * stride, last) for i < count; a view has one stride.
+
+    Attributes: slot, serial, first, count: (R,) int64. last: (R,) or None.
+    """
+
+    slot: IntArray
+    serial: IntArray
+    first: IntArray
+    count: IntArray
+    last: IntArray | None = None
+
+    def replaced(self, **columns: IntArray) -> Runs:
+        """Other anchors of the same episodes."""
+        return replace(self, **columns)
+
+    def where(self, chosen: IntArray | slice) -> Runs:
+        """The runs at an index array or a slice."""
+        last = None if self.last is None else self.last[chosen]
+        return Runs(self.slot[chosen], self.serial[chosen], self.first[chosen], self.count[chosen], last)
+
+    def joined(self, others: Runs) -> Runs:
+        """These and others, of other episodes, in the order of their serials."""
+        if not len(self.slot) or not len(others.slot):
+            return self if len(self.slot) else others
+        last = None if self.last is None or others.last is None else np.concatenate([self.last, others.last])
+        names = ("slot", "serial", "first", "count")
+        slot, serial, first, count = (np.concatenate([getattr(self, key), getattr(others, key)]) for key in names)
+        runs = Runs(slot, serial, first, count, last)
+        return runs if self.serial[-1] < others.serial[0] else runs.where(np.argsort(serial, kind="stable"))
+
+
+def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Whole numbers (n,) scattered over all 64 bits.
+
+    Source: the finaliser of Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+    """
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray(x ^ (x >> np.uint64(31)))

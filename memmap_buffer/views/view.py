@@ -1,0 +1,104 @@
+"""`View`: how an item is cut around its anchor; the views are its subclasses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.schema import Schema
+from memmap_buffer.views.anchors import BoolArray, Runs
+from memmap_buffer.views.batch_builder import BatchBuilder
+from memmap_buffer.views.ends import Ends
+
+Names: TypeAlias = Iterable[str] | None
+FloatArray = npt.NDArray[np.float64]
+
+
+class View(ABC):
+    """How an item is cut around its anchor."""
+
+    stride: int = 1
+    per_episode: ClassVar[bool] = False
+    random: ClassVar[bool] = False
+
+    @abstractmethod
+    def keys(self, schema: Schema) -> list[str]:
+        """The keys of a batch, in order, but for meta fields.
+
+        Raises:
+            SchemaError: a field that was not declared.
+        """
+
+    @abstractmethod
+    def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
+        """The timesteps of each episode at which an item may be cut.
+
+        Args:
+            schema: of the folder.
+            episodes: (E,) every timestep of each episode: `first` is 0, `count` the length.
+            has_final: (E,) whether the episode has its final observation.
+            terminated: (E,) whether it ended by the field of its `ends`.
+
+        Returns: (E,) runs of the same episodes; a count of 0 leaves one out.
+        """
+
+    @abstractmethod
+    def cut(self, builder: BatchBuilder) -> None:
+        """Put the columns of a batch into the builder of its anchors."""
+
+    def ends(self, schema: Schema) -> Ends:
+        """How it knows that an episode ended, and how far around its anchor it looks."""
+        return Ends.of(schema, before=self.before, after=self.reach)
+
+    def crop(self, length: IntArray, u: FloatArray) -> IntArray:
+        """The timesteps to which chance moves the anchors of episodes; only if `random`.
+
+        Args:
+            length: (B,) of the episodes.
+            u: (B,) random numbers in [0, 1).
+        """
+        raise NotImplementedError
+
+    def sequences(self, schema: Schema) -> dict[str, str]:
+        """The keys of a batch that are padded behind the end, and the key that says how long each item is."""
+        return {}
+
+    @property
+    def reach(self) -> int:
+        """How many timesteps from the anchor on an item may have; 0: all of them, whatever ends in their middle."""
+        return 1
+
+    @property
+    def pads_to_longest(self) -> bool:
+        """Whether the shape of a batch follows from its items, so that several cannot be read as one."""
+        return False
+
+    @property
+    def before(self) -> int:
+        """How many timesteps before the anchor an item may have of the same episode."""
+        return 0
+
+    def _keep_names(self, *arguments: str) -> None:
+        """Keep names as tuples, however they were given, so that views are values."""
+        for argument in arguments:
+            object.__setattr__(self, argument, names_of(argument, getattr(self, argument)))
+
+
+def names_of(where: str, given: Names) -> tuple[str, ...] | None:
+    """Names as a tuple; a single one may stand alone. Raises SchemaError where it is something else."""
+    if given is None or isinstance(given, str):
+        return given if given is None else (given,)
+    if not isinstance(given, Iterable):
+        raise SchemaError(f"{where}: got {given!r}, expected a name, or several")
+    return tuple(given)
+
+
+def named(schema: Schema, names: Names, where: str) -> tuple[str, ...]:
+    """Per-timestep fields by name, groups expanded; None for all. Raises SchemaError for an unknown one."""
+    return tuple(schema.fields) if names is None else schema.require(names, where, schema.fields)

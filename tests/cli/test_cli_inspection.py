@@ -1,0 +1,351 @@
+"""`info`, `episodes`, `show` and `head` say what the library says of the same folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_cases import Case, episode_of, make, read_json, run
+from fault_injection import listing
+
+from memmap_buffer import ReplayBuffer, pack
+from memmap_buffer.cli import app, inspection
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return make(tmp_path / "buffer")
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
+    assert app.main([*map(str, arguments), "--json"]) == 0
+    return read_json(capsys.readouterr().out)
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert app.main(list(map(str, arguments))) == 0
+    return capsys.readouterr().out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert app.main(list(map(str, arguments))) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+# info
+
+
+def test_info_says_what_the_library_says(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    got = json_of(capsys, "info", case.folder)
+    with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
+        assert (got["episodes"], got["steps"]) == (buffer.num_episodes, buffer.num_steps) == (8, got["steps"])
+        assert [got["first_serial"], got["last_serial"]] == buffer.serials[[0, -1]].tolist()
+        for kind, fields in (("fields", buffer.schema.fields), ("meta_fields", buffer.schema.meta_fields)):
+            assert got[kind].keys() == fields.keys()
+            for name, field in fields.items():
+                found = got[kind][name]
+                assert (found["dtype"], tuple(found["shape"]), found["final"]) == (
+                    field.dtype,
+                    field.shape,
+                    field.final,
+                )
+    lengths, returns = list(case.lengths.values()), list(case.returns.values())
+    assert (got["length"]["min"], got["length"]["max"]) == (min(lengths), max(lengths))
+    assert got["return"]["mean"] == pytest.approx(np.mean(returns))
+    assert sum(got["length"]["histogram"]["counts"]) == 8
+    assert got["bytes_per_step"] == 12 + 240 + 8 + 4 + 1 + 1
+
+
+def test_info_measures_the_files(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    got = json_of(capsys, "info", case.folder)
+    files = [path.stat() for path in case.folder.rglob("*") if path.is_file()]
+    assert got["bytes_apparent"] == sum(status.st_size for status in files)
+    assert got["bytes_on_disk"] == sum(status.st_blocks * 512 for status in files)
+
+
+def test_info_for_people_names_every_field_and_changes_nothing(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    before = listing(case.folder)
+    text = text_of(capsys, "info", case.folder)
+    for word in (
+        "8 of 8",
+        "numbers 2 to 9",
+        "observation.pixels",
+        "(8, 10, 3)",
+        "task_id",
+        "a ring",
+        "length ",
+        "return ",
+    ):
+        assert word in text
+    assert listing(case.folder) == before
+
+
+def test_info_of_packed_empty_and_rewardless_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = make(tmp_path / "buffer")
+    pack(case.folder, tmp_path / "packed")
+    assert "packed, read-only" in text_of(capsys, "info", tmp_path / "packed")
+    ReplayBuffer(tmp_path / "empty", 3, 4, {"x": "float"}).close()
+    got = json_of(capsys, "info", tmp_path / "empty")
+    assert (got["episodes"], got["steps"], got["length"], got["first_serial"]) == (0, 0, None, None)
+    assert "return" not in got
+    assert "numbers none" in text_of(capsys, "info", tmp_path / "empty")
+
+
+def test_info_of_returns_that_are_no_numbers_is_json_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ReplayBuffer(tmp_path / "odd", 3, 4, {"reward": "float"}) as buffer:
+        for value in (np.nan, np.inf):
+            buffer.store_episode(reward=[value])
+    assert json_of(capsys, "info", tmp_path / "odd")["return"]["mean"] is None
+    assert "return" in text_of(capsys, "info", tmp_path / "odd")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(5, 40),
+        np.array([3]),
+        np.array([5.5, 5.5]),
+        np.array([0.1, 0.2, 0.7]),
+        np.random.default_rng(0).normal(size=1000),
+        np.array([0, 2**62]),
+        np.array([1.0, np.nan, np.inf, 2.0]),
+        np.array([1e308, -1e308]),
+        np.array([np.nan]),
+    ],
+    ids=lambda values: f"{values.dtype}-{len(values)}-{values.flat[0]:.3g}",
+)
+def test_a_histogram_counts_every_finite_value_once_between_its_edges(values: Any) -> None:
+    counts, edges = inspection._counts(values)
+    finite = values[np.isfinite(values)].astype(float)
+    assert len(counts) == len(edges) - 1 <= inspection.BINS
+    assert counts.sum() == len(finite)
+    if len(finite) and abs(finite).max() < 1e300:
+        assert edges[0] == finite.min()
+        assert edges[-1] >= finite.max() * (1 - 1e-12)
+        np.testing.assert_allclose(np.diff(edges), edges[1] - edges[0])
+    assert inspection._histogram("x", values).startswith("x ")
+
+
+def test_whole_numbers_share_the_bars_of_a_histogram_equally() -> None:
+    counts, edges = inspection._counts(np.arange(5, 40))
+    assert (counts.tolist(), edges[:3].tolist()) == ([2] * 17 + [1], [5, 7, 9])
+
+
+# episodes
+
+
+def test_episodes_lists_what_is_visible(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json_of(capsys, "episodes", case.folder)
+    assert {row["serial"]: row["length"] for row in rows} == case.lengths
+    for row in rows:
+        number = row["serial"]
+        assert row["return"] == pytest.approx(case.returns[number])
+        assert row["end"] == ("" if number == 5 else "terminated" if number % 2 else "truncated")
+        assert (row["task_id"], row["success"], row["name"]) == (number % 3, number % 4 == 0, f"e{number}")
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"),
+    [
+        ("length>=20", lambda row: row["length"] >= 20),
+        ("length < 20", lambda row: row["length"] < 20),
+        ("task_id=1", lambda row: row["task_id"] == 1),
+        ("task_id!=1", lambda row: row["task_id"] != 1),
+        ("return>0.5", lambda row: row["return"] > 0.5),
+        ("success=true", lambda row: row["success"]),
+        ("success=no", lambda row: not row["success"]),
+        ("name=e4", lambda row: row["name"] == "e4"),
+        ("end=terminated", lambda row: row["end"] == "terminated"),
+        ("serial<=3", lambda row: row["serial"] <= 3),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_episodes_are_filtered(case: Case, condition: str, wanted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json_of(capsys, "episodes", case.folder)
+    assert json_of(capsys, "episodes", case.folder, "--where", condition) == [row for row in rows if wanted(row)]
+
+
+def test_every_condition_must_hold(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    both = json_of(capsys, "episodes", case.folder, "--where", "serial>3", "--where", "serial<6")
+    assert [row["serial"] for row in both] == [4, 5]
+
+
+def test_episodes_are_sorted_and_cut_short(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json_of(capsys, "episodes", case.folder, "--sort", "return", "--reverse", "--limit", 3)
+    assert [row["return"] for row in rows] == pytest.approx(sorted(case.returns.values())[:-4:-1])
+    text = text_of(capsys, "episodes", case.folder, "--limit", 3)
+    assert "5 more; --limit 0 shows all" in text
+    assert len(text_of(capsys, "episodes", case.folder, "--limit", 0).splitlines()) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--where", "length"], "expected a column, one of"),
+        (["--where", "lenght>2"], "there is no column 'lenght'; there are serial, length, return"),
+        (["--where", "length>long"], "'long' is no value of a column of int64"),
+        (["--where", "success=maybe"], "'maybe' is no value of a column of bool"),
+        (["--sort", "size"], "--sort: there is no column 'size'"),
+    ],
+    ids=str,
+)
+def test_a_condition_that_cannot_be_meant_ends_with_2(
+    case: Case, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint in error_of(capsys, "episodes", case.folder, *arguments)
+
+
+def test_a_meta_field_that_is_called_like_a_column_keeps_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ReplayBuffer(tmp_path / "buffer", 3, 4, {"x": "int"}, {"length": "float"}) as buffer:
+        buffer.store_episode(x=[1, 2], length=0.5)
+    assert json_of(capsys, "episodes", tmp_path / "buffer") == [{"serial": 0, "length": 2, "meta.length": 0.5}]
+
+
+def test_chunks_of_episodes_are_put_together(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = json_of(capsys, "episodes", case.folder)
+    monkeypatch.setattr("memmap_buffer.cli.episodes.CHUNK", 1)
+    assert json_of(capsys, "episodes", case.folder) == whole
+
+
+# show and head
+
+
+def test_show_gives_the_episode_of_that_number(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, number in (("4", 4), ("first", 2), ("last", 9)):
+        got, wanted = json_of(capsys, "show", case.folder, name), episode_of(number, case.lengths[number])
+        assert got["serial"] == number
+        assert got["fields"]["observation.pixels"] == wanted["observation"]["pixels"].tolist()
+        assert got["fields"]["reward"] == pytest.approx(wanted["reward"])
+        assert got["meta_fields"] == {name: wanted[name] for name in ("task_id", "success", "name")}
+
+
+def test_show_for_people_gives_the_range_of_each_field(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    actions = episode_of(4, case.lengths[4])["action"]
+    text = text_of(capsys, "show", case.folder, 4, "--field", "action")
+    line = next(line for line in text.splitlines() if line.startswith("action"))
+    assert line.split()[-5:] == [
+        str(actions.min()),
+        f"{actions.mean():.6g}",
+        *map(str, (actions.max(), actions[0], actions[-1])),
+    ]
+
+
+def test_head_gives_the_first_steps(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = text_of(capsys, "head", case.folder, 4, "--steps", 3, "--field", "action").splitlines()
+    actions = episode_of(4, case.lengths[4])["action"][:3]
+    assert [line.split() for line in lines] == [
+        ["episode", "4"],
+        ["t", "action"],
+        *([str(t), str(actions[t])] for t in range(3)),
+    ]
+
+
+@pytest.mark.parametrize("command", ["show", "head"])
+@pytest.mark.parametrize(
+    ("episode", "complaint"),
+    [
+        ("0", "the buffer does not show it; it has 2 to 9"),
+        ("10", "the buffer does not show it"),
+        ("two", "expected its number, a range"),
+        ("9" * 40, "expected its number"),
+    ],
+)
+def test_an_episode_that_is_not_there_is_named(
+    case: Case, command: str, episode: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint in error_of(capsys, command, case.folder, episode)
+
+
+@pytest.mark.parametrize("command", ["show", "head"])
+def test_a_field_that_is_not_there_is_named(case: Case, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'reward'?" in error_of(capsys, command, case.folder, "4", "--field", "rewards")
+
+
+# stats
+
+
+def test_stats_are_those_of_the_library(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    got = json_of(capsys, "stats", case.folder)
+    episodes = [episode_of(number, length) for number, length in case.lengths.items()]
+    rewards = np.concatenate([episode["reward"] for episode in episodes]).astype(float)
+    states = np.concatenate([episode["observation"]["state"] for episode in episodes]).astype(float)
+    assert got["reward"]["count"] == len(rewards)
+    assert got["reward"]["std"] == pytest.approx(rewards.std())
+    assert got["reward"]["quantiles"]["0.5"] == pytest.approx(np.median(rewards))
+    assert got["observation.state"]["mean"] == pytest.approx(states.mean(axis=0))
+    with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
+        assert got.keys() == buffer.statistics().fields.keys()
+
+
+def test_stats_for_people_have_a_row_an_entry_and_one_for_images(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = text_of(capsys, "stats", case.folder, "--field", "observation", "--field", "reward").splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [
+        "field",
+        *(f"observation.state[{i}]" for i in range(3)),
+        "observation.pixels",
+        "reward",
+    ]
+    rewards = np.concatenate([episode_of(number, length)["reward"] for number, length in case.lengths.items()])
+    assert float(lines[-2].split()[2]) == pytest.approx(rewards.astype(float).mean(), rel=1e-4)
+    assert lines[-1] == "the quantiles are exact"
+
+
+def test_stats_of_nothing_end_with_2(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ReplayBuffer(tmp_path / "empty", 3, 4, {"x": "float"}).close()
+    assert "there are no episodes to describe" in error_of(capsys, "stats", tmp_path / "empty")
+    assert "which was not declared here" in error_of(capsys, "stats", case.folder, "--field", "name")
+    ReplayBuffer(tmp_path / "words", 3, 4, {"x": "U3"}).store_episode(x=["a"])
+    assert "no field of numbers" in error_of(capsys, "stats", tmp_path / "words")
+
+
+# Hostile folders
+
+
+def test_text_of_a_stranger_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[31m[bold]\x07"
+    with ReplayBuffer(tmp_path / "buffer", 3, 4, {"text": "U20"}, {"note": "U20"}) as buffer:
+        buffer.store_episode(text=[evil, "x\ny"], note=evil)
+    for command in (["episodes"], ["show"], ["head"], ["info"]):
+        done = run(command[0], tmp_path / "buffer", *["0"] * (command[0] in ("show", "head")))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "\x1b" not in done.stdout
+        assert "\x07" not in done.stdout
+        assert command == ["info"] or "[bold]" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["info", "episodes", "head", "show", "verify", "repair"])
+@pytest.mark.parametrize("damage", ["no folder", "a file", "empty", "no json", "cut short", "a link"])
+def test_a_hostile_folder_ends_in_one_line_and_no_traceback(
+    case: Case, command: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = case.folder
+    if damage in ("no folder", "a file", "empty"):
+        folder = tmp_path / "other"
+        _ = {"a file": folder.touch, "empty": folder.mkdir, "no folder": bool}[damage]()
+    elif damage == "no json":
+        (folder / "schema.json").write_text("{" * 10_000)
+    elif damage == "cut short":
+        with open(folder / "data" / "reward.npy", "r+b") as file:
+            file.truncate(200)
+    else:
+        (folder / "data" / "reward.npy").rename(tmp_path / "elsewhere")
+        (folder / "data" / "reward.npy").symlink_to(tmp_path / "elsewhere")
+    code = app.main([command, str(folder), *["2"] * (command in ("head", "show")), *["--yes"] * (command == "repair")])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    if command in ("verify", "repair"):
+        assert code in (0, 1, 2)
+    else:
+        assert (code, out, err.count("\n")) == (2, "", 1)

@@ -1,0 +1,52 @@
+"""How many Python functions a batch passes through, and how often its way moves from one file to another."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import memmap_buffer
+from memmap_buffer import Field, ReplayBuffer
+
+PACKAGE = str(Path(memmap_buffer.__file__).parent)
+
+
+def way_of(function):
+    """(file, function) of each Python function of the package that is called, in order."""
+    way = []
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            way.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return way
+
+
+@pytest.mark.parametrize(
+    ("options", "most_calls", "most_moves"),
+    [({"timestep_level": True}, 45, 20), ({"n_steps": 3, "gamma": 0.99}, 60, 25)],
+    ids=["timesteps", "n-step"],
+)
+def test_a_batch_passes_few_functions_and_its_way_seldom_leaves_a_file(tmp_path, options, most_calls, most_moves):
+    observation = Field("float32", (17,), final=True)
+    fields = {"observation": observation, "action": ("float", 6), "reward": "float", "terminated": "bool"}
+    with ReplayBuffer(tmp_path, 4, 100, fields) as buffer:
+        for _ in range(4):
+            steps = {name: np.zeros((100, *shape), "f4") for name, shape in {"action": (6,), "reward": ()}.items()}
+            buffer.store_episode(observation=np.zeros((101, 17), "f4"), terminated=np.zeros(100, bool), **steps)
+        for _ in range(3):  # then every map is open, and the disk is known not to be slow
+            buffer.sample(256, seed=1, **options)
+        way = way_of(lambda: buffer.sample(256, seed=1, **options))
+    moves = sum(before != after for (before, _), (after, _) in pairwise(way))
+    lines = [f"{options}: {len(way)} calls, {moves} moves", *(f"  {file} {name}" for file, name in way)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    assert len(way) <= most_calls
+    assert moves <= most_moves
