@@ -56,7 +56,7 @@ from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import MAX_SERIAL, seal
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import npy_header
-from memmap_buffer.items import runs
+from memmap_buffer.items import filters
 
 HANGS_AFTER = 20  # seconds
 
@@ -598,10 +598,12 @@ def test_a_filter_looks_at_a_long_episode_in_pieces(
     """So that a crafted length costs time, and no memory."""
     options = {**options, "filter_fields": {"number": lambda number: number % 100 != 2}, "return_indices": True}
     whole = [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)]
-    monkeypatch.setattr(runs, "CHUNK_STEPS", 2)
+    monkeypatch.setattr(filters, "CHUNK_STEPS", 2)
     looked_at: list[int] = []
     matches = runs.matches
-    monkeypatch.setattr(runs, "matches", lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest))
+    monkeypatch.setattr(
+        filters, "matches", lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest)
+    )
     assert [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)] == whole
     assert max(looked_at) <= 4
 

@@ -11,6 +11,13 @@ from fault_injection import Play, flags_of, in_child, operations_of, perform, sh
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, StaleEpisodeError
 from memmap_buffer.format.records import FINAL, OPEN, TERMINATED
 
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Of an episode that stays hidden, as the disk is full, nobody waits to see more."""
+    monkeypatch.setattr("memmap_buffer.loading.batch_reader.PATIENCE", 0.02)
+
+
 FIELDS = {"x": Field("float", 2, final=True), "y": ("int", (), 0), "terminated": ("bool", (), False)}
 META = {"task": "int", "label": ("float", 1)}
 LENGTHS = (3, 2, 4)
