@@ -601,8 +601,7 @@ def test_a_filter_looks_at_a_long_episode_in_pieces(
     monkeypatch.setattr(filters, "CHUNK_STEPS", 2)
     looked_at: list[int] = []
     matches = filters.matches
-    watched = lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest)  # noqa: E731
-    monkeypatch.setattr(filters, "matches", watched)
+    monkeypatch.setattr(
         filters, "matches", lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest)
     )
     assert [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)] == whole
