@@ -13,9 +13,9 @@ The packages, from the top floor down; imports between them go down this list on
     writing       episodes, the slot that each goes to, the commit, recovery
     format        the bytes: the specification, system calls, one folder open
 
-Above them: compat, functions that users of other systems look for. Below them: schema, dtypes, errors, and four that
-know no buffer: environments, names, extras, progress. torch is imported by `loading.datasets`, `transport`, `prefetch`
-and `distributed` alone, which are loaded when a dataset, loader or batch is first asked for.
+Above them: compat, functions that users of other systems look for. Below them: schema, dtypes, errors, and five that
+know no buffer: environments, names, paths, extras, progress. torch is imported by `loading.datasets`, `transport`,
+`prefetch` and `distributed` alone, which are loaded when a dataset, loader or batch is first asked for.
 """
 
 from memmap_buffer.api.buffer import ReplayBuffer
@@ -41,8 +41,7 @@ from memmap_buffer.maintenance.pack import pack, unpack
 from memmap_buffer.maintenance.repair import repair
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.maintenance.verification import Finding, verify
-from memmap_buffer.priority.importance import compute_importance_weights
-from memmap_buffer.priority.options import Prioritized
+from memmap_buffer.priority.options import Prioritized, compute_importance_weights
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.hindsight import Hindsight
 from memmap_buffer.views.n_step import NStep

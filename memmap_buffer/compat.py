@@ -18,10 +18,10 @@ import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
+from memmap_buffer.api.editing import with_flags
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import ReadOnlyError, SchemaError
 from memmap_buffer.items.filters import VALID
-from memmap_buffer.writing import validation
 
 
 class StepSpec(NamedTuple):
@@ -114,9 +114,9 @@ def set_valid(buffer: ReplayBuffer, indices: Any, flag: Any = False) -> int:
         raise SchemaError("set_valid: `valid` is no bool field of one value a timestep here; rename it", field=VALID)
     with buffer._turn:
         buffer._writer.begin()
-        slots, rows, gone = validation.marked(buffer._storage, VALID, indices, flag)
-        buffer._writer.update(slots, {VALID: rows}, {})
-        return gone
+        slots, rows, num_gone = with_flags(buffer._storage, VALID, indices, flag)
+        buffer._replace(slots, {VALID: rows})
+        return num_gone
 
 
 def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:

@@ -1,7 +1,7 @@
 """The keys of other libraries' data, which may be any text, as names of fields, which are identifiers; and back.
 
 A key such as "bottom burner" becomes `bottom_burner`; a number tells two keys apart that would become one. Changed keys
-are remembered, so that an export restores them. Does no I/O: `interop.extra_json` stores them in the folder.
+are remembered, so that an export restores them. Does no I/O: `interop.episodes` stores them in the folder.
 """
 
 from __future__ import annotations
@@ -45,13 +45,6 @@ class Names:
         return {
             part: self.ours(tree[key], _join(group, part)) if isinstance(tree[key], Mapping) else tree[key]
             for key, part in names.items()
-        }
-
-    def theirs(self, tree: Mapping[str, Any], group: str = "") -> dict[Any, Any]:
-        """The reverse of `ours`."""
-        return {
-            self.path(name)[-1]: self.theirs(value, name) if isinstance(value, Mapping) else value
-            for name, value in ((_join(group, part), value) for part, value in tree.items())
         }
 
     def named(self, path: Iterable[Any]) -> str:

@@ -4,9 +4,9 @@ import inspect
 import re
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from pages import FENCE, run_blocks
 
 import memmap_buffer
 from memmap_buffer import ConcatBuffer, ReplayBuffer, compat
@@ -21,21 +21,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in OWN),
 ]
-FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-GOES_ON = re.compile(r"run after the first one of \[[^]]*\]\(([^)]+)\)")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def run_blocks(page, namespace=None, most=None):
-    """Run a page's blocks in order, in one namespace; a traceback tells the line of the page."""
-    text, namespace = page.read_text(), namespace or {"__name__": "__main__"}
-    for other in GOES_ON.findall(text):
-        run_blocks(page.parent / other, namespace, most=1)
-    blocks = list(FENCE.finditer(text))[:most]
-    for block in blocks:
-        lines_before = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * lines_before + block[1], page, "exec"), namespace)
-    return SimpleNamespace(count=len(blocks), names=namespace)
 
 
 def in_text(word, text):

@@ -21,7 +21,6 @@ from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import take_free, tell_readers
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import path_of
 from memmap_buffer.maintenance.snapshot import snapshot
 from memmap_buffer.maintenance.statistics import (
     QUANTILES,
@@ -31,6 +30,7 @@ from memmap_buffer.maintenance.statistics import (
     statistics,
     store_statistics,
 )
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
@@ -45,7 +45,7 @@ class ReplayBuffer(Editing, Recording, Readable):
     Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
     `overwrite=True`, or by the first write, and held until `close` or the end of the process; readers need none.
 
-    Opening     the constructor, from_folder, for_env; flush, close
+    Opening     the constructor, from_folder, for_env; snapshot; flush, close
     Writing     one_episode, begin_episode, store, advance_episode: one episode; store_episode: a whole one;
                 batched_episode, store_batch, store_meta_batch: several of one length; add, extend, end_episodes:
                 environments that run on; create_collector
@@ -53,7 +53,7 @@ class ReplayBuffer(Editing, Recording, Readable):
     Changing    update, store_datapoint, store_meta_datapoint: values; delete, clear, reset_: episodes; add_field,
                 drop_field, rename_field, recompute: columns
     Looking     num_episodes, num_steps, episode_lens, serials, refresh; schema, fieldnames, meta_fieldnames,
-                batch_spec; folder, read_only, circular, max_episodes, max_timesteps; statistics, snapshot
+                batch_spec; folder, read_only, circular, max_episodes, max_timesteps; statistics
 
     Args:
         folder: where it is; made if it is missing. As in every path, `~` is the home folder.
@@ -128,7 +128,11 @@ class ReplayBuffer(Editing, Recording, Readable):
         how.require_spare(folder, layout.spare_slots)
         if read_only and overwrite:
             raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")
-        place, lock = _place(folder) if shard is None else _free_shard(folder, layout, shard, overwrite or read_only)
+        if shard is None:
+            place = Folder(path_of(folder))
+            lock = WriterLock(place)
+        else:
+            place, lock = _free_shard(folder, layout, shard, overwrite or read_only)
         if not read_only and (overwrite or not place.exists("schema.json")):
             _create(place, lock, layout, overwrite, reserve)
         opened = Storage.open(place, read_only=read_only, verify=verify)
@@ -216,6 +220,9 @@ class ReplayBuffer(Editing, Recording, Readable):
 
     def _setup(self, opened: Storage, lock: WriterLock, how: WriteOptions) -> None:
         super().__init__(Folders([opened]))
+        self._begin(opened, lock, how)
+
+    def _begin(self, opened: Storage, lock: WriterLock, how: WriteOptions) -> None:
         self._record_to(opened, Writer(opened, lock, how))
         if lock.held:
             self._writer.begin()  # who creates is the writer from the start
@@ -224,11 +231,15 @@ class ReplayBuffer(Editing, Recording, Readable):
                 self._writer.begin()
                 opened.check_always()
 
+    def _settled(self) -> Folders:
+        with self._turn:
+            return self._folders
+
     def _reopen(self) -> None:
         verify, how = self._storage.verify, self._writer.how
         before, opened = self._writer, Storage.open(self._storage.folder, verify=verify)
-        self._close_priorities()
-        self._setup(opened, before.lock, how)
+        self._read_from(Folders([opened]))
+        self._begin(opened, before.lock, how)
         before.detach()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -306,7 +317,7 @@ class ReplayBuffer(Editing, Recording, Readable):
     # Ending
 
     def snapshot(self, path: str | PathLike[str]) -> None:
-        """Copy the published episodes into a new buffer, from any process, beside a writer that goes on.
+        """Copy the published episodes into a new buffer, from any process; a writer may go on meanwhile.
 
         Args:
             path: of the new folder.
@@ -347,16 +358,11 @@ class ReplayBuffer(Editing, Recording, Readable):
         self.close()
 
 
-def _place(folder: str | PathLike[str]) -> tuple[Folder, WriterLock]:
-    place = Folder(path_of(folder))
-    return place, WriterLock(place)
-
-
 def _free_shard(root: str | PathLike[str], layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
     if shard != "auto":
         raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
     if excluded:
-        raise SchemaError("shard='auto' writes beside what is there; leave out overwrite and read_only")
+        raise SchemaError("shard='auto' adds to the shards that are there; leave out overwrite and read_only")
     return take_free(root, layout)
 
 

@@ -13,8 +13,8 @@ from memmap_buffer.api.reading import Readable
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import path_of
 from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
+from memmap_buffer.paths import path_of
 from memmap_buffer.views.folders import Folders
 
 
@@ -28,12 +28,17 @@ class ConcatBuffer(Readable):
 
     Raises:
         SchemaMismatchError: the fields differ.
-        SchemaError: there is no source, or the weights do not fit.
+        SchemaError: there is no source, they are no list, or the weights do not fit.
     """
 
     def __init__(
         self, sources: Sequence[str | PathLike[str] | ReplayBuffer], weights: Sequence[float] | None = None
     ) -> None:
+        if isinstance(sources, str | PathLike | ReplayBuffer):
+            raise SchemaError(
+                f"ConcatBuffer: got {sources!r} alone, expected a list of folders or buffers; write ConcatBuffer([…]), "
+                "or ConcatBuffer.from_root for the folders in it"
+            )
         if not sources:
             raise SchemaError("ConcatBuffer: got no source, expected at least one folder or buffer")
         if weights is not None and (len(weights) != len(sources) or not all(0 < w < float("inf") for w in weights)):
@@ -68,12 +73,16 @@ class ConcatBuffer(Readable):
                 not.
 
         Raises:
-            NotABufferError: there is no buffer.
+            NotABufferError: there is no buffer in it, or `root` is one itself.
             SchemaMismatchError: the fields differ.
             CorruptBufferError: a file is damaged.
             SchemaError: a schema is damaged.
         """
         root = path_of(root)
+        if (root / "schema.json").exists():
+            raise NotABufferError(
+                f"{root}: this is a buffer, not a folder of buffers; open it by ReplayBuffer.from_folder", path=root
+            )
         shards = Shards(root, on_damaged)
         if weights is None and next(shard_numbers(root), None) is not None:
             buffer = cls.__new__(cls)

@@ -1,21 +1,21 @@
-"""The changing half of `ReplayBuffer`: published episodes, and whole columns."""
+"""The changing half of `ReplayBuffer`: published episodes and whole columns, their new values checked and encoded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, decode, encode, to_numpy
 from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance import schema_changes
 from memmap_buffer.progress import progress
-from memmap_buffer.schema import Field, Schema
-from memmap_buffer.writing import validation
+from memmap_buffer.schema import Field, Schema, nest
 from memmap_buffer.writing.commit import WriteHandles
+from memmap_buffer.writing.validation import positions_of
 from memmap_buffer.writing.writer import Writer
 
 Compute: TypeAlias = Callable[[dict[str, Any]], Any]
@@ -57,8 +57,7 @@ class Editing:
             raise SchemaError("update: no data was given; pass field=values")
         with self._turn:
             slots, single = self._slots_of(indices)
-            rows, meta = validation.changes(self._storage, slots, single, data)
-            self._writer.update(slots, rows, meta)
+            self._replace(slots, _values_of(self._storage, slots, single, data))
 
     def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one timestep of one field of a published episode.
@@ -71,8 +70,7 @@ class Editing:
         """
         with self._turn:
             slots, _ = self._slots_of([episode_index])
-            rows = validation.one_step(self._storage, slots, timestep_index, name, datapoint)
-            self._writer.update(slots, rows, {})
+            self._replace(slots, {name: [_with_step(self._storage, slots[0], timestep_index, name, datapoint)]})
 
     def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one meta field of a published episode.
@@ -142,7 +140,7 @@ class Editing:
             )
 
         def change(files: WriteHandles) -> None:
-            rows_of = None if compute is None else self._rows_of(f"add_field {name!r}", field, meta, compute, fields)
+            rows_of = None if compute is None else self._computing("add_field", name, field, meta, compute, fields)
             schema_changes.add(files, name, field, meta=meta, rows_of=rows_of)
 
         self._change_schema("add_field", change)
@@ -190,17 +188,18 @@ class Editing:
             EpisodeStateError: an episode is open.
         """
         with self._turn:
-            self._recompute(name, compute, fields)
+            schema = self._storage.layout.schema
+            schema.require([name], "recompute", list(schema.all))
+            self._writer.begin()
+            rows_of = self._computing("recompute", name, schema.all[name], name in schema.meta_fields, compute, fields)
+            for slot in progress(self._storage.refresh().visible.tolist(), f"recompute {name}"):
+                self._replace(np.array([slot]), {name: [rows_of(slot)]})
 
-    def _recompute(self, name: str, compute: Compute, fields: Iterable[str] | None) -> None:
-        schema = self._storage.layout.schema
-        schema.require([name], "recompute", list(schema.all))
-        self._writer.begin()
-        meta, field = name in schema.meta_fields, schema.all[name]
-        rows_of = self._rows_of(f"recompute {name!r}", field, meta, compute, fields)
-        for slot in progress(self._storage.refresh().visible.tolist(), f"recompute {name}"):
-            value = {name: [rows_of(slot)]}
-            self._writer.update(np.array([slot]), {} if meta else value, value if meta else {})
+    def _replace(self, slots: IntArray, values: Mapping[str, Sequence[Array]]) -> None:
+        """Write name -> one array for each slot: the first entries of a field, or the value of a meta field."""
+        meta = self._storage.layout.schema.meta_fields
+        rows = {name: arrays for name, arrays in values.items() if name not in meta}
+        self._writer.update(slots, rows, {name: arrays for name, arrays in values.items() if name in meta})
 
     def _slots_of(self, indices: Any) -> tuple[IntArray, bool]:
         """Take the lock; return the slots of positions, and whether it is a single one.
@@ -211,7 +210,7 @@ class Editing:
         if self._writer.begun:
             self._writer.begin()  # finishes an update of ours that failed half way: its episode was not seen meanwhile
         table = self._storage.refresh()
-        positions, single = validation.positions_of(indices, len(table))
+        positions, single = positions_of(indices, len(table))
         slots = table.visible[positions]
         self._writer.begin()
         serials = table.serial[slots]
@@ -243,15 +242,132 @@ class Editing:
                 self._reopen()
             self._schema_changes = False
 
-    def _rows_of(
-        self, where: str, field: Field, meta: bool, compute: Compute, fields: Iterable[str] | None
+    def _computing(
+        self, what: str, name: str, field: Field, meta: bool, compute: Compute, fields: Iterable[str] | None
     ) -> Callable[[int], Array]:
-        storage = self._storage
-        schema = storage.layout.schema
+        """A function from a slot to what `compute` gives for its episode, as stored."""
+        storage, schema, where = self._storage, self._storage.layout.schema, f"{what} {name!r}"
         names = tuple(schema.all) if fields is None else schema.require(fields, where)
 
         def rows_of(slot: int) -> Array:
-            episode = validation.episode_of(storage, slot, names)
-            return validation.computed(storage, slot, where, field, meta, compute(episode))
+            episode = {name: decode(_stored(storage, slot, name), schema.all[name].dtype) for name in names}
+            value, serial = compute(nest(episode)), int(storage.table.serial[slot])
+            rows = storage.rows_of(slot, field.final)
+            try:
+                entries = field.encode(value, lead=0 if meta else 1)
+            except SchemaError as error:
+                raise SchemaError(f"{where}, episode {serial}: {error}", serial=serial) from None
+            count = rows.stop - rows.start
+            if not meta and len(entries) != count:
+                last = "; the last one is of the final observation" if field.final else ""
+                raise SchemaError(
+                    f"{where}, episode {serial}: got {len(entries)} entries, expected {count}{last}; give one each",
+                    serial=serial,
+                )
+            return np.ascontiguousarray(entries)
 
         return rows_of
+
+
+def _stored(storage: Storage, slot: int, name: str, stop: int | None = None) -> Array:
+    """A copy of the entries that an episode has of a field, or the first of them, or of its value of a meta field.
+
+    Raises: StaleEpisodeError: it fails its checksums.
+    """
+    if not storage.trust(np.array([slot])):
+        raise StaleEpisodeError(f"{storage.path}: an episode fails its checksums; see `verify`")
+    schema, maps = storage.layout.schema, storage.maps
+    if name in schema.meta_fields:
+        return np.array(maps.meta[name][slot])
+    return maps.rows[name][storage.rows_of(slot, schema.fields[name].final)][:stop].copy()
+
+
+def _with_step(storage: Storage, slot: int, t: int, name: str, value: Any) -> Array:
+    """The entries of a field up to timestep `t`, which is `value` now."""
+    schema, length = storage.layout.schema, int(storage.table.length[slot])
+    schema.require([name], "store_datapoint", schema.fields)
+    if not 0 <= t < length:
+        raise SchemaError(f"store_datapoint: timestep {t}, the episode has {length}")
+    rows = _stored(storage, slot, name, t + 1)
+    rows[t] = schema.fields[name].encode(value)
+    return rows
+
+
+def with_flags(storage: Storage, name: str, indices: Any, flag: Any) -> tuple[IntArray, list[Array], int]:
+    """The entries of a bool field with some timesteps marked.
+
+    Args:
+        storage: the folder.
+        name: the field.
+        indices: (n, 2) of (serial, timestep), or (n,) serials for whole episodes.
+        flag: a bool, or (n,) of them.
+
+    Returns:
+        Slots, the entries of each, and how many of the indices are of episodes that are gone.
+
+    Raises:
+        SchemaError: there is no such timestep, or the indices are of another shape.
+    """
+    pairs, table = to_numpy(indices), storage.refresh()
+    whole = pairs.ndim == 1
+    if pairs.dtype.kind not in "iu" or (not whole and (pairs.ndim != 2 or pairs.shape[1] != 2)):
+        raise SchemaError(
+            f"set_valid: got indices of {pairs.dtype} and shape {pairs.shape}, expected (n, 2) of (serial, timestep), "
+            "as `_indices` of a batch, or (n,) serials"
+        )
+    serials = (pairs if whole else pairs[:, 0]).tolist()
+    flags = np.broadcast_to(encode(flag, "bool", (len(serials),) if to_numpy(flag).ndim else ()), len(serials))
+    slot_of = dict(zip(table.serial[table.visible].tolist(), table.visible.tolist(), strict=True))
+    rows = {serial: _stored(storage, slot_of[serial], name) for serial in dict.fromkeys(serials) if serial in slot_of}
+    for k, serial in enumerate(serials):
+        if serial not in rows:
+            continue
+        t = slice(None) if whole else int(pairs[k, 1])
+        if not isinstance(t, slice) and not 0 <= t < len(rows[serial]):
+            raise SchemaError(
+                f"set_valid: timestep {t} of episode {serial}, which has {len(rows[serial])}", serial=serial
+            )
+        rows[serial][t] = flags[k]
+    slots = np.array([slot_of[serial] for serial in rows], np.int64)
+    return slots, list(rows.values()), sum(serial not in slot_of for serial in serials)
+
+
+def _values_of(storage: Storage, slots: IntArray, single: bool, data: Mapping[str, Any]) -> dict[str, list[Array]]:
+    """New values of published episodes as `update` takes them: name -> one array for each slot.
+
+    Entries beyond an episode's length are left out. A scalar stands for all values; of a field, for the first timestep.
+    """
+    schema, length = storage.layout.schema, storage.table.length[slots]
+    flat = schema.flatten(data)
+    schema.require(flat, "update")
+    out: dict[str, list[Array]] = {}
+    for name, value in flat.items():
+        field, meta = schema.all[name], name in schema.meta_fields
+        values = _expand(name, field, value, single, (len(slots),) if meta else (len(slots), -1))
+        if not meta and len(slots) and values.shape[1] > length.max():
+            raise SchemaError(
+                f"update, field {name!r}: got {values.shape[1]} timesteps, "
+                f"the longest of these episodes has {length.max()}"
+            )
+        ends = [None] * len(slots) if meta else length.tolist()
+        out[name] = [np.ascontiguousarray(v if n is None else v[:n]) for v, n in zip(values, ends, strict=True)]
+    return out
+
+
+def _expand(name: str, field: Field, value: Any, single: bool, lead: tuple[int, ...]) -> Array:
+    """`value` encoded and broadcast to (*lead, *field); -1 in `lead` takes the value's own size."""
+    array, n = to_numpy(value), len(lead)
+    if array.ndim == 0:
+        array = array.reshape((1,) * (n + len(field.shape)))
+    elif single:
+        array = array[None]
+    if {array.shape[n:], field.shape} == {(), (1,)}:
+        array = array.reshape(array.shape[:n] + field.shape)
+    own = tuple(size if wanted == -1 else wanted for wanted, size in zip(lead, array.shape, strict=False))
+    try:
+        if array.ndim != n + len(field.shape) or len(own) != n:
+            raise SchemaError(f"got shape {array.shape}")
+        return encode(np.broadcast_to(array, own + field.shape), field.dtype, field.shape, n)
+    except (SchemaError, ValueError) as error:
+        axes = ", ".join(("episodes", "time")[:n])
+        raise SchemaError(f"update, field {name!r}: {error}; expected ({axes}, *{field.shape})") from None

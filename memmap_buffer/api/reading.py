@@ -9,20 +9,27 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
-from memmap_buffer.errors import SchemaError, StaleEpisodeError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
+from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
 from memmap_buffer.loading.option_keys import key_of
 from memmap_buffer.loading.options import Options
-from memmap_buffer.loading.prioritized import NamedPriorities, PrioritizedDraws, update_priorities
-from memmap_buffer.loading.samplers import UniformSampler
+from memmap_buffer.loading.prioritized import (
+    NamedPriorities,
+    PrioritizedDraws,
+    PrioritizedSampler,
+    update_priorities,
+)
+from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.views.anchors import Anchors
@@ -283,36 +290,55 @@ class Readable:
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there is no batch to give.
         """
-        from memmap_buffer.loading.datasets import make_loader
+        from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader, check_loader_options, torch_seed
+        from memmap_buffer.loading.distributed import ranks_of
 
-        known = {name: value for name, value in options.items() if name in Options.__annotations__}
-        # None stands for "not given", but for `terminated`, where it says that nothing does.
-        own = {name: value for name, value in known.items() if value is not None or name == "terminated"}
-        loader_options = {name: value for name, value in options.items() if name not in Options.__annotations__}
+        own = {name: value for name, value in options.items() if name in Options.__annotations__}
         own |= dataset_kwargs or {}
-        if dataset is not None and own:
+        loader_options = {name: value for name, value in options.items() if name not in Options.__annotations__}
+        check_loader_options(loader_options, [*Options.__annotations__, *signature(Readable.dataloader).parameters])
+        check_count("batch_size", batch_size)
+        check_count("prefetch", prefetch, 0)
+        given = [name for name, value in own.items() if value is not None or name == "terminated"]
+        if dataset is not None and given:
             raise SchemaError(
-                f"options: a dataset has its own; give {', '.join(own)} to dataset(), or leave it out here"
+                f"options: a dataset has its own; give {', '.join(given)} to dataset(), or leave it out here"
             )
-        reader = BatchReader(self._folders, own) if dataset is None else dataset.reader
-        sampler = self._make_sampler(reader)
-        return make_loader(
-            reader,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-            weights=self._weights,
-            shuffle_window=shuffle_window,
-            rank=rank,
-            world_size=world_size,
-            tail=tail,
-            device=device,
-            prefetch=prefetch,
-            dataset=dataset,
-            draws=sampler if isinstance(sampler, PrioritizedDraws) else None,
-            **loader_options,
-        )
+        dataset = dataset or EpisodeDataset(BatchReader(self._folders, own))
+        reader, ranks = dataset.reader, ranks_of(rank, world_size)
+        reader.require(reader.index(refresh=True))
+        if seed is None:
+            if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
+                raise SchemaError(
+                    "seed: got None, and the ranks that were given cannot agree on one; give all the same"
+                )
+            seed = torch_seed(loader_options.get("generator"))
+        check_count("seed", seed, 0)
+        draws = self._make_sampler(reader)
+        sampler: PrioritizedSampler | EpochSampler
+        # `state_dict` tells the numbers in those of Python.
+        if isinstance(draws, PrioritizedDraws):
+            sampler = PrioritizedSampler(
+                draws, batch_size=int(batch_size), drop_last=drop_last, seed=int(seed), rank=ranks.now().rank
+            )
+        else:
+            sampler = EpochSampler(
+                reader,
+                batch_size=int(batch_size),
+                shuffle=shuffle,
+                drop_last=drop_last,
+                seed=int(seed),
+                weights=self._weights,
+                window=shuffle_window,
+                ranks=ranks,
+                tail=tail,
+            )
+        if not len(sampler):
+            raise NotEnoughDataError(
+                f"drop_last={drop_last}, tail={tail!r} and batch_size={batch_size} for {ranks.now().world_size} ranks "
+                f"give no batch of {len(reader.index())} items; lower one"
+            )
+        return EpisodeLoader(dataset, sampler=sampler, device=device, prefetch=prefetch, **loader_options)
 
     def sample(
         self,
@@ -337,7 +363,7 @@ class Readable:
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there is nothing to draw from, or not so much.
         """
-        sampler = self._sampler_of(options)
+        folders, sampler = self._folders, self._sampler_of(options)
         check_count("batch_size", batch_size)
         if seed is not None:
             check_count("seed", seed, 0)
@@ -346,7 +372,12 @@ class Readable:
             rng = self._rng = self._torch.torch_seeded_rng()
         else:
             rng = self._rng
-        return self._torch.sample(sampler, batch_size, rng, device, seed is not None, replacement)
+        try:
+            return self._torch.sample(sampler, batch_size, rng, device, seed is not None, replacement)
+        except SchemaMismatchError:  # perhaps by another thread, with this object
+            if self._settled() is folders:
+                raise
+        return self.sample(batch_size, seed=seed, device=device, replacement=replacement, **options)
 
     def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any:
         """The items of `dataset` at some positions, as one batch.
@@ -386,11 +417,12 @@ class Readable:
             sampler = self._samplers.get(tuple(options.items()))  # most options are their own key
         except TypeError:
             sampler = None
-        if sampler is not None:
+        if sampler is not None and sampler.reader.folders is self._folders:
             return sampler
         key = key_of(options)
         sampler = self._samplers.get(key)
-        if sampler is None or key_of(sampler.reader.given) != key:  # a list, or what a closure holds, changed since
+        # A list, or what a closure holds, may have changed since; or another thread changed the columns.
+        if sampler is None or sampler.reader.folders is not self._folders or key_of(sampler.reader.given) != key:
             sampler = self._make_sampler(BatchReader(self._folders, options))
             self._samplers = {**({} if len(self._samplers) >= MAX_KEPT else self._samplers), key: sampler}
         return sampler
@@ -415,7 +447,13 @@ class Readable:
         if name not in self._priorities:
             known = ", ".join(self._priorities) or "none yet"
             raise SchemaError(f"update_priorities: no batch was drawn by priorities {name!r}; known are {known}")
-        return update_priorities(self._priorities[name], to_numpy(indices), to_numpy(td_errors))
+        folders, given = self._folders, (to_numpy(indices), to_numpy(td_errors))
+        try:
+            return update_priorities(self._priorities[name], *given)
+        except SchemaMismatchError:  # perhaps by another thread, with this object
+            if self._settled() is folders:
+                raise
+        return self.update_priorities(*given, name=name)
 
     def flush(self) -> None:
         """Wait until the priorities are on the disk."""
@@ -438,6 +476,16 @@ class Readable:
                 self._priorities[how.name] = priorities
             priorities.require(alpha=how.alpha, epsilon=how.epsilon)
             return priorities
+
+    def _settled(self) -> Folders:
+        """What is read once no other thread is changing the columns."""
+        return self._folders
+
+    def _read_from(self, folders: Folders) -> None:
+        """Go on with the same folders, opened again as their columns were changed."""
+        self._folders, self._samplers = folders, {}
+        for priorities in list(self._priorities.values()):
+            priorities.move_to(folders)
 
     def _close_priorities(self) -> None:
         while self._priorities:

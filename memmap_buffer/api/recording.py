@@ -14,10 +14,8 @@ from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import validation
-from memmap_buffer.writing.block import Block, Held
-from memmap_buffer.writing.episode import Episode
-from memmap_buffer.writing.episode_group import EpisodeGroup
-from memmap_buffer.writing.vector_env import EpisodeStream, Steps
+from memmap_buffer.writing.episode import Block, Episode, Held
+from memmap_buffer.writing.vector_env import EpisodeGroup, EpisodeStream, Steps
 from memmap_buffer.writing.writer import Writer
 
 Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)

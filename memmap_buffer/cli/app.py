@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memmap_buffer.cli import change, doctor_bench, import_export, inspection, maintain, minimal, plot_video, view
-from memmap_buffer.cli.terminal import clean, say
+from memmap_buffer.cli import doctor_bench, import_export, inspection, maintain, minimal, pictures
 from memmap_buffer.errors import MemmapBufferError
 
 EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
@@ -24,17 +23,17 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "repair": (maintain.repair, "repair replay_data"),
     "pack": (maintain.pack, "pack replay_data published_data"),
     "unpack": (maintain.unpack, "unpack packed_data writable_data --max-episodes 2000"),
-    "merge": (change.merge, "merge all_data shards/0 shards/1"),
-    "split": (change.split, "split replay_data parts --part train=0.8 --part val=0.2"),
-    "delete": (change.delete, "delete replay_data --where 'length<10'"),
-    "add-field": (change.add_field, "add-field replay_data weight --dtype float --default 1.0 --meta"),
+    "merge": (maintain.merge, "merge all_data shards/0 shards/1"),
+    "split": (maintain.split, "split replay_data parts --part train=0.8 --part val=0.2"),
+    "delete": (maintain.delete, "delete replay_data --where 'length<10'"),
+    "add-field": (maintain.add_field, "add-field replay_data weight --dtype float --default 1.0 --meta"),
     "import": (import_export.import_, "import robomimic demos.hdf5 imported_data"),
     "export": (import_export.export, "export robomimic replay_data exported.hdf5"),
     "doctor": (doctor_bench.doctor, "doctor replay_data"),
     "bench": (doctor_bench.bench, "bench replay_data --seconds 4"),
-    "plot": (plot_video.plot, "plot replay_data --out episodes.png"),
-    "video": (plot_video.video, "video replay_data 3 --out episode.mp4"),
-    "view": (view.view, "view replay_data 1-3 --save episodes.rrd"),
+    "plot": (pictures.plot, "plot replay_data --out episodes.png"),
+    "video": (pictures.video, "video replay_data 3 --out episode.mp4"),
+    "view": (pictures.view, "view replay_data 1-3 --save episodes.rrd"),
 }
 
 
@@ -60,7 +59,7 @@ def make_app() -> typer.Typer:
 
 def _say_version(asked: bool) -> None:
     if asked:
-        say(minimal.version())
+        minimal.say(minimal.version())
         raise typer.Exit
 
 
@@ -83,7 +82,7 @@ def _with_errors_printed(function: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # `… | head`: typer ends quietly
             raise
         except (MemmapBufferError, OSError, ImportError) as error:
-            raise typer.Exit(minimal.complain(clean(minimal.explained(error, flags)))) from error
+            raise typer.Exit(minimal.complain(minimal.explained(error, flags))) from error
         except KeyboardInterrupt:
             raise typer.Exit(minimal.complain("interrupted; nothing half is left", minimal.INTERRUPTED)) from None
 

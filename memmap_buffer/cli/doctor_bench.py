@@ -15,10 +15,9 @@ import numpy as np
 import typer
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.cli.arguments import FolderArgument, Json
-from memmap_buffer.cli.episodes import opened
-from memmap_buffer.cli.minimal import FOUND
-from memmap_buffer.cli.terminal import bytes_of, clean, disk_use, end, progress, say, say_json, show_table
+from memmap_buffer.cli.folders import disk_use, opened
+from memmap_buffer.cli.minimal import FOUND, clean, say
+from memmap_buffer.cli.terminal import FolderArgument, Json, bytes_of, end, progress, say_json, show_table
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.maintenance.disk import DiskSpeed, disk_of, measure_disk_speed
 from memmap_buffer.views.windows import Window
@@ -77,7 +76,7 @@ def doctor(folder: FolderArgument, seconds: Seconds = 2.0, as_json: Json = False
 
 
 def bench(folder: FolderArgument, seconds: Seconds = 8.0, as_json: Json = False) -> None:
-    """Measure how fast this folder gives batches of each kind, beside the memory's own speed for as many bytes.
+    """Measure how fast this folder gives batches of each kind, and the memory's own speed for as many bytes.
 
     The kinds take turns in short bursts, and the fastest fifth of each one's bursts is what counts.
     """

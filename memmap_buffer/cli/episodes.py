@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,13 +27,6 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge,
 }
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-
-
-@contextmanager
-def opened(folder: Path, *, verify: str = "auto") -> Iterator[ReplayBuffer]:
-    """A folder, open to be read, and closed at the end of the block."""
-    with ReplayBuffer.from_folder(folder, read_only=True, verify=verify) as buffer:
-        yield buffer
 
 
 def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:

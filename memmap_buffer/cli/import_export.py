@@ -13,11 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from memmap_buffer.cli.arguments import FolderArgument, Target, Yes
-from memmap_buffer.cli.episodes import opened
-from memmap_buffer.cli.minimal import explained
-from memmap_buffer.cli.outputs import new_file, new_folder, require_new
-from memmap_buffer.cli.terminal import Problem, progress, say
+from memmap_buffer.cli.folders import new_file, new_folder, opened, require_new
+from memmap_buffer.cli.minimal import explained, say
+from memmap_buffer.cli.terminal import FolderArgument, Problem, Target, Yes, progress
 from memmap_buffer.errors import MemmapBufferError
 
 

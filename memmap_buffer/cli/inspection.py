@@ -13,11 +13,23 @@ import typer
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.cli.arguments import Episode, Fields, FolderArgument, Json, Reward, Where
-from memmap_buffer.cli.episodes import Array, column_of, matching, opened, read_episode, serial_of, table_of
-from memmap_buffer.cli.minimal import shards_of
-from memmap_buffer.cli.terminal import Problem, bytes_of, disk_use, say, say_json, show_table
+from memmap_buffer.cli.episodes import Array, column_of, matching, read_episode, serial_of, table_of
+from memmap_buffer.cli.folders import disk_use, opened
+from memmap_buffer.cli.minimal import say, shards_of
+from memmap_buffer.cli.terminal import (
+    Episode,
+    Fields,
+    FolderArgument,
+    Json,
+    Problem,
+    Reward,
+    Where,
+    bytes_of,
+    say_json,
+    show_table,
+)
 from memmap_buffer.maintenance.statistics import FieldStatistics
+from memmap_buffer.schema import Field
 
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 24
@@ -147,30 +159,15 @@ def _table_of_all(folder: Path, reward: str) -> dict[str, Array]:
 
 def _statistics_rows(name: str, found: FieldStatistics) -> Iterator[dict[str, Any]]:
     """A row for each entry of a field; of a large one its extremes and mean over all entries."""
-    size = found.mean.size
-    if size > ENTRIES:
-        over_all = {"mean": found.mean.mean(), "std": None, "min": found.min.min(), "max": found.max.max()}
-        yield {
-            "field": f"{name} {found.mean.shape}",
-            "count": found.count,
-            **over_all,
-            **dict.fromkeys(_quantile_names(found)),
-        }
+    columns = {"mean": found.mean, "std": found.std, "min": found.min, "max": found.max}
+    columns |= {f"{100 * q:g}%": values for q, values in found.quantiles.items()}
+    if found.mean.size > ENTRIES:
+        over_all = {"mean": found.mean.mean(), "min": found.min.min(), "max": found.max.max()}
+        yield {"field": f"{name} {found.mean.shape}", "count": found.count, **dict.fromkeys(columns), **over_all}
         return
     for i in np.ndindex(found.mean.shape):
-        values = {key: float(getattr(found, key)[i]) for key in ("mean", "std", "min", "max")}
-        quantiles = [float(value[i]) for value in found.quantiles.values()]
         spelt = f"{name}[{', '.join(map(str, i))}]" if i else name
-        yield {
-            "field": spelt,
-            "count": found.count,
-            **values,
-            **dict(zip(_quantile_names(found), quantiles, strict=True)),
-        }
-
-
-def _quantile_names(found: FieldStatistics) -> list[str]:
-    return [f"{100 * q:g}%" for q in found.quantiles]
+        yield {"field": spelt, "count": found.count, **{key: float(values[i]) for key, values in columns.items()}}
 
 
 def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
@@ -189,20 +186,13 @@ def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
         "bytes_apparent": apparent,
         "bytes_per_step": sum(field.itemsize for field in buffer.schema.fields.values()),
         **{name: _summary(table[name]) for name in ("length", "return") if name in table},
-        **{
-            kind: {
-                name: {
-                    "dtype": f.dtype,
-                    "shape": list(f.shape),
-                    "default": f.default,
-                    "final": f.final,
-                    "bytes": f.itemsize,
-                }
-                for name, f in fields.items()
-            }
-            for kind, fields in (("fields", buffer.schema.fields), ("meta_fields", buffer.schema.meta_fields))
-        },
+        "fields": {name: _field_facts(field) for name, field in buffer.schema.fields.items()},
+        "meta_fields": {name: _field_facts(field) for name, field in buffer.schema.meta_fields.items()},
     }
+
+
+def _field_facts(field: Field) -> dict[str, Any]:
+    return {**asdict(field), "bytes": field.itemsize}
 
 
 def _say_facts(facts: dict[str, Any]) -> None:

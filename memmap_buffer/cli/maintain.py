@@ -1,20 +1,30 @@
-"""`verify`, `repair`, `pack`, `unpack` with help texts and progress bars; `minimal` does the work and prints."""
+"""The commands that check, repair, copy and change folders: verify to unpack, merge, split, delete, add-field."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli import minimal
-from memmap_buffer.cli.arguments import FolderArgument, Target, Yes
-from memmap_buffer.cli.episodes import opened
-from memmap_buffer.cli.terminal import end, progress, watching
+from memmap_buffer.cli.episodes import matching, read_episode, serials_of, table_of
+from memmap_buffer.cli.folders import bytes_to_copy, new_folder, opened, require_new, watching
+from memmap_buffer.cli.minimal import FOUND, OK, agreed, print_left_out, say, shards_of
+from memmap_buffer.cli.terminal import Episodes, FolderArgument, Problem, Target, Where, Yes, end, progress
 from memmap_buffer.maintenance import pack as copies
+from memmap_buffer.schema import Field
 
 Source = Annotated[Path, typer.Argument(help="The folder to copy; it may be in use.", show_default=False)]
 Size = Annotated[int | None, typer.Option(min=1, help="As many as the source, if not given.")]
+Folders = Annotated[list[Path], typer.Argument(help="The folders, in the order of their episodes.", show_default=False)]
+Parts = Annotated[list[str] | None, typer.Option("--part", help="A part and its share, as in train=0.8; repeat it.")]
 
 
 def verify(folder: FolderArgument) -> None:
@@ -43,9 +53,138 @@ def unpack(source: Source, target: Target, max_episodes: Size = None, max_timest
     end(minimal.print_copy(target, left_out))
 
 
-def bytes_to_copy(source: Path) -> int:
-    """The bytes that a copy of a folder will have."""
-    with opened(source, verify="never") as buffer:
-        schema, steps, episodes = buffer.schema, buffer.num_steps, buffer.num_episodes
-    rows = sum(field.itemsize * (steps + field.final * episodes) for field in schema.fields.values())
-    return rows + sum(field.itemsize * episodes for field in schema.meta_fields.values())
+def merge(
+    target: Target,
+    sources: Folders,
+    max_episodes: Annotated[int | None, typer.Option(min=1, help="Room in the new folder; default: as needed.")] = None,
+) -> None:
+    """Copy the episodes of several folders, or roots of such, of equal fields into one new folder to be written to.
+
+    Episodes are numbered anew, source by source. Damaged ones are left out and named, and the command ends with 1.
+    """
+    require_new(target)
+    with ExitStack() as stack:
+        folders = [folder for source in sources for folder in shards_of(source) or [source]]
+        buffers = [stack.enter_context(opened(folder, verify="read")) for folder in folders]
+        joined = ConcatBuffer(buffers)  # refuses fields that differ, and names them
+        planned = [(buffer, serial) for buffer in buffers for serial in buffer.serials.tolist()]
+        if not planned:
+            raise Problem("merge: there is no episode in any of the folders")
+        room = max(len(planned), max_episodes or 0)
+        left_out = []
+        with (
+            new_folder(target) as place,
+            progress("merging", len(planned)) as tell,
+            ReplayBuffer(place, room, joined.max_timesteps, joined.schema) as merged,
+        ):
+            for count, (buffer, serial) in enumerate(planned):
+                try:
+                    merged.store_episode(**read_episode(buffer, serial))
+                except Problem:
+                    left_out.append(f"{buffer.folder}: episode {serial}")
+                tell(count + 1)
+            made = f"{target}: {merged.num_episodes} episodes, {merged.num_steps} steps"
+    say(made)
+    for name in left_out:
+        say(f"{name} is damaged, or was overwritten meanwhile, and is left out")
+    end(FOUND if left_out else OK)
+
+
+def split(
+    source: Annotated[Path, typer.Argument(help="The folder to copy from.", show_default=False)],
+    target: Target,
+    part: Parts = None,
+    seed: Annotated[int, typer.Option(help="Another seed draws another split.")] = 0,
+) -> None:
+    """Copy a folder's episodes into packed folders, one for each part, below a new folder.
+
+    An episode's part follows from its number and the seed, as with the option split= of a data loader.
+    """
+    require_new(target)
+    shares = _shares(part or ["train=0.9", "val=0.1"])
+    with opened(source) as buffer:
+        chosen = {
+            name: buffer.episodes(fields=(), split=shares, part=name, split_seed=seed, return_indices=True)["_index"]
+            for name in shares
+        }
+        serials = buffer.serials
+    empty = [name for name, found in chosen.items() if not len(found)]
+    if empty:
+        raise Problem(f"split: no episode falls into {', '.join(empty)}; give it a larger share, or another --seed")
+    left_out: list[int] = []
+    with new_folder(target) as place, watching("splitting", place, bytes_to_copy(source)):
+        for name, found in chosen.items():
+            left_out += copies.pack(source, place / name, episodes=np.searchsorted(serials, found))
+            with opened(place / name, verify="never") as made:
+                if not set(made.serials.tolist()) <= set(found.tolist()):
+                    raise Problem(f"{source}: its episodes changed while they were copied; pause the writer")
+                say(f"{target / name}: {made.num_episodes} episodes, {made.num_steps} steps")
+    end(print_left_out(sorted(left_out)))
+
+
+def delete(
+    folder: FolderArgument,
+    episode: Episodes = None,
+    where: Where = None,
+    yes: Yes = False,
+) -> None:
+    """Remove episodes, by number or by --where; their numbers are never used again."""
+    if not episode and not where:
+        raise Problem("delete: name the episodes, or choose them by --where")
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.delete([])  # takes the lock: from here on nobody else changes which episodes there are
+        serials = serials_of(buffer, episode) if episode else buffer.serials.tolist()
+        if where:
+            serials = np.intersect1d(serials, matching(table_of(buffer), where)["serial"]).tolist()
+        steps = int(buffer.episode_lens[np.isin(buffer.serials, serials)].sum())
+        if not serials:
+            raise Problem("delete: no episode is like that")
+        if not agreed(f"Delete {len(serials)} of {len(buffer)} episodes, {steps} steps, for ever?", yes):
+            say("nothing was changed")
+            end(FOUND)
+        buffer.delete(np.flatnonzero(np.isin(buffer.serials, serials)))
+    say(f"deleted {len(serials)} episodes, {steps} steps")
+
+
+def add_field(
+    folder: FolderArgument,
+    name: Annotated[str, typer.Argument(help="Its name; dotted for a group.", show_default=False)],
+    default: Annotated[str, typer.Option("--default", help="Its value in every episode there is, as JSON or text.")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="As for the constructor: float, int, bool, uint8, U12, …")
+    ] = "float",
+    shape: Annotated[
+        str, typer.Option("--shape", help="Of one entry, as in 3,64,64; left out for a single value.")
+    ] = "",
+    meta: Annotated[bool, typer.Option("--meta", help="One value an episode, not one a timestep.")] = False,
+) -> None:
+    """Add a field with one value to every episode of a folder; all other files stay as they are.
+
+    To compute its values from each episode, use buffer.add_field(name, spec, compute) in Python.
+    """
+    try:
+        sizes = tuple(int(size) for size in shape.split(",") if size.strip())
+    except ValueError:
+        raise Problem(f"--shape {shape!r}: expected whole numbers with commas between, as in 3,64,64") from None
+    try:
+        value = default if dtype.startswith("U") else json.loads(default)
+    except ValueError:
+        raise Problem(f"--default {default!r}: expected JSON, such as 0.5, true or [1, 2]") from None
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.add_field(name, Field(dtype, sizes, value), meta=meta)
+    say(f"added {name}: {dtype} {sizes}")
+
+
+def _shares(parts: Sequence[str]) -> dict[str, float]:
+    shares = {}
+    for text in parts:
+        name, _, share = text.partition("=")
+        try:
+            shares[name] = float(share)
+        except ValueError:
+            raise Problem(f"--part {text!r}: expected a name and a share, as in train=0.8") from None
+        if not name.isidentifier() or not 0 < shares[name] <= 1:
+            raise Problem(f"--part {text!r}: expected a name and a share above 0 and at most 1, as in train=0.8")
+    if sum(shares.values()) > 1 + 1e-9:
+        raise Problem(f"--part: the shares sum to {sum(shares.values()):g}, expected at most 1")
+    return shares

@@ -1,4 +1,7 @@
-"""`verify`, `repair`, `pack` and `unpack` without typer and rich, which a robot may lack; exit codes, error texts."""
+"""The part of the command that needs neither typer nor rich, which a robot may lack.
+
+`verify`, `repair`, `pack` and `unpack`; exit codes, texts of errors, lines on the terminal.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +90,28 @@ def version() -> str:
     return f"memmap-buffer {sys.modules['memmap_buffer'].__version__}"
 
 
+def clean(text: str) -> str:
+    """Text without control characters: a stranger's folder has names and text fields, and a terminal obeys them."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def say(text: str = "") -> None:
+    """Print one line on stdout, without markup or control characters."""
+    sys.stdout.write(f"{clean(text)}\n")
+
+
+def agreed(question: str, yes: bool) -> bool:
+    """Whether the user agrees; an end of the input is a no: a script has nobody to ask."""
+    if yes:
+        return True
+    sys.stdout.write(f"{clean(question)} [y/N] ")
+    sys.stdout.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def complain(text: str, code: int = FAILED) -> int:
     """Print why the command failed; returns the exit code."""
-    sys.stderr.write(f"memmap-buffer: {text}\n")
+    sys.stderr.write(f"memmap-buffer: {clean(text)}\n")
     return code
 
 
@@ -103,39 +125,39 @@ def check_and_repair(folder: Path, yes: bool) -> int:
     print_findings(found)
     if not found:
         return OK
-    if not yes and not _agreed():
-        sys.stdout.write("nothing was changed\n")
+    if not agreed("Repair it?", yes):
+        say("nothing was changed")
         return FOUND
     for each in shards_of(folder) or [folder]:
         if verify(each):
             repair(each)
     left = verify_all(folder)
-    sys.stdout.write(f"repaired; what was taken out lies in {LOST}/\n" if not left else "not all could be repaired:\n")
+    say("not all could be repaired:" if left else f"repaired; what was taken out lies in {LOST}/")
     for finding in left:
-        sys.stdout.write(f"{finding}\n")
+        say(str(finding))
     return FOUND if left else OK
 
 
 def print_findings(found: Sequence[Finding]) -> int:
     """Print the findings of `verify`; returns 1 if something is lost, else 0."""
     for finding in found:
-        sys.stdout.write(f"{finding}\n")
+        say(str(finding))
     if not found:
-        sys.stdout.write("all is well\n")
+        say("all is well")
     return FOUND if any(finding.lost for finding in found) else OK
 
 
 def print_copy(target: Path, serials: Sequence[int]) -> int:
     """Print the size of a copy, and the serials that it lacks; returns 1 if there are any, else 0."""
     with ReplayBuffer.from_folder(target, read_only=True, verify="never") as made:
-        sys.stdout.write(f"{target}: {made.num_episodes} episodes, {made.num_steps} steps\n")
+        say(f"{target}: {made.num_episodes} episodes, {made.num_steps} steps")
     return print_left_out(serials)
 
 
 def print_left_out(serials: Sequence[int]) -> int:
     """Print the serials that a copy lacks; returns 1 if there are any, else 0."""
     for serial in serials:
-        sys.stdout.write(f"episode {serial} is damaged, or was overwritten meanwhile, and is left out\n")
+        say(f"episode {serial} is damaged, or was overwritten meanwhile, and is left out")
     return FOUND if serials else OK
 
 
@@ -161,10 +183,3 @@ def _parser() -> argparse.ArgumentParser:
     grid.add_argument("--max-episodes", type=int, help="default: as many as the source")
     grid.add_argument("--max-timesteps", type=int, help="default: as many as the source")
     return parser
-
-
-def _agreed() -> bool:
-    try:
-        return input("Repair it? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:  # nobody there to ask
-        return False

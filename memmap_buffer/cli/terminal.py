@@ -1,14 +1,13 @@
-"""The terminal: text, JSON, tables, questions and progress bars."""
+"""The user of the commands: the arguments that several share, and JSON, tables and progress bars on the terminal."""
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -18,30 +17,32 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text
 
+from memmap_buffer.cli.minimal import clean, say
 from memmap_buffer.errors import MemmapBufferError
 
 WIDE = 100_000  # columns of a pipe, where lines are not wrapped
-POLL = 0.2  # seconds between two updates of a copy's bar
+
+FolderArgument = Annotated[Path, typer.Argument(help="A folder of episodes.", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="A new folder.", show_default=False)]
+Episode = Annotated[str, typer.Argument(help="The episode's number, or first or last.", show_default=False)]
+Episodes = Annotated[list[str] | None, typer.Argument(help="Numbers, ranges such as 3-7, first, last.")]
+Fields = Annotated[list[str] | None, typer.Option("--field", help="Only this field; may be repeated.")]
+Where = Annotated[
+    list[str] | None, typer.Option("--where", help="Only these, as in length>=20 or task_id=1; may be repeated.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Reward = Annotated[str, typer.Option("--reward", help="The field whose sum is an episode's return.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 class Problem(MemmapBufferError):
     """A command that cannot be carried out; the user sees its text as one line."""
 
 
-def say(text: str = "") -> None:
-    """Print one line on stdout, without markup or control characters."""
-    sys.stdout.write(f"{clean(text)}\n")
-
-
 def say_json(value: Any) -> None:
     """Print a value as JSON that every reader takes: arrays as lists, NaN and infinities as null."""
     in_ascii = (sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")
     say(json.dumps(_jsonable(value), indent=2, ensure_ascii=in_ascii))
-
-
-def clean(text: str) -> str:
-    """Text without control characters: a stranger's folder has names and text fields, and a terminal obeys them."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
@@ -98,15 +99,6 @@ def bytes_of(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def agreed(question: str, yes: bool) -> bool:
-    """Whether the user agrees; an end of the input is a no: a script has nobody to ask."""
-    if yes:
-        return True
-    sys.stdout.write(f"{clean(question)} [y/N] ")
-    sys.stdout.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 def end(code: int) -> None:
     """End the command with an exit code; 0 goes on."""
     if code:
@@ -119,7 +111,7 @@ def end(code: int) -> None:
 @contextmanager
 def progress(what: str, total: float | None, *, in_bytes: bool = False) -> Iterator[Callable[[float], None]]:
     """Show a bar during the block, which calls the given function with the progress; `total` None: unknown."""
-    if not _is_terminal():
+    if not is_terminal():
         yield lambda done: None
         return
     count = DownloadColumn(binary_units=True) if in_bytes else TextColumn("{task.completed:.0f}/{task.total:.0f}")
@@ -130,39 +122,12 @@ def progress(what: str, total: float | None, *, in_bytes: bool = False) -> Itera
         yield lambda done: bar.update(task, completed=done)
 
 
-@contextmanager
-def watching(what: str, folder: Path, total: float) -> Iterator[None]:
-    """Show a bar during the block, which fills a folder: its bytes on disk, out of `total`."""
-    done = threading.Event()
-
-    def poll(tell: Callable[[float], None]) -> None:
-        while not done.wait(POLL):
-            with suppress(OSError):  # a file was removed between listing and looking
-                tell(disk_use(folder)[0])
-
-    with progress(what, total, in_bytes=True) as tell:
-        watcher = threading.Thread(target=poll, args=(tell,), daemon=True)
-        if _is_terminal():
-            watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            if watcher.ident is not None:
-                watcher.join()
-
-
-def disk_use(folder: Path) -> tuple[int, int]:
-    """(bytes that the files of a folder take on disk, their bytes with holes)."""
-    found = [path.lstat() for path in list(folder.rglob("*")) if not path.is_symlink() and path.is_file()]
-    return sum(status.st_blocks * 512 for status in found), sum(status.st_size for status in found)
-
-
 def _console(stream: Any) -> Any:
     return Console(file=stream, width=None if stream.isatty() else WIDE, markup=False, highlight=False, emoji=False)
 
 
-def _is_terminal() -> bool:
+def is_terminal() -> bool:
+    """Whether progress is shown."""
     return sys.stderr.isatty()
 
 

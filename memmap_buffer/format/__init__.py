@@ -27,7 +27,7 @@ schema.json
 -----------
 UTF-8 JSON without a byte order mark, at most 1 MiB, no key twice, no NaN or Infinity: `{"format": "memmap-buffer",
 "version": 1, "id", "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular",
-"max_steps", "rows", "columns", "fields", "meta_fields", "ends"}`. `id` is 32 hexadecimal digits, drawn at random when
+"capacity", "rows", "columns", "fields", "meta_fields", "ends"}`. `id` is 32 hexadecimal digits, drawn at random when
 the buffer is created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a
 grid and the total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape",
 "default", "final", "column"}`, `column` being its place in checksums.npy. `ends` is `{"terminated",
@@ -40,7 +40,7 @@ is stored as its bits in u2.
 
 episodes.npy
 ------------
-One record a slot:  generation u8 | serial u8 | length u4 | flags u4 | first_row u8 | time u8 | epoch u8 | digest u4
+One record a slot:  generation u8 | serial u8 | length u4 | flags u4 | first_row u8 | time u8 | term u8 | digest u4
 | columns u4 | check u8.
 
 generation   even; odd while rows of this slot are overwritten; never 0 once written
@@ -50,7 +50,8 @@ flags        1 has the final observation, 2 cut short, 4 deleted, 8 open, 16 end
              32 has checksums, 64 a field of `ends` is true before the last step, too
 first_row    the row of step 0 in every data file; rows of files with `final` lie `slot` further. In a grid it MUST
              be slot * max_timesteps
-time         nanoseconds since 1970 at publication;   epoch   of the writer that published
+time         nanoseconds since 1970 at publication
+term         of the writer that published: a counter that every taking of the lock raises
 digest       with flag 32: CRC-32 of the first `columns` entries of the slot's row of checksums.npy, so that the row
              cannot be taken for another episode's. While flag 8 is set the row is not written: then it is of the
              CRC-32s that the row will have, zeros where there is no field. Columns added later are not in it
@@ -66,14 +67,14 @@ read (and, with flag 1, the row at `length` of files with `final`).
 state.npy
 ---------
 base u8 (serials below it are cleared) | next u8 | synced u8 (serials below it are known to be on the disk) |
-changes u8 | epoch u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8 (1 if the disk
+changes u8 | term u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8 (1 if the disk
 space of all files was taken at creation; no block of them is given back) | nonce u8 | unused u8[11].
 Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change. The next
 serial is the larger of `next` and the highest serial in any valid record + 1.
 
 Publishing
 ----------
-The writer holds `.lock` by flock(2) and has raised `epoch`; before each change it compares `epoch` with its own, and
+The writer holds `.lock` by flock(2) and has raised `term`; before each change it compares `term` with its own, and
 the folder and state.npy at its path with those that it has open, and stops if one differs. It names files only
 relative to the folder that it has open, and MUST NOT remove one that it could not make. A slot is chosen that is
 neither visible nor taken by an open episode. Then, in this order:
@@ -110,7 +111,7 @@ that no record counts in; its CRC-32s are written before the rename. Dropping an
 as `schema.json.old`, the other one as `.new`, a second link to each file that is renamed, rename of the schema; then
 what only `.old` names is removed, and `.old`, by the next writer if need be. `overwrite` removes the heads of
 priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking
-the lock raises `epoch`, draws `nonce`, by which copies that were both written to differ, stores pid, time, host and
+the lock raises `term`, draws `nonce`, by which copies that were both written to differ, stores pid, time, host and
 boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier behind that; if
 the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial. What it finishes or
 closes for a dead writer has barriers whatever its own durability; then `next` rises to what was found. Closing puts
@@ -119,5 +120,5 @@ barriers on all files, then sets `clean`. Serials from `synced` on, below `suspe
 
 Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
 where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Trees of priorities are the
-exception, see `priority.mapped_nodes`.
+exception, see `priority.tree_file`.
 """

@@ -13,6 +13,7 @@ from memmap_buffer.format.records import STATE_WORD
 from memmap_buffer.format.syscalls import CAN_RESERVE, write_word
 
 LEFT_BEHIND = ("schema.json.new", "schema.json.old")
+RESERVED = ("/episodes", "/state")  # files whose every entry readers look at, which kills at a hole of a full tmpfs
 log = logging.getLogger("memmap_buffer")
 
 
@@ -49,7 +50,7 @@ def creating(
     mine = set[str]()
     try:
         for key, array in made.items():
-            whole = CAN_RESERVE and key in ("/episodes", "/state")
+            whole = CAN_RESERVE and key in RESERVED
             with _claimed(mine, array.name):
                 folder.create_array(array.name, array.header, array.size, reserve or whole)
         yield

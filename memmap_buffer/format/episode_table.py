@@ -1,7 +1,8 @@
-"""The episode table: what all records said at one moment, and which of them are shown."""
+"""The episode table: what all records said at one moment, and which of their episodes are visible."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,18 +10,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.format.records import Columns, Words
+from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.records import DELETED, Columns, Words
 
 IntArray = npt.NDArray[np.int64]
+log = logging.getLogger("memmap_buffer")
 
 
 @dataclass(frozen=True, eq=False)
 class EpisodeTable:
     """The records at one moment, by slot, and the visible slots in the order of their serials.
 
-    Attributes: changes, base: these words of the state before the records were read; generation, serial, length,
-        check, flags, and valid (whether the slot holds an episode, visible or not): (slots,); visible: (episodes,)
-        slots, oldest first.
+    Attributes:
+        changes: this word of the state before the records were read.
+        base: likewise.
+        generation: (slots,), as serial, length, check and flags.
+        valid: (slots,) whether the slot holds an episode, visible or not.
+        visible: (episodes,) slots, oldest first.
     """
 
     changes: int
@@ -43,13 +49,13 @@ class EpisodeTable:
         return np.asarray(there & (self.serial[slots] == serials) & self.shown[slots])
 
     def of(self, column: npt.NDArray[Any], slots: IntArray) -> npt.NDArray[Any]:
-        """A column at some slots; no copy where these are all the visible ones and lie side by side."""
-        if slots is self.visible and self._side_by_side:
+        """A column at some slots; no copy where these are all the visible ones, and successive."""
+        if slots is self.visible and self._successive:
             return column[slots[0] : slots[-1] + 1]
         return column.take(slots)
 
     @cached_property
-    def _side_by_side(self) -> bool:
+    def _successive(self) -> bool:
         slots = self.visible
         return bool(len(slots) and slots[-1] - slots[0] == len(slots) - 1 and (slots[1:] > slots[:-1]).all())
 
@@ -74,3 +80,31 @@ class EpisodeTable:
     def steps(self) -> int:
         """Visible timesteps."""
         return int(self.of(self.length, self.visible).sum())
+
+
+def visible_slots(columns: Columns, base: int, layout: Layout, path: object) -> IntArray:
+    """The slots of the episodes that are visible, oldest first (`format`, "episodes.npy")."""
+    serial, flags, valid = columns.serial, columns.flags, columns.valid
+    slots = _by_serial(np.flatnonzero(valid & (serial >= base) if base else valid), serial, path)
+    if np.bitwise_or.reduce(flags) & DELETED:
+        slots = slots[flags.take(slots) & DELETED == 0]
+    slots = slots[-layout.max_episodes :]
+    if layout.capacity is not None:
+        slots = slots[np.cumsum(columns.length[slots][::-1])[::-1] <= layout.capacity]
+    return slots
+
+
+def _by_serial(slots: IntArray, serial: IntArray, path: object) -> IntArray:
+    """Ascending slots in the order of their serials, without those whose serial stands in two slots."""
+    successive = len(slots) and slots[-1] - slots[0] == len(slots) - 1
+    serials = serial[slots[0] : slots[-1] + 1] if successive else serial.take(slots)
+    if (serials[1:] > serials[:-1]).all():  # as long as no slot was written twice
+        return slots
+    order = np.argsort(serials, kind="stable")
+    slots, serials = slots.take(order), serials.take(order)
+    twice = serials[1:] == serials[:-1]
+    if twice.any():
+        numbers = np.unique(serials[1:][twice])
+        log.warning("%s: serials %s stand in two slots each and are not served; see `verify`", path, numbers)
+        slots = slots[~np.isin(serials, numbers)]
+    return slots

@@ -192,11 +192,11 @@ class Folder:
         """A descriptor to copy from; the caller closes it."""
         return self._checked(name, os.O_RDONLY, header, size)
 
-    def forget(self, name: str, header: bytes, size: int, stretches: Iterable[tuple[int, int]]) -> None:
+    def forget(self, name: str, header: bytes, size: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Drop the pages of bytes (first, stop) from the system's cache, where nobody uses them."""
         fd = self._checked(name, os.O_RDONLY, header, size)
         try:
-            for first, stop in stretches:
+            for first, stop in ranges:
                 syscalls.forget(fd, *_pages(first, stop))
         finally:
             os.close(fd)
@@ -297,9 +297,9 @@ class Folder:
     def rename(self, old: str, new: str) -> None:
         """Replace `new` by `old`; on the disk when this returns, where both are in the same folder."""
         sub = old.rpartition("/")[0]
-        together = sub == new.rpartition("/")[0]
-        skip = len(sub) + 1 if together and sub else 0
-        with self._changing(sub if together else "") as directory:
+        one_folder = sub == new.rpartition("/")[0]
+        skip = len(sub) + 1 if one_folder and sub else 0
+        with self._changing(sub if one_folder else "") as directory:
             try:
                 syscalls.system.rename(old[skip:], new[skip:], directory)
             except IsADirectoryError:
@@ -450,13 +450,15 @@ class Folder:
             raise
 
 
-def will_need(array: Array, stretches: Iterable[tuple[int, int]]) -> None:
+def will_need(array: Array, ranges: Iterable[tuple[int, int]]) -> None:
     """Ask the system to read rows of an array of `Folder.map` into memory, without waiting.
 
-    Args: stretches: (first, stop) rows of each.
+    Args:
+        array: all rows of a field.
+        ranges: (first, stop) rows of each.
     """
     start, row = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
-    for first, stop in stretches:
+    for first, stop in ranges:
         end = start + min(stop * row, array.nbytes)
         for begin in range((start + max(first, 0) * row) // mmap.PAGESIZE * mmap.PAGESIZE, end, ASKED_BYTES):
             syscalls.will_need(begin, min(ASKED_BYTES, end - begin))

@@ -1,4 +1,4 @@
-"""Which process, machine and file system this is. Reads only."""
+"""Which machine and file system this is. Reads only."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from memmap_buffer.format.syscalls import process_id
-
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
-
-
-def this_process() -> tuple[int, int, bytes, bytes]:
-    """(pid, time in ns, host of at most 64 bytes, boot id of 16 bytes; zeros where the system tells none)."""
-    return process_id(), time.time_ns(), host_name().encode()[:64], boot_id()
 
 
 def host_name() -> str:
@@ -25,7 +17,7 @@ def host_name() -> str:
 
 
 def boot_id() -> bytes:
-    """What changes when this machine starts anew; zeros where it cannot be known."""
+    """16 bytes that change when this machine starts anew; zeros where they cannot be known."""
     try:
         if sys.platform == "darwin":
             command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]

@@ -1,4 +1,4 @@
-"""Who may write: the folder's lock, the epoch that fences a broken one, and the guards against fork and poison.
+"""Who may write: the folder's lock, the term that fences a broken one, and the guards against fork and poison.
 
 One object per process and folder holds the lock; a newer one takes it over unless an episode is open. The threads of a
 process take turns, whichever object of the folder they write with. Nothing here touches episodes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -15,6 +16,8 @@ from memmap_buffer.errors import BufferLockedError, MemmapBufferError, WriterLos
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
+
+ATTEMPTS = 50  # to take a lock that this process seems to have
 
 
 class Turn:
@@ -58,7 +61,7 @@ class WriterLock:
         self._lock: Any = None
         self._pid = 0
         self._turn: Turn | None = None
-        self.epoch = 0
+        self.term = 0
         self._episodes: tuple[weakref.ref[Any], ...] = ()
         self.lost = ""
 
@@ -139,10 +142,16 @@ class WriterLock:
         return self._lock
 
     def _take(self) -> Any:
-        try:
-            return self._folder.lock()
-        except BufferLockedError as error:
-            raise _with_holder(error, self._folder) from None
+        for _ in range(ATTEMPTS):
+            try:
+                return self._folder.lock()
+            except BufferLockedError as error:
+                refused = _with_holder(error, self._folder)
+            if refused.named.get("pid") != process_id():
+                break
+            # Another thread collects an object that had it: the weak references to that go before its lock.
+            time.sleep(0.002)
+        raise refused
 
     def check(self, storage: Storage) -> None:
         """Raise WriterLostError unless this object may still write."""
@@ -151,7 +160,7 @@ class WriterLock:
         if self.lost:
             self._fail(self.lost)
         self.require_place(storage)
-        if storage.state("epoch") != self.epoch:
+        if storage.state("term") != self.term:
             self.lost = "fenced"
             self._fail("fenced")
 

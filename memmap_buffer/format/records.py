@@ -1,4 +1,4 @@
-"""The 64-byte record of a slot: its words, its flags, its check. Pure; the format is in `files`."""
+"""The 64-byte record of a slot: its words, its flags, its check. No I/O; the format is in `format`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ RECORD = np.dtype(
     [
         *((name, "<u8") for name in ("generation", "serial")),
         *((name, "<u4") for name in ("length", "flags")),
-        *((name, "<u8") for name in ("first_row", "time", "epoch")),
+        *((name, "<u8") for name in ("first_row", "time", "term")),
         *((name, "<u4") for name in ("digest", "columns")),
         ("check", "<u8"),
     ]
 )
 STATE = np.dtype(
     [
-        *((name, "<u8") for name in ("base", "next", "synced", "changes", "epoch", "pid", "time", "clean", "suspect")),
+        *((name, "<u8") for name in ("base", "next", "synced", "changes", "term", "pid", "time", "clean", "suspect")),
         ("boot", "<u8", (2,)),
         ("host", "S64"),
         ("reserved", "<u8"),
@@ -46,7 +46,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _LOW = np.uint64(2**32 - 1)
 _OTHER_FLAGS = np.uint64((2**32 - 1 & ~ALL_FLAGS) << 32)
-PART = 8192  # records looked at together: few enough for the processor's cache, enough for the cost of numpy's calls
+PART = 8192  # records looked at in one pass: few enough for the processor's cache, enough for the cost of numpy's calls
 
 
 def check_of(words: Words) -> Words:
@@ -77,21 +77,21 @@ def seal(
     flags: int,
     first_row: int,
     time: int,
-    epoch: int,
+    term: int,
     digest: int = 0,
     columns: int = 0,
     check: int = 0,
 ) -> bytes:
     """A record as bytes, its check filled in."""
     fold = _SEED
-    for word in (generation, serial, length | flags << 32, first_row, time, epoch, digest | columns << 32):
+    for word in (generation, serial, length | flags << 32, first_row, time, term, digest | columns << 32):
         fold = ((fold ^ word) * _MULTIPLIER) & _MASK
         fold ^= fold >> 29
-    return _PACKED.pack(generation, serial, length, flags, first_row, time, epoch, digest, columns, fold)
+    return _PACKED.pack(generation, serial, length, flags, first_row, time, term, digest, columns, fold)
 
 
 class Columns(NamedTuple):
-    """A table of records by column, all (n,); `valid` says which hold an episode (`files`)."""
+    """A table of records by column, all (n,); `valid` says which hold an episode."""
 
     generation: Words
     serial: npt.NDArray[np.int64]
@@ -204,7 +204,7 @@ def _keep_apart(out: Columns, first_row: Words, rows: int) -> None:
 
 
 def _disjoint(first: Words, length: Words) -> npt.NDArray[np.bool_]:
-    """Which stretches of rows share none with another; of two that do, nobody could tell whose the rows are."""
+    """Which ranges of rows share none with another; of two that do, nobody could tell whose the rows are."""
     order = np.argsort(first)
     start, stop = first[order], (first + length)[order]
     apart = np.ones(len(order), np.bool_)

@@ -20,7 +20,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import path_of
+from memmap_buffer.paths import path_of
 
 MAX_SHARDS = 100_000
 SETTLED_NS = 100_000_000  # two changes of a folder within a tick of the clock bear the same time

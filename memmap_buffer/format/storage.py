@@ -1,7 +1,7 @@
 """The open arrays of one folder and its episode table.
 
 `Storage` opens and reads; it never writes to a folder that is complete. It pickles as a path and opens its maps on
-first use, so a DataLoader worker costs no copy of the data. `EpisodeTable` is what the records said at one moment.
+first use, so a DataLoader worker costs no copy of the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
-from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray, visible_slots
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import boot_id
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
@@ -43,12 +43,12 @@ from memmap_buffer.format.records import (
     columns_of,
     columns_since,
 )
-from memmap_buffer.format.syscalls import path_of
+from memmap_buffer.paths import path_of
 
 log = logging.getLogger("memmap_buffer")
 
 crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
-MAX_VIEWS = 256  # of slices, that are kept
+MAX_VIEWS = 256  # of several rows as one item, that are kept
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
 _CHANGES = STATE_WORD["changes"]
@@ -75,7 +75,8 @@ class Storage:
     """One folder, open for reading.
 
     Args:
-        path: the folder, or who holds it already. read_only: nothing may ever be written through this object.
+        path: the folder, or who holds it already.
+        read_only: nothing may ever be written through this object.
         verify: when checksums are compared: "auto" (what may have been lost in a crash of the machine, when it is
             first read), "always" (everything, on opening), "read" (at every read), "never".
     """
@@ -89,15 +90,18 @@ class Storage:
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
         self._stamp: tuple[int, int] | None = None
+        self._readable: tuple[int, int] | None = None  # a later schema, whose fields include those that are read
         self._state_file: tuple[int, int] | None = None
-        self._slices: dict[tuple[str, int], Array] = {}
+        self._row_views: dict[tuple[str, int], Array] = {}
 
     @classmethod
     def open(cls, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> Storage:
         """Open and check a folder.
 
-        Raises: NotABufferError. SchemaError: an unknown version. CorruptBufferError: a file is missing, a link, or not
-            exactly of the size and header that the schema says.
+        Raises:
+            NotABufferError: there is no buffer.
+            SchemaError: an unknown version.
+            CorruptBufferError: a file is missing, a link, or not exactly of the size and header that the schema says.
         """
         check_verify(verify)
         storage = cls(path, read_only=read_only, verify=verify)
@@ -111,11 +115,11 @@ class Storage:
         return storage
 
     def withdraw(self, path: Path) -> Storage:
-        """A storage of which nothing is shown, in the place of a folder that is not there: of these files still."""
-        other, changes = Storage(path, read_only=True, verify="never"), self.table.changes
+        """A storage for a folder that is not there, with the layout and the maps of this one, and without episodes."""
         state = self.maps.state.copy()
-        state[STATE_WORD["changes"]] = changes  # so it never changes
-        other.__dict__ |= {"layout": self.layout, "maps": replace(self.maps, state=state)}
+        state[_CHANGES] = self.table.changes  # a copy, so the counter never moves, and the table stays
+        other = Storage(path, read_only=True, verify="never")
+        other.layout, other.maps = self.layout, replace(self.maps, state=state)
         other._table = replace(self.table, visible=np.empty(0, np.int64))
         other.withdrawn = True
         return other
@@ -152,10 +156,9 @@ class Storage:
 
     def require_schema(self, *, to_write: bool = False) -> None:
         """Raise SchemaMismatchError where fields were dropped, renamed or, `to_write`, added since this was opened."""
-        layout = self.layout
-        if not self.schema_replaced:
+        layout, stamp = self.layout, self.folder.stamp("schema.json")
+        if stamp == self._stamp or (stamp == self._readable and not to_write):
             return
-        stamp = self.folder.stamp("schema.json")
         now = Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
         if now.id != layout.id:
             raise SchemaMismatchError(f"{self.path}: another buffer took its place; open it again with from_folder")
@@ -163,7 +166,7 @@ class Storage:
             differences = layout.differences(now)
             text = "\n  ".join([f"{self.path}: its schema was changed since it was opened:", *differences])
             raise SchemaMismatchError(f"{text}\nOpen it again with from_folder.", differences=differences)
-        self._stamp = stamp
+        self._readable = stamp
 
     @cached_property
     def maps(self) -> Maps:
@@ -229,51 +232,26 @@ class Storage:
             for slot, number in tuple(self._void.items()):  # at once: another thread may find more
                 good[slot] &= columns.serial[slot] != number
             columns = columns._replace(valid=good)
-        return EpisodeTable(changes, base, *columns, self._visible(columns, base, before))
+        if before is not None and self._shows_the_same(columns, base, before):
+            return EpisodeTable(changes, base, *columns, before.visible)
+        return EpisodeTable(changes, base, *columns, visible_slots(columns, base, layout, self.path))
 
-    def _visible(self, columns: Columns, base: int, before: EpisodeTable | None) -> IntArray:
-        """The slots that are shown, oldest first."""
-        _, serial, length, _, flags, valid = columns
-        same = before is not None and (valid is before.valid and serial is before.serial and flags is before.flags)
-        if before is not None and same and base == before.base and self.layout.capacity is None:
-            return before.visible
-        slots = self._by_serial(np.flatnonzero(valid & (serial >= base) if base else valid), serial)
-        if np.bitwise_or.reduce(flags) & DELETED:
-            slots = slots[flags.take(slots) & DELETED == 0]
-        slots = slots[-self.layout.max_episodes :]
-        if self.layout.capacity is not None:
-            fits = np.cumsum(length[slots][::-1])[::-1] <= self.layout.capacity
-            slots = slots[fits]
-        return slots
-
-    def _by_serial(self, slots: IntArray, serial: IntArray) -> IntArray:
-        """Ascending slots in the order of their serials, without those whose serial stands in two slots."""
-        together = len(slots) and slots[-1] - slots[0] == len(slots) - 1
-        serials = serial[slots[0] : slots[-1] + 1] if together else serial.take(slots)
-        if (serials[1:] > serials[:-1]).all():  # as long as no slot was written twice
-            return slots
-        order = np.argsort(serials, kind="stable")
-        slots, serials = slots.take(order), serials.take(order)
-        twice = serials[1:] == serials[:-1]
-        if twice.any():
-            numbers = np.unique(serials[1:][twice])
-            log.warning("%s: serials %s stand in two slots each and are not served; see `verify`", self.path, numbers)
-            slots = slots[~np.isin(serials, numbers)]
-        return slots
+    def _shows_the_same(self, columns: Columns, base: int, before: EpisodeTable) -> bool:
+        same = all(getattr(columns, name) is getattr(before, name) for name in ("valid", "serial", "flags"))
+        return same and base == before.base and self.layout.capacity is None
 
     def slices_of(self, name: str, steps: int) -> Array:
         """A view (N - K + 1,) of a field's N rows whose items are K rows each, as bytes: one index copies many.
 
         Numpy copies an item of bytes in half the time that it takes for as short a row, but keeps the interpreter.
         """
-        view = self._slices.get((name, steps))
+        view = self._row_views.get((name, steps))
         if view is None:
             rows = self.maps.rows[name]
             width = rows.itemsize * math.prod(rows.shape[1:])
             view = np.ndarray(len(rows) - steps + 1, (np.void, steps * width), rows, strides=(width,))
-            self._slices = (
-                {(name, steps): view} if len(self._slices) >= MAX_VIEWS else {**self._slices, (name, steps): view}
-            )
+            kept = self._row_views if len(self._row_views) < MAX_VIEWS else {}
+            self._row_views = {**kept, (name, steps): view}
         return view
 
     def look_up(
@@ -303,6 +281,20 @@ class Storage:
         first = self.maps.words.reshape(-1)[slots * WORDS + 3].astype(np.int64)
         return first + slots if final else first
 
+    def rows_of(self, slot: int, final: bool) -> slice:
+        """The rows of an episode in files with or without `final`, its final observation included where it has one."""
+        first, table = int(self.first_row(np.array([slot]), final)[0]), self.table
+        return slice(first, first + int(table.length[slot]) + (final and bool(table.flags[slot] & FINAL)))
+
+    def start_of(self, name: str, slot: int) -> int:
+        """The row of step 0 of one slot, in the file of a field."""
+        return int(self.first_row(np.array([slot]), self.layout.schema.fields[name].final)[0])
+
+    def record(self, slot: int) -> dict[str, int]:
+        """The record of a slot as it is on disk now, by the names of its words."""
+        record = self.maps.words[slot].view(RECORD)[0]
+        return {name: int(record[name]) for name in RECORD.names or ()}
+
     def unmoved(
         self, slots: IntArray, serials: IntArray, generations: Words, since: int | None
     ) -> npt.NDArray[np.bool_]:
@@ -330,7 +322,7 @@ class Storage:
             return None
         serial = self.table.serial
         boot = self.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
-        rebooted = not self.state("clean") and (boot != boot_id() or not any(boot)) and self.state("epoch") > 0
+        rebooted = not self.state("clean") and (boot != boot_id() or not any(boot)) and self.state("term") > 0
         if not (rebooted or self.state("suspect")):
             return None
         doubtful = (serial >= self.state("synced")) & (rebooted | (serial < self.state("suspect")))
@@ -391,21 +383,20 @@ class Storage:
 
     def mismatches(self, slot: int, flags: int, crcs: Mapping[str, int]) -> list[str]:
         """The names of which the CRC-32s of a slot are not those that are stored."""
-        record, column_of = self.maps.words[slot].view(RECORD)[0], self.layout.column_of
+        record, column_of = self.record(slot), self.layout.column_of
         if flags & OPEN and record["columns"] > self.layout.used_columns:
             return []  # its digest is of fields, too, that were added since this was opened
         row = checksum_row(self.layout, crcs) if flags & OPEN else self.maps.checksums[slot].tobytes()
         stored = np.frombuffer(row, "<u4")
         bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
-        if not bad and digest_of(row, int(record["columns"])) != int(record["digest"]):
+        if not bad and digest_of(row, record["columns"]) != record["digest"]:
             return ["/checksums"]  # the row is another episode's, or an open episode differs somewhere
         return bad
 
     def column_crcs(self, slot: int, length: int, has_final: bool) -> Iterator[tuple[str, int]]:
         """(name, CRC-32 over the visible rows) of every field and meta field of a slot."""
         for name, rows in self.maps.rows.items():
-            final = self.layout.schema.fields[name].final
-            first = int(self.first_row(np.array([slot]), final)[0])
+            first, final = self.start_of(name, slot), self.layout.schema.fields[name].final
             yield name, crc32(rows[first : first + length + (final and has_final)])
         for name, values in self.maps.meta.items():
             yield name, crc32(values[slot : slot + 1])

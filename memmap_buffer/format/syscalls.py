@@ -14,14 +14,11 @@ import stat
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.errors import SchemaError
 
 NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the data in the drive's cache (fsync(2))
@@ -92,20 +89,6 @@ class System:
 
 
 system = System()
-
-
-def path_of(given: str | PathLike[str]) -> Path:
-    """A path as users write it: `~` and `~user` are home folders.
-
-    Raises: SchemaError: there is no such user, as what is made of a word for a home is not what was meant.
-    """
-    text = os.fspath(given)
-    path = Path(os.path.expanduser(text))
-    if not path.parts or not path.parts[0].startswith("~"):
-        return path
-    if text.startswith("~"):
-        raise SchemaError(f"{text}: there is no home folder {path.parts[0]!r}; for one of that name give './{text}'")
-    return Path.cwd() / path  # `Path` has dropped the "./" by which it is no home
 
 
 def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:

@@ -1,14 +1,17 @@
-"""Columns of episodes: nested ones made flat, the fields that can hold those of every episode, comparisons. No I/O."""
+"""Columns: of episodes that come in, with the fields that can hold them, and of batches that go out. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Field, Schema
+
+VIEW_OPTIONS = ("view", "n_steps", "timestep_level", "window_length")
+POSITION = ("_source", "_serial", "_t")
 
 
 class InferredFields:
@@ -69,18 +72,41 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def put(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Put a value into nested dicts, at a path of keys; groups that are missing are made."""
+    *groups, leaf = path
+    for group in groups:
+        tree = tree.setdefault(group, {})
+    tree[leaf] = value
+
+
 def as_text(value: Any) -> Any:
     """Bytes decoded from UTF-8; any other value as it is."""
     return value.decode("utf-8") if isinstance(value, bytes) else value
 
 
-def first_difference(one: Any, other: Any) -> int | None:
-    """The first row at which two columns of one shape differ, None where they are equal; NaN equals NaN."""
-    differ = one != other
-    if one.dtype.kind in "fc" and other.dtype.kind in "fc":
-        differ &= (one == one) | (other == other)
+def with_final(where: str, column: Any, following: Any, first: int, remedy: str) -> Any:
+    """A column of an episode and its final entry, from files that hold what follows each step as well.
+
+    Args:
+        where: the place of `following`, for errors.
+        column: (T, …) at each step.
+        following: (T, …) after each step; NaN equals NaN.
+        first: the number of the first step in the file, for errors.
+        remedy: what to do about a difference, for errors.
+
+    Raises:
+        SchemaError: what follows a step is not the entry of the next one.
+    """
+    here, after = column[1:], following[:-1]
+    differ = here != after
+    if here.dtype.kind in "fc" and after.dtype.kind in "fc":
+        differ &= (here == here) | (after == after)
     rows = np.flatnonzero(differ.any(axis=tuple(range(1, differ.ndim))))
-    return int(rows[0]) if rows.size else None
+    if rows.size:
+        step = first + int(rows[0])
+        raise SchemaError(f"{where}: what follows step {step} is not what step {step + 1} has; {remedy}")
+    return np.concatenate([column, following[-1:]])
 
 
 def _wider(one: str, other: str) -> Any:
@@ -91,3 +117,68 @@ def _wider(one: str, other: str) -> Any:
         return np.result_type(one, other)
     except TypeError:
         raise SchemaError(f"got {one} and {other}, which no dtype holds both; leave it out") from None
+
+
+# Batches
+
+
+def columns_of(
+    batch: Mapping[str, Any],
+    finals: Mapping[str, bool] | None = None,
+    lens: str = "_lens",
+    has_final: str = "_has_final",
+) -> dict[str, Any]:
+    """A batch as columns of a table: whole episodes without their padding, indices as numbers, named as `POSITION`.
+
+    Args:
+        batch: dotted key -> tensor, array or list of texts.
+        finals: for whole episodes, key -> whether it includes the final observation.
+        lens: the key of the episodes' lengths.
+        has_final: the key of the flags of episodes that have a final observation.
+    """
+    columns = {name: _column(values) for name, values in batch.items()}
+    if finals:
+        steps, ends = columns[lens], columns.pop(has_final)
+        for name in columns.keys() & finals.keys():
+            stops = (steps + (ends & finals[name])).tolist()
+            columns[name] = _objects([row[:stop] for row, stop in zip(batch[name], stops, strict=True)])
+    for key, stop in (("_indices", 3), ("_index", 2)):
+        if key in columns:
+            numbers = columns.pop(key)
+            numbers = numbers.reshape(len(numbers), -1)  # of one folder there is no `_source`
+            columns = dict(zip(POSITION[stop - numbers.shape[1] : stop], numbers.T, strict=True)) | columns
+    return columns
+
+
+def as_episode(schema: Schema, order: str | None, steps: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps of an episode as one row."""
+    count = len(next(iter(steps.values())))
+    rows = np.arange(count) if order is None else np.argsort(steps[order], kind="stable")
+    columns = {name: steps[name][rows] for name in schema.fields if name in steps}
+    finals = [name for name, field in schema.fields.items() if field.final]
+    if all(f"next_{name}" in steps for name in finals):
+        for name in finals:
+            columns[name] = np.concatenate([columns[name], steps[f"next_{name}"][rows[-1:]]])
+    episode = {
+        name: _objects([column.tolist() if column.dtype == object else column]) for name, column in columns.items()
+    }
+    return episode | {name: steps[name][rows[:1]] for name in schema.meta_fields if name in steps}
+
+
+def to_numpy(tensor: Any) -> Any:
+    """A tensor as an array, bfloat16 as float32."""
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+
+
+def _column(values: Any) -> Any:
+    if isinstance(values, (list, np.ndarray)):
+        return _objects(values) if len(values) and isinstance(values[0], list) else np.asarray(values)
+    return _objects(list(values.unbind())) if values.is_nested else to_numpy(values)
+
+
+def _objects(rows: Any) -> Any:
+    """A column of arrays, or lists of text, each of its own length."""
+    out = np.empty(len(rows), object)
+    for i, row in enumerate(rows):
+        out[i] = row if isinstance(row, (list, np.ndarray)) else to_numpy(row)
+    return out

@@ -15,16 +15,25 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import as_text, first_difference, flatten
-from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, require_fields
-from memmap_buffer.interop.extra_json import read_extra, read_names
+from memmap_buffer.interop.columns import as_text, flatten, with_final
+from memmap_buffer.interop.episodes import (
+    ends_of,
+    episode_bounds,
+    exported_episodes,
+    import_episodes,
+    read_extra,
+    read_names,
+    require_fields,
+)
 from memmap_buffer.names import Names
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):
     import h5py
 
 STEPS = {"observations": "observation", "actions": "action", "rewards": "reward"}
+REMEDY = "no episode ends there: pass max_episode_steps=… if the file has no timeouts"
 ENDS = {"terminals": "terminated", "timeouts": "truncated"}  # as the schema calls what ends its episodes
 
 
@@ -56,7 +65,7 @@ def import_d4rl(
         SchemaError: arrays are missing or differ in length, or a row of `next_observations` is not the observation that
             follows, although no end of an episode is marked there.
     """
-    with h5py.File(path, "r") as file:
+    with h5py.File(path_of(path), "r") as file:
         names = Names()
         columns = _columns(file, infos, names)
         terminated = np.asarray(file["terminals"]).astype(bool)
@@ -68,7 +77,7 @@ def import_d4rl(
             for start, stop in episode_bounds(terminated | truncated)
             for first in range(start, stop, max_episode_steps or stop)
         ]
-        has_final = "next_observations" in file
+        has_final, where = "next_observations" in file, f"{file.filename}: next_observations"
         fields = {
             name: Field(array.dtype, array.shape[1:], final=has_final and name == "observation")
             for name, array in columns.items()
@@ -78,7 +87,8 @@ def import_d4rl(
         def episode(start: int, stop: int) -> dict[str, Any]:
             rows = {name: array[start:stop] for name, array in columns.items()}
             if has_final:
-                rows["observation"] = _with_final(file, start, stop)
+                following = file["next_observations"][start:stop]
+                rows["observation"] = with_final(where, rows["observation"], following, start, REMEDY)
             limit = truncated[start:stop].copy()
             limit[-1] |= stop - start == max_episode_steps and not terminated[stop - 1]
             return {**rows, "terminated": terminated[start:stop], "truncated": limit}
@@ -113,7 +123,7 @@ def export_d4rl(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
     places |= {name: "/".join(["infos", *map(str, keys.path(name)[1:])]) for name in places if name.startswith("info.")}
     places |= {ours: theirs for theirs, ours in STEPS.items() if ours in places}
     steps = buffer.num_steps
-    with h5py.File(path, "x") as file:
+    with h5py.File(path_of(path), "x") as file:
         for name, place in places.items():
             field = buffer.schema.fields[name]
             file.create_dataset(place, (steps, *field.shape), field.storage)
@@ -144,19 +154,6 @@ def _columns(file: Any, infos: bool, names: Names) -> dict[str, Any]:
     return found
 
 
-def _with_final(file: Any, start: int, stop: int) -> Any:
-    """The observations of an episode and its final one; the file holds all but the first and the last twice."""
-    here, following = file["observations"][start:stop], file["next_observations"][start:stop]
-    wrong = first_difference(here[1:], following[:-1])
-    if wrong is not None:
-        step = start + wrong
-        raise SchemaError(
-            f"{file.filename}: next_observations[{step}] is not observations[{step + 1}], yet no episode ends there; "
-            "pass max_episode_steps=… if the file has no timeouts"
-        )
-    return np.concatenate([here, following[-1:]])
-
-
 def _metadata(group: Mapping[str, Any]) -> dict[str, Any]:
     """Texts and numbers."""
     single = {name.replace(".", "/"): item[()] for name, item in flatten(group).items() if item.shape == ()}
@@ -168,7 +165,7 @@ def _write_episode(
 ) -> None:
     for name, place in places.items():
         file[place][start:stop] = episode[name][: stop - start]
-    whole, none = episode["observation"], np.zeros(stop - start, bool)
+    whole = episode["observation"]
     if len(whole) > stop - start:
         if start == 0:
             shape = file["observations"].shape
@@ -180,7 +177,6 @@ def _write_episode(
         raise SchemaError(
             f"steps {start} to {stop}: no final observation, which the episodes before have; leave it out"
         )
-    terminated = np.asarray(episode.get(schema.terminated or "", none)).reshape(-1) != 0
-    truncated = np.array(episode.get(schema.truncated or "", none)).reshape(-1) != 0
+    terminated, truncated = ends_of(schema, episode, stop - start)
     truncated[-1] |= not last and not terminated[-1]
     file["terminals"][start:stop], file["timeouts"][start:stop] = terminated, truncated

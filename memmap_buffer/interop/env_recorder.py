@@ -15,7 +15,7 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.environments import encode_space, schema_of, spaces_of
 from memmap_buffer.errors import BufferFullError, SchemaError
-from memmap_buffer.interop.extra_json import read_names
+from memmap_buffer.interop.episodes import read_names
 from memmap_buffer.schema import Schema
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ class EnvRecorder:
         env: Any,
         num_envs: int,
         meta: Mapping[str, Any] | None,
-        keep_partial: bool,
         *,
+        keep_partial: bool,
         owned: bool,
     ) -> None:
         self.buffer = buffer

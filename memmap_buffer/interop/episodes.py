@@ -1,20 +1,27 @@
-"""Whole episodes into a new buffer and out of one: the part that all importers and exporters share."""
+"""Whole episodes into a new buffer and out of one, and facts of a data set that are no field.
+
+Those are JSON documents in the folder's `extra/`, which `pack` and `snapshot` copy.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.interop.columns import flatten
-from memmap_buffer.interop.extra_json import write_extra, write_names
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Schema
+
+NAMES = "names"
 
 
 def import_episodes(
@@ -65,6 +72,23 @@ def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, A
         yield range(start, stop), flatten(buffer.episode(i))
 
 
+def ends_of(
+    schema: Schema, episode: Mapping[str, Any], length: int
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """(terminated, truncated) at each step, (length,) both, by the fields that the schema declares to end episodes.
+
+    Args:
+        schema: of the buffer; a kind of end that it does not declare never occurs.
+        episode: columns by dotted names.
+        length: of the episode.
+    """
+    terminated, truncated = (
+        np.zeros(length, bool) if name is None else np.asarray(episode[name]).reshape(length) != 0
+        for name in (schema.terminated, schema.truncated)
+    )
+    return terminated, truncated
+
+
 def require_fields(buffer: ReplayBuffer, names: Iterable[str], format_name: str) -> None:
     """Raise SchemaError unless the buffer has these fields, without fields within them."""
     for name in names:
@@ -82,3 +106,45 @@ def episode_bounds(ends: Any) -> list[tuple[int, int]]:
     """
     stops = np.union1d(np.flatnonzero(ends) + 1, len(ends)).tolist()
     return list(pairwise([0, *stops])) if len(ends) else []
+
+
+# Facts of a data set
+
+
+def write_extra(buffer: ReplayBuffer, name: str, value: Any) -> None:
+    """Store a value that JSON can hold as `extra/<name>.json`, which is replaced at once or not at all."""
+    path = _path(buffer, name)
+    path.parent.mkdir(exist_ok=True)
+    new = path.with_suffix(".json.new")
+    new.write_text(json.dumps(value), encoding="utf-8")
+    new.replace(path)
+
+
+def read_extra(buffer: ReplayBuffer, name: str) -> Any:
+    """The value of `extra/<name>.json`; None: there is no such file.
+
+    Raises:
+        CorruptBufferError: the file holds no JSON.
+    """
+    path = _path(buffer, name)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CorruptBufferError(f"{path}: {error}; remove it to go on without", path=path) from error
+
+
+def read_names(buffer: ReplayBuffer, fixed: Mapping[str, Any] | None = None) -> Names:
+    """The stored keys that importers changed into names of fields; `fixed` as for `Names`."""
+    return Names(read_extra(buffer, NAMES), fixed)
+
+
+def write_names(buffer: ReplayBuffer, names: Names) -> None:
+    """Store the changed keys, so that every export restores them."""
+    if names.changed != (read_extra(buffer, NAMES) or {}):
+        write_extra(buffer, NAMES, names.changed)
+
+
+def _path(buffer: ReplayBuffer, name: str) -> Path:
+    return buffer.folder / "extra" / f"{name}.json"

@@ -22,10 +22,10 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes
-from memmap_buffer.interop.extra_json import read_extra, read_names
-from memmap_buffer.interop.lerobot_stats import FeatureStatistics, is_image
+from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
+from memmap_buffer.maintenance.statistics import RunningStatistics
 from memmap_buffer.names import Names
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
 
 with extra("lerobot"):
@@ -44,6 +44,8 @@ EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
 IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 GROUP = 256  # episodes
+BLOCK_BYTES = 1 << 22  # of values whose statistics are computed at once
+QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 MAX_AXES = 5  # of a feature: LeRobot has no type for more
 
 
@@ -66,7 +68,7 @@ def import_lerobot(
         SchemaError: a feature is a video.
         CorruptBufferError: a file lacks a feature that `meta/info.json` names.
     """
-    root = Path(path)
+    root = path_of(path)
     info = _info(root)
     features = {name: about for name, about in info["features"].items() if name not in COUNTERS}
     films = [name for name, about in features.items() if about["dtype"] == "video"]
@@ -120,7 +122,7 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
         SchemaError: no `fps` is known, there is a data set already, there are no episodes, a field is of complex
             numbers or has more than five axes, or a `task_index` is of no task.
     """
-    root, imported = Path(path), read_extra(buffer, "lerobot") or {}
+    root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
     rate = fps or imported.get("fps")
     if rate is None:
         raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
@@ -131,7 +133,7 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
         if len(field.shape) > MAX_AXES:
             raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
     known, tasks = imported.get("features") or {}, _Tasks(buffer, imported)
-    statistics = FeatureStatistics(buffer.num_steps)
+    statistics = _FeatureStatistics(buffer.num_steps)
     features: dict[str, Any] = {}
     with ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
@@ -217,7 +219,7 @@ class _Table:
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write a row, later and together with others: a row group of its own would take milliseconds."""
+        """Write a row, with the rows of a whole group: a row group of its own would take milliseconds."""
         self._rows.append(row)
         if len(self._rows) == GROUP:
             self._flush()
@@ -237,6 +239,68 @@ class _Table:
         self._flush()
         if self._writer is not None:
             self._writer.close()
+
+
+class _FeatureStatistics:
+    """The statistics in `meta/stats.json` and `meta/episodes`; those of text are left out.
+
+    As in LeRobot, they are by channel for images, whose values are scaled to 0 … 1, and by the last axis for others.
+    """
+
+    def __init__(self, frames: int) -> None:
+        self._frames = frames
+        self._rng = np.random.default_rng(0)
+        self._features: dict[str, RunningStatistics] = {}
+        self._columns: dict[str, Any] = {}
+
+    def add(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The statistics of an episode, by `stats/<feature>/<which>`."""
+        self._columns = {name: x for name, x in columns.items() if x.dtype.kind != "U" and x[0].size}
+        row: dict[str, Any] = {}
+        for name, column in self._columns.items():
+            if name not in self._features:
+                self._features[name] = self._running(column, self._frames)
+            episode = self._running(column, len(column))
+            for values in _blocks(column):
+                self._features[name].add(values)
+                episode.add(values)
+            for which, value in _stats(episode, column, len(column)).items():
+                row[f"stats/{name}/{which}"] = value
+        return row
+
+    def whole(self) -> dict[str, dict[str, Any]]:
+        """The statistics of all episodes, by feature."""
+        return {name: _stats(self._features[name], column, self._frames) for name, column in self._columns.items()}
+
+    def _running(self, column: Any, frames: int) -> RunningStatistics:
+        channels = column.shape[-1] if column.ndim > 1 else 1
+        return RunningStatistics((channels,), frames * column[0].size // channels, QUANTILES, seed=self._rng)
+
+
+def _blocks(column: Any) -> Iterator[Any]:
+    """The values of a feature, (n, channels) float64, a few megabytes at a time."""
+    step = max(1, BLOCK_BYTES // (8 * max(1, column[0].size)))
+    for start in range(0, len(column), step):
+        block = column[start : start + step].astype(np.float64)
+        yield block.reshape(-1, block.shape[-1] if block.ndim > 1 else 1) / (255 if _is_image(column) else 1)
+
+
+def _stats(running: RunningStatistics, column: Any, frames: int) -> dict[str, Any]:
+    result = running.result()
+    assert result is not None, "an episode has one frame at least"
+    values = {"mean": result.mean, "std": result.std}
+    values |= {f"q{round(100 * q):02d}": value for q, value in result.quantiles.items()}
+    values |= {"min": result.min, "max": result.max}
+    if _is_image(column):  # LeRobot writes three channels for every image
+        values = {which: np.broadcast_to(value, 3).reshape(3, 1, 1) for which, value in values.items()}
+    elif column.dtype.kind in "biu":
+        values |= {which: values[which].astype(column.dtype) for which in ("min", "max")}
+    return {which: value.tolist() for which, value in values.items()} | {"count": [frames]}
+
+
+def _is_image(column: Any) -> bool:
+    """Whether a feature, (frames, *shape), is of images with their channels last."""
+    return bool(column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3))
 
 
 def _info_of(counts: Mapping[str, int], rate: float, robot: Any, features: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,14 +393,14 @@ def _shaped(column: Any, known: Mapping[str, Any] | None) -> Any:
     """A feature as LeRobot has it: one number a frame without an axis, the channels of images last."""
     if column.shape[1:] == (1,):
         return column[:, 0]
-    if known and known["dtype"] == "image" and not is_image(column) and column.ndim == 4:
+    if known and known["dtype"] == "image" and not _is_image(column) and column.ndim == 4:
         return column.transpose(0, 2, 3, 1)
     return column
 
 
 def _arrow(column: Any) -> Any:
     """A column as Arrow has it: images as PNG, vectors as lists of a fixed length."""
-    if is_image(column):
+    if _is_image(column):
         return pa.array([{"bytes": _png(image), "path": None} for image in column], IMAGE)
     return column_of(column)
 
@@ -350,7 +414,7 @@ def _png(image: Any) -> bytes:
 def _feature(column: Any, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The entry of a feature in `meta/info.json`: that of the imported data set, as long as it still fits."""
     shape, kind, names = list(column.shape[1:]) or [1], column.dtype.name, None
-    if is_image(column):
+    if _is_image(column):
         kind, names = "image", ["height", "width", "channels"]
     elif column.dtype.kind == "U":
         kind = "string"

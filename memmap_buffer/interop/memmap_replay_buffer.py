@@ -19,6 +19,7 @@ from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaErro
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import import_episodes
 from memmap_buffer.interop.safe_pickle import safe_loads
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
 
 LENGTHS = "episode_lens"
@@ -45,7 +46,7 @@ def import_memmap_replay_buffer(
         CorruptBufferError: a file is damaged, or does not fit the others.
         SchemaError: its configuration holds more than plain values.
     """
-    source = Path(path)
+    source = path_of(path)
     config = _config(source)
     with ExitStack() as opened:
         fields, meta, state = _read_hdf5(source, opened) if (source / "data.h5").exists() else _read_arrays(source)
@@ -124,8 +125,7 @@ def _declared(arrays: dict[str, Any], declared: Any) -> dict[str, Any]:
 def _check_shapes(source: Path, fields: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[int, int]:
     if LENGTHS not in meta or not fields:
         raise NotABufferError(
-            f"{source}: it has no {LENGTHS}.data.meta.npy or no field beside it, so it is no folder of "
-            "memmap-replay-buffer"
+            f"{source}: it has no {LENGTHS}.data.meta.npy or no field, so it is no folder of memmap-replay-buffer"
         )
     shape = next(iter(fields.values())).shape[:2]
     wrong = [name for name, array in fields.items() if array.shape[:2] != shape or len(shape) < 2]

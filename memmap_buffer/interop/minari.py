@@ -19,10 +19,10 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.environments import decode_space, encode_space, names_of, spaces_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import InferredFields, as_text, flatten
-from memmap_buffer.interop.episodes import import_episodes
-from memmap_buffer.interop.extra_json import read_extra, read_names
+from memmap_buffer.interop.columns import InferredFields, as_text, flatten, put
+from memmap_buffer.interop.episodes import ends_of, import_episodes, read_extra, read_names, require_fields
 from memmap_buffer.names import Names
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
 
 with extra("minari"):
@@ -112,8 +112,9 @@ def export_minari(
     """Copy a buffer into a new local Minari data set. Images are stored as they are, not as JPEG.
 
     Args:
-        buffer: with the fields `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`, as
-            `import_minari` and `RecordEpisodes` make them, and `info`. Other fields become infos.
+        buffer: with the fields `observation` (with `final`), `action`, `reward`, as `import_minari` and
+            `RecordEpisodes` make them, and `info`; the fields that end its episodes become Minari's `terminations`
+            and `truncations`. Other fields become infos.
         dataset_id: of the new one, such as "pen/human-v0".
         env: the environment, or its id; default: that of the imported data set.
         data_format: one of Minari's; with others than "hdf5" all infos must have `final`, as each episode is a table.
@@ -123,8 +124,9 @@ def export_minari(
         The new data set.
 
     Raises:
-        SchemaError: an episode has no final observation, or no environment is known.
+        SchemaError: an episode has no final observation, there is no `reward`, or no environment is known.
     """
+    require_fields(buffer, ("reward",), "Minari")
     imported: dict[str, Any] = read_extra(buffer, "minari") or {}
     made = gymnasium.make(env) if isinstance(env, str) else env
     if made is None and "observation_space" not in imported:
@@ -154,9 +156,10 @@ def export_minari(
 
 
 def _load(dataset: str | PathLike[str]) -> MinariDataset:
-    if isinstance(dataset, str) and not Path(dataset).exists():
+    path = path_of(dataset)
+    if isinstance(dataset, str) and not path.exists():
         return minari.load_dataset(dataset)
-    return MinariDataset(dataset)
+    return MinariDataset(path)
 
 
 def _episodes(
@@ -212,22 +215,25 @@ def _episode_buffer(
     length = int(buffer.episode_lens[i])
     if any(len(column) == length for column in flatten({"observation": episode["observation"]}).values()):
         raise SchemaError(f"episode {i}: it has no final observation, and Minari needs one; leave it out")
-    own = {"observation", "action", *RENAMED.values(), *buffer.schema.meta_fields, "info"}
-    others = {name: value for name, value in episode.items() if name not in own and name in _groups(buffer)}
-    infos = {**names.theirs(episode.get("info", {}), "info"), **names.theirs(others)}
+    columns = flatten(episode)
+    own = {"reward", *buffer.schema.ends, *(n for n in columns if n.split(".")[0] in ("observation", "action"))}
+    infos: dict[str, Any] = {}
+    for name in buffer.schema.fields:
+        if name not in own:
+            path = names.path(name)
+            put(infos, path[1:] if path[0] == "info" else path, columns[name])
     values = _values(infos, lists=table)
-    seed = int(episode.get("seed", -1)) if flatten(episode).get(f"{GIVEN}.seed", True) else -1
+    seed = int(episode.get("seed", -1)) if columns.get(f"{GIVEN}.seed", True) else -1
+    terminations, truncations = ends_of(buffer.schema, columns, length)
     return EpisodeBuffer(
         seed=seed if seed >= 0 else None,
         observations=decode_space(spaces[0], episode["observation"], _values),
         actions=decode_space(spaces[1], episode["action"], _values),
         infos=values or None,
-        **{theirs: episode[ours] for theirs, ours in RENAMED.items()},
+        rewards=episode["reward"],
+        terminations=terminations,
+        truncations=truncations,
     )
-
-
-def _groups(buffer: ReplayBuffer) -> set[str]:
-    return {name.split(".")[0] for name in buffer.schema.fields}
 
 
 def _values(tree: Any, *, lists: bool = False) -> Any:
@@ -248,11 +254,11 @@ def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], names: Names, *,
             continue
         value = np.asarray(values[name])
         path = [str(key) for key in names.path(name)]
-        *groups, leaf = path if as_json else ["/".join(path)]
-        place = out
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[leaf] = value.tolist() if as_json or value.dtype.kind == "U" else value[()]
+        put(
+            out,
+            path if as_json else ["/".join(path)],
+            value.tolist() if as_json or value.dtype.kind == "U" else value[()],
+        )
     return out
 
 

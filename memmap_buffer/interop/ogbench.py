@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.episodes import exported_episodes, import_episodes
-from memmap_buffer.interop.extra_json import read_names
+from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names
 from memmap_buffer.names import Names
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
 
 NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"}
@@ -42,7 +42,7 @@ def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **opt
     Raises:
         SchemaError: it is no such file, or an episode has no step.
     """
-    arrays = _read(Path(path))
+    arrays = _read(path_of(path))
     ends = np.flatnonzero(arrays.pop("terminals"))
     names = Names(fixed=NAMES)
     columns = names.ours(arrays)
@@ -98,7 +98,7 @@ def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
         terminals[rows.stop + i] = 1
     names = read_names(buffer, NAMES)
     named: dict[str, Any] = {names.key(name): column for name, column in out.items()}
-    with Path(path).open("wb") as file:  # to a path numpy would add .npz
+    with path_of(path).open("wb") as file:  # to a path numpy would add .npz
         np.savez_compressed(file, **named, terminals=terminals)
 
 

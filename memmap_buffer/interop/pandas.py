@@ -8,16 +8,13 @@ import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import flatten
-from memmap_buffer.interop.tables import VIEW_OPTIONS, to_numpy
+from memmap_buffer.interop.columns import VIEW_OPTIONS, columns_of, flatten
 
 with extra("pandas"):
     import pandas
 
 if TYPE_CHECKING:
     from memmap_buffer.api.reading import Readable
-
-POSITION = ("_source", "_episode", "_t")
 
 
 def to_dataframe(buffer: Readable, indices: Any = None, **options: Any) -> pandas.DataFrame:
@@ -43,13 +40,9 @@ def to_dataframe(buffer: Readable, indices: Any = None, **options: Any) -> panda
     """
     if not any(options.get(name) for name in VIEW_OPTIONS):
         options["timestep_level"] = True
-    columns = flatten(buffer.batch(indices, **{"return_indices": True, **options}))
-    for key, names in (("_indices", POSITION), ("_index", POSITION[:2])):
-        positions = columns.pop(key, None)
-        if positions is not None:
-            table = np.asarray(positions).reshape(len(positions), -1)
-            columns = dict(zip(names[len(names) - table.shape[1] :], table.T, strict=True)) | columns
-    return pandas.DataFrame({name: _column(values) for name, values in columns.items()})
+    columns = columns_of(flatten(buffer.batch(indices, **{"return_indices": True, **options})))
+    table = {name: column if column.ndim == 1 else list(column) for name, column in columns.items()}
+    return pandas.DataFrame(table).rename(columns={"_serial": "_episode"})
 
 
 def to_pre_timeline(
@@ -59,7 +52,7 @@ def to_pre_timeline(
     observation: str = "observation",
     action: str = "action",
     reward: str = "reward",
-    terminated: str = "terminated",
+    terminated: str | None = None,
     log_prob: str | None = "log_prob",
     ds: str = "2019-01-01",
 ) -> pandas.DataFrame:
@@ -71,7 +64,7 @@ def to_pre_timeline(
         observation: a field of vectors.
         action: a field.
         reward: a scalar field.
-        terminated: a scalar field.
+        terminated: a scalar field; default: the one that the schema declares.
         log_prob: a scalar field, or None to leave action_probability out.
         ds: the date of all rows.
 
@@ -84,6 +77,7 @@ def to_pre_timeline(
         SchemaError: a field was not declared, or has another shape than expected.
         NotEnoughDataError: there are no episodes.
     """
+    terminated = terminated or buffer.schema.terminated or "terminated"
     names = (observation, action, reward, terminated, *([] if log_prob is None else [log_prob]))
     buffer.schema.require(names, "to_pre_timeline", buffer.schema.fields)
     for name, dimensions in ((observation, 1), (action, 0 if discrete else 1), (reward, 0), (terminated, 0)):
@@ -91,7 +85,7 @@ def to_pre_timeline(
         if len(shape) != dimensions and not (shape == (1,) and not dimensions):
             raise SchemaError(f"to_pre_timeline: {name!r} has shape {shape}, expected {dimensions} dimensions")
     table = to_dataframe(buffer, fields=names, include_metadata=False)
-    episode = table[[name for name in POSITION[:2] if name in table]].astype(str)
+    episode = table[[name for name in ("_source", "_episode") if name in table]].astype(str)
     rewards = _numbers(table[reward]).tolist()
     actions = [str(value) for value in _numbers(table[action]).tolist()] if discrete else _sparse(table[action])
     rows: dict[str, Any] = {"ds": ds, "mdp_id": episode.agg("-".join, axis=1), "sequence_number": table["_t"]}
@@ -105,15 +99,6 @@ def to_pre_timeline(
         rows["possible_actions_mask"] = [[] if end else [1] * len(known) for end in ends]
         rows["possible_actions"] = [[] if end else known for end in ends]
     return pandas.DataFrame(rows)
-
-
-def _column(values: Any) -> Any:
-    if isinstance(values, (list, np.ndarray)):
-        return values
-    if values.is_nested:
-        return [to_numpy(row) for row in values.unbind()]
-    array = to_numpy(values)
-    return array if array.ndim == 1 else list(array)
 
 
 def _numbers(column: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import exported_episodes
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
 
 with extra("parquet"):
@@ -41,7 +41,7 @@ def export_parquet(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
             Parquet does not have.
         ImportError: pyarrow is not installed.
     """
-    root = Path(path)
+    root = path_of(path)
     if (root / EPISODES).exists() or (root / STEPS).exists():
         raise SchemaError(f"{root}: there are tables already; give a folder of its own")
     require_tables(buffer, buffer.schema.all)

@@ -25,9 +25,9 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import flatten
+from memmap_buffer.interop.columns import VIEW_OPTIONS, as_episode, columns_of, flatten
 from memmap_buffer.interop.episodes import import_episodes
-from memmap_buffer.interop.tables import VIEW_OPTIONS, as_episode, columns_of
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.windows import Trajectory
 
@@ -46,7 +46,7 @@ LOCK_TIMEOUT = 60.0  # seconds for which a recorder waits until its predecessor 
 
 def shard_folder(root: str | PathLike[str], number: int) -> Path:
     """The folder of a root's shard, absolute: Ray's processes have another working directory."""
-    return Path(root).absolute() / f"shard-{number:05d}"
+    return path_of(root).absolute() / f"shard-{number:05d}"
 
 
 # Reading
@@ -133,7 +133,7 @@ class _Items(Datasource):  # type: ignore[misc]
 
 
 def _opened(root: str | PathLike[str]) -> ConcatBuffer:
-    whole = Path(root).absolute()
+    whole = path_of(root).absolute()
     return ConcatBuffer([whole]) if (whole / "schema.json").exists() else ConcatBuffer.from_root(whole)
 
 
@@ -152,7 +152,10 @@ def _read(shared: Any, items: range, most: int, columns: Callable[[Any], Any]) -
     dataset = ray.get(shared)
     for start in range(0, len(items), most):
         batch = dataset.__getitems__(items[start : start + most]).data
-        yield BlockAccessor.batch_to_arrow_block(columns(flatten(batch)))
+        table = columns(flatten(batch))
+        if "_serial" in table:  # of one folder there is no `_source`
+            table = {"_source": np.zeros(len(table["_serial"]), np.int64)} | table
+        yield BlockAccessor.batch_to_arrow_block(table)
 
 
 # Writing
@@ -193,16 +196,17 @@ def write_ray(
         SchemaError: the root holds buffers already, or a column is missing or does not fit.
     """
     schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
-    if any(Path(root).glob("*/schema.json")):
-        raise SchemaError(f"{root}: it holds buffers already; write into a folder without")
+    place = path_of(root).absolute()
+    if any(place.glob("*/schema.json")):
+        raise SchemaError(f"{place}: it holds buffers already; write into a folder without")
     if key is not None:
         grouped = dataset.groupby(key if isinstance(key, str) else list(key), num_partitions=num_shards)
         dataset = grouped.map_groups(partial(as_episode, schema, order), batch_format="numpy")
     elif num_shards is not None:
         dataset = dataset.repartition(num_shards)
-    Path(root).mkdir(parents=True, exist_ok=True)
-    dataset.write_datasink(_Shards(Path(root).absolute(), schema, options, shared))
-    return ConcatBuffer.from_root(root)
+    place.mkdir(parents=True, exist_ok=True)
+    dataset.write_datasink(_Shards(place, schema, options, shared))
+    return ConcatBuffer.from_root(place)
 
 
 class _Shards(Datasink):  # type: ignore[misc]

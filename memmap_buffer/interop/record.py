@@ -1,4 +1,4 @@
-"""Environments that record themselves: `RecordEpisodes` wraps one, `RecordVectorEpisodes` several that run together.
+"""Environments that record themselves: `RecordEpisodes` wraps one, `RecordVectorEpisodes` several that run in step.
 
 Each owns when an episode begins and ends, under every way in which Gymnasium resets; never how it is stored. The
 environment's results reach the caller untouched. An observation is copied at once, because it is stored only with the
@@ -18,7 +18,7 @@ from memmap_buffer.environments import names_of, resets_by_a_step, spaces_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.env_recorder import GIVEN_SEED, INFO, EnvRecorder, Step
-from memmap_buffer.interop.extra_json import read_names, write_names
+from memmap_buffer.interop.episodes import read_names, write_names
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field, Schema
 
@@ -95,7 +95,8 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         **options: Any,
     ) -> None:
         super().__init__(env)
-        self._recorder = _recorder(buffer, env, 1, infos, meta, options, keep_partial)
+        opened = _open(buffer, env, infos, meta, options)
+        self._recorder = EnvRecorder(opened, env, 1, meta, keep_partial=keep_partial, owned=opened is not buffer)
         self._autoreset = resets_by_a_step(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -133,7 +134,7 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class RecordVectorEpisodes(_Recorded, VectorWrapper[Any, Any, Any, Any, Any]):
-    """Record every episode of environments that run together.
+    """Record every episode of a vector of environments.
 
     The published episodes are those that each environment would have given alone, in each autoreset mode of Gymnasium.
     In a buffer that is not circular, environments for whose next episode there is no room go on unrecorded.
@@ -169,7 +170,8 @@ class RecordVectorEpisodes(_Recorded, VectorWrapper[Any, Any, Any, Any, Any]):
                 f"autoreset_mode: got {self._mode!r} in the metadata of {env}, expected a gymnasium.vector."
                 "AutoresetMode; pass autoreset_mode=…"
             )
-        self._recorder = _recorder(buffer, env, env.num_envs, infos, meta, options, keep_partial)
+        opened, count = _open(buffer, env, infos, meta, options), env.num_envs
+        self._recorder = EnvRecorder(opened, env, count, meta, keep_partial=keep_partial, owned=opened is not buffer)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -228,19 +230,6 @@ class RecordVectorEpisodes(_Recorded, VectorWrapper[Any, Any, Any, Any, Any]):
         """Close the environments, and the buffer if it was given as a folder."""
         self._recorder.close()
         super().close(**kwargs)
-
-
-def _recorder(
-    place: Place,
-    env: Any,
-    num_envs: int,
-    infos: Mapping[str, Any] | None,
-    meta: Mapping[str, Any] | None,
-    options: dict[str, Any],
-    keep_partial: bool,
-) -> EnvRecorder:
-    buffer = _open(place, env, infos, meta, options)
-    return EnvRecorder(buffer, env, num_envs, meta, keep_partial, owned=buffer is not place)
 
 
 def _open(

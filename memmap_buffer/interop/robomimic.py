@@ -20,11 +20,18 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import InferredFields, as_text, first_difference, flatten
-from memmap_buffer.interop.episodes import exported_episodes, import_episodes, require_fields
-from memmap_buffer.interop.extra_json import read_extra, read_names
+from memmap_buffer.interop.columns import InferredFields, as_text, flatten, with_final
+from memmap_buffer.interop.episodes import (
+    ends_of,
+    exported_episodes,
+    import_episodes,
+    read_extra,
+    read_names,
+    require_fields,
+)
 from memmap_buffer.names import Names
-from memmap_buffer.schema import Field
+from memmap_buffer.paths import path_of
+from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):
     import h5py
@@ -49,13 +56,13 @@ def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **o
         SchemaError: it is no such file, demonstrations differ in their arrays, or a row of `next_obs` is not the
             observation that follows.
     """
-    with h5py.File(path, "r") as file:
+    with h5py.File(path_of(path), "r") as file:
         if "data" not in file or not len(file["data"]):
             raise SchemaError(f"{path}: it has no demonstrations in 'data', so it is no file of robomimic")
         demos = sorted(file["data"], key=_number)
         found, lengths, names = InferredFields("array"), [], Names(fixed=NAMES)
         for demo in demos:
-            columns, _ = _read(file["data"][demo], names)
+            columns = _read(file["data"][demo], names)
             found.add(columns)
             lengths.append(len(columns["action"]))
         found.require_complete()
@@ -65,9 +72,10 @@ def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **o
         members = {name: {str(as_text(demo)) for demo in item[()]} for name, item in masks.items()}
 
         def episode(demo: str) -> dict[str, Any]:
-            columns, after = _read(file["data"][demo], names)
-            last = {name: np.concatenate([columns[name], after[name][-1:]]) for name in final}
-            return {**columns, **last, "demo": demo, **{name: demo in demos for name, demos in members.items()}}
+            columns = _read(file["data"][demo], names)
+            stop = len(columns["action"]) + has_final
+            rows = {name: column[:stop] for name, column in columns.items()}
+            return {**rows, "demo": demo, **{name: demo in demos for name, demos in members.items()}}
 
         attributes = {demo: _attributes(file["data"][demo]) for demo in demos}
         return import_episodes(
@@ -88,7 +96,7 @@ def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: An
     Demonstrations are named by the meta field `demo`, else `demo_0`, …; bool meta fields `mask.<name>` become masks.
 
     Args:
-        buffer: with a field `action`. `terminated` and `truncated` together become `dones`, if there is no `done`.
+        buffer: with a field `action`. The fields that end its episodes become `dones`, if there is no `done`.
         path: the file.
         env: the environment that robomimic makes for rollouts (`env_args`): a Gymnasium environment, its id, or a dict
             as robomimic has it; default: that of the file or Minari data set that was imported. Where none is known,
@@ -105,14 +113,14 @@ def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: An
         attributes["env_args"] = _env_args(buffer, env)
     names = read_names(buffer, NAMES)
     masks: dict[str, list[str]] = {name: [] for name in buffer.meta_fieldnames if name.startswith(MASK)}
-    with h5py.File(path, "x") as file:
+    with h5py.File(path_of(path), "x") as file:
         data = file.create_group("data")
         data.attrs.update({**attributes, "total": buffer.num_steps})
         for i, (rows, episode) in enumerate(exported_episodes(buffer)):
             length, demo = len(rows), str(episode.get("demo", f"demo_{i}"))
             group = data.create_group(demo)
             group.attrs.update({**imported.get("demos", {}).get(demo, {}), "num_samples": length})
-            for name, column in _exported(buffer, episode).items():
+            for name, column in _exported(buffer.schema, episode, length).items():
                 place = _place(name, names)
                 group[place] = column[:length]
                 if len(column) > length and place.startswith("obs/"):
@@ -123,26 +131,25 @@ def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: An
             file[names.key(name, "/")] = np.array(members, dtype="S")
 
 
-def _read(demo: Any, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The columns of a demonstration, and for each step the observation that follows."""
+def _read(demo: Any, names: Names) -> dict[str, Any]:
+    """The columns of a demonstration, of observations with the final one where there is `next_obs`."""
     arrays = {key: item for key, item in demo.items() if key != NEXT}
     columns = {name: item[()] for name, item in flatten(names.ours(arrays)).items()}
-    following = names.ours({"obs": demo[NEXT]}) if NEXT in demo else {}
-    after = {name: item[()] for name, item in flatten(following).items()}
     if "action" not in columns:
         raise SchemaError(f"{demo.name}: it has no 'actions'; it has {', '.join(demo)}")
-    for name, rows in after.items():
-        if name not in columns or first_difference(columns[name][1:], rows[:-1]) is not None:
-            raise SchemaError(f"{demo.name}/next_obs: {name} is not what follows in obs; remove next_obs", field=name)
-    return columns, after
+    for name, item in flatten(names.ours({"obs": demo[NEXT]}) if NEXT in demo else {}).items():
+        if name not in columns:
+            raise SchemaError(f"{demo.name}/next_obs: {name} is not in obs; remove next_obs", field=name)
+        columns[name] = with_final(f"{demo.name}/next_obs: {name}", columns[name], item[()], 0, "remove next_obs")
+    return columns
 
 
-def _exported(buffer: ReplayBuffer, episode: Mapping[str, Any]) -> dict[str, Any]:
+def _exported(schema: Schema, episode: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Dotted name -> column of each array in the file."""
-    columns = {name: episode[name] for name in buffer.schema.fields}
-    ends = [columns.pop(name) for name in ("terminated", "truncated") if name in columns]
-    if ends and "done" not in columns:
-        columns["done"] = np.logical_or.reduce(ends).astype(np.int64)
+    columns = {name: episode[name] for name in schema.fields if name == "done" or name not in schema.ends}
+    if schema.ends and "done" not in columns:
+        terminated, truncated = ends_of(schema, episode, length)
+        columns["done"] = (terminated | truncated).astype(np.int64)
     return columns
 
 

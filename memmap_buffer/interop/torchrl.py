@@ -6,8 +6,10 @@ A dump is read as JSON and plain arrays, so neither torchrl nor its unpickling i
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Mapping
+from functools import reduce
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,26 +20,32 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import first_difference, flatten
+from memmap_buffer.interop.columns import flatten, put, with_final
 from memmap_buffer.interop.episodes import episode_bounds, import_episodes
 from memmap_buffer.names import Names
+from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field, Schema
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 OF_NEXT = ("reward", "terminated", "truncated", "done")
+REMEDY = "no episode ends there: mark the end by ('next', 'done') or ('collector', 'traj_ids')"
 LEFT_OUT = frozenset({"index", "done", "terminated", "truncated"})  # at the root: of the step before
 
 
-def to_tensordict(source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer) -> TensorDict:
+def to_tensordict(
+    source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer, *, schema: Schema | None = None
+) -> TensorDict:
     """A batch as a TensorDict over the same memory, or all steps of a buffer as one.
 
-    Keys `next_<name>`, `reward`, `terminated` and `truncated` of an n-step batch go below "next", where torchrl looks
-    for them, with `done`; rewards and ends as (B, 1), as its losses have them. Text is left out, as it is no tensor.
+    Keys `next_<name>`, `reward`, and those of the fields that end episodes, as `terminated` and `truncated`, of an
+    n-step batch go below "next", where torchrl looks for them, with `done`; rewards and ends as (B, 1), as its losses
+    have them. Text is left out, as it is no tensor.
 
     Args:
         source: a batch of any view, which is not copied; or a buffer, whose steps are copied, oldest first.
+        schema: of the batch's buffer, if fields of other names than `terminated` and `truncated` end its episodes.
 
     Returns:
         A TensorDict of batch size (B,) or (steps,); that of a buffer has `_indices`, the serial and timestep of each.
@@ -53,16 +61,21 @@ def to_tensordict(source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer) -> Te
     if not tensors:
         raise SchemaError("to_tensordict: got a batch without tensors, expected one of `dataloader` or `sample`")
     is_transition = any(name.startswith("next_") for name in tensors)
+    of_next = _of_next(schema) if is_transition else {}
     # The reward of the following step does not belong to this transition, and torchrl has no place for it.
-    later = {f"next_{name}" for name in OF_NEXT}
-    below = {tuple(_key(name, is_transition)): value for name, value in tensors.items() if name not in later}
+    later = {f"next_{name}" for name in (*OF_NEXT, *of_next)}
+    below = {tuple(_key(name, of_next)): value for name, value in tensors.items() if name not in later}
     for key in below.keys() & {("next", name) for name in OF_NEXT}:
         below[key] = below[key].unsqueeze(-1) if below[key].ndim == 1 else below[key]
-    ends = [below[key] for key in (("next", "terminated"), ("next", "truncated")) if key in below]
+    ends = below.keys() & {("next", "terminated"), ("next", "truncated")}
+    below |= {key: below[key].bool() for key in ends}
     if ends:
-        below["next", "done"] = ends[0] | ends[-1]
+        below["next", "done"] = reduce(operator.or_, (below[key] for key in ends))
     size = len(next(iter(tensors.values())))
-    return TensorDict.from_dict(_nested(below), batch_size=[size])
+    nested: dict[str, Any] = {}
+    for key, value in below.items():
+        put(nested, key, value)
+    return TensorDict.from_dict(nested, batch_size=[size])
 
 
 def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
@@ -85,7 +98,8 @@ def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **opt
         CorruptBufferError: a file has not the size that the dump says.
         SchemaError: an entry is no tensor, or "next" of an episode is not the entry that follows.
     """
-    root = Path(path) / "storage" if (Path(path) / "storage").is_dir() else Path(path)
+    root = path_of(path)
+    root = root / "storage" if (root / "storage").is_dir() else root
     length = int(_json(root / "storage_metadata.json")["len"])
     names = Names()
     arrays = flatten(names.ours(_arrays(root)))
@@ -101,8 +115,7 @@ def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **opt
     def episode(start: int, stop: int) -> dict[str, Any]:
         rows = {name: _decoded(column[start:stop]) for name, column in fields.items()}
         for name, following in after.items():
-            _require_following(name, fields[name][start:stop], following[start:stop], start)
-            rows[name] = np.concatenate([rows[name], _decoded(following[stop - 1 : stop])])
+            rows[name] = with_final(f"('next', {name!r})", rows[name], _decoded(following[start:stop]), start, REMEDY)
         return rows
 
     episodes = (episode(start, stop) for start, stop in bounds)
@@ -118,20 +131,20 @@ def _all_steps(buffer: ReplayBuffer | ConcatBuffer) -> Mapping[str, Any]:
     return batch
 
 
-def _key(name: str, is_transition: bool) -> list[str]:
-    if name.startswith("next_"):
-        return ["next", *name.removeprefix("next_").split(".")]
-    return ["next", name] if is_transition and name in OF_NEXT else name.split(".")
+def _of_next(schema: Schema | None) -> dict[str, str]:
+    """Our name -> torchrl's, of what is known of a step only after it."""
+    names = {name: name for name in OF_NEXT}
+    if schema is not None:
+        for theirs, ours in (("truncated", schema.truncated), ("terminated", schema.terminated)):
+            names.pop(theirs)
+            names |= {} if ours is None else {ours: theirs}
+    return names
 
 
-def _nested(below: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for (*groups, leaf), value in below.items():
-        place = out
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[leaf] = value
-    return out
+def _key(name: str, of_next: Mapping[str, str]) -> list[str]:
+    if name in of_next:
+        return ["next", of_next[name]]
+    return ["next", *name.removeprefix("next_").split(".")] if name.startswith("next_") else name.split(".")
 
 
 def _json(path: Path) -> Any:
@@ -217,14 +230,3 @@ def _bounds(columns: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
     if ids is not None:
         ends[:-1] |= (ids[1:] != ids[:-1]).reshape(length - 1, -1).any(axis=1)
     return episode_bounds(ends)
-
-
-def _require_following(name: str, here: Any, following: Any, start: int) -> None:
-    wrong = first_difference(here[1:], following[:-1])
-    if wrong is not None:
-        at = start + wrong
-        raise SchemaError(
-            f"('next', {name!r}) of entry {at} is not {name!r} of entry {at + 1}, yet no episode ends there: mark its "
-            "end by ('next', 'done') or ('collector', 'traj_ids')",
-            field=name,
-        )

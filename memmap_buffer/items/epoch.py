@@ -15,7 +15,7 @@ from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import OPEN
 from memmap_buffer.format.shards import MAX_SHARDS
-from memmap_buffer.items.index import Index
+from memmap_buffer.items.index import FolderTable, Index
 from memmap_buffer.items.rank_partition import RankPartition
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import Shuffle
@@ -28,14 +28,13 @@ class Epoch:
     Args:
         seed, number, shuffle: its order.
         index: its items.
-        tables: the episode tables that the index was made of, by the numbers of the folders.
-        ids: of the buffers of these tables, in their order.
         snapshot: the episodes that it covers, where they are known already.
         begun: how many of its items were handed out before, by another process.
 
     Attributes:
-        partition: the items that this process hands out. batches: how many batches it has handed out. over: whether
-            that was the last.
+        partition: the items that this process hands out.
+        batches: how many batches it has handed out.
+        over: whether that was the last.
     """
 
     def __init__(
@@ -45,8 +44,6 @@ class Epoch:
         shuffle: Shuffle,
         index: Index,
         *,
-        tables: Mapping[int, EpisodeTable] | None = None,
-        ids: Sequence[str] = (),
         snapshot: EpochSnapshot | None = None,
         begun: int = 0,
     ) -> None:
@@ -54,12 +51,12 @@ class Epoch:
         self.partition: RankPartition | None = None
         self.batches = 0
         self.over = False
-        self._tables, self._ids, self._snapshot = tables or {}, ids, snapshot
+        self._snapshot = snapshot
 
     def state(self) -> dict[str, Any]:
         """Where it stands, in numbers, strings and lists."""
         if self._snapshot is None:  # made when a state is asked for, as it looks at every episode
-            self._snapshot, self._tables = EpochSnapshot.of(self._ids, self._tables, self.index), {}
+            self._snapshot = EpochSnapshot.of(self.index)
         delivered = self.begun if self.partition is None else self.partition.given(self.batches)
         order = {"shuffle": self.shuffle.kind, "window": self.shuffle.window}
         return {"seed": self.seed, "epoch": self.number, "delivered": delivered, **order, **self._snapshot.state()}
@@ -114,8 +111,9 @@ class FolderSnapshot:
     items: int
 
     @classmethod
-    def of(cls, number: int, id: str, table: EpisodeTable, items: int) -> FolderSnapshot:
+    def of(cls, made_of: FolderTable, items: int) -> FolderSnapshot:
         """The episodes that a table shows."""
+        number, id, table = made_of
         serial = table.serial[table.visible]
         cuts = np.flatnonzero(np.diff(serial) > 1) + 1
         ranges = [(int(part[0]), int(part[-1])) for part in np.split(serial, cuts) if part.size]
@@ -128,7 +126,8 @@ class FolderSnapshot:
     def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
         """A later table of the folder with these episodes alone; one that grew since has the length that it had.
 
-        Args: id: of the buffer that the table is of; in the place of a shard another may stand.
+        Args:
+            id: of the buffer that the table is of; in the place of a shard another may stand.
         """
         if id != self.id:
             return replace(table, visible=table.visible[:0])
@@ -158,14 +157,10 @@ class EpochSnapshot:
     digest: int
 
     @classmethod
-    def of(cls, ids: Sequence[str], tables: Mapping[int, EpisodeTable], index: Index) -> EpochSnapshot:
-        """The snapshot of an index and of the tables that it was made of, by the numbers of their folders.
-
-        Args: ids: of the buffers of these tables, in their order.
-        """
-        numbers = np.fromiter(tables, np.int64, len(tables))
-        items = (index.bounds(numbers + 1) - index.bounds(numbers)).tolist()
-        return cls(tuple(map(FolderSnapshot.of, tables, ids, tables.values(), items)), index.digest)
+    def of(cls, index: Index) -> EpochSnapshot:
+        """The episodes of the tables that an index was made of."""
+        each = [FolderSnapshot.of(made_of, int(runs.count.sum())) for made_of, runs in index.by_folder()]
+        return cls(tuple(each), index.digest)
 
     @property
     def items(self) -> int:
@@ -183,12 +178,12 @@ class EpochSnapshot:
             }
             for s in self.folders
         ]
-        return {"sources": folders, "digest": self.digest}
+        return {"folders": folders, "digest": self.digest}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> EpochSnapshot:
         """The snapshot that `state` told of. Raises TypeError, ValueError or KeyError for anything else."""
-        return cls(tuple(map(_folder_snapshot, state["sources"])), int(state["digest"]))
+        return cls(tuple(map(_folder_snapshot, state["folders"])), int(state["digest"]))
 
     def index(self, selection: Selection, folders: Folders, on_stale: str) -> Index:
         """The index of the epoch, made again of the tables as they are now.
@@ -258,13 +253,14 @@ def standing(folders: Folders) -> Standing:
     """
     folders.refresh()
     present = [(n, s) for n, s, _ in folders.by_number(folders.tables) if not s.withdrawn]
-    return {n: (str(s.path), s.layout.id, s.state("epoch"), s.state("nonce"), s.state("changes")) for n, s in present}
+    return {n: (str(s.path), s.layout.id, s.state("term"), s.state("nonce"), s.state("changes")) for n, s in present}
 
 
 def require_same(told: Sequence[tuple[str, Standing]], folders: Folders) -> None:
     """Raise SchemaError where a rank reads other data: its folders were not, before, what they are here now, or less.
 
-    Args: told: of each rank, its host and how its folders stood.
+    Args:
+        told: of each rank, its host and how its folders stood.
     """
     now = standing(folders)
     for rank, (host, theirs) in enumerate(told):

@@ -22,9 +22,16 @@ VALID = "valid"  # the field that `set_valid` writes
 def matches(column: Array, condition: Any, name: str) -> BoolArray:
     """Where a condition holds.
 
-    Args: column: (n, …). condition: as `Selection` says. name: of the column, for an error.
-    Returns: (n,) bool.
-    Raises: SchemaError: the condition does not fit the column.
+    Args:
+        column: (n, …).
+        condition: as `Selection` says.
+        name: of the column, for an error.
+
+    Returns:
+        (n,) bool.
+
+    Raises:
+        SchemaError: the condition does not fit the column.
     """
     if callable(condition):
         result = np.asarray(condition(column))

@@ -7,18 +7,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.storage import crc32
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders
 
 FloatArray = npt.NDArray[np.float64]
 MANY = 2048  # 16,384 anchors among 2000 runs: 0.14 ms by buckets, 1.0 by binary search; but 256 take 13 µs and 7
+
+
+class FolderTable(NamedTuple):
+    """The episode table of one folder from which an index was made.
+
+    Attributes:
+        number: of the folder.
+        id: of its buffer; "" of a folder that is not there.
+        table: the episode table.
+    """
+
+    number: int
+    id: str
+    table: EpisodeTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +46,7 @@ class Index:
         folder: (R,) the number of each run's folder, or None for a single folder; ascending.
         last: (R,) or None.
         weight_sums: (R + 1,) the weight that the runs before have, in all; None where every anchor counts the same.
+        tables: of each folder, by ascending numbers, what it was made of; () where that is not known.
     """
 
     slot: IntArray
@@ -42,6 +57,7 @@ class Index:
     folder: IntArray | None = None
     last: IntArray | None = None
     weight_sums: FloatArray | None = None
+    tables: tuple[FolderTable, ...] = ()
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -56,16 +72,14 @@ class Index:
             return np.minimum(numbers, 1) * len(self.slot)
         return np.searchsorted(self.folder, numbers)
 
-    def ranges(self, numbers: IntArray) -> list[tuple[int, int]]:
-        """(first, stop) of the runs of each of these folders."""
-        return list(zip(self.cuts(numbers).tolist(), self.cuts(numbers + 1).tolist(), strict=True))
-
-    def by_folder(self, numbers: IntArray) -> list[Runs]:
-        """The runs of each of these folders."""
+    def by_folder(self) -> list[tuple[FolderTable, Runs]]:
+        """The table and the runs of each folder."""
         runs = Runs(self.slot, self.serial, self.first, np.diff(self.starts), self.last)
         if self.folder is None:
-            return [runs]
-        return [runs.where(slice(*cut)) for cut in self.ranges(numbers)]
+            return [(table, runs) for table in self.tables]
+        numbers = np.array([table.number for table in self.tables])
+        cuts = map(slice, self.cuts(numbers).tolist(), self.cuts(numbers + 1).tolist())
+        return list(zip(self.tables, map(runs.where, cuts), strict=True))
 
     def living(self, folders: Folders) -> Index:
         """The index without episodes that the tables, as last read, do not show."""

@@ -18,8 +18,12 @@ TAILS = ("pad", "drop", "uneven")
 class Ranks:
     """The processes that share an epoch, as they were given.
 
-    Args: rank: of this process. world_size: how many there are.
-    Raises: SchemaError: there can be no such rank.
+    Args:
+        rank: of this process.
+        world_size: how many there are.
+
+    Raises:
+        SchemaError: there can be no such rank.
     """
 
     rank: int = 0
@@ -62,8 +66,11 @@ class RankPartition:
     that is not full is divided equally.
 
     Args:
-        items: in the whole epoch. begin: how many of them were given before.
-        batch_size: of one rank. ranks: which this is, of how many. drop_last: leave out an incomplete last batch.
+        items: in the whole epoch.
+        begin: how many of them were given before.
+        batch_size: of one rank.
+        ranks: which this is, of how many.
+        drop_last: leave out an incomplete last batch.
         tail: items of the last turn that do not divide by the ranks: "pad" repeats a few more, "drop" leaves them out,
             "uneven" gives each once, so that the first ranks have one item more, or a batch.
     """

@@ -15,11 +15,11 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import START, VALID, filtered, matches
-from memmap_buffer.items.index import Index, sums
+from memmap_buffer.items.index import FolderTable, Index, sums
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
-from memmap_buffer.views.ends import Ends
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.batch_builder import Ends
+from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.view import View
 
 FloatArray = npt.NDArray[np.float64]
@@ -31,17 +31,18 @@ class Selection:
 
     Args:
         view: how items are cut.
-        filter_meta: meta field (or "episode_lens") -> condition; filter_fields: field -> condition on step t, where an
-            item may begin; "_start" is t itself, so {"_start": 0} serves what begins with its episode. A condition is
-            a scalar (equal), a set or list (member), (low, high) (low ≤ x < high, None is open), or a callable from
-            the column to bools. All must hold. Where a bool field `valid` of no shape was declared,
+        filter_meta: meta field (or "episode_lens") -> condition: a scalar (equal), a set or list (member), (low, high)
+            (low ≤ x < high, None is open), or a callable from the column to bools. All must hold.
+        filter_fields: field -> condition on step t, where an item may begin; "_start" is t itself, so {"_start": 0}
+            serves items that begin with their episode. Where a bool field `valid` of no shape was declared,
             {"valid": True} holds unless another condition on it is given; see `excluding`.
         min_episode_len: timesteps.
         top_k: (meta field, k): only the k episodes where it is highest.
         weight_by: a meta field (or "episode_lens"): an episode's anchors are drawn in proportion to it, and not at all
             where it is 0.
-        split: name -> fraction of the episodes, and `part`, the name of the one that is wanted; by `split_seed`. An
-            episode's part follows from its serial alone, so it never changes.
+        split: name -> fraction of the episodes. An episode's part follows from its serial alone, so it never changes.
+        part: the name of the split's part that is wanted.
+        split_seed: which episodes each part gets.
         random: whether each item is given random numbers.
         mixes: whether an item holds rows of other items of its batch, so that batches cannot be read together.
     """
@@ -112,65 +113,74 @@ class Selection:
 
     @property
     def has_callables(self) -> bool:
-        return any(callable(c) for c in [*self.filter_meta.values(), *self.filter_fields.values()])
+        return any(map(callable, [*self.filter_meta.values(), *self.filter_fields.values()]))
 
     def index(
-        self,
-        folders: Folders,
-        tables: Sequence[EpisodeTable] | None = None,
-        before: tuple[Index, Sequence[EpisodeTable]] | None = None,
+        self, folders: Folders, tables: Sequence[EpisodeTable] | None = None, before: Index | None = None
     ) -> Index:
         """The anchors that exist in the tables as last read, or in these.
 
         Args:
             folders: the folders that are read.
             tables: of each folder; default: as last read.
-            before: an index and the tables that it was made of; only episodes that changed since are looked at.
+            before: an earlier index of the same folders; only episodes that changed since are looked at.
         """
         each = folders.by_number(folders.tables if tables is None else tables)
-        numbers, read = np.array([number for number, *_ in each]), [(storage, table) for _, storage, table in each]
-        if before is None or self.has_callables or self.top_k is not None:  # whether one passes may depend on others
-            slots = [self._slots(*one, one[-1].visible) for one in each]
-            slots = slots if self.top_k is None else _top_k(slots, read, *self.top_k)
-            parts = [self._runs(*one, chosen) for one, chosen in zip(read, slots, strict=True)]
-        else:
-            olds = {number: table for number, _, table in folders.by_number(before[1])}
-            known = zip(each, before[0].by_folder(numbers), strict=True)
-            parts = [self._later(*one, runs, olds.get(one[0])) for one, runs in known]
-        weights = [_weights(*one, part, self.weight_by) for one, part in zip(read, parts, strict=True)]
+        if self.top_k is not None:
+            parts = self._highest(each, *self.top_k)
+        else:  # a callable may tell by all episodes which of them pass
+            earlier = () if before is None or self.has_callables else before.by_folder()
+            known = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
+            parts = [self._runs(*one, *known.get(one[0], ())) for one in each]
+        weight = None
         if self.weight_by is not None:
-            parts = [part.where(np.flatnonzero(weight)) for part, weight in zip(parts, weights, strict=True)]
-        folder = None if folders.single else np.repeat(numbers, [len(part.slot) for part in parts])
-        slot, serial, first, count = (
-            _joined([getattr(part, name) for part in parts]) for name in ("slot", "serial", "first", "count")
-        )
-        lasts = [part.last for part in parts if part.last is not None and len(part.slot)]
+            weights = [_weights(*one[1:], part, self.weight_by) for one, part in zip(each, parts, strict=True)]
+            parts = [part.where(np.flatnonzero(w)) for part, w in zip(parts, weights, strict=True)]
+            weight = np.concatenate(weights)
+        runs, sizes = Runs.joined(parts), [len(part.slot) for part in parts]
         return Index(
-            *(slot, serial, first),
-            starts=sums(count),
+            *(runs.slot, runs.serial, runs.first, sums(runs.count)),
             stride=self.view.stride,
-            folder=folder,
-            last=_joined(lasts) if lasts else None,
-            weight_sums=None if self.weight_by is None else sums(count * _joined([w[w > 0] for w in weights])),
+            folder=None if folders.single else np.repeat([number for number, *_ in each], sizes),
+            last=runs.last if runs.slot.size else None,
+            weight_sums=None if weight is None else sums(runs.count * weight[weight > 0]),
+            tables=tuple([FolderTable(number, id_of(storage), table) for number, storage, table in each]),
         )
 
-    def _later(
-        self, number: int, storage: Storage, table: EpisodeTable, runs: Runs, before: EpisodeTable | None
+    def _runs(
+        self,
+        number: int,
+        storage: Storage,
+        table: EpisodeTable,
+        before: EpisodeTable | None = None,
+        runs: Runs | None = None,
     ) -> Runs:
-        """The runs of a folder, made of those of an earlier table and of the episodes that changed since."""
+        """The runs of a folder, oldest episode first; those of an earlier table stay where nothing changed."""
+        if before is None or runs is None or len(before.check) != len(table.check):
+            return self._cut(storage, table, self._passing(number, storage, table, table.visible))
         if table is before:
             return runs
-        if before is None or len(before.check) != len(table.check):  # the folder was not there
-            return self._runs(storage, table, self._slots(number, storage, table, table.visible))
         changed = (table.check != before.check) | (table.shown != before.shown)
+        slots = self._passing(number, storage, table, table.visible[changed.take(table.visible)])
         stay = np.flatnonzero(~changed.take(runs.slot))
-        # Mostly the oldest episodes leave and the newest grow: the runs between them are not copied.
+        # Mostly the oldest episodes leave and the newest grow: the runs between them are a slice of the old ones.
         between = len(stay) > 0 and stay[-1] - stay[0] == len(stay) - 1
         kept = runs.where(slice(stay[0], stay[-1] + 1) if between else stay)
-        slots = table.visible[changed.take(table.visible)]
-        return kept.joined(self._runs(storage, table, self._slots(number, storage, table, slots)))
+        runs = Runs.joined([kept, self._cut(storage, table, slots)])
+        in_order = not len(slots) or not len(stay) or kept.serial[-1] < table.serial[slots[0]]
+        return runs if in_order else runs.where(np.argsort(runs.serial, kind="stable"))
 
-    def _slots(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
+    def _highest(self, each: Sequence[tuple[int, Storage, EpisodeTable]], name: str, k: int) -> list[Runs]:
+        """The runs of the k episodes of all folders where a meta field is highest; of the newer one where equal."""
+        slots = [self._passing(*one, one[-1].visible) for one in each]
+        columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
+        values = np.concatenate([column.reshape(-1) for column in columns])
+        best = np.zeros(len(values), np.bool_)
+        best[np.argsort(values, kind="stable")[::-1][:k]] = True
+        masks = np.split(best, np.cumsum([len(chosen) for chosen in slots])[:-1])
+        return [self._cut(*one[1:], s[mask]) for one, s, mask in zip(each, slots, masks, strict=True)]
+
+    def _passing(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
         """The slots, of some that are visible, whose episodes pass."""
         if self.min_episode_len <= 1 and not self.filter_meta and self.split is None:
             return slots
@@ -181,7 +191,7 @@ class Selection:
             keep &= self._in_part(table.serial[slots], number)
         return slots if keep.all() else slots[keep]
 
-    def _runs(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
+    def _cut(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         """The runs of anchors of some visible slots."""
         if not len(slots):
             return Runs(slots, slots, slots, slots)
@@ -211,10 +221,6 @@ class Selection:
         key = np.uint64((self.split_seed * GOLDEN + number * 0xD1B54A32D192ED03) % 2**64)
         u = splitmix(serial.astype(np.uint64) + key).astype(np.float64) / 2.0**64
         return np.asarray((u >= start) & (u < stop))
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def _check_top_k(top_k: object, schema: Schema) -> None:
@@ -253,10 +259,8 @@ def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: Int
     return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
 
 
-def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str | None) -> FloatArray:
-    """(R,) the weight of each run's episode: a meta field; nothing without a name."""
-    if name is None:
-        return np.empty(0)
+def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str) -> FloatArray:
+    """(R,) the weight of each run's episode: a meta field."""
     weight = np.asarray(_episode_column(storage, table, name, runs.slot), np.float64).reshape(-1)
     wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
     if wrong.size:
@@ -328,13 +332,3 @@ def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, ends: Ends) -
     rows = storage.first_row(slots, final) + table.length[slots] - 1
     values = storage.maps.rows[name][rows]
     return np.asarray(values.any(axis=tuple(range(1, values.ndim))))
-
-
-def _top_k(slots: list[IntArray], folders: list[tuple[Storage, EpisodeTable]], name: str, k: int) -> list[IntArray]:
-    """The k episodes of all folders where a meta field is highest; the newer one where equal."""
-    columns = [_episode_column(*folder, name, chosen) for folder, chosen in zip(folders, slots, strict=True)]
-    values = np.concatenate([column.reshape(-1) for column in columns])
-    best = np.zeros(len(values), np.bool_)
-    best[np.argsort(values, kind="stable")[::-1][:k]] = True
-    cuts = np.cumsum([len(chosen) for chosen in slots])[:-1]
-    return [chosen[mask] for chosen, mask in zip(slots, np.split(best, cuts), strict=True)]

@@ -27,7 +27,9 @@ class Permutation:
     below n (at most 4 steps on average). Few items are sorted by a random number each, so that every order is equally
     likely.
 
-    Args: n: how many. seed: whole numbers that choose it.
+    Args:
+        n: how many.
+        seed: whole numbers that choose it.
 
     Source: Luby and Rackoff 1988, "How to construct pseudorandom permutations"; Black and Rogaway 2002, "Ciphers
     with arbitrary finite domains" (cycle walking).
@@ -85,12 +87,15 @@ def draw_like(
 
 
 class BlockShuffle:
-    """A pseudorandom bijection on [0, n) whose every stretch comes from a few places; it holds no list.
+    """A pseudorandom bijection on [0, n) whose any run of neighbours comes from a few places; it holds no list.
 
     Blocks of neighbouring positions are taken in a random order, so many together, and shuffled within that window. The
     blocks begin at another position for every seed, so that their borders are no one's fate.
 
-    Args: n: how many. block, window: positions; the window is a multiple of the block. seed: choose it.
+    Args:
+        n: how many.
+        block, window: positions; the window is a multiple of the block.
+        seed: choose it.
     """
 
     def __init__(self, n: int, block: int, window: int, *seed: int) -> None:
@@ -130,30 +135,31 @@ def uniform(i: IntArray, *seed: int) -> npt.NDArray[np.float64]:
 
 
 class Quota:
-    """Which source gives which item of a stream, so that every stretch of it has the shares of the weights.
+    """Which folder gives which item of a stream, so that every part of it has the shares of the weights.
 
-    The sources are halved again and again, and of the first n items of a half its first half gives its share, rounded:
-    so the counts of any stretch follow without those before it, and what does not divide is carried over.
+    The folders are halved again and again, and of the first n items of a half its first half gives its share, rounded:
+    so the counts of any part follow without those before it, and what does not divide is carried over.
 
-    Args: weights: (S,) positive; they need not sum to 1.
+    Args:
+        weights: (S,) positive; they need not sum to 1.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = np.asarray(weights, np.float64)
 
     def given(self, n: IntArray | int) -> IntArray:
-        """How many of the first `n` (…) items each source gives, (S, …)."""
+        """How many of the first `n` (…) items each folder gives, (S, …)."""
         return np.stack(_halved(np.asarray(n, np.int64), self._weights))
 
     def counts(self, begin: int, end: int) -> IntArray:
-        """How many of the items begin … end - 1 each source gives, (S,)."""
+        """How many of the items begin … end - 1 each folder gives, (S,)."""
         return np.asarray(self.given(end) - self.given(begin))
 
     def turns(self, i: IntArray) -> tuple[IntArray, IntArray]:
-        """The source of each item number (B,), and which of that source's items it is."""
+        """The folder of each item number (B,), and which of that folder's items it is."""
         before = self.given(i)
-        source = np.argmax(self.given(i + 1) - before, axis=0)
-        return source, np.take_along_axis(before, source[None], 0)[0]
+        folder = np.argmax(self.given(i + 1) - before, axis=0)
+        return folder, np.take_along_axis(before, folder[None], 0)[0]
 
 
 def _halved(n: IntArray, weights: npt.NDArray[np.float64]) -> list[IntArray]:
@@ -168,7 +174,9 @@ def _halved(n: IntArray, weights: npt.NDArray[np.float64]) -> list[IntArray]:
 class Shuffle:
     """How an epoch is shuffled.
 
-    Args: kind: False, True or "block". window: with "block", how many items are shuffled together.
+    Args:
+        kind: False, True or "block".
+        window: with "block", how many items are shuffled together.
     """
 
     kind: bool | str
@@ -189,9 +197,9 @@ class Order:
 
     Args:
         index: the items.
-        bounds: where each source begins in the index, and its end.
+        bounds: where each folder begins in the index, and its end.
         shuffle: their order; a weighted index is drawn from with replacement instead.
-        quota: the shares of the sources, each of which goes round in an order of its own; None: all are one.
+        quota: the shares of the folders, each of which goes round in an order of its own; None: all are one.
         seed: whole numbers that choose it.
     """
 
@@ -202,10 +210,10 @@ class Order:
         """The positions (B,) of items number `i` (B,); beyond the last item it begins anew, in another order."""
         if self._quota is None:
             return self._rounds(0, len(self._index), i, *self._seed)
-        source, i = self._quota.turns(i)
+        folder, i = self._quota.turns(i)
         out = np.empty_like(i)
         for number, (start, stop) in enumerate(zip(self._bounds, self._bounds[1:], strict=False)):
-            mine = np.flatnonzero(source == number)
+            mine = np.flatnonzero(folder == number)
             out[mine] = self._rounds(start, stop, i[mine], *self._seed, number)
         return out
 

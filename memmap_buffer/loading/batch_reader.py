@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
@@ -71,7 +72,8 @@ class BatchReader:
         folders: the folders that are read.
         given: the options, as `Options` names them; they stay in this process.
 
-    Raises: SchemaError: the options contradict each other or the schema.
+    Raises:
+        SchemaError: the options contradict each other or the schema.
     """
 
     def __init__(self, folders: Folders, given: Mapping[str, Any]) -> None:
@@ -105,7 +107,7 @@ class BatchReader:
             "_has_text": self._has_text,
             "_is_plain": self._is_plain,
             "_ends": self._ends,
-            "_index": self.index(),
+            "_index": replace(self.index(), tables=()),
             "_tables": (),
             "_living": None,
         }
@@ -116,8 +118,7 @@ class BatchReader:
         if self._index is None or (refresh and not self._frozen):
             tables = self.folders.refresh()
             if self._index is None or tables != self._tables:
-                before = (self._index, self._tables) if self._index is not None and self._tables else None
-                self._index, self._tables = self.selection.index(self.folders, tables, before), tables
+                self._index, self._tables = self.selection.index(self.folders, tables, self._index), tables
         return self._index
 
     @property
@@ -128,16 +129,6 @@ class BatchReader:
         if selection.random or selection.mixes or selection.view.pads_to_longest:
             return False
         return all(storage.verify != "read" for storage in self.folders.storages)
-
-    @property
-    def tables(self) -> tuple[EpisodeTable, ...]:
-        """The episode tables that `index` was made of."""
-        return self._tables or self.folders.tables
-
-    @property
-    def numbered_tables(self) -> dict[int, EpisodeTable]:
-        """The same by the numbers of their folders, ascending."""
-        return {number: table for number, _, table in self.folders.by_number(self.tables)}
 
     def require(self, index: Index) -> None:
         """Raise NotEnoughDataError where an index has no items."""
@@ -162,7 +153,8 @@ class BatchReader:
             anchors: (B,).
             make: makes batches of the columns.
 
-        Returns: key -> (B, …), fresh arrays of the stored dtypes, or as `make` gives them.
+        Returns:
+            key -> (B, …), fresh arrays of the stored dtypes, or as `make` gives them.
 
         Raises:
             StaleEpisodeError: an episode was overwritten meanwhile, and cannot or must not be drawn again.

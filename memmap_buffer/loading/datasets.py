@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from torch.utils.data._utils.collate import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from memmap_buffer.dtypes import Array, check_count, to_numpy
-from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
-from memmap_buffer.items.rank_partition import Ranks
+from memmap_buffer.dtypes import Array, to_numpy
+from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.loading.batch_group import BatchGroup, PlannedBatch
 from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.loading.distributed import Drawn, EpochBatches, anchors_of, ranks_of, samplers_of
-from memmap_buffer.loading.options import NamedBatch, Options, make_tuple, unknown_option
+from memmap_buffer.loading.distributed import Drawn, EpochBatches, anchors_of, samplers_of
+from memmap_buffer.loading.options import NamedBatch, make_tuple, unknown_option
 from memmap_buffer.loading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.loading.prioritized import PrioritizedDraws, PrioritizedSampler
 from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
@@ -31,9 +30,14 @@ from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, pieces
 
 
+def torch_seed(generator: torch.Generator | None = None) -> int:
+    """A seed drawn from torch's generator: so `manual_seed` fixes it, and every worker has another."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
 def torch_seeded_rng() -> np.random.Generator:
-    """A generator whose seed torch's gives: so `manual_seed` fixes it, and every worker has another."""
-    return np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_()))
+    """A generator whose seed torch's gives."""
+    return np.random.default_rng(torch_seed())
 
 
 def _maker(array: Array) -> Callable[[Array], Any]:
@@ -329,7 +333,8 @@ class EpisodeLoader(DataLoader[Any]):
         self._ahead: weakref.ref[Prefetched] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_ahead": None}
+        """All but the loop that is under way, which is of this process."""
+        return self.__dict__ | {"_ahead": None}
 
     def __len__(self) -> int:
         """Batches of this rank's part of the next epoch."""
@@ -385,73 +390,18 @@ class EpisodeLoader(DataLoader[Any]):
         self._order.load_state_dict(state, on_stale)
 
 
-_ORDER_OPTIONS = ("seed", "device", "dataset", "prefetch", "shuffle_window", "rank", "world_size", "tail")
 _LOADER_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
 
 
-def make_loader(
-    reader: BatchReader,
-    *,
-    batch_size: int,
-    shuffle: bool | str,
-    drop_last: bool,
-    seed: int | None,
-    weights: Sequence[float] | None,
-    device: Device,
-    dataset: EpisodeDataset | None,
-    prefetch: int = 0,
-    shuffle_window: int | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    tail: str = "pad",
-    draws: PrioritizedDraws | None = None,
-    **kwargs: Any,
-) -> EpisodeLoader:
-    """The loader of `dataloader`. Without a seed one is drawn from torch's generator, so `manual_seed` fixes it."""
-    for name in kwargs:
+def check_loader_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise SchemaError unless each is an argument of PyTorch's DataLoader that leaves the order to the library."""
+    for name, value in options.items():
         if name not in _LOADER_OPTIONS:
-            known = [*Options.__annotations__, *_LOADER_OPTIONS, *_ORDER_OPTIONS]
-            raise unknown_option(name, known)
-    for name in ("sampler", "batch_sampler"):
-        if kwargs.get(name) is not None:
+            raise unknown_option(name, [*known, *_LOADER_OPTIONS])
+        if name in ("sampler", "batch_sampler") and value is not None:
             raise SchemaError(
                 f"{name}: the order is the library's here; give dataset() to a DataLoader of your own for another"
             )
-    check_count("batch_size", batch_size)
-    check_count("prefetch", prefetch, 0)
-    dataset = dataset or EpisodeDataset(reader)
-    reader = dataset.reader
-    reader.require(reader.index(refresh=True))
-    ranks = ranks_of(rank, world_size)
-    if seed is None:
-        if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
-            raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
-    check_count("seed", seed, 0)
-    batch_size, seed = int(batch_size), int(seed)  # state_dict tells them in numbers of Python's
-    sampler: EpochSampler | PrioritizedSampler
-    if draws is not None:
-        rank = ranks.now().rank
-        sampler = PrioritizedSampler(draws, batch_size=batch_size, drop_last=drop_last, seed=seed, rank=rank)
-    else:
-        sampler = EpochSampler(
-            reader,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-            weights=weights,
-            window=shuffle_window,
-            ranks=ranks,
-            tail=tail,
-        )
-    if not len(sampler):
-        have, world = len(reader.index()), ranks.now().world_size
-        raise NotEnoughDataError(
-            f"drop_last={drop_last}, tail={tail!r} and batch_size={batch_size} for {world} ranks give no batch of "
-            f"{have} items; lower one"
-        )
-    return EpisodeLoader(dataset, sampler=sampler, device=device, prefetch=prefetch, **kwargs)
 
 
 def sample(

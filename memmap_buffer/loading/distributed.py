@@ -48,7 +48,7 @@ class ProcessRanks(Ranks):
 
     def require_equal(self, batches: int, error: Exception | None = None) -> None:
         """Raise SchemaError where ranks differ, so that none waits for ever for a gradient of another."""
-        told: list[tuple[int, str]] = self.gather((batches, "" if error is None else str(error)))
+        told: list[tuple[int, str]] = self.gather((batches, "" if error is None else str(error) or repr(error)))
         wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
         if wrong and error is None:
             raise SchemaError(f"an epoch that not every rank can give: {'; '.join(wrong)}", ranks=len(wrong))

@@ -15,6 +15,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.rank_partition import Ranks
@@ -29,8 +30,8 @@ from memmap_buffer.priority.anchor_priorities import (
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
 from memmap_buffer.priority.sum_tree import FloatArray, spread
-from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.anchors import Anchors, Runs
+from memmap_buffer.views.folders import Folders, id_of
 
 
 class NamedPriorities:
@@ -44,12 +45,16 @@ class NamedPriorities:
     def __init__(self, folders: Folders, name: str, *, alpha: float, epsilon: float) -> None:
         self._folders, self._name, self._alpha, self._epsilon = folders, name, alpha, epsilon
         self._opened: dict[Storage, Priorities] = {}
+        self._opening = Turn()  # threads open each once
 
     def of(self, storage: Storage) -> Priorities:
         """The priorities of a folder. Raises as `Priorities.open`."""
-        if storage not in self._opened:
-            self._opened[storage] = Priorities.open(storage, self._name, alpha=self._alpha, epsilon=self._epsilon)
-        return self._opened[storage]
+        with self._opening.lock:
+            found = self._opened.get(storage)
+            if found is None:
+                found = Priorities.open(storage, self._name, alpha=self._alpha, epsilon=self._epsilon)
+                self._opened[storage] = found
+            return found
 
     def open(self) -> None:
         """Open the priorities of every folder, or of none. Raises as `of`."""
@@ -61,16 +66,24 @@ class NamedPriorities:
             self.close()
             raise
 
+    def move_to(self, folders: Folders) -> None:
+        """Go on with the same folders, opened again as their columns were changed; other threads may be drawing."""
+        with self._opening.lock:
+            before, self._opened, self._folders = self._opened, {}, folders
+            self.open()
+            for one in before.values():
+                one.close()
+
     def numbered(self, number: int) -> Priorities | None:
         """The priorities of the folder of that number, None if it was removed. Raises SchemaError: no such number."""
         highest = int(self._folders.numbers.max())
         if not 0 <= number <= highest:
-            raise SchemaError(f"update_priorities: got source {number}, expected one from 0 to {highest}")
+            raise SchemaError(f"update_priorities: got folder {number}, expected one from 0 to {highest}")
         storage = self._folders.numbered(number)
         return None if storage is None or storage.withdrawn else self.of(storage)
 
     @property
-    def by_source(self) -> bool:
+    def by_folder(self) -> bool:
         """Whether the indices of a batch begin with the number of the folder."""
         return not self._folders.single
 
@@ -102,7 +115,7 @@ class PrioritizedDraws:
         reader: reads the batches.
         how: the options of the draws.
         priorities: of its folders; None where batches are drawn by a meta field.
-        weights: one per source: each batch has exactly these shares.
+        weights: one per folder: each batch has exactly these shares.
 
     Attributes:
         num_drawn: batches drawn so far, by which β rises.
@@ -121,7 +134,7 @@ class PrioritizedDraws:
         self._quota = None if weights is None else Quota(weights)
         self._shared = 0
         self._by_storage: dict[Storage, AnyPriorities] = {}
-        self._followed: tuple[Index, IntArray, list[tuple[AnyPriorities, Index]]] | None = None
+        self._followed: tuple[Index, IntArray, list[tuple[AnyPriorities, Runs]]] | None = None
         self._lock = threading.Lock()
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
@@ -170,19 +183,21 @@ class PrioritizedDraws:
                 self._by_storage = {storage: one for storage, one in self._by_storage.items() if storage not in gone}
                 if self._priorities is not None:
                     self._priorities.prune()
-            each = [one for one in self.reader.folders.by_number(self.reader.tables) if not one[1].withdrawn]
-            numbers = np.array([number for number, *_ in each])
-            parts = [index] if index.folder is None else [_part(index, *cut) for cut in index.ranges(numbers)]
-            each_folder = [self._priorities_of(*one[1:], part) for one, part in zip(each, parts, strict=True)]
-            self._followed = index, numbers, list(zip(each_folder, parts, strict=True))
-        _, numbers, followed = self._followed
-        for one, part in followed:
-            one.follow(part)
-        return numbers, [one for one, _ in followed]
+            numbers, each = [], []
+            for (number, id, table), runs in index.by_folder():
+                storage = self.reader.folders.numbered(number) if id else None
+                if storage is not None and id_of(storage) == id:  # no other took its place meanwhile
+                    numbers.append(number)
+                    each.append((self._priorities_of(storage, table, runs), runs))
+            self._followed = index, np.array(numbers), each
+        _, places, followed = self._followed
+        for one, runs in followed:
+            one.follow(runs)
+        return places, [one for one, _ in followed]
 
-    def _priorities_of(self, storage: Storage, table: EpisodeTable, index: Index) -> AnyPriorities:
+    def _priorities_of(self, storage: Storage, table: EpisodeTable, runs: Runs) -> AnyPriorities:
         """The priorities of the anchors of a folder."""
-        by_step = self._by_step and len(index) == table.steps
+        by_step = self._by_step and runs.count.sum() == table.steps
         found = self._by_storage.get(storage)
         if found is None or isinstance(found, StepPriorities) != by_step:
             steps = None if self._priorities is None else self._priorities.of(storage)
@@ -237,7 +252,7 @@ class PrioritizedDraws:
     def _require_all(self, totals: FloatArray) -> None:
         for number in np.flatnonzero(totals == 0).tolist():
             path = self.reader.folders.storages[number].path
-            raise NotEnoughDataError(f"{path}: source {number} has nothing to give its share of a batch", source=number)
+            raise NotEnoughDataError(f"{path}: folder {number} has nothing to give its share of a batch", folder=number)
 
     def _weigh(self, probability: FloatArray, each_folder: list[AnyPriorities], shares: FloatArray) -> FloatArray:
         """Importance weights (B,), normalised as `how` says. Source: Schaul et al. 2016, section 3.4."""
@@ -300,7 +315,8 @@ class PrioritizedSampler:
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
         """Go on with the epoch that `state_dict` told of, from its beginning, and with its β.
 
-        Raises: SchemaError: it is no such state.
+        Raises:
+            SchemaError: it is no such state.
         """
         try:
             told = {"seed": state["seed"], "epoch": state["epoch"], "num_drawn": state.get("num_drawn", 0)}
@@ -335,14 +351,15 @@ def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Ar
         td_errors: (B,), or (B, L) for the L steps from each item's first on; errors beyond the episode are ignored.
             (B,) of whole episodes is given to every step.
 
-    Returns: how many items were dropped because their episode is gone.
+    Returns:
+        how many items were dropped because their episode is gone.
 
     Raises:
         SchemaError: shapes that do not fit, or an error that is no finite number.
     """
     columns = indices[:, None] if indices.ndim == 1 else indices
-    by_source = priorities.by_source
-    names = columns.shape[-1] - by_source if columns.ndim == 2 else 0
+    by_folder = priorities.by_folder
+    names = columns.shape[-1] - by_folder if columns.ndim == 2 else 0
     if names not in (1, 2) or columns.dtype.kind not in "iu" or td_errors.shape[:1] != columns.shape[:1]:
         raise SchemaError(
             f"update_priorities: got indices {indices.dtype} {indices.shape} and errors {td_errors.shape}; give a "
@@ -351,7 +368,7 @@ def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Ar
     if td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(f"update_priorities: got errors {td_errors.dtype} {td_errors.shape}, expected (B,) or (B, L)")
     columns, errors = np.asarray(columns, np.int64), np.asarray(td_errors, np.float64)
-    if not by_source and (only := priorities.numbered(0)) is not None:
+    if not by_folder and (only := priorities.numbered(0)) is not None:
         return _update(only, columns, errors)
     dropped, numbers = 0, columns[:, 0]
     for number in np.unique(numbers).tolist():
@@ -378,15 +395,6 @@ def _update(priorities: Priorities, columns: IntArray, errors: FloatArray) -> in
         inside = (t >= 0) & (t < lengths[:, None])
         priorities.update(np.broadcast_to(serials[:, None], t.shape)[inside], t[inside], errors[inside])
     return int((~here).sum())
-
-
-def _part(index: Index, start: int, stop: int) -> Index:
-    """The runs start … stop - 1 of an index, as of a single folder."""
-    last = None if index.last is None else index.last[start:stop]
-    starts = index.starts[start : stop + 1] - index.starts[start]
-    return Index(
-        index.slot[start:stop], index.serial[start:stop], index.first[start:stop], starts, index.stride, None, last
-    )
 
 
 def _placed(columns: Sequence[Any], order: IntArray) -> Any:

@@ -43,7 +43,7 @@ class Disk(threading.local):
         if not len(builder.t):
             return
         wanted: dict[str, list[tuple[IntArray, IntArray]]] = {}
-        for name, low, high in builder.stretches():
+        for name, low, high in builder.row_ranges():
             wanted.setdefault(name, []).append((low, high))
         for name, each in wanted.items():
             gap = ROW_GAP // max(1, builder.schema.fields[name].itemsize)

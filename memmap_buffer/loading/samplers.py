@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.host import host_name
 from memmap_buffer.items.epoch import Epoch, EpochSnapshot, require_same, standing
 from memmap_buffer.items.index import Index
@@ -68,7 +68,7 @@ class EpochSampler:
         shuffle: False; True: without replacement, in an order of (seed, epoch); "block": see `BlockShuffle`.
         window: with "block", how many items are shuffled together; None: as many as take 256 MiB.
         seed: fixes every epoch.
-        weights: one per source: each batch has exactly these shares, every source going round in an order of its own;
+        weights: one per folder: each batch has exactly these shares, every folder going round in an order of its own;
             an epoch has as many items as without.
         ranks: the processes that share each epoch.
         tail: how items are shared that do not divide by the ranks, see `RankPartition`.
@@ -170,7 +170,7 @@ class EpochSampler:
         """
         epoch = self._begun or self._loaded
         if epoch is None or epoch.over:
-            return {"seed": self.seed, "epoch": self.epoch, "delivered": 0, "shuffle": self.shuffle, "sources": None}
+            return {"seed": self.seed, "epoch": self.epoch, "delivered": 0, "shuffle": self.shuffle, "folders": None}
         return epoch.state()
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
@@ -179,7 +179,8 @@ class EpochSampler:
         For the same number of ranks it is the same batches, for another the same items. Episodes published since are
         no part of it.
 
-        Args: on_stale: "raise", or "redraw": items of episodes that are gone are drawn from what there is.
+        Args:
+            on_stale: "raise", or "redraw": items of episodes that are gone are drawn from what there is.
 
         Raises:
             StaleEpisodeError: episodes of that epoch are gone.
@@ -188,7 +189,7 @@ class EpochSampler:
         if on_stale not in ("raise", "redraw"):
             raise SchemaError(f"load_state_dict: on_stale: got {on_stale!r}, expected 'raise' or 'redraw'")
         try:
-            kind, told = state["shuffle"], None if state["sources"] is None else EpochState.of(state)
+            kind, told = state["shuffle"], None if state["folders"] is None else EpochState.of(state)
             seed, number = _whole(state["seed"]), _whole(state["epoch"])
         except (TypeError, ValueError, KeyError) as error:
             text = f"load_state_dict: got {state!r}, expected what state_dict gave ({error!r})"
@@ -210,11 +211,7 @@ class EpochSampler:
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
         window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
-        tables = self.reader.numbered_tables
-        sources = self.reader.folders
-        of = dict(zip(sources.numbers.tolist(), sources.ids, strict=False))
-        ids = [of[number] for number in tables]
-        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index, tables=tables, ids=ids)
+        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index)
 
     def _agreed(self) -> Epoch:
         """The next epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
@@ -223,16 +220,16 @@ class EpochSampler:
             return self._loaded or self._new()
         try:
             return self._agree(ranks)
-        except MemmapBufferError:  # of all ranks, so all try again: a writer or a shard came or went in this moment
+        except Exception:  # of all ranks, so all try again: a writer or a shard came or went in this moment
             return self._agree(ranks)
 
     def _agree(self, ranks: Ranks) -> Epoch:
         epoch, stands = self._loaded, None
-        failed: MemmapBufferError | None = None
+        failed: Exception | None = None
         try:
             epoch = epoch or self._new()
             stands = host_name(), standing(self.reader.folders)
-        except MemmapBufferError as error:  # the others wait for this rank
+        except Exception as error:  # an OSError or one of a user's filter, too: the others wait for this rank
             epoch, failed = None, error
         state, told = ranks.agree({} if epoch is None else epoch.state()), ranks.gather(stands)
         with _all_or_none(ranks):
@@ -254,14 +251,10 @@ class EpochSampler:
     def _given(self, epoch: Epoch, plans: bool) -> Iterator[Anchors | PlannedBatch]:
         """The batches of an epoch, which counts from the first on: a DataLoader drops the first of two iterators."""
         self.epoch, self._loaded, self._on_stale = epoch.number + 1, None, self.reader.on_stale
-        yield from self._draw(epoch, plans)
-
-    def _draw(self, epoch: Epoch, plans: bool) -> Iterator[Anchors | PlannedBatch]:
-        assert epoch.partition is not None
         bounds: Sequence[int] = ()
         quota = None
         if self.weights is not None:
-            bounds, quota = source_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
+            bounds, quota = folder_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
         if plans and self.reader.reads_together:
             yield from grouped(self.reader, self._chunks(epoch, order))
@@ -298,7 +291,7 @@ def _all_or_none(ranks: Ranks) -> Iterator[None]:
     """Where the block raises on one rank, all of them raise."""
     try:
         yield
-    except MemmapBufferError as error:
+    except Exception as error:
         ranks.require_equal(0, error)
         raise
     ranks.require_equal(0)
@@ -325,14 +318,12 @@ def _check_shuffle(shuffle: object, window: object, weight_by: str | None) -> No
 def _default_window(reader: BatchReader, index: Index) -> int:
     """How many items take `WINDOW_BYTES`, all fields of their episodes counted."""
     row = sum(field.itemsize for field in reader.folders.schema.fields.values())
-    tables = reader.numbered_tables
-    parts = index.by_folder(np.fromiter(tables, np.int64, len(tables)))
-    steps = [int(table.length[part.slot].sum()) for table, part in zip(tables.values(), parts, strict=True)]
-    return max(1, WINDOW_BYTES * len(index) // max(1, sum(steps) * row))
+    steps = sum(int(made_of.table.length[runs.slot].sum()) for made_of, runs in index.by_folder())
+    return max(1, WINDOW_BYTES * len(index) // max(1, steps * row))
 
 
 class UniformSampler:
-    """Batches drawn with replacement, as `sample` gives them; the shares of weighted sources are exact."""
+    """Batches drawn with replacement, as `sample` gives them; the shares of weighted folders are exact."""
 
     def __init__(self, reader: BatchReader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
@@ -368,7 +359,7 @@ class UniformSampler:
             return reader.crop(anchors, lambda: rng) if reader.selection.random else anchors
         begin = 0 if alone else self._drawn
         counts = self._quota.counts(begin, begin + batch_size)
-        bounds = source_bounds(reader, index, len(counts))
+        bounds = folder_bounds(reader, index, len(counts))
         parts = [index.pick(rng.random(n), bounds[s], bounds[s + 1]) for s, n in enumerate(counts)]
         self._drawn += 0 if alone else batch_size
         return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
@@ -388,15 +379,15 @@ class UniformSampler:
         return reader.crop(index.locate(numbers), lambda: rng)
 
 
-def source_bounds(reader: BatchReader, index: Index, num_sources: int) -> list[int]:
-    """The positions in an index at which the items of each source begin.
+def folder_bounds(reader: BatchReader, index: Index, num_folders: int) -> list[int]:
+    """The positions in an index at which the items of each folder begin.
 
     Raises:
-        NotEnoughDataError: a source has none, so it cannot give its share.
+        NotEnoughDataError: a folder has none, so it cannot give its share.
     """
-    bounds: list[int] = index.bounds(np.arange(num_sources + 1)).tolist()
-    for number in range(num_sources if index.folder is not None and len(index) else 0):
+    bounds: list[int] = index.bounds(np.arange(num_folders + 1)).tolist()
+    for number in range(num_folders if index.folder is not None and len(index) else 0):
         if bounds[number] == bounds[number + 1]:
             path = reader.folders.storages[number].path
-            raise NotEnoughDataError(f"{path}: source {number} has nothing to give its share of a batch", source=number)
+            raise NotEnoughDataError(f"{path}: folder {number} has nothing to give its share of a batch", folder=number)
     return bounds

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,23 +75,15 @@ class Task(NamedTuple):
     batches: Sequence[Any]
 
 
-class BatchSampler(Protocol):
-    """The batches of an epoch, and how many there are."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __len__(self) -> int: ...
-
-
 class Tasks:
     """The batches of a sampler, several a task: as many as their size allows, once one was seen.
 
     Args:
-        sampler: any batch sampler.
+        sampler: any batch sampler, which has a length.
         workers: how many share an epoch's tasks.
     """
 
-    def __init__(self, sampler: BatchSampler, workers: int) -> None:
+    def __init__(self, sampler: Any, workers: int) -> None:
         self._sampler = sampler
         self._workers = workers
         self._epoch = 0

@@ -13,8 +13,8 @@ from memmap_buffer.format.folder import Folder, in_memory, will_need
 from memmap_buffer.format.host import anyone_may_rename, file_system, network_filesystem
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import CAN_FORGET
+from memmap_buffer.writing.commit import MEMORY
 
-NO_DISK = ("tmpfs", "ramfs")
 SAMPLE = 4096  # timesteps
 FIRST, BATCH = 8, 256  # timesteps read at a time: few at first, as a slow disk takes 0.1 s for them
 IN_MEMORY = 0.95  # of a sample: batches hardly wait for the other 5 %
@@ -70,7 +70,7 @@ def measure_disk_speed(path: Path, seconds: float, *, larger: bool) -> DiskSpeed
         cannot tell.
     """
     storage = Storage.open(path, read_only=True, verify="never")
-    if not CAN_FORGET or file_system(path) in NO_DISK or not storage.table.steps:
+    if not CAN_FORGET or file_system(path) in MEMORY or not storage.table.steps:
         return None
     sample = _Sample(storage)
     cached = 1 - len(sample.missing()) / sample.size

@@ -32,8 +32,9 @@ from memmap_buffer.format.records import (
     seal,
 )
 from memmap_buffer.format.storage import Storage, checksum_row, crc32, digest_of
-from memmap_buffer.format.syscalls import path_of, write_all
+from memmap_buffer.format.syscalls import write_all
 from memmap_buffer.maintenance.snapshot import ROUNDS, counters, new_copy, visible, write_counters
+from memmap_buffer.paths import path_of
 from memmap_buffer.writing.validation import positions_of
 
 CHUNK = 4 << 20  # bytes read, summed and written at a time: they stay in the processor's cache
@@ -49,13 +50,19 @@ def pack(src: str | PathLike[str], dst: str | PathLike[str], *, episodes: Any = 
     from it and these.
 
     Args:
-        src: a folder of any layout; its writer may go on meanwhile. dst: where; no buffer may be there.
+        src: a folder of any layout; its writer may go on meanwhile.
+        dst: where; no buffer may be there.
         episodes: positions: an int, list, array or slice; None for all.
 
-    Returns: the serials that were left out; empty when all are there.
-    Raises: SchemaMismatchError: `dst` holds a buffer. NotEnoughDataError: there is no episode to copy. IndexError.
-        StaleEpisodeError: they change faster than they are copied. OSError: the disk is full, say. Then there is no
-        buffer at `dst`.
+    Returns:
+        The serials that were left out; empty when all are there. After an error there is no buffer at `dst`.
+
+    Raises:
+        SchemaMismatchError: `dst` holds a buffer.
+        NotEnoughDataError: there is no episode to copy.
+        EpisodeIndexError: there is no such episode; an IndexError.
+        StaleEpisodeError: episodes change faster than they are copied.
+        OSError: the disk is full, say.
     """
 
     def dense(source: Layout, lengths: IntArray) -> Layout:
@@ -79,12 +86,22 @@ def unpack(
     """Copy a buffer, packed or not, into a new folder that can be written to and counts its episodes on.
 
     Args:
-        src, dst, episodes: as for `pack`.
-        max_episodes, max_timesteps: as for `ReplayBuffer`; None for those of the source.
-        circular, capacity, spare_slots: as for `ReplayBuffer`.
+        src: as for `pack`.
+        dst: as for `pack`.
+        max_episodes: as for `ReplayBuffer`; None for that of the source.
+        max_timesteps: as for `ReplayBuffer`; None for that of the source.
+        episodes: as for `pack`.
+        circular: as for `ReplayBuffer`.
+        capacity: as for `ReplayBuffer`.
+        spare_slots: as for `ReplayBuffer`.
 
-    Returns: the serials that were left out, as `pack` does.
-    Raises: SchemaError: a size is too small for the episodes. Else as `pack`.
+    Returns:
+        The serials that were left out, as `pack` does.
+
+    Raises:
+        SchemaError: a size is too small for the episodes.
+        MemmapBufferError: as `pack` raises it.
+        OSError: the disk is full, say.
     """
 
     def grid(source: Layout, lengths: IntArray) -> Layout:
@@ -139,7 +156,7 @@ def _transfer(
         try:
             with new_copy(source, path_of(dst), plan.layout, ("extra",)) as there:
                 _copy(source, plan, there)
-                write_counters(plan.layout, there, counters(source))
+                write_counters(there["/state"], plan.layout, counters(source))
         except _Left as left:
             # The files are made for all that were planned, so they are made anew; a ring that overtook the copy once
             # would do it again, so as many more of its oldest are not tried.

@@ -1,6 +1,6 @@
 """Making a damaged folder whole again: what is intact stays, what is not goes to `lost+found/`. Never deletes.
 
-Killed anywhere, it can be run again. So the order is: copy away, take episodes out of the table, then mend the files
+Killed anywhere, it can be run again. So the order is: copy away, take episodes out of the table, then repair the files
 that their rows are missing in, so that at no moment zeros stand where a record says that rows are.
 """
 
@@ -17,14 +17,16 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError
 from memmap_buffer.format import syscalls
-from memmap_buffer.format.creation import LEFT_BEHIND
+from memmap_buffer.format.creation import LEFT_BEHIND, RESERVED
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.lock import WriterLock
-from memmap_buffer.format.records import CHECKED, CUT, FINAL, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
+from memmap_buffer.format.records import CHECKED, CUT, FINAL, GENERATION, MAX_SERIAL, OPEN, RECORD, seal
 from memmap_buffer.format.storage import Storage, checksum_row, digest_of
-from memmap_buffer.format.syscalls import path_of, write_all, write_word
+from memmap_buffer.format.syscalls import CAN_RESERVE, is_hole, read_at, write_all
+from memmap_buffer.maintenance.snapshot import write_counters
 from memmap_buffer.maintenance.verification import Finding, Survey
+from memmap_buffer.paths import path_of
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.recovery import take_over
@@ -43,11 +45,17 @@ def repair(folder: str | PathLike[str]) -> list[Finding]:
 
     If state.npy is lost, every episode that still has a record is shown again, cleared ones too.
 
-    Args: folder: no writer may hold it; readers may go on.
-    Returns: what was found, and is mended now.
-    Raises: CorruptBufferError: `schema.json` or `episodes.npy` is lost, or no field is left, without which nothing can
-        be told apart; or a file is whole in itself, but not what the schema says. Nothing was changed then.
-        BufferLockedError: a writer holds it. NotABufferError.
+    Args:
+        folder: where it is; no writer may hold it, readers may go on.
+
+    Returns:
+        What was found, and is repaired now.
+
+    Raises:
+        CorruptBufferError: `schema.json` or `episodes.npy` is lost, or no field is left, without which nothing can be
+            told apart; or a file is whole in itself, but not what the schema says. Nothing was changed then.
+        BufferLockedError: a writer holds it.
+        NotABufferError: there is no buffer.
     """
     place = Folder(path_of(folder))
     place.require()
@@ -62,14 +70,14 @@ def repair(folder: str | PathLike[str]) -> list[Finding]:
         _require_repairable(survey)
         found = survey.findings()
         if found:
-            _mend(place, survey, found)
+            _repair(place, survey, found)
             _take_over(place, lock)
         return found
     finally:
         lock.release()
 
 
-def _mend(place: Folder, survey: Survey, found: Sequence[Finding]) -> None:
+def _repair(place: Folder, survey: Survey, found: Sequence[Finding]) -> None:
     lost = _lost_fields(survey, found)
     stay = survey.layout.schema.all.keys() - lost
     _keep_schema(place)
@@ -77,15 +85,15 @@ def _mend(place: Folder, survey: Survey, found: Sequence[Finding]) -> None:
     for key in survey.layout.arrays:
         _unlink_twin(place, survey, key)
     for key in ("/episodes", "/state"):
-        _mend_file(place, survey, key)
-    _mend_state(place, survey)
-    _mend_records(place, Survey(place.path))
+        _repair_file(place, survey, key)
+    _repair_state(place, survey)
+    _repair_records(place, Survey(place.path))
     damage = [f for f in found if f.lost and f.file != "checksums.npy" and f.field not in lost]
     slots = {f.slot for f in damage if f.slot is not None} - survey.spoilt.keys()
     _take_out(place, slots | Survey(place.path).cut_slots(stay))
-    _mend_checksums(place, survey, found, lost)
+    _repair_checksums(place, survey, found, lost)
     for name in sorted(stay):
-        _mend_file(place, survey, name)
+        _repair_file(place, survey, name)
     _drop_fields(place, survey.layout, lost)
 
 
@@ -108,7 +116,7 @@ def _require_repairable(survey: Survey) -> None:
         raise CorruptBufferError(
             f"{survey.path}/episodes.npy is lost, and it alone says what the episodes are; restore a copy"
         )
-    if len(survey.mended.table) and not any(name in survey.maps.rows for name in layout.schema.fields):
+    if len(survey.repaired.table) and not any(name in survey.maps.rows for name in layout.schema.fields):
         raise CorruptBufferError(f"{survey.path}: nothing is left of any field; restore data/ from a copy")
     if survey.folder.exists(LOST) and not _is_folder(survey.folder, LOST):
         raise CorruptBufferError(f"{survey.path / LOST} is a link or no folder; move it away", path=survey.path / LOST)
@@ -116,7 +124,7 @@ def _require_repairable(survey: Survey) -> None:
 
 def _lost_fields(survey: Survey, found: Iterable[Finding]) -> set[str]:
     """The fields that leave the schema: nothing is there, or all episodes are damaged in it, which is no chance."""
-    slots, names = survey.mended.table.visible, survey.layout.schema.all
+    slots, names = survey.repaired.table.visible, survey.layout.schema.all
     nothing = {name for name in names if survey.nothing_of(name)} if len(slots) else set()
     rows = [f.field for f in found if f.slot is not None and f.file != "checksums.npy"]
     bad = {name: rows.count(name) for name in names}
@@ -124,7 +132,7 @@ def _lost_fields(survey: Survey, found: Iterable[Finding]) -> set[str]:
     return nothing | every if survey.layout.schema.fields.keys() - nothing - every else nothing
 
 
-# What lies in the folder beside the arrays
+# Files that are no arrays
 
 
 def _keep_schema(place: Folder) -> None:
@@ -173,16 +181,19 @@ def _free(place: Folder, name: str, suffix: str = "") -> str:
     return next(f"{flat}.{n}" for n in count() if not place.exists(f"{flat}.{n}{suffix}"))
 
 
-def _keep(place: Folder, name: str, data: Array, header: bytes = b"") -> None:
-    """Write an array's bytes to a new file, leaving stretches of zeros out."""
-    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    size = len(header) + len(flat)
-    place.create_array(name, header, size)
-    with place.writing(name, header, size) as fd:
-        for start in range(0, len(flat), CHUNK):
-            piece = flat[start : start + CHUNK]
-            if piece.any():
-                write_all(fd, piece, len(header) + start)
+def _copy(
+    place: Folder, name: str, new: str, first: int, size: int, header: bytes = b"", *, reserve: bool = False
+) -> None:
+    """Copy some bytes of a file behind a header into a new file; what is a hole stays one, unless all is reserved.
+
+    Nothing is read through a map: on a full tmpfs, to look at a hole kills.
+    """
+    place.create_array(new, header, len(header) + size, reserve)
+    with place.reading(name) as (source, _), place.writing(new, header, len(header) + size) as target:
+        for at in range(first, first + size, CHUNK):
+            count = min(CHUNK, first + size - at)
+            if not is_hole(source, at, at + count):
+                write_all(target, read_at(source, count, at), len(header) + at - first)
     place.sync_folders(LOST)
 
 
@@ -195,31 +206,33 @@ def _unlink_twin(place: Folder, survey: Survey, key: str) -> None:
         array = survey.layout.arrays[key]
         size = survey.size_of(key) if key in survey.broken else array.size
         own = _free(place, array.name)
-        _keep(place, own, _bytes(place, array.name, size))
+        _copy(place, array.name, own, 0, size, reserve=_is_reserved(survey, key))
         place.rename(own, array.name)
 
 
-def _bytes(place: Folder, name: str, size: int) -> Array:
-    """A file of that size, whatever it holds."""
-    return place.map(name, b"", np.dtype(np.uint8), (size,))
+def _is_reserved(survey: Survey, key: str) -> bool:
+    """Whether the whole space of a file is taken, as when it was created."""
+    return CAN_RESERVE and (key in RESERVED or bool(survey.state("reserved")))
 
 
-def _mend_file(place: Folder, survey: Survey, key: str) -> None:
+def _repair_file(place: Folder, survey: Survey, key: str) -> None:
     """Give a broken file the header and the size that it should have; what is replaced or cut off is copied away."""
     if key not in survey.broken:
         return
-    array, size = survey.layout.arrays[key], survey.size_of(key)
+    array, size, reserve = survey.layout.arrays[key], survey.size_of(key), _is_reserved(survey, key)
     if not size:
         _move(place, array.name)
-        place.create_array(array.name, array.header, array.size)
+        place.create_array(array.name, array.header, array.size, reserve)
         return
-    raw = _bytes(place, array.name, size)
-    head = raw[: len(array.header)]
-    if head.tobytes() != array.header:
-        _keep(place, _free(place, f"{array.name}.header"), head)
+    with place.reading(array.name) as (fd, _):
+        head = read_at(fd, len(array.header), 0)
+    if head != array.header:
+        _copy(place, array.name, _free(place, f"{array.name}.header"), 0, len(head))
     if size > array.size:
-        _keep(place, _free(place, f"{array.name}.tail"), raw[array.size :])
+        _copy(place, array.name, _free(place, f"{array.name}.tail"), array.size, size - array.size)
     with place.writing(array.name, b"", size) as fd:
+        if reserve:  # before it has its size: a file of the right size and header is taken for whole
+            syscalls.system.reserve(fd, array.size)
         syscalls.system.truncate(fd, array.size)
         write_all(fd, array.header, 0)
 
@@ -240,7 +253,7 @@ def _drop_fields(place: Folder, layout: Layout, lost: set[str]) -> None:
     place.rename("schema.json.new", "schema.json")
 
 
-def _mend_state(place: Folder, survey: Survey) -> None:
+def _repair_state(place: Folder, survey: Survey) -> None:
     """Counters that follow from the records, where they are lost or cannot be."""
     words = {name: value for name, value in survey.least.items() if survey.state(name) < value}
     _write_state(place, survey.layout, {**words, **survey.state_faults(), "clean": 0})
@@ -249,11 +262,10 @@ def _mend_state(place: Folder, survey: Survey) -> None:
 def _write_state(place: Folder, layout: Layout, words: dict[str, int]) -> None:
     array = layout.arrays["/state"]
     with place.writing(array.name, array.header, array.size) as fd:
-        for name, value in words.items():
-            write_word(fd, value, array.offset(0) + 8 * STATE_WORD[name])
+        write_counters(fd, layout, words)
 
 
-def _mend_checksums(place: Folder, survey: Survey, found: Iterable[Finding], lost: set[str]) -> None:
+def _repair_checksums(place: Folder, survey: Survey, found: Iterable[Finding], lost: set[str]) -> None:
     """Write the checksums that are lost, of what stands there now; the digests in the records tell if it is right.
 
     Not where a field is lost: then the digest, which covers it, is written anew, and open episodes are ended.
@@ -298,9 +310,9 @@ def _exchange(place: Folder, survey: Survey, key: str, data: Array) -> None:
     """Put a whole new file in the place of a broken one, which is copied or moved away."""
     array, size = survey.layout.arrays[key], survey.size_of(key)
     new = _free(place, f"{array.name}.new")
-    _keep(place, new, data, array.header)
+    place.write_new(new, array.header, data.tobytes(), sync=True)
     if size:
-        _keep(place, _free(place, array.name), _bytes(place, array.name, size))
+        _copy(place, array.name, _free(place, array.name), 0, size)
     else:
         _move(place, array.name)
     place.rename(new, array.name)
@@ -317,25 +329,25 @@ def _records(place: Folder, layout: Layout) -> Iterator[Callable[[int, bytes], N
         yield lambda slot, record: write_all(fd, record, array.offset(slot))
 
 
-def _mend_records(place: Folder, survey: Survey) -> None:
+def _repair_records(place: Folder, survey: Survey) -> None:
     """Put spoilt records right, or take them out."""
-    mended, out = survey.mended, set()
+    repaired, out = survey.repaired, set()
     with _records(place, survey.layout) as put:
         for slot, word in survey.spoilt.items():
             odd = bool(word[GENERATION] & np.uint64(1))
             if odd and survey.pending is not None and survey.pending.slot == slot:
                 continue
-            if _is_whole(mended, slot) if odd else mended.table.valid[slot]:
-                put(slot, mended.maps.words[slot].tobytes())
+            if _is_whole(repaired, slot) if odd else repaired.table.valid[slot]:
+                put(slot, repaired.maps.words[slot].tobytes())
             else:
                 out.add(slot)
     _take_out(place, out)
 
 
-def _is_whole(mended: Survey, slot: int) -> bool:
+def _is_whole(repaired: Survey, slot: int) -> bool:
     """Whether a visible episode whose rows were being overwritten is whole all the same: its checksums tell."""
-    checked = slot in mended.table.visible and mended.table.flags[slot] & CHECKED
-    return bool(checked) and not [*mended.episode(slot)]
+    checked = slot in repaired.table.visible and repaired.table.flags[slot] & CHECKED
+    return bool(checked) and not [*repaired.episode(slot)]
 
 
 def _take_out(place: Folder, slots: set[int]) -> None:
@@ -343,13 +355,13 @@ def _take_out(place: Folder, slots: set[int]) -> None:
     if not slots:
         return
     survey = Survey(place.path)
-    table = survey.mended.table
+    table = survey.repaired.table
     if len(table):  # what was retired would be shown again in the place of what is taken out
         _write_state(place, survey.layout, {"base": int(table.serial[table.visible[0]])})
     with _records(place, survey.layout) as put:
         for slot in sorted(slots):
             word = survey.maps.words[slot]
-            if not word[GENERATION] & np.uint64(1) or survey.mended.table.valid[slot]:
+            if not word[GENERATION] & np.uint64(1) or survey.repaired.table.valid[slot]:
                 _copy_away(place, survey, slot)
             put(slot, _emptied(word))
 
@@ -363,19 +375,21 @@ def _emptied(word: Array) -> bytes:
 
 def _copy_away(place: Folder, survey: Survey, slot: int) -> None:
     """The slot's record and rows as `.npy` files of their own; all its rows, where the record does not tell."""
-    table, layout = survey.mended.table, survey.layout
+    table, layout = survey.repaired.table, survey.layout
     known = bool(table.valid[slot])
     length = int(table.length[slot]) if known else layout.max_timesteps if layout.rows is None else 0
     has_final = not known or bool(table.flags[slot] & FINAL)
-    parts: dict[str, Array] = {"record": survey.maps.words[slot].copy().view(RECORD)}
+    parts = {"record": ("/episodes", layout.arrays["/episodes"].offset(slot), survey.maps.words[slot].view(RECORD))}
     for name, rows in survey.maps.rows.items():
         final = layout.schema.fields[name].final
-        first = int(survey.mended.first_row(np.array([slot]), final)[0])
-        parts[name] = rows[first : first + length + (final and has_final)]
-    parts |= {name: values[slot : slot + 1] for name, values in survey.maps.meta.items()}
+        first = int(survey.repaired.first_row(np.array([slot]), final)[0])
+        parts[name] = name, layout.row_offset(name, first), rows[first : first + length + (final and has_final)]
+    for name, values in survey.maps.meta.items():
+        parts[name] = name, layout.arrays[name].offset(slot), values[slot : slot + 1]
     base = _free(place, f"slot-{slot}", ".record.npy")
-    for name, values in parts.items():
-        _keep(place, f"{base}.{name}.npy", values, ArrayFile(name, values.dtype, values.shape).header)
+    for name, (key, offset, part) in parts.items():
+        header = ArrayFile(name, part.dtype, part.shape).header
+        _copy(place, layout.arrays[key].name, f"{base}.{name}.npy", offset, part.nbytes, header)
 
 
 def _take_over(place: Folder, lock: WriterLock) -> None:

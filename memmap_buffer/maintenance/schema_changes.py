@@ -1,6 +1,6 @@
 """Whole columns: a field more, a field less, another name. One new file at most; the schema's replacement commits it.
 
-A kill at any point leaves the schema and the files as they were or as they are to be (`files`, "Creating").
+A kill at any point leaves the schema and the files as they were or as they are to be (`format`, "Creating").
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.creation import creating, replace
 from memmap_buffer.format.layout import Layout
-from memmap_buffer.format.records import CHECKED, FINAL, RECORD
+from memmap_buffer.format.records import CHECKED, RECORD
 from memmap_buffer.format.storage import crc32
 from memmap_buffer.format.syscalls import write_all
 from memmap_buffer.progress import progress
@@ -25,10 +25,16 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
     """Add a field, filled for every episode that there is.
 
     Args:
+        files: the open files.
+        name: the field.
+        field: its declaration.
+        meta: whether it is a meta field.
         rows_of: slot -> its rows (T, *field), with `final` one more where the episode has its final observation; of a
             meta field its value. None: the default.
 
-    Raises: SchemaError: the name is taken, or there is no column of checksums left. OSError: nothing was added.
+    Raises:
+        SchemaError: the name is taken, or there is no column of checksums left.
+        OSError: the disk is full, say; nothing was added.
     """
     layout = files.layout
     _refuse(layout.schema, name, "add_field")
@@ -36,16 +42,18 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
     array, column = new.arrays[name], new.column_of[name]
     table = files.storage.refresh()
     visible = set(table.visible.tolist())
-    sums, sparse = layout.arrays["/checksums"], files.holes_are_harmless and not field.fill.tobytes().strip(b"\0")
+    sums = layout.arrays["/checksums"]
+    zeros = files.holes_are_harmless and not field.fill.tobytes().strip(b"\0")  # a hole reads as zeros
     with creating(files.storage.folder, new, bool(files.storage.state("reserved")), only=[name]):
         with files.storage.folder.writing(array.name, array.header, array.size) as fd:
             for slot in progress(np.flatnonzero(table.valid).tolist(), f"add_field {name}"):
-                count = int(table.length[slot]) + (field.final and bool(table.flags[slot] & FINAL))
-                lead = () if meta else (count,)
-                computed = rows_of is not None and slot in visible
-                rows = rows_of(slot) if rows_of and computed else np.broadcast_to(field.fill, (*lead, *field.shape))
-                rows = np.ascontiguousarray(rows)
-                if computed or not sparse:  # else it is a hole, which reads as zeros
+                if rows_of is not None and slot in visible:
+                    rows, hole = rows_of(slot), False
+                else:
+                    place = files.storage.rows_of(slot, field.final)
+                    shape = field.shape if meta else (place.stop - place.start, *field.shape)
+                    rows, hole = np.ascontiguousarray(np.broadcast_to(field.fill, shape)), zeros
+                if not hole:
                     write_all(fd, rows, array.offset(slot))
                 if table.flags[slot] & CHECKED:
                     crc = np.uint32(crc32(rows)).tobytes()
@@ -68,11 +76,10 @@ def rename(files: WriteHandles, names: Mapping[str, str]) -> None:
     layout = files.layout
     for name in names.values():
         _refuse(layout.schema, name, "rename_field")
-    groups = [{names.get(n, n): f for n, f in group.items()} for group in _groups(layout.schema)]
-    for group, before in zip(groups, _groups(layout.schema), strict=True):
-        if len(group) != len(before):
-            raise SchemaError(f"rename_field: {', '.join(names.values())} would stand twice; choose another name")
-    schema = layout.schema.with_fields(groups[0], groups[1], names)
+    fields, meta = ({names.get(n, n): f for n, f in group.items()} for group in _groups(layout.schema))
+    if (len(fields), len(meta)) != tuple(map(len, _groups(layout.schema))):
+        raise SchemaError(f"rename_field: {', '.join(names.values())} would stand twice; choose another name")
+    schema = layout.schema.with_fields(fields, meta, names)
     new = layout.with_fields(schema, {names.get(n, n): column for n, column in layout.column_of.items()})
     links = {layout.arrays[old].name: new.arrays[name].name for old, name in names.items()}
     replace(files.storage.folder, layout, new, links)

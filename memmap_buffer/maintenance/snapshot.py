@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
 
 ROUNDS, FEW = 100, 5
-BESIDE = ("priority", "extra")
+SUBFOLDERS = ("priority", "extra")
 
 
 def snapshot(source: Storage, path: Path) -> None:
@@ -40,28 +40,33 @@ def snapshot(source: Storage, path: Path) -> None:
     All episodes of the copy were visible together, at one moment during the call, and are as they were then. Those of
     that moment that a circular buffer overwrote before they were copied are left out: the oldest, as few as possible.
 
-    Args: source: the folder, open. path: where the copy goes; no buffer may be there.
-    Raises: SchemaMismatchError: one is. StaleEpisodeError: the ring turns faster than one episode can be copied.
+    Args:
+        source: the folder, open.
+        path: where the copy goes; no buffer may be there.
+
+    Raises:
+        SchemaMismatchError: there is a buffer at `path`.
+        StaleEpisodeError: the ring turns faster than one episode can be copied.
         OSError: the disk is full, say; then there is no buffer at `path`.
     """
-    layout, here = source.layout, dict[str, int]()
-    with new_copy(source, path, layout, BESIDE) as there:
-        try:
-            for key, array in layout.arrays.items():
-                here[key] = source.folder.open_to_read(array.name, array.header, array.size)
+    layout = source.layout
+    with new_copy(source, path, layout, SUBFOLDERS) as there:
+        with _opened(source.folder.open_to_read, layout) as here:
             for slot, record in _copy_slots(source, here, there).items():
                 write_all(there["/episodes"], record, layout.arrays["/episodes"].offset(slot))
-        finally:
-            close_all(here)
-        words = counters(source) | {name: source.state(name) for name in ("epoch", "nonce", "changes")}
-        write_counters(layout, there, words | ({"suspect": words["next"]} if _doubtful(source) else {}))
+        words = counters(source) | {name: source.state(name) for name in ("term", "nonce", "changes")}
+        write_counters(there["/state"], layout, words | ({"suspect": words["next"]} if _doubtful(source) else {}))
 
 
 @contextmanager
-def new_copy(source: Storage, path: Path, layout: Layout, beside: Sequence[str]) -> Iterator[dict[str, int]]:
+def new_copy(source: Storage, path: Path, layout: Layout, subfolders: Sequence[str]) -> Iterator[dict[str, int]]:
     """The array files of a new buffer, by key, open to be filled in the block; it is one only when the block has ended.
 
-    Args: beside: subfolders of the source whose files are copied by their bytes.
+    Args:
+        source: what is copied.
+        path: where the new buffer is.
+        layout: its schema and sizes.
+        subfolders: those of the source whose files are copied by their bytes.
     """
     target = Folder(path)
     _require_none(target)
@@ -70,14 +75,14 @@ def new_copy(source: Storage, path: Path, layout: Layout, beside: Sequence[str])
     lock.acquire()
     try:
         _require_none(target)
-        names = [f"{sub}/{name}" for sub in beside for name in source.folder.list(sub)]
+        names = [f"{sub}/{name}" for sub in subfolders for name in source.folder.list(sub)]
         if target.exists("schema.json.new"):  # a copy that was killed left them here
             _remove(target, names)
         target.require_free(names)
         copied = list[str]()
         try:
             with creating(target, layout):
-                with _open_to_write(target, layout) as there:
+                with _opened(target.open_to_write, layout) as there:
                     yield there
                 for name in names:
                     source.folder.copy_file(name, target)
@@ -92,14 +97,15 @@ def new_copy(source: Storage, path: Path, layout: Layout, beside: Sequence[str])
 
 
 @contextmanager
-def _open_to_write(target: Folder, layout: Layout) -> Iterator[dict[str, int]]:
-    there: dict[str, int] = {}
+def _opened(opener: Callable[[str, bytes, int], int], layout: Layout) -> Iterator[dict[str, int]]:
+    """The descriptors of all array files, by key."""
+    opened: dict[str, int] = {}
     try:
         for key, array in layout.arrays.items():
-            there[key] = target.open_to_write(array.name, array.header, array.size)
-        yield there
+            opened[key] = opener(array.name, array.header, array.size)
+        yield opened
     finally:
-        close_all(there)
+        close_all(opened)
 
 
 def _require_none(target: Folder) -> None:
@@ -114,13 +120,13 @@ def _remove(target: Folder, names: list[str]) -> None:
 
 def counters(source: Storage) -> dict[str, int]:
     """The words of a copy's state.npy."""
-    return {"next": _following(source), "changes": 1, "clean": 1, "epoch": 1}
+    return {"next": _following(source), "changes": 1, "clean": 1, "term": 1}
 
 
-def write_counters(layout: Layout, there: dict[str, int], words: dict[str, int]) -> None:
-    """Write words of a copy's state.npy."""
+def write_counters(fd: int, layout: Layout, words: dict[str, int]) -> None:
+    """Write words of a state.npy that is open."""
     for name, value in words.items():
-        write_word(there["/state"], value, layout.arrays["/state"].offset(0) + 8 * STATE_WORD[name])
+        write_word(fd, value, layout.arrays["/state"].offset(0) + 8 * STATE_WORD[name])
 
 
 def _doubtful(source: Storage) -> bool:
@@ -150,7 +156,7 @@ def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) ->
         for slot, word in zip(slots[whole].tolist(), words[whole], strict=True):
             record = word.tobytes()
             if copied.get(slot) != record:
-                _copy_slot(source, *_extent(word), slot, here, there)
+                _copy_slot(source, word, slot, here, there)
                 copied[slot] = record
         whole &= source.generations(slots) == table.generation[slots]
         enough = len(slots) * (1 - (attempt / ROUNDS) ** 3)
@@ -197,20 +203,13 @@ def _retired(source: Storage, serials: IntArray) -> bool:
     return bool((serials < table.serial[table.visible].min(initial=MAX_SERIAL)).all())
 
 
-def _copy_slot(
-    source: Storage, length: int, flags: int, slot: int, here: dict[str, int], there: dict[str, int]
-) -> None:
-    layout = source.layout
+def _copy_slot(source: Storage, word: Words, slot: int, here: dict[str, int], there: dict[str, int]) -> None:
+    """Copy the rows of an episode as its record `word` says."""
+    layout, record = source.layout, word.view(RECORD)[0]
     for name, field in layout.schema.fields.items():
         first = int(source.first_row(np.array([slot]), field.final)[0])
-        count = length + (field.final and bool(flags & FINAL))
+        count = int(record["length"]) + (field.final and bool(record["flags"] & FINAL))
         copy_range(here[name], there[name], layout.row_offset(name, first), count * field.itemsize)
     for name in ("/checksums", *layout.schema.meta_fields):
         array = layout.arrays[name]
         copy_range(here[name], there[name], array.offset(slot), array.offset(slot + 1) - array.offset(slot))
-
-
-def _extent(word: Words) -> tuple[int, int]:
-    """(length, flags) of a record."""
-    record = word.view(RECORD)[0]
-    return int(record["length"]), int(record["flags"])

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
-from memmap_buffer.format.episode_table import EpisodeTable
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.records import FINAL
 from memmap_buffer.format.storage import Storage, crc32
@@ -221,7 +221,7 @@ def _of_field(
     folders: Sequence[tuple[Storage, EpisodeTable]], name: str, quantiles: Sequence[float], rng: np.random.Generator
 ) -> FieldStatistics:
     field = folders[0][0].layout.schema.all[name]
-    total = sum(count for storage, table in folders for _, count in _entries(storage, table, name))
+    total = sum(int(_entries(storage, table, name).sum()) for storage, table in folders)
     running = RunningStatistics(field.shape, total, quantiles, seed=rng)
     for storage, table in folders:
         for rows, valid in _read_blocks(storage, table, name):
@@ -307,13 +307,13 @@ class _Moments:
         self.count = total
 
 
-def _entries(storage: Storage, table: EpisodeTable, name: str) -> Iterator[tuple[int, int]]:
-    """(slot, number of the field's entries) of every visible episode."""
-    schema = storage.layout.schema
-    final = name in schema.final_names
-    for slot in table.visible.tolist():
-        count = int(table.length[slot]) + (final and bool(table.flags[slot] & FINAL))
-        yield slot, 1 if name in schema.meta_fields else count
+def _entries(storage: Storage, table: EpisodeTable, name: str) -> IntArray:
+    """(episodes,) how many entries of a field each visible episode has."""
+    schema, slots = storage.layout.schema, table.visible
+    if name in schema.meta_fields:
+        return np.ones(len(slots), np.int64)
+    counts = table.length[slots]
+    return counts + (table.flags[slots] & FINAL != 0) if schema.fields[name].final else counts
 
 
 def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[tuple[Array, BoolArray]]:
@@ -321,7 +321,8 @@ def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[t
     schema = storage.layout.schema
     field, most = schema.all[name], max(1, BLOCK_BYTES // max(1, schema.all[name].itemsize))
     column = storage.maps.meta[name] if name in schema.meta_fields else storage.maps.rows[name]
-    for block in _plan_blocks(_entries(storage, table, name), most):
+    counts = _entries(storage, table, name)
+    for block in _plan_blocks(zip(table.visible.tolist(), counts.tolist(), strict=True), most):
         slots = np.array([slot for slot, _, _ in block])
         first = slots if name in schema.meta_fields else storage.first_row(slots, field.final)
         storage.trust(slots)  # an episode that fails its check is not visible any more
@@ -360,21 +361,17 @@ def _mapped(batch: Mapping[str, Any], scales: Mapping[str, tuple[Array, Array]],
     """A copy of the batch with each field of `scales` changed, also its `next_` and `seq_`."""
     out = dict(batch)
     for name, (shift, scale) in scales.items():
-        first, *rest = name.split(".")
         for prefix in ("", "next_", "seq_"):
-            _change(out, [prefix + first, *rest], lambda x, s=shift, c=scale: _computed(x, s, c, change))
+            out = _changed(out, prefix + name, lambda x, s=shift, c=scale: _computed(x, s, c, change))
     return out
 
 
-def _change(tree: dict[str, Any], path: list[str], change: Any) -> None:
-    """Change the value at a path, if there is one; dicts on the way are copied, not changed."""
-    if path[0] not in tree:
-        return
-    if len(path) > 1:
-        tree[path[0]] = dict(tree[path[0]])
-        _change(tree[path[0]], path[1:], change)
-    else:
-        tree[path[0]] = change(tree[path[0]])
+def _changed(batch: dict[str, Any], name: str, change: Any) -> dict[str, Any]:
+    """A batch with one key, dotted within groups, changed, if it is there."""
+    key, _, rest = name.partition(".")
+    if key not in batch:
+        return batch
+    return {**batch, key: _changed(batch[key], rest, change) if rest else change(batch[key])}
 
 
 def _computed(value: Any, shift: Array, scale: Array, change: Any) -> Any:

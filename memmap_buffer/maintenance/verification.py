@@ -32,7 +32,8 @@ from memmap_buffer.format.records import (
     valid,
 )
 from memmap_buffer.format.storage import Maps, Storage
-from memmap_buffer.format.syscalls import npy_header, path_of
+from memmap_buffer.format.syscalls import npy_header
+from memmap_buffer.paths import path_of
 from memmap_buffer.writing import redo
 
 MAX_TRIED = 1000  # damaged records for which the byte that spoilt them is searched, a millisecond each
@@ -46,7 +47,11 @@ class Finding:
     """One thing that is not as it should be.
 
     Attributes:
-        file: its name in the folder. what: a sentence. slot, serial, field: where, as far as it applies.
+        file: its name in the folder.
+        what: a sentence.
+        slot: where, as far as it applies.
+        serial: the number of the episode, as far as it applies.
+        field: its name, as far as it applies.
         lost: whether something that was published cannot be read; else it is only unfinished, unused or in the way.
     """
 
@@ -65,9 +70,14 @@ class Finding:
 def verify(folder: str | PathLike[str]) -> list[Finding]:
     """Check a folder whole: the schema, every file's size and header, every record, every checksum.
 
-    Args: folder: it may be in use; what changes meanwhile is not reported.
-    Returns: what was found, what is lost first; empty when all is well.
-    Raises: NotABufferError: there is no buffer.
+    Args:
+        folder: where it is; it may be in use, and what changes meanwhile is not reported.
+
+    Returns:
+        What was found, what is lost first; empty when all is well.
+
+    Raises:
+        NotABufferError: there is no buffer.
     """
     return Survey(path_of(folder)).findings()
 
@@ -116,29 +126,30 @@ class Survey(Storage):
 
     def nothing_of(self, key: str) -> bool:
         """Whether a file is broken and holds not one entry."""
-        return key in self.broken and self.size_of(key) - len(self.layout.arrays[key].header) < self._entry(key)
+        if key not in self.broken:
+            return False
+        entry = math.prod(self._shape(key)[1:]) * self.layout.arrays[key].dtype.itemsize
+        return self.size_of(key) - len(self.layout.arrays[key].header) < entry
 
     def size_of(self, key: str) -> int:
         """The size of a broken file, 0 if it is missing or no plain file."""
         return _size(self.broken[key])
 
-    def _entry(self, key: str) -> int:
-        """Bytes of one entry: a record, a row of a field, a slot's value of a meta field."""
-        array = self.layout.arrays[key]
-        shape = self.layout.rows_shape(key) if key in self.layout.schema.fields else array.shape
-        return math.prod(shape[1:]) * array.dtype.itemsize
+    def _shape(self, key: str) -> tuple[int, ...]:
+        """(entries, …) of a file: records, rows of a field, values of a meta field."""
+        return self.layout.rows_shape(key) if key in self.layout.schema.fields else self.layout.arrays[key].shape
 
     def _entries(self, key: str) -> Array:
         """The whole entries of a file that are there; those of state.npy are completed by zeros."""
-        array, size = self.layout.arrays[key], self._entry(key)
-        raw = self._elements(key, array)
+        array, entry = self.layout.arrays[key], self._shape(key)[1:]
+        raw = self._bytes(key, array)
         if key == "/state" and len(raw) < STATE.itemsize:
             raw = np.concatenate([raw, np.zeros(STATE.itemsize - len(raw), np.uint8)])
-        count = len(raw) // size
-        shape = self.layout.rows_shape(key) if key in self.layout.schema.fields else array.shape
-        return raw[: count * size].view(array.dtype).reshape(count, *shape[1:])
+        count = len(raw) // (math.prod(entry) * array.dtype.itemsize)
+        return raw[: count * math.prod(entry) * array.dtype.itemsize].view(array.dtype).reshape(count, *entry)
 
-    def _elements(self, key: str, array: ArrayFile) -> Array:
+    def _bytes(self, key: str, array: ArrayFile) -> Array:
+        """What is there of a file behind its header."""
         start, byte = len(array.header), np.dtype(np.uint8)
         try:
             return self.folder.map(array.name, array.header, byte, (array.size - start,))
@@ -200,16 +211,16 @@ class Survey(Storage):
         return {slot: words[slot] for slot in np.flatnonzero(~good & (odd | words[:, 1:].any(axis=1))).tolist()}
 
     @cached_property
-    def mended(self) -> Survey:
+    def repaired(self) -> Survey:
         """The same folder with each spoilt record as it was before its slot was rewritten, or one byte changed."""
         other, words = Survey(self.path), self.maps.words.copy()
         for i, (slot, word) in enumerate(self.spoilt.items()):
-            words[slot] = mend(word) if i < MAX_TRIED else word
+            words[slot] = repaired_record(word) if i < MAX_TRIED else word
         other.layout, other.maps, other._broken = self.layout, replace(self.maps, words=words), self.broken
         return other
 
     def _records(self) -> Iterator[Finding]:
-        served = set(self.mended.table.visible.tolist())
+        served = set(self.repaired.table.visible.tolist())
         for slot, word in self.spoilt.items():
             finding = self._record(slot, word, slot in served)
             if finding is not None and self.maps.words[slot].tobytes() == word.tobytes():
@@ -217,8 +228,8 @@ class Survey(Storage):
 
     def _record(self, slot: int, word: Words, served: bool) -> Finding | None:
         """What is wrong with a spoilt record; None if an update of it is only unfinished."""
-        odd, known = bool(word[GENERATION] & np.uint64(1)), bool(self.mended.table.valid[slot])
-        serial = int(self.mended.table.serial[slot]) if known else None
+        odd, known = bool(word[GENERATION] & np.uint64(1)), bool(self.repaired.table.valid[slot])
+        serial = int(self.repaired.table.serial[slot]) if known else None
         if odd and (known or not word[1:].any()):
             if not served:
                 what = "the slot holds no episode: it is being written, or its writer died"
@@ -280,33 +291,23 @@ class Survey(Storage):
 
     def cut(self, slot: int) -> list[str]:
         """The fields whose rows of a visible slot are not all there, in files of which something is."""
-        table, schema = self.table, self.layout.schema
-        out = []
-        for name in self.broken.keys() & {*self.maps.rows, *self.maps.meta}:
-            if name in schema.meta_fields:
-                end, there = slot + 1, len(self.maps.meta[name])
-            else:
-                final = schema.fields[name].final
-                first = int(self.first_row(np.array([slot]), final)[0])
-                end = first + int(table.length[slot]) + (final and bool(table.flags[slot] & FINAL))
-                there = len(self.maps.rows[name])
-            if end > there:
-                out.append(name)
-        return sorted(out)
+        fields, rows, meta = self.layout.schema.fields, self.maps.rows, self.maps.meta
+        cut = [n for n in self.broken.keys() & rows if self.rows_of(slot, fields[n].final).stop > len(rows[n])]
+        return sorted(cut + [name for name in self.broken.keys() & meta if slot >= len(meta[name])])
 
     def cut_slots(self, fields: set[str]) -> set[int]:
         """The slots of episodes, or of what was one, whose rows of some of these fields are not all there."""
-        return {slot for slot in self.mended.table.visible.tolist() if fields & {*self.mended.cut(slot)}}
+        return {slot for slot in self.repaired.table.visible.tolist() if fields & {*self.repaired.cut(slot)}}
 
     # The rest
 
     @property
     def least(self) -> dict[str, int]:
-        """What the counters `next` and `epoch` must be at least, as the records have it."""
-        table = self.mended.table
+        """What the counters `next` and `term` must be at least, as the records have it."""
+        table = self.repaired.table
         serials = table.serial[table.valid & (table.serial < LAST)]
-        epochs = self.mended.maps.words.view(RECORD)[:, 0]["epoch"][table.valid]
-        return {"next": int(serials.max(initial=-1)) + 1, "epoch": min(int(epochs.max(initial=0)), LAST // 2) + 1}
+        terms = self.repaired.maps.words.view(RECORD)[:, 0]["term"][table.valid]
+        return {"next": int(serials.max(initial=-1)) + 1, "term": min(int(terms.max(initial=0)), LAST // 2) + 1}
 
     def state_faults(self) -> dict[str, int]:
         """The words of state.npy that cannot be, each with what it should be."""
@@ -314,7 +315,7 @@ class Survey(Storage):
         right = {} if state("next") < MAX_SERIAL else {"next": least["next"]}
         following = max(least["next"], right.get("next", state("next")))
         bounds = {"base": (following, 0), "synced": (following, 0), "suspect": (following, following), "clean": (1, 0)}
-        bounds["epoch"] = (LAST, least["epoch"])
+        bounds["term"] = (LAST, least["term"])
         return right | {name: value for name, (most, value) in bounds.items() if state(name) > most}
 
     def _state(self) -> Iterator[Finding]:
@@ -365,7 +366,7 @@ def _size(error: OSError) -> int:
     return int(getattr(error, "named", {}).get("size", 0))
 
 
-def mend(word: Words) -> Words:
+def repaired_record(word: Words) -> Words:
     """A record with its generation even again, or with the one byte put right that makes its check fail; else as is.
 
     The check has 64 bits, and 16,320 records differ in one byte: that a wrong one fits has a chance of 10⁻¹⁵.
@@ -378,5 +379,4 @@ def mend(word: Words) -> Words:
     which = np.arange(len(tries))
     tries.view(np.uint8)[which, which % RECORD.itemsize] ^= (1 + which // RECORD.itemsize).astype(np.uint8)
     fits = tries[tries[:, CHECK] == check_of(tries)]
-    mended: Words = fits[0] if len(fits) == 1 else word
-    return mended
+    return np.asarray(fits[0] if len(fits) == 1 else word)

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.items.index import Index
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
 from memmap_buffer.priority.sum_tree import FloatArray, SumTree, new_nodes
+from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
 
 BLOCK = 1 << 20  # leaves that are looked at together
@@ -36,7 +36,7 @@ class StepPriorities:
     def __init__(self, priorities: Priorities) -> None:
         self._priorities = priorities
 
-    def follow(self, index: Index) -> None:
+    def follow(self, runs: Runs) -> None:
         """See the episodes that exist."""
         self._priorities.follow()
 
@@ -78,7 +78,7 @@ class AnchorPriorities:
         layout = storage.layout
         leaves = (layout.rows or layout.slots * layout.max_timesteps) + layout.slots * self._before
         self._tree = SumTree(new_nodes(leaves), leaves, minima=how.normalize == "buffer")
-        self._index: Index | None = None
+        self._runs: Runs | None = None
         self._signature = np.zeros(layout.slots, _U64)
         self._serial = np.full(layout.slots, -1)
         self._outdated = np.ones(layout.slots, np.bool_)  # slots whose anchors are given their priorities again
@@ -90,7 +90,7 @@ class AnchorPriorities:
 
     @property
     def count(self) -> int:
-        return 0 if self._index is None else len(self._index)
+        return 0 if self._runs is None else int(self._runs.count.sum())
 
     @property
     def total(self) -> float:
@@ -106,16 +106,16 @@ class AnchorPriorities:
         slots = self._slots_of(leaves)
         return slots, self._serial[slots], leaves - self._leaves(slots, 0), priorities
 
-    def follow(self, index: Index) -> None:
-        """Take in the changes of the index of this folder, and of the priorities."""
+    def follow(self, runs: Runs) -> None:
+        """Take in the changes of this folder's anchors, and of the priorities."""
         if self._priorities is not None:
             self._priorities.tree.loops = self._tree.loops or self._priorities.tree.loops
             self._priorities.follow()
             self._follow_priorities(self._priorities)
-        if index is not self._index or self._outdated.any():
-            self._follow_index(index)
+        if runs is not self._runs or self._outdated.any():
+            self._follow_runs(runs)
         if self._how.variant == "rank":
-            self._sort(index)
+            self._sort(runs)
 
     # Where a leaf lies
 
@@ -132,18 +132,18 @@ class AnchorPriorities:
         order = np.argsort(first, kind="stable")
         return np.asarray(slots[order][np.searchsorted(first[order], leaves, side="right") - 1])
 
-    def _anchors(self, index: Index, chosen: npt.NDArray[np.bool_] | None) -> Iterator[tuple[IntArray, IntArray]]:
-        """(slot, t) of the anchors of an index, of some slots or all, some 10⁶ at a time."""
-        runs = np.arange(len(index.slot)) if chosen is None else np.flatnonzero(chosen[index.slot])
-        count = np.diff(index.starts)[runs]
-        ends = np.cumsum(count)
-        for at in range(0, int(count.sum()), BLOCK):
+    def _anchors(self, runs: Runs, chosen: npt.NDArray[np.bool_] | None) -> Iterator[tuple[IntArray, IntArray]]:
+        """(slot, t) of the anchors of runs, of some slots or all, some 10⁶ at a time."""
+        if chosen is not None:
+            runs = runs.where(np.flatnonzero(chosen[runs.slot]))
+        ends = np.cumsum(runs.count)
+        for at in range(0, int(runs.count.sum()), BLOCK):
             i = np.arange(at, min(at + BLOCK, int(ends[-1])))
             place = np.searchsorted(ends, i, side="right")
-            t = index.first[runs][place] + (i - ends[place] + count[place]) * index.stride
-            if index.last is not None:
-                t = np.minimum(t, index.last[runs][place])
-            yield index.slot[runs][place], t
+            t = runs.first[place] + (i - ends[place] + runs.count[place]) * self._view.stride
+            if runs.last is not None:
+                t = np.minimum(t, runs.last[place])
+            yield runs.slot[place], t
 
     # Following
 
@@ -174,33 +174,33 @@ class AnchorPriorities:
         served = (self._tree.get(leaves) > 0) & ~self._outdated[slots]
         self._put(slots[served], t[served])
 
-    def _follow_index(self, index: Index) -> None:
-        signature = self._sign(index)
+    def _follow_runs(self, runs: Runs) -> None:
+        signature = self._sign(runs)
         changed = self._outdated | (signature != self._signature)
         self._outdated = changed  # until all is done
-        if self._index is not None:
-            for slots, t in self._anchors(self._index, changed):
+        if self._runs is not None:
+            for slots, t in self._anchors(self._runs, changed):
                 self._tree.put(self._leaves(slots, t), np.zeros(len(slots)))
                 self._unsorted += len(slots)
-        self._signature, self._index = signature, index
+        self._signature, self._runs = signature, runs
         self._serial[changed] = -1
-        mine = changed[index.slot]
-        self._serial[index.slot[mine]] = index.serial[mine]
-        for slots, t in self._anchors(index, changed):
+        mine = changed[runs.slot]
+        self._serial[runs.slot[mine]] = runs.serial[mine]
+        for slots, t in self._anchors(runs, changed):
             self._put(slots, t)
         self._outdated = np.zeros(len(changed), np.bool_)
 
-    def _sign(self, index: Index) -> npt.NDArray[np.uint64]:
+    def _sign(self, runs: Runs) -> npt.NDArray[np.uint64]:
         """(slots,) a hash of the anchors that each slot has."""
-        columns = [index.serial, index.first, np.diff(index.starts)] + ([] if index.last is None else [index.last])
+        columns = [runs.serial, runs.first, runs.count] + ([] if runs.last is None else [runs.last])
         if self._how.weight_field is not None:
-            columns.append(self._storage.table.generation[index.slot].astype(np.int64))
-        mixed = np.full(len(index.slot), 0x6D656D6D61706275, _U64)
+            columns.append(self._storage.table.generation[runs.slot].astype(np.int64))
+        mixed = np.full(len(runs.slot), 0x6D656D6D61706275, _U64)
         for column in columns:
             mixed = (mixed ^ column.astype(_U64)) * _U64(0x9E3779B97F4A7C15)
             mixed ^= mixed >> _U64(29)
         signature = np.zeros(len(self._serial), _U64)
-        np.add.at(signature, index.slot, mixed)
+        np.add.at(signature, runs.slot, mixed)
         return signature
 
     # What the leaves hold
@@ -258,13 +258,13 @@ class AnchorPriorities:
         above = len(self._sorted) - np.searchsorted(self._sorted, priorities, side="right")
         return np.where(priorities > 0, (1.0 + above) ** -self._how.alpha, 0.0)
 
-    def _sort(self, index: Index) -> None:
+    def _sort(self, runs: Runs) -> None:
         """Where enough has changed, sort the order in which ranks are found, and put all priorities by it."""
-        if self._sorted is not None and self._unsorted < (self._how.sort_interval or max(len(index), 1)):
+        if self._sorted is not None and self._unsorted < (self._how.sort_interval or max(self.count, 1)):
             return
-        parts = [self._priority(slots, t) for slots, t in self._anchors(index, None)]
+        parts = [self._priority(slots, t) for slots, t in self._anchors(runs, None)]
         self._sorted = np.sort(np.concatenate(parts)) if parts else np.zeros(0)
-        for (slots, t), priorities in zip(self._anchors(index, None), parts, strict=True):
+        for (slots, t), priorities in zip(self._anchors(runs, None), parts, strict=True):
             self._tree.put(self._leaves(slots, t), self._by_rank(priorities))
         self._unsorted = 0
 

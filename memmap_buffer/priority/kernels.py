@@ -121,7 +121,9 @@ def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
 def locate(leaves: Any, per_slot: int, length: Any, serial: Any, slots: Any, serials: Any, t: Any) -> bool:
     """Whose steps leaves (B,) are, where each slot has `per_slot`; False where one is beyond its episode's end.
 
-    Args: length, serial: (slots,) of the episodes. slots, serials, t: (B,) to be filled.
+    Args:
+        length, serial: (slots,) of the episodes.
+        slots, serials, t: (B,) to be filled.
     """
     for i in range(len(leaves)):
         slot = leaves[i] // per_slot
@@ -134,7 +136,8 @@ def locate(leaves: Any, per_slot: int, length: Any, serial: Any, slots: Any, ser
 def leaves(serials: Any, t: Any, oldest: int, visible: Any, length: Any, per_slot: int, out: Any) -> bool:
     """The leaves (B,) of steps; False where one is of no visible episode, or beyond its end.
 
-    Args: oldest: the serial of the first of `visible` (E,), the slots of episodes whose serials follow one another.
+    Args:
+        oldest: the serial of the first of `visible` (E,), the slots of episodes whose serials follow one another.
     """
     for i in range(len(serials)):
         if serials[i] < oldest or serials[i] - oldest >= len(visible):

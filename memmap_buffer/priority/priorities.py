@@ -38,7 +38,6 @@ class Priorities:
 
     def __init__(self, file: TreeFile) -> None:
         self._file = file
-        self.storage = file.storage
         self.lock = threading.RLock()
         self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=0)
         self.num_changes = 0
@@ -80,6 +79,8 @@ class Priorities:
             found = cls(file)
             found._begin()
             _open[key] = found
+        elif found.storage.schema_replaced and not storage.schema_replaced:
+            found._file.storage = storage
         found.require(alpha=alpha, epsilon=epsilon)
         found._users += 1
         return found
@@ -107,6 +108,11 @@ class Priorities:
             self._users = max(0, self._users - 1)
             if not self._users:
                 self._file.close()
+
+    @property
+    def storage(self) -> Storage:
+        """The folder; opened again where its columns were changed."""
+        return self._file.storage
 
     @property
     def tree(self) -> SumTree:
@@ -195,7 +201,8 @@ class Priorities:
             serials, t: (B,) int64; t below 0, where a window began before its episode, is step 0.
             td_errors: (B,) δ; of a step that stands twice the last counts.
 
-        Returns: how many were dropped because their episode is gone.
+        Returns:
+            how many were dropped because their episode is gone.
 
         Raises:
             SchemaError: an error is NaN, infinite or too large, or an episode has no such step.

@@ -64,7 +64,8 @@ class SumTree:
         leaves: the number of leaves.
         minima: keep the minimum over positive leaves up to date; `refresh` the leaves of an array that has none yet.
 
-    Attributes: loops: the compiled loops that it goes by, None as long as numpy does it all.
+    Attributes:
+        loops: the compiled loops that it goes by, None as long as numpy does it all.
     """
 
     loops: Kernels | None = None
@@ -106,7 +107,8 @@ class SumTree:
     def set(self, leaves: IntArray, priorities: FloatArray) -> None:
         """Give leaves (B,) their priorities (B,); of a leaf that stands twice the last counts.
 
-        Raises: SchemaError: a priority is negative, NaN or infinite, or there is no such leaf; nothing was set.
+        Raises:
+            SchemaError: a priority is negative, NaN or infinite, or there is no such leaf; nothing was set.
         """
         self._check(leaves, priorities)
         self.put(leaves, priorities)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from memmap_buffer.format.records import LENGTH, Words
 
 BoolArray = npt.NDArray[np.bool_]
 GOLDEN = 0x9E3779B97F4A7C15
+_COLUMNS = attrgetter("slot", "serial", "first", "count", "last")
 
 
 class Anchors(NamedTuple):
@@ -79,7 +81,9 @@ class Anchors(NamedTuple):
 class Runs:
     """Runs of anchors of one folder: run r has t = min(first + i * stride, last) for i < count; a view has one stride.
 
-    Attributes: slot, serial, first, count: (R,) int64. last: (R,) or None.
+    Attributes:
+        slot, serial, first, count: (R,) int64.
+        last: (R,) or None.
     """
 
     slot: IntArray
@@ -97,15 +101,14 @@ class Runs:
         last = None if self.last is None else self.last[chosen]
         return Runs(self.slot[chosen], self.serial[chosen], self.first[chosen], self.count[chosen], last)
 
-    def joined(self, others: Runs) -> Runs:
-        """These and others, of other episodes, in the order of their serials."""
-        if not len(self.slot) or not len(others.slot):
-            return self if len(self.slot) else others
-        last = None if self.last is None or others.last is None else np.concatenate([self.last, others.last])
-        names = ("slot", "serial", "first", "count")
-        slot, serial, first, count = (np.concatenate([getattr(self, key), getattr(others, key)]) for key in names)
-        runs = Runs(slot, serial, first, count, last)
-        return runs if self.serial[-1] < others.serial[0] else runs.where(np.argsort(serial, kind="stable"))
+    @staticmethod
+    def joined(parts: Sequence[Runs]) -> Runs:
+        """The runs of one view one behind the other; all of them have `last`, or none."""
+        parts = [part for part in parts if len(part.slot)] or parts[:1]
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*map(_COLUMNS, parts), strict=True)
+        return Runs(*[None if column[0] is None else np.concatenate(column) for column in columns])  # type: ignore[arg-type]
 
 
 def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -17,9 +17,8 @@ from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, LENGTH, TERMINATED, Words
-from memmap_buffer.schema import Field
+from memmap_buffer.schema import DECLARED, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
-from memmap_buffer.views.ends import Ends
 from memmap_buffer.views.folders import Folders, Found
 from memmap_buffer.views.memory_pool import SMALL
 from memmap_buffer.views.row_ranges import RowRanges
@@ -32,6 +31,33 @@ PADDINGS = ("zero", "edge", "default")
 
 class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):
     """uint16 that are the bits of bfloat16 numbers, so that the PyTorch layer knows."""
+
+
+class Ends(NamedTuple):
+    """How a view knows that an episode ended, also in the middle of what was stored as one: no item reaches across.
+
+    Attributes:
+        terminated: the field that is true where nothing follows, or None.
+        recorded: whether the records of the episodes tell whether they terminated, so that no row is looked at.
+        names: the fields that are true where an episode ends, `terminated` among them.
+        marked: whether the records tell whether any of `names` is true before the last step.
+        before, after: how many timesteps before its anchor, and from it on, an item may have.
+    """
+
+    terminated: str | None
+    recorded: bool
+    names: tuple[str, ...]
+    marked: bool
+    before: int = 0
+    after: int = 1
+
+    @classmethod
+    def of(cls, schema: Schema, terminated: str | None = DECLARED, *, before: int = 0, after: int = 1) -> Ends:
+        """By a field; default: the one that was declared."""
+        name = schema.terminated if terminated == DECLARED else terminated
+        names = tuple(dict.fromkeys([end for end in (name, schema.truncated) if end is not None]))
+        recorded = terminated == DECLARED or name == schema.terminated
+        return cls(name, recorded, names, marked={*names} <= {*schema.ends}, before=before, after=after)
 
 
 class RowGather(NamedTuple):
@@ -184,8 +210,8 @@ class BatchBuilder:
 
         Args:
             names: per-timestep fields.
+            offsets: (K,) int64, or (B, K) of each item's own; a range of step 1 is copied in one piece.
             prefix: each field is put under `prefix` + name.
-            offsets: (K,) int64, or (B, K) of each item's own; a range where they follow one another.
             limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
             padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         """
@@ -200,7 +226,8 @@ class BatchBuilder:
     def put_mask(self, key: str, offsets: range) -> None:
         """Put (B, K) whether timestep `t + offsets` exists, final observations not counted."""
         self._require_mask(offsets)
-        self.batch[key] = self._ranges(offsets, False, self.length, "zero")
+        one_by_one = offsets.step == 1
+        self.batch[key] = self._ranges(offsets, False, self.length, "zero") if one_by_one else self.exists(offsets)
 
     def put_meta(self, names: Iterable[str]) -> None:
         """Put meta fields, one entry an item."""
@@ -215,7 +242,7 @@ class BatchBuilder:
 
     def _stored(self, name: str, offsets: range, limit: IntArray | None) -> Array:
         self._require_size(name, len(offsets))
-        steps = self.t[:, None] + np.arange(offsets.start, offsets.stop)
+        steps = self.t[:, None] + np.arange(offsets.start, offsets.stop, offsets.step)
         rows, missing = self._nearest(steps, self.schema.fields[name].final, limit)
         values = self._copied(name, rows)
         if missing is not None:
@@ -238,7 +265,7 @@ class BatchBuilder:
     def exists(self, offsets: IntArray | range, limit: IntArray | None = None) -> BoolArray:
         """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
         self._require_mask(offsets)
-        steps = np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets
+        steps = array_of(offsets)
         found = steps < ((self.length if limit is None else limit) - self.t)[:, None]
         if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
             found &= steps >= -self.t[:, None]
@@ -264,9 +291,9 @@ class BatchBuilder:
     def _around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> RowGather:
         final = self.schema.fields[name].final
         limit = self.limit(final) if limit is None else limit
-        if isinstance(offsets, range):
+        if isinstance(offsets, range) and offsets.step == 1:
             return RowGather(name, self._ranges(offsets, final, limit, padding))
-        return RowGather(name, *self._nearest(self.t[:, None] + offsets, final, limit), padding)
+        return RowGather(name, *self._nearest(self.t[:, None] + array_of(offsets), final, limit), padding)
 
     def _ranges(self, offsets: range, final: bool, limit: IntArray, padding: str) -> RowRanges:
         begin, steps = self.t + offsets.start, len(offsets)
@@ -339,7 +366,7 @@ class BatchBuilder:
                 out[key] = out[key][:, :-less]
         return out
 
-    def stretches(self) -> Iterator[tuple[str, IntArray, IntArray]]:
+    def row_ranges(self) -> Iterator[tuple[str, IntArray, IntArray]]:
         """The rows that `copy` will read: (field, first rows, ends of rows), (B,) or (B * K,) each, item by item."""
         for column in self.batch.values():
             if type(column) is RowGather:
@@ -364,6 +391,11 @@ class BatchBuilder:
             f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
             f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
         )
+
+
+def array_of(offsets: IntArray | range) -> IntArray:
+    """Offsets as an array; a range of any step."""
+    return np.arange(offsets.start, offsets.stop, offsets.step) if isinstance(offsets, range) else offsets
 
 
 def marked(field: Field, values: Array) -> Array:

@@ -81,7 +81,9 @@ class Folders:
         single: whether there is one folder, and never another.
         pool: the memory of batches.
 
-    Raises: SchemaMismatchError: the fields differ; the text lists how. SchemaError: a buffer and a copy of it.
+    Raises:
+        SchemaMismatchError: the fields differ; the text lists how.
+        SchemaError: a buffer and a copy of it.
     """
 
     def __init__(self, storages: Sequence[Storage], shards: Shards | None = None) -> None:
@@ -150,7 +152,7 @@ class Folders:
     @property
     def ids(self) -> tuple[str, ...]:
         """The id of each folder's buffer; "" of a folder that is not there."""
-        return tuple("" if storage.withdrawn else storage.layout.id for storage in self.storages)
+        return tuple(map(id_of, self.storages))
 
     @property
     def changes(self) -> list[int]:
@@ -229,7 +231,8 @@ class Folders:
             anchors: of a batch.
             trusted: first check episodes whose content is still to be checked; one that fails is missing.
 
-        Returns: the anchors with the words of their records, zeros where an episode is gone.
+        Returns:
+            the anchors with the words of their records, zeros where an episode is gone.
         """
         if anchors.folder is not None and anchors.size:
             self._look_on()
@@ -264,6 +267,11 @@ class Folders:
         if len(groups) == 1:
             return Found(anchors, (groups[0]._replace(chosen=EVERY),)), same[place]
         return Found(anchors, tuple(groups), order, place), same[place]
+
+
+def id_of(storage: Storage) -> str:
+    """The id of a folder's buffer; "" of a folder that is not there."""
+    return "" if storage.withdrawn else storage.layout.id
 
 
 def _places(numbers: IntArray) -> IntArray | None:

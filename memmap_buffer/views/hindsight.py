@@ -18,8 +18,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
-from memmap_buffer.views.batch_builder import BatchBuilder, marked
-from memmap_buffer.views.ends import Ends
+from memmap_buffer.views.batch_builder import BatchBuilder, Ends, array_of, marked
 from memmap_buffer.views.folders import Folders
 
 STRATEGIES = ("future", "final", "episode", "random", "geometric")
@@ -182,7 +181,7 @@ class HindsightBuilder(BatchBuilder):
 
     def _with_goals_around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> Array:
         """A field at `t + offsets`: (B, K, *field)."""
-        steps = self.t[:, None] + (np.arange(offsets.start, offsets.stop) if isinstance(offsets, range) else offsets)
+        steps = self.t[:, None] + array_of(offsets)
         below = (self.limit(self.schema.fields[name].final) if limit is None else limit)[:, None]
         nearest = np.clip(steps, 0, below - 1)
         return self._relabelled(name, nearest, (nearest == steps) | (padding == "edge"), padding)

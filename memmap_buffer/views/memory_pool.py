@@ -30,7 +30,8 @@ def array_over(memory: Buffer, dtype: npt.DTypeLike, count: int) -> Array:
     Numpy cuts a chain of views short at an array, but not at a buffer of another kind, to which the array that it makes
     of one refers by a memoryview of its own.
 
-    Args: memory: (n,) and aligned, n bytes at least those of the array.
+    Args:
+        memory: (n,) and aligned, n bytes at least those of the array.
     """
     return np.frombuffer(memoryview(memory), dtype, count)  # type: ignore[arg-type]  # see `storage.crc32`
 
@@ -44,7 +45,8 @@ class Pool:
     It may be called from any thread. Where two meet, one of them gets fresh memory instead of waiting: so neither a
     garbage collection in the middle nor a fork can lock it.
 
-    Args: keep: bytes that may lie unused in any case.
+    Args:
+        keep: bytes that may lie unused in any case.
     """
 
     def __init__(self, keep: int = KEEP) -> None:
@@ -70,7 +72,9 @@ class Pool:
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """An array of any content, writable and contiguous, that shares memory with nothing that is in use.
 
-        Args: shape: its shape. dtype: its dtype.
+        Args:
+            shape: its shape.
+            dtype: its dtype.
         """
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize

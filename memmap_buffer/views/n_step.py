@@ -13,8 +13,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.views.anchors import BoolArray, Runs
-from memmap_buffer.views.batch_builder import BatchBuilder, check_padding
-from memmap_buffer.views.ends import Ends
+from memmap_buffer.views.batch_builder import BatchBuilder, Ends, check_padding
 from memmap_buffer.views.transforms import n_step_return
 from memmap_buffer.views.view import Names, View, named
 

@@ -1,4 +1,4 @@
-"""Copying slices of consecutive rows, one for each item of a batch: windows, sequences, whole episodes."""
+"""Copying ranges of consecutive rows, one for each item of a batch: windows, sequences, whole episodes."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class RowRanges:
     def _copy_each(self, rows: Array, out: Array, items: list[Item]) -> None:
         """Some items, as bytes: numpy copies and zeroes these with the least to think about."""
         width, zero = rows.itemsize * math.prod(rows.shape[1:]), self.padding == "zero"
-        source, target, size = rows.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8), self.steps * width
+        origin, target, size = rows.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8), self.steps * width
         for b, row, lead, stop in items:
             at = b * size
             begin, end = at + lead * width, at + stop * width
-            target[begin:end] = source[row * width : (row + stop - lead) * width]
+            target[begin:end] = origin[row * width : (row + stop - lead) * width]
             if zero and lead:
                 target[at:begin] = 0
             if zero and stop < self.steps:

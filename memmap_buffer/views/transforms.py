@@ -28,7 +28,8 @@ def n_step_return(
         terminated: (B,) whether step t + k - 1 ended the episode, so that nothing follows.
         gamma: γ, 0 … 1.
 
-    Returns: (return (B, …), discount (B,), with an axis of size 1 for each more that the return has, so that they
+    Returns:
+        (return (B, …), discount (B,), with an axis of size 1 for each more that the return has, so that they
         broadcast), float64 where the rewards are, else float32, as torch's own numbers; whole numbers are summed in
         float64 and rounded once.
 
@@ -54,7 +55,9 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
         gamma: γ, 0 … 1.
         axis: the axis of time: 0 of an episode (T, …), 1 of a batch (B, T, …).
 
-    Returns: of the same kind and shape, summed in float64; float64 where the rewards are, else float32.
+    Returns:
+        of the same kind and shape, summed in float64; float64 where the rewards are, else float32.
+
     Raises:
         SchemaError: γ is no number from 0 to 1.
 

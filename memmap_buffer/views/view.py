@@ -13,8 +13,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import BoolArray, Runs
-from memmap_buffer.views.batch_builder import BatchBuilder
-from memmap_buffer.views.ends import Ends
+from memmap_buffer.views.batch_builder import BatchBuilder, Ends
 
 Names: TypeAlias = Iterable[str] | None
 FloatArray = npt.NDArray[np.float64]
@@ -45,7 +44,8 @@ class View(ABC):
             has_final: (E,) whether the episode has its final observation.
             terminated: (E,) whether it ended by the field of its `ends`.
 
-        Returns: (E,) runs of the same episodes; a count of 0 leaves one out.
+        Returns:
+            (E,) runs of the same episodes; a count of 0 leaves one out.
         """
 
     @abstractmethod

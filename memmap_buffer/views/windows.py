@@ -273,10 +273,14 @@ class Offsets(View):
         self.boundary, self.padding, self.stride = boundary, padding, stride
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Offsets) and vars(self) == vars(other)
+        return isinstance(other, Offsets) and self._value == other._value
 
     def __hash__(self) -> int:
-        return hash((tuple(self.offsets.items()), self.boundary, self.padding, self.stride))
+        return hash(self._value)
+
+    @property
+    def _value(self) -> tuple[object, ...]:
+        return tuple(self.offsets.items()), self.boundary, self.padding, self.stride
 
     def keys(self, schema: Schema) -> list[str]:
         names = [name for group in self.offsets for name in schema.require([group], "offsets", schema.fields)]

@@ -1,6 +1,6 @@
 """Writing one slot: rows as they come, then the record that makes them an episode.
 
-Every way to write ends here, in `commit`. The order of the writes is in `files`, "Publishing".
+Every way to write ends here, in `commit`. The order of the writes is in `format`, "Publishing".
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import struct
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TypeAlias
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.host import file_system
@@ -20,7 +19,6 @@ from memmap_buffer.format.records import CHECKED, CUT, EXTENT, GENERATION, MAX_S
 from memmap_buffer.format.storage import Storage, crc32, digest_of
 from memmap_buffer.format.syscalls import BLOCK, barrier, close_all, punch, write_all, write_word
 
-Piece: TypeAlias = tuple[str, int, bytes]  # (file key, offset, bytes)
 MEMORY = ("tmpfs", "ramfs")
 PIECE = 1 << 18  # bytes that are written, then read for their CRC-32 while the processor has them: 2/3 of the time
 
@@ -50,7 +48,10 @@ class WriteHandles:
             for size in [field.itemsize]
             for piece in [max(1, PIECE // size) if checksum else longest + field.final]
         }
-        self._large = dict(self._rows_given_back())
+        # Fields of which what a slot held before may take so much space that it is given back. A reader that is late
+        # copies what was given back, before it sees that the episode is gone.
+        may_give_back = not storage.state("reserved") and self.holes_are_harmless
+        self._large = [row for row in self._row.values() if may_give_back and row[2] * row[3] >= BLOCK]
 
     def close(self) -> None:
         """Close the descriptors; twice is fine."""
@@ -91,14 +92,20 @@ class WriteHandles:
 
     def amend(self, slot: int, **values: int) -> None:
         """Replace some words of a slot's record, its generation unchanged: atomic to every reader."""
-        record = self.storage.maps.words[slot].view(RECORD)[0]
-        self.write_record(slot, seal(**({key: int(record[key]) for key in RECORD.names or ()} | values)), first=1)
+        self.write_record(slot, seal(**{**self.storage.record(slot), **values}), first=1)
 
     def write_rows(self, columns: Mapping[str, Array], rows: range, slot: int, t: int, crcs: list[int]) -> list[int]:
         """Write some rows of fields' columns from timestep `t` of a slot on.
 
-        Args: crcs: a CRC-32 for each column of checksums.npy, of the rows before these.
-        Returns: the same, these rows included.
+        Args:
+            columns: field -> rows.
+            rows: which of these.
+            slot: where the episode is.
+            t: the timestep of the first of them.
+            crcs: a CRC-32 for each column of checksums.npy, of the rows before these.
+
+        Returns:
+            The same, these rows included.
         """
         crcs, stop = crcs.copy(), rows.stop
         for name, array in columns.items():
@@ -118,17 +125,9 @@ class WriteHandles:
         """Whether holes may be looked at through a map: on a tmpfs that is full, that would kill."""
         return file_system(self.storage.path) not in MEMORY
 
-    def _rows_given_back(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The fields of which what a slot held before may take so much space that it is given back."""
-        # A reader that is late copies what was given back, before it sees that the episode is gone.
-        if not self.storage.state("reserved") and self.holes_are_harmless:
-            for name, row in self._row.items():
-                if row[2] * row[3] >= BLOCK:
-                    yield name, row
-
     def give_back(self, slot: int, start: int, stop: int) -> None:
         """Give the space of timesteps `start` to `stop` of a slot back; what lies there is of no episode any more."""
-        for fd, header, itemsize, stride, *_ in self._large.values():
+        for fd, header, itemsize, stride, *_ in self._large:
             final = stride - self.layout.max_timesteps  # one row more, which may be the new episode's
             first = slot * stride + final
             punch(fd, header + (first + start) * itemsize, header + (first + stop) * itemsize)
@@ -167,10 +166,16 @@ class SlotWriter:
     """One slot being written. After an error the same calls may be made again, or the slot be left.
 
     Args:
-        files: the open files. slot: a slot that is neither visible nor another's.
+        files: the open files.
+        slot: a slot that is neither visible nor another's.
 
     Attributes:
-        serial, published: what its record says, if it stands. length: timesteps written. meta: as written.
+        serial: the number of the episode, from its first record on.
+        flags: of the next record; OPEN leaves the episode to be appended to.
+        published: whether a record of it stands.
+        length: timesteps written.
+        meta: as written.
+        crcs: a CRC-32 of the steps for each column of checksums.npy.
         given: whether its episode was given up to be published, by itself or with others.
     """
 
@@ -178,15 +183,15 @@ class SlotWriter:
         self.files = files
         self.slot = slot
         self.serial = -1
+        self.flags = 0
         self.published = False
         self.length = 0
         self.meta: dict[str, Array] = {}
-        # CRC-32s in the columns of checksums.npy: of the rows so far, and of these with the final observation.
-        self._crcs = [0] * files.layout.columns
-        self._final_crcs = self._crcs
-        self._shown = (0, self._crcs)
+        self.crcs = [0] * files.layout.columns
+        self._final_crcs = self.crcs  # the same with the final observation
+        self._shown = (0, self.crcs)  # how much is published
+        self._sealed = b"", self._shown  # the last record, and how much it publishes
         self.given = False
-        self._sealed: tuple[int, bytes, tuple[int, list[int]]] | None = None
         words = files.storage.maps.words
         generation, extent = words.item(slot, GENERATION), words.item(slot, EXTENT)
         # How far rows reach that were there before: unknown where a writer died, or left an episode open.
@@ -196,26 +201,29 @@ class SlotWriter:
         self._begun = False
 
     @property
-    def visible(self) -> int:
+    def num_published(self) -> int:
         """Timesteps that are published."""
         return self._shown[0]
 
     def write(self, columns: Mapping[str, Array], base: int, stop: int) -> None:
         """Write the timesteps up to `stop` that are not written yet, beyond what is visible.
 
-        Args: columns: field -> its rows from timestep `base` on.
+        Args:
+            columns: field -> its rows from timestep `base` on.
+            base: see there.
+            stop: how many timesteps are written then.
         """
         self._begin()
         start = self.length
         if start < stop:
-            crcs = self.files.write_rows(columns, range(start - base, stop - base), self.slot, start, self._crcs)
-            self._crcs, self._final_crcs, self.length = crcs, crcs, stop  # at once: an interruption may come anywhere
+            crcs = self.files.write_rows(columns, range(start - base, stop - base), self.slot, start, self.crcs)
+            self.crcs, self._final_crcs, self.length = crcs, crcs, stop  # at once: an interruption may come anywhere
 
     def write_final(self, final: Mapping[str, Array]) -> None:
         """Write the observation after the last action behind the last step, for every field with `final`."""
         if final:
             rows = {name: value[None] for name, value in final.items()}
-            self._final_crcs = self.files.write_rows(rows, range(1), self.slot, self.length, self._crcs)
+            self._final_crcs = self.files.write_rows(rows, range(1), self.slot, self.length, self.crcs)
 
     def write_meta(self, meta: Mapping[str, Array]) -> None:
         """Write the meta fields, each of its declared shape."""
@@ -224,76 +232,47 @@ class SlotWriter:
             self.files.write_meta(name, self.slot, value)
         self.meta = dict(meta)
 
-    def seal(self, serial: int, flags: int) -> bytes:
-        """Write the checksums; the record that makes this an episode of that number, to be committed.
-
-        Args:
-            serial: its number. flags: of `records`; OPEN leaves it to be appended to.
-        """
+    def seal(self) -> None:
+        """Write the checksums, and make the record that `show` writes."""
+        flags, row, columns = self.flags, b"", 0
         if not flags & OPEN:
-            self._give_back()
-        row = self._checksums()
-        if row is not None:
-            flags |= CHECKED
+            self.give_back()
+        if self.files.checksum:
+            row, columns, flags = self._checksums(), self.files.layout.used_columns, flags | CHECKED
             if not flags & OPEN:
                 self.files.write_checksums(self.slot, row)
-        record = self._record(self._generation + 1, serial, flags, row)
-        self._sealed = serial, record, (self.length, self._crcs)
-        return record
-
-    def _record(self, generation: int, serial: int, flags: int, checksums: bytes | None) -> bytes:
-        columns = 0 if checksums is None else self.files.layout.used_columns
-        return seal(
-            generation=generation,
-            serial=serial,
+        record = seal(
+            generation=self._generation + 1,
+            serial=self.serial,
             length=self.length,
             flags=flags,
             first_row=self.slot * self.files.layout.max_timesteps,
             time=time.time_ns(),
-            epoch=self.files.lock.epoch,
-            digest=digest_of(checksums or b"", columns),
+            term=self.files.lock.term,
+            digest=digest_of(row, columns),
             columns=columns,
         )
+        self._sealed = record, (self.length, self.crcs)
 
-    def show(self, record: bytes) -> None:
-        """Write the record: the commit."""
-        self.files.write_record(self.slot, record, first=self.published)
+    def show(self) -> None:
+        """Write the record that was last sealed: the commit."""
+        self.files.write_record(self.slot, self._sealed[0], first=self.published)
 
     def settle(self) -> None:
         """Whatever went wrong: if the record that was last sealed stands on the disk, that much is published."""
         words = self.files.storage.maps.words[self.slot]
-        if self._sealed is not None and words.tobytes() == self._sealed[1]:
-            self.published, (self.serial, _, self._shown) = True, self._sealed
+        if words.tobytes() == self._sealed[0]:
+            self.published, self._shown = True, self._sealed[1]
         if self.published and words[GENERATION] % 2 == 0:
             self._generation = int(words[GENERATION]) - 1  # a redo file may have moved it on
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""
-        self.length, self._crcs = self._shown
-        self._final_crcs = self._crcs
+        self.length, self.crcs = self._shown
+        self._final_crcs = self.crcs
 
-    def closing(self, flags: int, final: Mapping[str, Array], meta: Mapping[str, Array]) -> tuple[bytes, list[Piece]]:
-        """(record, pieces) that end an episode whose steps are published, its final observation and meta included."""
-        self._give_back()
-        layout = self.files.layout
-        pieces: list[Piece] = []
-        crcs, column_of = self._crcs.copy(), layout.column_of
-        last = self.slot * (layout.max_timesteps + 1) + self.length
-        for name, value in final.items():
-            pieces.append((name, layout.row_offset(name, last), value.tobytes()))
-            crcs[column_of[name]] = crc32(value, crcs[column_of[name]])
-        for name, value in meta.items():
-            pieces.append((name, layout.arrays[name].offset(self.slot), value.tobytes()))
-            crcs[column_of[name]] = crc32(value)
-        if self.files.checksum:
-            flags |= CHECKED
-            row = struct.pack(layout.checksum_format, *crcs)
-            pieces.append(("/checksums", layout.arrays["/checksums"].offset(self.slot), row))
-            return self._record(self._generation + 3, self.serial, flags, row), pieces
-        return self._record(self._generation + 3, self.serial, flags, None), pieces
-
-    def _give_back(self) -> None:
-        """The rows are all written: what was longer before is not needed."""
+    def give_back(self) -> None:
+        """Once all rows are written, give the space back that an episode before took beyond them."""
         if self.length < self._before:
             self.files.give_back(self.slot, self.length, self._before)
 
@@ -302,37 +281,40 @@ class SlotWriter:
             self.files.write_generation(self.slot, self._generation)
             self._begun = True
 
-    def _checksums(self) -> bytes | None:
-        """The slot's row of checksums.npy, or None where none are kept."""
-        if not self.files.checksum:
-            return None
+    def _checksums(self) -> bytes:
+        """The slot's row of checksums.npy."""
         layout, crcs = self.files.layout, self._final_crcs.copy()
         for name, value in self.meta.items():
             crcs[layout.column_of[name]] = crc32(value)
         return struct.pack(layout.checksum_format, *crcs)
 
 
-def commit(files: WriteHandles, entries: Sequence[tuple[SlotWriter, int, int]]) -> None:
+def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
     """Make what was written episodes, with one barrier per file for all: visible to every process when this returns.
 
-    Args: entries: (publication, serial, flags) in the order of their serials.
-    Raises: OSError: what is not `published` now did not become visible; a failed barrier poisons the lock.
+    Args:
+        files: the open files.
+        slot_writers: in the order of their serials.
+
+    Raises:
+        OSError: what is not `published` now did not become visible; a failed barrier poisons the lock.
     """
-    records = [publication.seal(serial, flags) for publication, serial, flags in entries]
-    first: list[int] = []
-    if files.power:
-        files.barriers(*files.layout.schema.all, "/checksums")
-        first = [serial for publication, serial, _ in entries if not publication.published]
+    new = [one.serial for one in slot_writers if not one.published]
+    for one in slot_writers:
+        one.seal()
+    files.barriers(*files.layout.schema.all, "/checksums")
     try:
-        for i, (publication, _, _) in enumerate(entries):
+        sector = None
+        for one in slot_writers:
             # Sectors reach the disk in any order, and there must be no gap.
-            if i and files.sector_of(publication.slot) != files.sector_of(entries[i - 1][0].slot):
+            if sector not in (None, files.sector_of(one.slot)):
                 files.barriers("/episodes")
-            publication.show(records[i])
+            sector = files.sector_of(one.slot)
+            one.show()
         files.barriers("/episodes")
     finally:
-        for publication, _, _ in entries:
-            publication.settle()
-    if first:
-        files.trust(first[0], first[-1] + 1)
-    files.announce(entries[-1][1] + 1)
+        for one in slot_writers:
+            one.settle()
+    if files.power and new:
+        files.trust(new[0], new[-1] + 1)
+    files.announce(slot_writers[-1].serial + 1)

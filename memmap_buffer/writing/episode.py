@@ -1,45 +1,98 @@
-"""An open episode: its steps staged in memory, checked as they come. Touches no file; publishing is the sink's."""
+"""An open episode: its timesteps, checked as they come, in memory until its writer takes them. Touches no file.
+
+`Block` is how an episode knows that its `with` block was left, `Staging` is the memory that its timesteps stand in.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from operator import itemgetter
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy import ndarray
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import EpisodeStateError, SchemaError
-from memmap_buffer.schema import Field, Schema
-from memmap_buffer.writing.block import Block, Held, left
-from memmap_buffer.writing.staging import Column, Staging, column
+from memmap_buffer.schema import Field
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from memmap_buffer.writing.writer import Writer
 
 FIRST_CAPACITY = 64
 CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place, and at first by any other
+KEPT_BYTES = 64 << 20
+
+Leave: TypeAlias = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
+Held: TypeAlias = Callable[[], Leave | None]
 
 
-class Sink(Protocol):
-    """Where an episode goes: the writer."""
+def left() -> None:
+    """What is held of a block whose end did not run through."""
 
-    schema: Schema
-    max_timesteps: int
 
-    def publish(self, episode: Episode, *, cut: bool) -> None:
-        """Make it visible, and set its state to "published"."""
+class _Exit:
+    """`__exit__`: each time it is asked for a new bound method, which nothing but the `with` statement holds.
 
-    def withdraw(self, episode: Episode) -> None:
-        """Forget it, and set its state to "aborted"."""
+    Ctrl-C may come before the first line of an `__exit__` runs. Then the frame, and with it the object, lives on in the
+    traceback, which a notebook keeps; that method does not, as the statement lets go of it however it is left.
+    """
 
-    def settle(self, episode: Episode) -> None:
-        """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
+    @overload
+    def __get__(self, block: None, kind: type[Block]) -> Callable[..., None]: ...
+    @overload
+    def __get__(self, block: Block, kind: type[Block]) -> Leave: ...
+    def __get__(self, block: Block | None, kind: type[Block]) -> Callable[..., None]:
+        try:
+            if block is None:
+                return kind.leave  # to `contextlib.ExitStack`, which asks the class, nothing can be told of its end
+            leave = block.leave
+            block._asked = weakref.ref(leave)
+            return leave
+        except BaseException:
+            if block is not None:
+                block.held = left  # it is never entered
+            raise
 
-    def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
-        """Add the final observation to a published one, if it is still there."""
+
+class Block:
+    """A context manager that knows whether its block was left.
+
+    Attributes:
+        held: gives the method that the `with` statement holds as long as the block lasts; None where there is none, or
+            where its end runs. thread: in which it was entered.
+    """
+
+    held: Held | None = None
+    thread = 0
+    _asked: Held | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            if self._asked is not None and self._asked() is not None:  # by `with`, which asks for both before it enters
+                self.held, self.thread = self._asked, get_ident()
+            return self
+        except BaseException:
+            self.held = left
+            raise
+
+    __exit__ = _Exit()
+
+    @property
+    def was_left(self) -> bool:
+        """Whether its block was left and the end of it did not run through; another thread may only be about to."""
+        return self.held is left or (self.held is not None and self.held() is None and self.thread == get_ident())
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
+        """The end of the block."""
+        raise NotImplementedError
 
 
 class Episode(Block):
@@ -49,34 +102,35 @@ class Episode(Block):
     publishes, flagged as cut short, what was stored before the exception.
 
     Args:
-        sink: who publishes it. meta: what is known at the start. keep_partial: see above.
-        on_step: called after each stored step, or None: it publishes the steps stored so far.
-        spill: called when CHUNK_BYTES are staged, or None: it writes them out, so that no more is ever staged.
-        staging: where its memory comes from and goes to. held: of the block that it was opened for, see `Block`.
+        writer: who publishes it.
+        meta: what is known at the start.
+        keep_partial: see above.
+        held: of the block that it was opened for, see `Block`.
 
     Attributes:
-        length: timesteps stored. columns: while it is open, field -> its staged rows, from timestep `base` on.
-        finals, meta: the final observation and the meta fields, as stored.
-        state: "open", "published" or "aborted". ended: the flag that ended it, or "". has_inner_end: whether a flag
-            is true before its last step. thread: which opened it.
+        length: timesteps stored.
+        columns: while it is open, field -> its staged rows, from timestep `base` on.
+        finals: the final observation, as stored.
+        meta: the meta fields, as stored.
+        state: "open", "published" or "aborted".
+        ended: the field that ended it, or "".
+        has_inner_end: whether such a field is true before its last step.
+        staged: whether nothing of it is written anywhere before it is published.
+        thread: which opened it.
     """
 
     def __init__(
         self,
-        sink: Sink,
+        writer: Writer,
         meta: Mapping[str, Any],
         *,
         keep_partial: bool = False,
-        on_step: Callable[[Episode], None] | None = None,
-        spill: Callable[[Episode], None] | None = None,
-        staging: Staging | None = None,
         held: Held | None = None,
     ) -> None:
-        self._sink = sink
-        self._schema = sink.schema
-        self._on_step = on_step
-        self._spill = spill
-        self._staging = staging or Staging()
+        self._writer = writer
+        self._schema = writer.schema
+        self._shows_steps = writer.how.publish == "step"
+        self.staged = not writer.how.in_place
         self.keep_partial, self.held, self.thread = keep_partial, held, get_ident()
         self.length = 0
         self.base = 0
@@ -96,7 +150,7 @@ class Episode(Block):
     # Storing
 
     def store(self, **step: Any) -> Any:
-        """Append one timestep.
+        """Append one timestep. Where it raises the step is not stored (`length` tells), and the episode goes on.
 
         Args:
             step: field -> value: a tensor, array, list or scalar of the field's shape; nested dicts for groups. What
@@ -109,7 +163,6 @@ class Episode(Block):
             SchemaError: an unknown field, a missing one without a default, a wrong shape, a lossy cast.
             EpisodeStateError: the episode is over, or longer than `max_timesteps`.
             OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
-            In each case the step was not stored (`length` tells), and the episode goes on as it was.
         """
         t = self.length
         if t >= self._stop or self.state != "open" or self.ended or self.finals:
@@ -133,8 +186,8 @@ class Episode(Block):
                 self.ended = name
                 break
         self.length = t + 1
-        if self._on_step is not None:
-            self._on_step(self)
+        if self._shows_steps:
+            self._writer.append(self)
         return self._made(values)
 
     def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
@@ -153,8 +206,8 @@ class Episode(Block):
         row += count - 1
         self.ended = next((name for _, name, flags in self._flags if flags.item(row)), "")
         self.length += count
-        if self._on_step is not None:
-            self._on_step(self)
+        if self._shows_steps:
+            self._writer.append(self)
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps; views stop at each end in them."""
@@ -164,11 +217,6 @@ class Episode(Block):
         self._plan, self._capacity, self._stop = [], 0, 0
         self.ended = next((name for name in self._schema.ends if self.columns[name].item(length - 1)), "")
 
-    @property
-    def staged(self) -> bool:
-        """Whether nothing of it is written anywhere before it is published."""
-        return self._on_step is None and self._spill is None
-
     def drop_last(self, count: int = 1) -> None:
         """Take the last stored timesteps back."""
         self.length, self.ended = self.length - count, ""
@@ -176,7 +224,12 @@ class Episode(Block):
     def final(self, **observation: Any) -> None:
         """Store the observation after the last action: every field that was declared with `final`, once.
 
-        Raises: SchemaError: a field that has none, or one is missing. EpisodeStateError: no step was stored yet.
+        Args:
+            observation: field -> (*field).
+
+        Raises:
+            SchemaError: a field was not declared so, or one is missing.
+            EpisodeStateError: no step was stored yet, or it was called before.
         """
         self.require_open()
         if self.length == 0 or self.finals:
@@ -187,10 +240,15 @@ class Episode(Block):
     def complete(self, **observation: Any) -> None:
         """Add the final observation to an episode that was published without; to one that is gone meanwhile, nothing.
 
-        Raises: SchemaError: as `final`. OSError: nothing was added, or it is with the next write.
+        Args:
+            observation: field -> (*field).
+
+        Raises:
+            SchemaError: as `final` raises it.
+            OSError: the disk is full, say; the next write adds it if this did not.
         """
         assert self.state == "published" and not self.finals
-        self._sink.complete(self, self._encode_final(observation))
+        self._writer.complete(self, self._encode_final(observation))
 
     def _encode_final(self, observation: Mapping[str, Any]) -> dict[str, Array]:
         names = self._schema.final_names
@@ -211,7 +269,15 @@ class Episode(Block):
         self.update({name: value})
 
     def update(self, meta: Mapping[str, Any]) -> None:
-        """Set meta fields. Raises SchemaError naming an unknown one, a wrong shape, or a lossy cast."""
+        """Set meta fields.
+
+        Args:
+            meta: meta field -> (*field); nested dicts for groups.
+
+        Raises:
+            SchemaError: an unknown field, a wrong shape, or a lossy cast.
+            EpisodeStateError: the episode is over.
+        """
         self.require_open()
         known = self._schema.meta_fields
         for name, value in self._schema.flatten(meta).items():
@@ -224,11 +290,16 @@ class Episode(Block):
     def publish(self, *, cut: bool = False) -> None:
         """Publish the episode: visible to every process when this returns. An episode without steps is dropped.
 
-        Raises: OSError: the disk is full, say. Nothing became visible, and the staged episode can be published again.
+        Args:
+            cut: it was cut short, so the flag that says so is set.
+
+        Raises:
+            EpisodeStateError: the episode is over.
+            OSError: the disk is full, say. Nothing became visible, and the episode can be published again.
         """
         self.require_open()
         if self.length:
-            self._sink.publish(self, cut=cut)
+            self._writer.publish(self, cut=cut)
             self._release()
         else:
             self.abort()
@@ -236,7 +307,7 @@ class Episode(Block):
     def abort(self) -> None:
         """Drop the episode; steps that `publish="step"` had shown are withdrawn."""
         if self.state == "open":
-            self._sink.withdraw(self)
+            self._writer.withdraw(self)
             self._release()
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -247,7 +318,7 @@ class Episode(Block):
                 return
             if kind is None:
                 self.publish()
-            elif self.length and (self.keep_partial or self._on_step is not None):
+            elif self.length and (self.keep_partial or self._shows_steps):
                 self.publish(cut=True)  # steps that were published are kept: they were promised to last
             else:
                 self.abort()
@@ -261,7 +332,7 @@ class Episode(Block):
         """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
         if self.state == "open":
             self.held = left  # should this be interrupted, too, the writer's next call does it
-            self._sink.settle(self)
+            self._writer.settle(self)
 
     # Within
 
@@ -274,7 +345,7 @@ class Episode(Block):
         """Raise EpisodeStateError unless so many more steps can be stored."""
         if self.state != "open" or self.ended or self.finals:
             self._refuse()
-        if self.length + (count if self._spill is None else 1) > self._stop:
+        if self.length + (count if self.staged else 1) > self._stop:
             self._grow(self.length + count)
 
     def _refuse(self) -> None:
@@ -283,7 +354,7 @@ class Episode(Block):
         raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
 
     def _require_within(self, length: int) -> None:
-        limit = self._sink.max_timesteps
+        limit = self._writer.max_timesteps
         if length > limit:
             raise EpisodeStateError(
                 f"timestep {limit}: the episode is longer than max_timesteps ({limit}); create the buffer with "
@@ -292,14 +363,14 @@ class Episode(Block):
 
     def _grow(self, needed: int) -> None:
         self._require_within(needed)
-        if self._spill is not None and self._capacity:
-            self._spill(self)
+        if self._capacity and not self.staged:
+            self._writer.spill(self)
             self.base, self._stop = self.length, self.length + self._capacity
             return
         before, fields = self.columns, self._schema.fields
-        columns = {} if before else self._staging.take(needed)
+        columns = {} if before else self._writer.staging.take(needed)
         if not columns:
-            capacity = min(self._sink.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
+            capacity = min(self._writer.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
             columns = {name: np.empty((capacity, *field.shape), field.storage) for name, field in fields.items()}
         for name, rows in before.items():
             columns[name][: self.length] = rows[: self.length]
@@ -311,14 +382,14 @@ class Episode(Block):
     def _first_capacity(self) -> int:
         # Pages that are not written to yet cost nothing; where they are written out in between, no more is staged.
         step = sum(field.itemsize for field in self._schema.fields.values())
-        return max(FIRST_CAPACITY if self._spill is None else 1, CHUNK_BYTES // step)
+        return max(FIRST_CAPACITY if self.staged else 1, CHUNK_BYTES // step)
 
     def _release(self) -> None:
         """Give the memory back, unless the columns are a user's."""
         columns, own = self.columns, self._capacity
         self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
         if own:
-            self._staging.keep(columns)  # last, so that it is given back once
+            self._writer.staging.keep(columns)  # last, so that it is given back once
 
     def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
         try:
@@ -360,3 +431,69 @@ def _step_type(names: tuple[str, ...]) -> tuple[Any, Callable[[Mapping[str, Any]
     pick = itemgetter(*names) if len(names) > 1 else lambda step: (step[names[0]],)
     step = namedtuple("Step", [name.replace(".", "_") for name in names], rename=True)  # type: ignore[misc]
     return partial(tuple.__new__, step), pick
+
+
+class Staging:
+    """Memory that ended episodes had, for those that follow: to write to fresh pages takes several times as long."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, dict[str, Array]]] = []
+
+    def take(self, needed: int) -> dict[str, Array]:
+        """Columns of an episode that ended, with room for so many steps; or nothing."""
+        try:
+            kept = self._kept.pop()  # at once, as another thread may want it, too
+        except IndexError:
+            return {}
+        if all(len(column) >= needed for column in kept[1].values()):
+            return kept[1]
+        self._kept.append(kept)
+        return {}
+
+    def keep(self, columns: dict[str, Array]) -> None:
+        """Take columns that nothing refers to any more, unless more than KEPT_BYTES would be kept."""
+        size = sum(column.nbytes for column in columns.values())
+        if size + sum(kept for kept, _ in self._kept) <= KEPT_BYTES:
+            self._kept.append((size, columns))
+
+
+class Scalars(NamedTuple):
+    """The numbers that fit a field without dimensions: those of `kinds` from `low` to `high`."""
+
+    name: str
+    field: Field
+    kinds: frozenset[type]
+    low: Any
+    high: Any
+
+    @classmethod
+    def of(cls, name: str, field: Field) -> Scalars:
+        """Those that fit `field`."""
+        kind, low, high = field.storage.kind, 0, 1
+        kinds = _KINDS.get(kind, ()) if field.shape == () and field.dtype != "bfloat16" else ()
+        if kind == "f":
+            low, high = float(np.finfo(field.storage).min), float(np.finfo(field.storage).max)  # type: ignore[assignment]
+        elif kind in "iu":
+            low, high = int(np.iinfo(field.storage).min), int(np.iinfo(field.storage).max)
+        return cls(name, field, frozenset(kinds), low, high)
+
+
+# A field's staged rows (capacity, *field), and which values can be assigned to one of them as they are: the dtype and
+# the shape of arrays; the types of numbers that can, whatever they are; what other numbers can. A plain tuple, as
+# Python takes four times as long to unpack a named one.
+Column: TypeAlias = tuple[Array, np.dtype[Any], tuple[int, ...], frozenset[type], Scalars]
+
+
+def column(name: str, field: Field, rows: Array) -> Column:
+    """The column of a field that is staged in `rows`."""
+    scalars = Scalars.of(name, field)
+    exact = (kind for kind in scalars.kinds if kind is not int and np.can_cast(kind, field.storage))
+    return rows, field.direct, field.shape, frozenset(exact), scalars
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "f": (float, np.float64, np.float32),
+    "i": (int, np.int64, np.int32),
+    "u": (int, np.int64, np.int32),
+    "b": (bool, np.bool_),
+}

@@ -1,17 +1,19 @@
-"""Taking a folder over: the epoch, what may still be trusted, and what a dead writer left half done."""
+"""Taking a folder over: the term, what may still be trusted, and what a dead writer left half done."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+import time
 
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.host import anyone_may_rename, network_filesystem, this_process
+from memmap_buffer.format.host import anyone_may_rename, boot_id, host_name, network_filesystem
 from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, OPEN, RECORD, STATE_WORD, columns_of
 from memmap_buffer.format.storage import checksum_row
+from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.slots import SlotAllocator
@@ -20,9 +22,9 @@ log = logging.getLogger("memmap_buffer")
 
 
 def take_over(files: WriteHandles) -> SlotAllocator:
-    """Raise the epoch, put right what a dead writer left, and count the slots. The lock is held."""
+    """Raise the term, put right what a dead writer left, and count the slots. The lock is held."""
     storage, state = files.storage, files.storage.state
-    pid, now, host, boot = this_process()
+    host, boot = host_name().encode()[:64], boot_id()
     kind = network_filesystem(storage.path)
     if kind:
         log.warning("%s lies on %s: write from one host only, and read on that host", storage.path, kind)
@@ -30,8 +32,8 @@ def take_over(files: WriteHandles) -> SlotAllocator:
         log.warning("%s lies in a folder that anyone may write to, who could put another in its place", storage.path)
     storage.refresh()
     _require_counters(files)
-    files.lock.epoch = state("epoch") + 1
-    words = {"epoch": files.lock.epoch, "nonce": secrets.randbits(64), "pid": pid, "time": now}
+    files.lock.term = state("term") + 1
+    words = {"term": files.lock.term, "nonce": secrets.randbits(64), "pid": process_id(), "time": time.time_ns()}
     for name, value in {**words, **_doubts(files, boot)}.items():
         files.write_state(name, value)
     for name, text in {"boot": boot, "host": host.ljust(64, b"\0")}.items():
@@ -40,10 +42,10 @@ def take_over(files: WriteHandles) -> SlotAllocator:
     files.sync("/state")
     redo.finish(files)
     close_abandoned(files, storage.refresh().visible)
-    ring = count(files)
-    if files.storage.state("next") < ring.next:
-        files.write_state("next", ring.next)  # before `base`, in the same sector: never `base` beyond what is known
-    return ring
+    slots = count(files)
+    if files.storage.state("next") < slots.next:
+        files.write_state("next", slots.next)  # before `base`, in the same sector: never `base` beyond what is known
+    return slots
 
 
 def count(files: WriteHandles) -> SlotAllocator:
@@ -54,7 +56,7 @@ def count(files: WriteHandles) -> SlotAllocator:
 def _require_counters(files: WriteHandles) -> None:
     """Raise CorruptBufferError where the counters say that what is published next would never be seen."""
     state, following = files.storage.state, _following(files)
-    if following >= MAX_SERIAL or state("base") > following or state("epoch") >= MAX_SERIAL:
+    if following >= MAX_SERIAL or state("base") > following or state("term") >= MAX_SERIAL:
         path = files.storage.path / "state.npy"
         raise CorruptBufferError(f"{path} holds counters that cannot be; `memmap-buffer repair` mends it", path=path)
 
@@ -70,11 +72,11 @@ def _following(files: WriteHandles) -> int:
 
 
 def _doubts(files: WriteHandles, boot: bytes) -> dict[str, int]:
-    """What this writer leaves trusted of what earlier ones wrote (`files`, "Creating, opening, trusting")."""
+    """What this writer leaves trusted of what earlier ones wrote (`format`, "Creating, opening, trusting")."""
     state = files.storage.state
     stored = files.storage.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
     words = {"clean": 0}
-    if not state("clean") and state("epoch") and (stored != boot or not any(boot)):
+    if not state("clean") and state("term") and (stored != boot or not any(boot)):
         # Also what stands under an odd generation: a redo file may bring it back.
         serials = files.storage.maps.words.view(RECORD)["serial"]
         written = serials[serials < MAX_SERIAL]

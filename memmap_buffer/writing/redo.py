@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ PART = 1 << 20  # bytes that are read, or written, at once
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Region:
     """Some bytes of an open file."""
 
     fd: int
@@ -70,7 +71,7 @@ class Stretch:
             yield data
 
 
-Piece: TypeAlias = "tuple[str, int, bytes | Stretch]"
+Piece: TypeAlias = "tuple[str, int, bytes | Region]"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Rewrite:
         return (part for _, _, data in self.pieces for part in _parts(data))
 
 
-def _parts(data: bytes | Stretch) -> Iterable[bytes]:
+def _parts(data: bytes | Region) -> Iterable[bytes]:
     return (data,) if isinstance(data, bytes) else data.parts()
 
 
@@ -158,7 +159,7 @@ def _parsed(text: bytes, fd: int, size: int) -> Rewrite | None:
         head = json.loads(text)
         pieces, at = [], START.size + len(text)
         for key, offset, length in head["pieces"]:
-            pieces.append((str(key), _whole(offset), Stretch(fd, at, _whole(length))))
+            pieces.append((str(key), _whole(offset), Region(fd, at, _whole(length))))
             at += length
         slot, serial, generation = (_whole(head[key]) for key in ("slot", "serial", "generation"))
         record = bytes.fromhex(head["record"])
@@ -197,76 +198,105 @@ def _inside(layout: Layout, slot: int, key: str, offset: int, size: int) -> bool
     return array.offset(slot) <= offset <= array.offset(slot + 1) - size
 
 
-def plan(
+def plan_update(
     files: WriteHandles,
     slot: int,
     rows: Mapping[str, Array],
     meta: Mapping[str, Array],
     finals: Mapping[str, Array] | None = None,
 ) -> Rewrite:
-    """The rewrite that replaces the first timesteps of some fields, and some meta fields, of a visible slot.
+    """The rewrite that replaces the first timesteps of some fields, and some meta fields, of a visible episode.
 
     Args:
+        files: the open files.
+        slot: where the episode is.
         rows: name -> (t, *field) stored values for steps 0 … t - 1, t at most the episode's length.
-        meta: name -> one stored value. finals: the final observation, for an episode that has none.
+        meta: name -> one stored value.
+        finals: the final observation, for an episode that has none.
     """
     storage, layout = files.storage, files.layout
-    record = storage.maps.words[slot].view(RECORD)[0]
-    values = {key: int(record[key]) for key in RECORD.names or ()}
-    length, flags = values["length"], values["flags"]
-    checked = bool(flags & CHECKED) and files.checksum
+    record = storage.record(slot)
+    length, flags = record["length"], record["flags"]
     # Where none are kept, no row was ever written, and looking at a hole through a map kills on a full tmpfs.
-    column_of, checksums = layout.column_of, storage.maps.checksums[slot].copy() if checked else None
-    pieces: list[Piece] = []
+    crcs = storage.maps.checksums[slot].tolist() if flags & CHECKED and files.checksum else None
     if not rows.keys().isdisjoint(layout.schema.ends):
-        flags = flags & ~(TERMINATED | INNER_END) | _ended(storage, slot, length, rows)
+        record["flags"] = flags & ~(TERMINATED | INNER_END) | _ending(storage, slot, length, rows)
+    pieces: list[Piece] = []
     for name, new in rows.items():
-        final = layout.schema.fields[name].final
-        first = int(storage.first_row(np.array([slot]), final)[0])
+        first, has_final = storage.start_of(name, slot), layout.schema.fields[name].final and bool(flags & FINAL)
         pieces.append((name, layout.row_offset(name, first), new.tobytes()))
-        if checksums is not None:
-            kept = storage.maps.rows[name][first + len(new) : first + length + (final and bool(flags & FINAL))]
-            checksums[column_of[name]] = crc32(kept, crc32(new))
-    for name, value in (finals or {}).items():
-        first, flags = int(storage.first_row(np.array([slot]), True)[0]), flags | FINAL
-        pieces.append((name, layout.row_offset(name, first + length), value.tobytes()))
-        if checksums is not None:
-            checksums[column_of[name]] = crc32(value, crc32(storage.maps.rows[name][first : first + length]))
+        if crcs is not None:
+            kept = storage.maps.rows[name][first + len(new) : first + length + has_final]
+            crcs[layout.column_of[name]] = crc32(kept, crc32(new))
+    for name in finals or {}:
+        if crcs is not None:  # of the steps alone: an earlier call may have written the final observation already
+            first = storage.start_of(name, slot)
+            crcs[layout.column_of[name]] = crc32(storage.maps.rows[name][first : first + length])
+    return _planned(files, slot, record, pieces, crcs, finals or {}, meta)
+
+
+def plan_end(
+    files: WriteHandles, written: SlotWriter, flags: int, finals: Mapping[str, Array], meta: Mapping[str, Array]
+) -> Rewrite:
+    """The rewrite that ends an episode whose steps are published, with meta fields that were set after the first one.
+
+    Args:
+        files: the open files.
+        written: what the steps were written by.
+        flags: of the record.
+        finals: the final observation, or nothing.
+        meta: all meta fields.
+    """
+    written.give_back()
+    record = files.storage.record(written.slot) | {"flags": flags, "time": time.time_ns()}
+    crcs = None
+    if files.checksum:
+        record |= {"flags": flags | CHECKED, "columns": files.layout.used_columns}
+        crcs = written.crcs.copy()
+    return _planned(files, written.slot, record, [], crcs, finals, meta)
+
+
+def _planned(
+    files: WriteHandles,
+    slot: int,
+    record: dict[str, int],
+    pieces: list[Piece],
+    crcs: list[int] | None,
+    finals: Mapping[str, Array],
+    meta: Mapping[str, Array],
+) -> Rewrite:
+    """The rewrite of these pieces, a final observation, meta fields, and the checksums of all, where there are some."""
+    layout, generation = files.layout, record["generation"]
+    for name, value in finals.items():
+        behind = slot * (layout.max_timesteps + 1) + record["length"]
+        pieces.append((name, layout.row_offset(name, behind), value.tobytes()))
+        record["flags"] |= FINAL
+        if crcs is not None:
+            crcs[layout.column_of[name]] = crc32(value, crcs[layout.column_of[name]])
     for name, value in meta.items():
         pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
-        if checksums is not None:
-            checksums[column_of[name]] = crc32(value)
-    row, generation, columns = b"", values["generation"], 0
-    if checksums is not None:
-        row, columns = checksums.tobytes(), values["columns"]
+        if crcs is not None:
+            crcs[layout.column_of[name]] = crc32(value)
+    if crcs is not None:
+        row = struct.pack(layout.checksum_format, *crcs)
         pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), row))
+        record["digest"] = digest_of(row, record["columns"])
     else:
-        flags &= ~CHECKED
-    digest = digest_of(row, columns)
-    values |= {"generation": generation + 2, "flags": flags, "columns": columns, "digest": digest}
-    return Rewrite(slot, values["serial"], generation, seal(**values), pieces)
+        record |= {"flags": record["flags"] & ~CHECKED, "columns": 0, "digest": 0}
+    record["generation"] = generation + 2
+    return Rewrite(slot, record["serial"], generation, seal(**record), pieces)
 
 
-def _ended(storage: Storage, slot: int, length: int, rows: Mapping[str, Array]) -> int:
+def _ending(storage: Storage, slot: int, length: int, rows: Mapping[str, Array]) -> int:
     """The flags that say how an episode ends, once the first timesteps of some fields are replaced."""
     schema, flags = storage.layout.schema, 0
     for name in schema.ends:
-        first = int(storage.first_row(np.array([slot]), schema.fields[name].final)[0])
+        first = storage.start_of(name, slot)
         column = storage.maps.rows[name][first : first + length].copy()
         column[: len(rows.get(name, ()))] = rows.get(name, 0)
-        flags |= INNER_END * bool(column[:-1].any()) | TERMINATED * (
-            name == schema.terminated and bool(column[-1].any())
-        )
+        flags |= INNER_END * bool(column[:-1].any())
+        flags |= TERMINATED * (name == schema.terminated and bool(column[-1].any()))
     return flags
-
-
-def close(
-    files: WriteHandles, publication: SlotWriter, flags: int, final: Mapping[str, Array], meta: Mapping[str, Array]
-) -> Rewrite:
-    """The rewrite that ends an episode whose steps are published, with meta that was set after the first of them."""
-    record, pieces = publication.closing(flags, final, meta)
-    generation = int(files.storage.maps.words[publication.slot, GENERATION])
-    return Rewrite(publication.slot, publication.serial, generation, record, pieces)
 
 
 def carry_out(files: WriteHandles, rewrite: Rewrite) -> None:

@@ -15,10 +15,14 @@ from memmap_buffer.format.layout import Layout
 class SlotAllocator:
     """The slots of one folder, as its only writer sees them.
 
-    Args: layout: the sizes. table: the episodes at the start. following: the next serial.
+    Args:
+        layout: the sizes.
+        table: the episodes at the start.
+        following: the next serial.
 
     Attributes:
-        next: the serial that the next episode gets. steps: visible timesteps.
+        next: the serial that the next episode gets.
+        steps: visible timesteps.
     """
 
     def __init__(self, layout: Layout, table: EpisodeTable, following: int) -> None:

@@ -1,12 +1,13 @@
-"""Transitions of environments that run on: which of them make an episode, and when it ends.
+"""Several environments side by side: a group of episodes that step together, or a stream that begins and ends them.
 
-What an episode's steps are is `episode`'s; how it becomes visible is the writer's. Nothing is kept here but the open
-episodes.
+What an episode's timesteps are is `episode`'s; how it becomes visible is the writer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,111 @@ import numpy as np
 from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.schema import Schema
-from memmap_buffer.writing.episode import Episode, require_default
-from memmap_buffer.writing.episode_group import EpisodeGroup
+from memmap_buffer.schema import Field, Schema
+from memmap_buffer.writing.episode import Block, Episode, Held, require_default
 
 NEXT = "next_"
+
+
+class EpisodeGroup(Block):
+    """B open episodes that step together; `episodes` are its members, in the order of the batch axis.
+
+    As a context manager it publishes all of them at the end of the block, and aborts all on any exception.
+
+    Args:
+        schema: the fields.
+        episodes: the members.
+        held: of the block that they were opened for, see `Block`.
+    """
+
+    def __init__(self, schema: Schema, episodes: Sequence[Episode], held: Held | None = None) -> None:
+        self.schema = schema
+        self.episodes = list(episodes)
+        self.held, self.thread = held, get_ident()
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    @property
+    def state(self) -> str:
+        """ "open" as long as one of them is, then "ended"."""
+        return "open" if any(episode.state == "open" for episode in self.episodes) else "ended"
+
+    def store(self, **batch: Any) -> None:
+        """Append one timestep to every episode.
+
+        Args:
+            batch: field -> (B, *field).
+
+        Raises:
+            SchemaError: as `Episode.store` raises it; then no episode got the step.
+            EpisodeStateError: likewise.
+        """
+        where = f"timestep {self.episodes[0].length}"
+        columns = self._encode(self.schema.flatten(batch), self.schema.fields, where)
+        for name, field in self.schema.fields.items():
+            if name not in columns:
+                columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.shape))
+        for episode in self.episodes:
+            episode.require_room()
+        for i, episode in enumerate(self.episodes):
+            episode.store_rows({name: rows[i : i + 1] for name, rows in columns.items()})
+
+    def final(self, **batch: Any) -> None:
+        """Store every episode's observation after the last action: field -> (B, *field)."""
+        columns = self._encode(self.schema.flatten(batch), self.schema.fields, "final")
+        for i, episode in enumerate(self.episodes):
+            episode.final(**{name: rows[i] for name, rows in columns.items()})
+
+    def update(self, meta: Mapping[str, Any]) -> None:
+        """Set meta fields: name -> (B, *field)."""
+        columns = self._encode(self.schema.flatten(meta), self.schema.meta_fields, "meta")
+        for i, episode in enumerate(self.episodes):
+            episode.update({name: rows[i] for name, rows in columns.items()})
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        self.update({name: values})
+
+    def publish(self) -> None:
+        """Publish the episodes, in the order of the batch axis."""
+        for episode in self.episodes:
+            if episode.state == "open":
+                episode.publish()
+
+    def abort(self) -> None:
+        """Drop all that are open."""
+        for episode in self.episodes:
+            episode.abort()
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """The end of its block, as for each of its episodes."""
+        try:
+            for episode in self.episodes:
+                episode.held = None  # none of them is over as long as this runs
+            for episode in self.episodes:
+                episode.leave(kind, error, trace)
+        except Exception:
+            raise
+        except BaseException:
+            for episode in self.episodes:
+                episode.settle()
+            raise
+
+    def _encode(self, batch: Mapping[str, Any], known: Mapping[str, Field], where: str) -> dict[str, Array]:
+        out: dict[str, Array] = {}
+        for name, values in batch.items():
+            if name not in known:
+                raise self.schema.unknown(name, where, known)
+            try:
+                rows = known[name].encode(values, lead=1)
+            except SchemaError as error:
+                raise SchemaError(f"field {name!r}, {where}: {error}", field=name) from None
+            if len(rows) != len(self):
+                raise SchemaError(
+                    f"field {name!r}, {where}: got a batch of {len(rows)}, expected {len(self)}", field=name
+                )
+            out[name] = rows
+        return out
 
 
 class EpisodeStream(EpisodeGroup):
@@ -28,8 +129,11 @@ class EpisodeStream(EpisodeGroup):
     of its last step, or else by the step that follows, which adds it.
 
     Args:
-        schema: the fields. size: B. limit: the longest episode. begin: opens an episode. skips_resets: the step after
-            an episode's end is the environment's reset, no step of an episode, and is left out.
+        schema: the fields.
+        size: B.
+        limit: the longest episode.
+        begin: opens an episode.
+        skips_resets: the step after an episode's end is the environment's reset, and is left out.
     """
 
     def __init__(
@@ -48,9 +152,14 @@ class EpisodeStream(EpisodeGroup):
     def extend(self, steps: Steps) -> None:
         """Append timesteps to every environment; an episode that ends, or is as long as it may be, is published.
 
-        Raises: BufferFullError: of the timesteps, those are stored that lie before an episode for which there is no
-            room. OSError: what could not be written is kept, and written by the next call. Called again with the same
-            `steps` it goes on where it stood.
+        Called again with the same steps, it goes on where it stood.
+
+        Args:
+            steps: of all environments.
+
+        Raises:
+            BufferFullError: there is no room for another episode; the timesteps before it are stored.
+            OSError: the disk is full, say; what could not be written is kept, and written by the next call.
         """
         count = len(steps.ends)
         while steps.done < count:
@@ -99,7 +208,7 @@ class EpisodeStream(EpisodeGroup):
         return np.flatnonzero(~self.over) if self._skips_resets else np.arange(self._size)
 
     def _stop(self, steps: Steps, recorded: IntArray) -> int:
-        """Up to which timestep all can be stored together: only the last of them may end an episode, or be left out."""
+        """Up to which timestep all can be stored at once: only the last of them may end an episode, or be left out."""
         if len(recorded) < self._size:
             return steps.done + 1
         stop = min(len(steps.ends), steps.done + self._limit - max(episode.length for episode in self.episodes))
@@ -153,13 +262,18 @@ class Steps:
     """Timesteps of several environments, checked and encoded.
 
     Args:
-        schema: the fields. given: field -> (T, B, *field), (B, *field) for one timestep, (T, *field) or (*field) for
-            one environment; meta fields alike; `next_<field>` of fields with `final`: what was seen after the step.
+        schema: the fields.
+        given: field -> (T, B, *field), (B, *field) for one timestep, (T, *field) or (*field) for one environment; meta
+            fields alike; `next_<field>` of fields with `final`: the observation after the step.
         time: whether there is an axis of time.
 
     Attributes:
-        fields, meta, following: name -> (T, B, *field). ends: (T, B) bool, where an episode ends. done: how many of
-            the timesteps a stream has stored; ahead: how many environments have one more.
+        fields: name -> (T, B, *field).
+        meta: likewise.
+        following: likewise, the observations after each step.
+        ends: (T, B) bool, where an episode ends.
+        done: how many of the timesteps a stream has stored.
+        ahead: how many environments have one more.
 
     Raises:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.

@@ -1,7 +1,7 @@
 """The writer of one folder: it hands out open episodes, publishes, updates, deletes and clears.
 
-It takes the lock at the first write. What an episode's steps are is `episode`'s; which slot is free is `ring`'s; in
-which order bytes are written is `publication`'s and `redo`'s.
+It takes the lock at the first write. What an episode's steps are is `episode`'s; which slot is free is `slots`'; in
+which order bytes are written is `commit`'s and `redo`'s.
 
 Threads take turns at it. What an interruption or an error leaves half done is settled at once, or, where that is
 interrupted too, by the next call: no line of a change needs to run for what comes after it to be right.
@@ -26,12 +26,10 @@ from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import CUT, DELETED, FINAL, INNER_END, OPEN, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
-from memmap_buffer.writing.block import Held
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit
-from memmap_buffer.writing.episode import Episode
+from memmap_buffer.writing.episode import Episode, Held, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
 from memmap_buffer.writing.slots import SlotAllocator
-from memmap_buffer.writing.staging import Staging
 
 T = TypeVar("T")
 
@@ -49,7 +47,8 @@ class WriteOptions:
         stage: "ram": an open episode is in memory; "disk": it is written to its slot in chunks as it grows, for
             episodes too long for memory.
 
-    Raises: SchemaError: a value that is not one of these, or two that exclude each other.
+    Raises:
+        SchemaError: a value that is not one of these, or two that exclude each other.
     """
 
     durability: str = "process"
@@ -97,9 +96,12 @@ class Writer:
     """Writes to one folder.
 
     Args:
-        storage: the folder. lock: the lock, held already by whoever created the folder, or not. how: see there.
+        storage: the folder.
+        lock: the lock, held already by whoever created the folder, or not.
+        how: how it is written.
 
-    Raises: SchemaError: `sync_every` is more than the spare slots.
+    Raises:
+        EpisodeStateError: `sync_every` is more than the spare slots.
     """
 
     def __init__(self, storage: Storage, lock: WriterLock, how: WriteOptions) -> None:
@@ -110,11 +112,11 @@ class Writer:
         self.how = how
         self.lock = lock
         self._files: WriteHandles | None = None
-        self._ring: SlotAllocator
-        self._publications: dict[ref[Episode], SlotWriter] = {}  # of open episodes
+        self._slots: SlotAllocator
+        self._slot_writers: dict[ref[Episode], SlotWriter] = {}  # of open episodes
         self._last_cut: WeakKeyDictionary[Episode, SlotWriter] = WeakKeyDictionary()
-        self._pending: list[tuple[SlotWriter, int, int]] = []
-        self._staging = Staging()
+        self._pending: list[SlotWriter] = []  # in the order of their serials
+        self.staging = Staging()  # of all episodes
         self._settled = True
         self._closed = False
 
@@ -126,7 +128,11 @@ class Writer:
     def begin(self) -> WriteHandles:
         """The open files, with nothing left half done; takes the lock at the first call.
 
-        Raises: ReadOnlyError, BufferLockedError, WriterLostError. EpisodeStateError: it was closed.
+        Raises:
+            ReadOnlyError: the buffer only reads.
+            BufferLockedError: another process writes.
+            WriterLostError: this object may not write any more.
+            EpisodeStateError: it was closed.
         """
         with self.turn:
             files = self._files
@@ -149,7 +155,7 @@ class Writer:
         files = WriteHandles(
             self.storage, self.lock, power=self.how.durability == "power", checksum=self.how.checksum is not None
         )
-        self._ring = take_over(files)
+        self._slots = take_over(files)
         self._files = files
         return files
 
@@ -171,19 +177,19 @@ class Writer:
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
         redo.finish(files)
-        self._ring = count(files)
-        files.announce(self._ring.next)
-        for publication in [*self._publications.values(), *(publication for publication, _, _ in self._pending)]:
-            publication.settle()
-        for episode, publication in list(self._publications.items()):
-            if not (publication.published or self.how.in_place):
-                self._publications.pop(episode)  # it is staged still, and its slot is free
-        self._pending = [entry for entry in self._pending if entry[0].given and not entry[0].published]
+        self._slots = count(files)
+        files.announce(self._slots.next)
+        for slot_writer in [*self._slot_writers.values(), *self._pending]:
+            slot_writer.settle()
+        for episode, slot_writer in list(self._slot_writers.items()):
+            if not (slot_writer.published or self.how.in_place):
+                self._slot_writers.pop(episode)  # it is staged still, and its slot is free
+        self._pending = [one for one in self._pending if one.given and not one.published]
         self._settled = True
 
     def _end_what_was_left(self, files: WriteHandles) -> None:
         """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
-        for held in list(self._publications):
+        for held in list(self._slot_writers):
             episode = held()
             if episode is None or episode.was_left or episode.state != "open":
                 self._end(files, held)
@@ -193,15 +199,15 @@ class Writer:
 
     def _end(self, files: WriteHandles, held: ref[Episode]) -> None:
         """End an episode that was written to its slot: published if any of it is shown."""
-        publication = self._publications.get(held)
-        if publication is None:
+        slot_writer = self._slot_writers.get(held)
+        if slot_writer is None:
             return
-        if publication.published:
-            close_abandoned(files, np.array([publication.slot]))
+        if slot_writer.published:
+            close_abandoned(files, np.array([slot_writer.slot]))
         episode = held()
         if episode is not None and episode.state == "open":
-            episode.state = "published" if publication.published else "aborted"
-        self._publications.pop(held)
+            episode.state = "published" if slot_writer.published else "aborted"
+        self._slot_writers.pop(held)
 
     def _tidy(self) -> None:
         """Under the lock: no other schema than this one stands, and nothing of a change that was not finished."""
@@ -217,7 +223,9 @@ class Writer:
     def begin_alone(self, what: str) -> WriteHandles:
         """The open files, where no episode is open and nothing waits; what was retired stays retired.
 
-        Raises: as `begin`. EpisodeStateError: an episode is open.
+        Raises:
+            MemmapBufferError: as `begin` raises it.
+            EpisodeStateError: an episode is open.
         """
         files = self.begin()
         if self.lock.open_episodes:
@@ -259,21 +267,13 @@ class Writer:
         with self.turn:
             self.begin()
             others = self.lock.open_episodes
-            started = [self._publications.get(ref(episode)) for episode in others]
+            started = [self._slot_writers.get(ref(episode)) for episode in others]
             waiting = sum(p is None or not p.published for p in started) + len(self._pending)
-            self._ring.require_room(self.storage.path, waiting + 1, 1)
+            self._slots.require_room(self.storage.path, waiting + 1, 1)
             in_place = len(others) + 1
             if self.how.in_place and in_place > self.storage.layout.spare_slots:
                 self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
-            episode = Episode(
-                self,
-                meta,
-                keep_partial=keep_partial,
-                on_step=self._append if self.how.publish == "step" else None,
-                spill=self._spill if self.how.in_place else None,
-                staging=self._staging,
-                held=held,
-            )
+            episode = Episode(self, meta, keep_partial=keep_partial, held=held)
             try:
                 self.lock.add(episode)
                 return episode
@@ -289,71 +289,71 @@ class Writer:
         episode.require_open()
         flags = FINAL * bool(episode.finals) | CUT * cut | INNER_END * episode.has_inner_end
         flags |= TERMINATED * self._terminated(episode)
-        publication = self._write(episode, files)
-        if publication.published and self._meta_changed(publication, episode):
-            self._rewrite(redo.close(files, publication, flags, episode.finals, episode.meta), files)
+        slot_writer = self._write(episode, files)
+        if slot_writer.published and self._meta_changed(slot_writer, episode):
+            self._rewrite(redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta), files)
         else:
-            publication.write_final(episode.finals)
-            self._commit(publication, episode, flags, at_once=publication.published)
-        episode.state, publication.given = "published", True
+            slot_writer.write_final(episode.finals)
+            self._commit(slot_writer, episode, flags, at_once=slot_writer.published)
+        episode.state, slot_writer.given = "published", True
         if cut and not episode.finals:
-            self._last_cut[episode] = publication
-        self._publications.pop(ref(episode))
+            self._last_cut[episode] = slot_writer
+        self._slot_writers.pop(ref(episode))
 
     def _terminated(self, episode: Episode) -> bool:
         return bool(episode.ended) and episode.ended == self.schema.terminated
 
     def _rewrite(self, rewrite: redo.Rewrite, files: WriteHandles) -> None:
-        if self.storage.state("base") < self._ring.oldest:  # what was retired is not seen in its place meanwhile
+        if self.storage.state("base") < self._slots.oldest:  # what was retired is not seen in its place meanwhile
             self._retire(files)
         redo.carry_out(files, rewrite)
 
-    def _meta_changed(self, publication: SlotWriter, episode: Episode) -> bool:
-        return any(publication.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
+    def _meta_changed(self, slot_writer: SlotWriter, episode: Episode) -> bool:
+        return any(slot_writer.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
 
     def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
         """Add the final observation to an episode that was published as cut short, if it is still there: atomic."""
         self._change(partial(self._complete, episode, finals))
 
     def _complete(self, episode: Episode, finals: Mapping[str, Array], files: WriteHandles) -> None:
-        publication = self._last_cut.get(episode)
+        slot_writer = self._last_cut.get(episode)
         self._commit_pending(files)
-        if publication is not None and publication.published:
-            slot, serial = np.array([[publication.slot], [publication.serial]])
+        if slot_writer is not None and slot_writer.published:
+            slot, serial = np.array([[slot_writer.slot], [slot_writer.serial]])
             if self.storage.refresh().shows(slot, serial)[0]:
-                self._rewrite(redo.plan(files, publication.slot, {}, {}, finals), files)
+                self._rewrite(redo.plan_update(files, slot_writer.slot, {}, {}, finals), files)
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
         with self.turn:
             if not self._settled and self.lock.mine:
                 self.begin()
-            publication = self._publications.get(ref(episode))
-            if publication is not None and publication.published:
-                self.delete([publication.slot])
+            slot_writer = self._slot_writers.get(ref(episode))
+            if slot_writer is not None and slot_writer.published:
+                self.delete([slot_writer.slot])
             self._drop(episode)
 
     def settle(self, episode: Episode) -> None:
         """End an episode in the middle of its end: published if any of it is shown, else dropped."""
         with self.turn, suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
-            if ref(episode) in self._publications and self.lock.mine:
+            if ref(episode) in self._slot_writers and self.lock.mine:
                 self._change(partial(self._end, held=ref(episode)))
             self._drop(episode)
 
     def _drop(self, episode: Episode) -> None:
         if episode.state == "open":
             episode.state = "aborted"
-        self._publications.pop(ref(episode), None)
+        self._slot_writers.pop(ref(episode), None)
 
-    def _append(self, episode: Episode) -> None:
+    def append(self, episode: Episode) -> None:
         """Publish the step that was just stored. On an error it is as if it had never been, unless it is visible."""
         try:
             self._change(partial(self._show_steps, episode))
         except BaseException:
-            publication = self._publications.get(ref(episode))
-            if publication is not None:
-                publication.rewind()
-            if publication is None or publication.length < episode.length:
+            slot_writer = self._slot_writers.get(ref(episode))
+            if slot_writer is not None:
+                slot_writer.rewind()
+            if slot_writer is None or slot_writer.length < episode.length:
                 episode.drop_last()
             raise
 
@@ -361,39 +361,41 @@ class Writer:
         flags = OPEN | TERMINATED * self._terminated(episode)
         self._commit(self._write(episode, files), episode, flags, at_once=True)
 
-    def _spill(self, episode: Episode) -> None:
+    def spill(self, episode: Episode) -> None:
+        """Write the steps that are staged to the episode's slot, which makes room for others."""
         self._change(partial(self._write, episode))
 
     def _write(self, episode: Episode, files: WriteHandles) -> SlotWriter:
         """Write the steps that are staged to the episode's slot."""
-        publication = self._publications.get(ref(episode))
-        if publication is None:
-            waiting = [publication for publication, _, _ in self._pending]
-            busy = {other.slot for other in (*self._publications.values(), *waiting)}
-            slot = self._ring.take(busy)
+        slot_writer = self._slot_writers.get(ref(episode))
+        if slot_writer is None:
+            busy = {other.slot for other in (*self._slot_writers.values(), *self._pending)}
+            slot = self._slots.take(busy)
             if slot is None:
                 what = f"{len(busy)} episodes that are being written in place, and one to publish"
                 self._refuse_spare(what, len(busy) + 1)
-            publication = self._publications[ref(episode)] = SlotWriter(files, slot)
-        publication.write(episode.columns, episode.base, episode.length)
-        return publication
+            slot_writer = self._slot_writers[ref(episode)] = SlotWriter(files, slot)
+        slot_writer.write(episode.columns, episode.base, episode.length)
+        return slot_writer
 
-    def _commit(self, publication: SlotWriter, episode: Episode, flags: int, *, at_once: bool) -> None:
-        first = not publication.published
-        added = publication.length - publication.visible
-        self._ring.require_room(self.storage.path, len(self._pending) + first, added)
+    def _commit(self, slot_writer: SlotWriter, episode: Episode, flags: int, *, at_once: bool) -> None:
+        """Publish what was written, or have it wait for others behind the same barriers."""
+        first = not slot_writer.published
+        added = slot_writer.length - slot_writer.num_published
+        self._slots.require_room(self.storage.path, len(self._pending) + first, added)
         if first:
-            publication.write_meta(episode.meta)
-        serial = self._ring.next + len(self._pending) if first else publication.serial
-        self._pending.append((publication, serial, flags))
+            slot_writer.write_meta(episode.meta)
+            slot_writer.serial = self._slots.next + len(self._pending)
+        slot_writer.flags = flags
+        self._pending.append(slot_writer)
         if at_once or len(self._pending) >= self.how.sync_every:
-            self._commit_pending(publication.files)
+            self._commit_pending(slot_writer.files)
 
     def _commit_pending(self, files: WriteHandles) -> None:
         if self._pending:
             commit(files, self._pending)
-            for publication, serial, _ in self._pending:
-                self._ring.show(serial, publication.slot, publication.length)
+            for slot_writer in self._pending:
+                self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length)
             self._pending = []
 
     def _refuse_spare(self, what: str, needed: int) -> NoReturn:
@@ -405,7 +407,9 @@ class Writer:
         """Replace the first timesteps of fields, and meta fields, of visible slots; atomic for each episode.
 
         Args:
-            slots: (n,). rows: name -> n arrays (t, *field), t at most the length. meta: name -> n values.
+            slots: (n,) of visible episodes.
+            rows: name -> n arrays (t, *field), t at most the length.
+            meta: name -> n values.
         """
         self._change(partial(self._update, slots, rows, meta))
 
@@ -422,7 +426,7 @@ class Writer:
         for i, slot in enumerate(slots.tolist()):
             new_rows = {name: arrays[i] for name, arrays in rows.items()}
             new_meta = {name: values[i] for name, values in meta.items()}
-            self._rewrite(redo.plan(files, slot, new_rows, new_meta), files)
+            self._rewrite(redo.plan_update(files, slot, new_rows, new_meta), files)
 
     def delete(self, slots: Sequence[int]) -> None:
         """Make visible slots invisible for good, in one pass. What was retired before stays retired."""
@@ -435,14 +439,14 @@ class Writer:
         try:
             for slot in slots:
                 files.amend(slot, flags=int(table.flags[slot]) | DELETED)
-                self._ring.hide(int(table.serial[slot]))
+                self._slots.hide(int(table.serial[slot]))
             files.barriers("/episodes")
         finally:
             files.catch_up()
 
     def _retire(self, files: WriteHandles) -> None:
         """What is not visible any more never comes back, whatever leaves."""
-        files.write_state("base", self._ring.oldest)
+        files.write_state("base", self._slots.oldest)
         files.barriers("/state")
 
     def clear(self) -> None:
@@ -452,13 +456,13 @@ class Writer:
     def _clear(self, files: WriteHandles) -> None:
         self._refuse_open_steps("clear")
         self._commit_pending(files)
-        files.write_state("base", self._ring.next)
+        files.write_state("base", self._slots.next)
         files.barriers("/state")
         files.changed()
-        self._ring.clear()
+        self._slots.clear()
 
     def _refuse_open_steps(self, what: str) -> None:
-        if any(publication.published for publication in self._publications.values()):
+        if any(slot_writer.published for slot_writer in self._slot_writers.values()):
             raise EpisodeStateError(f"{what}: an episode whose steps are published is still open; end it first")
 
     # Ending

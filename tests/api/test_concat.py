@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from fault_injection import fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Reference
-from strategies import assert_view, choices, recorded, recordings, zeros_defaults
+from strategies import assert_view, choices, items_of, joined, recorded, recordings
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -31,18 +29,6 @@ from memmap_buffer import (
 
 ALL = ("observation.pixels", "note", "half", "reward", "action")
 HOW = ("block", "whole", "open", "clear")
-
-
-def joined(references):
-    """One reference whose serials are (source, serial)."""
-    out = Reference(*zeros_defaults("terminated"), max_episodes=1000)
-    for source, reference in enumerate(references):
-        out.episodes += [replace(episode, serial=(source, episode.serial)) for episode in reference.episodes]
-    return out
-
-
-def items_of(reference, cut, **choice):
-    return {(*serial, t): item for (serial, t), item in reference.items(cut, **choice).items()}
 
 
 def shards(root, *counts, **how):
@@ -129,6 +115,8 @@ class TestContents:
         both = ConcatBuffer.from_root(tmp_path)
         assert [folder.name for folder in both.folders] == ["a", "b", "c"]
         with pytest.raises(NotABufferError, match="no subfolder holds a buffer"):
+            ConcatBuffer.from_root(tmp_path / "no buffer")
+        with pytest.raises(NotABufferError, match=r"this is a buffer.*open it by ReplayBuffer\.from_folder"):
             ConcatBuffer.from_root(tmp_path / "a")
 
     def test_without_slicing_the_longest_source_gives_the_length(self, tmp_path):
@@ -184,6 +172,12 @@ class TestRefusals:
         with pytest.raises(SchemaError, match="got no source, expected at least one"):
             ConcatBuffer([])
 
+    def test_a_folder_or_buffer_that_is_no_list_is_refused(self, tmp_path):
+        (a,) = shards(tmp_path, 2)
+        for alone in (str(tmp_path / "a"), tmp_path / "a", a):
+            with pytest.raises(SchemaError, match=r"got .* alone, expected a list.*write ConcatBuffer\(\[…\]\)"):
+                ConcatBuffer(alone)
+
     def test_empty_sources_have_nothing_to_read(self, tmp_path):
         both = ConcatBuffer(shards(tmp_path, 0, 0))
         with pytest.raises(NotEnoughDataError, match="empty"):
@@ -227,9 +221,9 @@ class TestWeights:
     @pytest.mark.parametrize("shuffle", [False, True])
     def test_a_source_that_has_nothing_cannot_give_its_share(self, tmp_path, shuffle):
         both = ConcatBuffer(shards(tmp_path, 5, 0, 5), weights=[1, 1, 1])
-        with pytest.raises(NotEnoughDataError, match="source 1"):
+        with pytest.raises(NotEnoughDataError, match="folder 1"):
             both.sample(4, timestep_level=True)
-        with pytest.raises(NotEnoughDataError, match="source 1"):
+        with pytest.raises(NotEnoughDataError, match="folder 1"):
             list(both.dataloader(4, timestep_level=True, shuffle=shuffle))
 
     def test_without_weights_every_item_counts_the_same(self, tmp_path):

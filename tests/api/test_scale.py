@@ -97,7 +97,7 @@ def opened(folder: Path) -> Any:
 def test_opening_and_indexing_costs_the_same_memory_for_short_and_for_long_episodes(tmp_path: Path) -> None:
     short, long = (forge(tmp_path / str(steps), 10**4, steps, FIELDS) for steps in (2, 10**5))
     opened(short)
-    assert peak(lambda: opened(long)) == pytest.approx(peak(lambda: opened(short)), rel=0.01)
+    assert peak(lambda: opened(long)) == pytest.approx(peak(lambda: opened(short)), rel=0.03)
 
 
 def test_opening_and_indexing_costs_a_few_bytes_an_episode(folders: dict[int, Path]) -> None:

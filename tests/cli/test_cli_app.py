@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from cli_cases import RUN, make, read_json, run
 from fault_injection import listing
-from test_readme import run_blocks
+from pages import run_blocks
 
 from memmap_buffer import ReplayBuffer, pack
-from memmap_buffer.cli import app, import_export, inspection, outputs
+from memmap_buffer.cli import app, folders, import_export, inspection
 from memmap_buffer.cli.terminal import Problem
 
 each_command = pytest.mark.parametrize("name", app.EXAMPLES)
@@ -358,4 +358,4 @@ def test_a_new_folder_is_asked_for_before_anything_is_read(place: Path, capsys: 
     for command in (["import", "robomimic", "nowhere.hdf5", "replay_data"], ["merge", "replay_data", "nowhere"]):
         assert app.main(command) == 2
         assert "there is something already" in capsys.readouterr().err
-    outputs.require_new(place / "new")
+    folders.require_new(place / "new")

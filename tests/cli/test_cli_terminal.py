@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_cases import RUN, make, read_json, run
-from test_cli_change import SLOW
+from cli_cases import RUN, SLOW, make, read_json, run
 
 import memmap_buffer
-from memmap_buffer.cli import terminal
+from memmap_buffer.cli import folders, minimal, terminal
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_bytes_are_in_powers_of_1024(count: float, text: str) -> None:
 
 
 def test_text_is_printed_without_what_steers_a_terminal() -> None:
-    assert terminal.clean("a\x1b[31m\x07\u202eb\n\tc é 日本") == "a\ufffd[31m\ufffd\ufffdb\n\tc é 日本"
+    assert minimal.clean("a\x1b[31m\x07\u202eb\n\tc é 日本") == "a\ufffd[31m\ufffd\ufffdb\n\tc é 日本"
 
 
 def test_json_has_only_what_json_has(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +65,7 @@ def test_disk_use_counts_files_and_no_links(tmp_path: Path) -> None:
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(1 << 24)
     (tmp_path / "link").symlink_to("/proc/kcore")
-    on_disk, apparent = terminal.disk_use(tmp_path)
+    on_disk, apparent = folders.disk_use(tmp_path)
     assert apparent == 5000 + (1 << 24)
     assert on_disk < 1 << 20
 

@@ -23,12 +23,12 @@ from typing import Any
 
 import damage
 import pytest
+from conftest import flat
+from damage import killed, retired
+from doors import copy, look, read_all, write
 from fault_injection import in_child, shown
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_hostile import copy, look, read_all, write
-from test_repair import retired
-from test_verification import flat, killed
 
 from memmap_buffer import CorruptBufferError, MemmapBufferError, ReplayBuffer, repair, verify
 
@@ -185,7 +185,7 @@ mutations = st.one_of(
         craft,
         st.integers(0, 5),
         st.sampled_from(
-            ["generation", "serial", "length", "flags", "first_row", "time", "epoch", "digest", "columns", "check"]
+            ["generation", "serial", "length", "flags", "first_row", "time", "term", "digest", "columns", "check"]
         ),
         st.one_of(st.sampled_from(INTERESTING), st.integers(0, 2**64 - 1)),
     ),

@@ -29,16 +29,13 @@ from typing import Any
 import damage
 import numpy as np
 import pytest
-from damage import header_size, rewrite_record, rewrite_state
+from damage import header_size, killed, rewrite_record, rewrite_state
+from doors import DOORS, copy, look, mend, read, replace, write
 from fault_injection import KILLED, in_child, listing, shown
-from test_verification import killed
 
 from memmap_buffer import (
-    ConcatBuffer,
     CorruptBufferError,
     MemmapBufferError,
-    NStep,
-    Offsets,
     Prioritized,
     ReplayBuffer,
     Schema,
@@ -46,7 +43,6 @@ from memmap_buffer import (
     Window,
     pack,
     repair,
-    unpack,
     verify,
 )
 from memmap_buffer.format import syscalls
@@ -83,73 +79,6 @@ def _no_hang() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-# The doors
-
-
-def read(folder: Path) -> None:
-    for verify_ in ("auto", "always"):
-        read_all(ReplayBuffer.from_folder(folder, read_only=True, verify=verify_))
-
-
-def read_all(buffer: Any) -> None:
-    """Read through every view."""
-    if not len(buffer):
-        return
-    buffer.episode(0)
-    buffer.get_all_data()
-    buffer.sample(4, n_steps=2)
-    name = buffer.fieldnames[0]
-    for view in (Window(3), NStep(2, terminated=name), Offsets({name: (-1, 0)})):
-        buffer.sample(4, view=view)
-    for options in ({}, {"timestep_level": True}):
-        for _ in buffer.dataloader(2, **options):
-            pass
-
-
-def write(folder: Path) -> None:
-    with ReplayBuffer.from_folder(folder) as buffer:
-        damage.record(buffer, 9, 2)
-        assert buffer.episode(-1)["text"].tolist() == ["9:0", "9:1"]  # what is published is there
-
-
-def replace(folder: Path) -> None:
-    with damage.make(folder, overwrite=True) as buffer:
-        damage.record(buffer, 9, 2)
-        assert buffer.serials.tolist() == [0]
-
-
-def look(folder: Path) -> None:
-    verify(folder)
-
-
-def mend(folder: Path) -> None:
-    repair(folder)
-    assert verify(folder) == []
-    read(folder)
-
-
-def copy(folder: Path) -> None:
-    ReplayBuffer.from_folder(folder, read_only=True).snapshot(folder.parent / "copy")
-    read(folder.parent / "copy")
-
-
-def pack_it(folder: Path) -> None:
-    packed, back = folder.parent / "copy/packed", folder.parent / "copy/back"
-    pack(folder, packed)
-    found = [finding.what for finding in verify(packed)]
-    assert not found or any("the serial is the last there is" in what for what in found)
-    read(packed)
-    unpack(packed, back, max_episodes=90)
-    write(back)
-
-
-def concatenate(folder: Path) -> None:
-    read_all(ConcatBuffer([folder, damage.other_example()]))
-
-
-DOORS = (read, write, replace, look, mend, copy, pack_it, concatenate)
 
 
 def outside(here: Path) -> list[Any]:
@@ -197,7 +126,7 @@ def test_no_code_of_a_folder_is_run(folder: Path, tmp_path: Path) -> None:
         import sys
         sys.path[:0] = {path!r}
         from pathlib import Path
-        import test_hostile
+        import doors
         folder, seen = Path({folder!r}), set()
 
         def watch(event, arguments):
@@ -208,16 +137,19 @@ def test_no_code_of_a_folder_is_run(folder: Path, tmp_path: Path) -> None:
             if event in ("import", "compile") and str(folder) in str(arguments):
                 seen.add(f"{{event}} {{arguments}}")
 
-        test_hostile.read(Path({example!r}))  # imports and caches are made here
+        def enter(folder):
+            for door in doors.DOORS:
+                if door is not doors.replace:
+                    door(folder)
+
+        enter(Path({example!r}))  # imports and caches are made here
         sys.addaudithook(watch)
-        for door in test_hostile.DOORS:
-            if door is not test_hostile.replace:
-                door(folder)
+        enter(folder)
         print(sorted(seen))
     """
-    path = sys.path
+    path, example = sys.path, damage.copy_of_example(tmp_path / "example" / "buffer")
     events = ("pickle.find_class", "marshal.loads", "os.system", "os.exec", "subprocess.Popen", "ctypes.dlopen")
-    values = {"path": path, "folder": str(folder), "example": str(damage.example()), "events": events}
+    values = {"path": path, "folder": str(folder), "example": str(example), "events": events}
     done = subprocess.run(
         [sys.executable, "-c", dedent(code).format(**values)], capture_output=True, text=True, cwd=folder.parent
     )
@@ -631,7 +563,7 @@ def test_a_filter_looks_at_a_long_episode_in_pieces(
         {"flags": 8},
         {"flags": 32 + 8},
         {"flags": 0xFFFFFFFF},
-        {"time": 2**64 - 1, "epoch": 2**64 - 1, "digest": 2**32 - 1, "columns": 7},
+        {"time": 2**64 - 1, "term": 2**64 - 1, "digest": 2**32 - 1, "columns": 7},
     ],
     ids=str,
 )
@@ -643,7 +575,7 @@ def test_a_crafted_record_is_void_or_read_within_its_slot(tmp_path: Path, change
 
 
 @pytest.mark.parametrize("value", [2**64 - 1, MAX_SERIAL, MAX_SERIAL - 1, 7])
-@pytest.mark.parametrize("name", ["base", "next", "synced", "changes", "epoch", "pid", "time", "clean", "suspect"])
+@pytest.mark.parametrize("name", ["base", "next", "synced", "changes", "term", "pid", "time", "clean", "suspect"])
 def test_a_crafted_counter_loses_no_episode_that_is_published_later(tmp_path: Path, name: str, value: int) -> None:
     """Fault 44: what a writer publishes is visible, or it says that it cannot publish."""
     found = enter(lambda folder: rewrite_state(folder, **{name: value}), tmp_path)

@@ -395,7 +395,7 @@ def test_whoever_takes_the_lock_draws_another_nonce_and_a_snapshot_stands_where_
     assert seen[0] != seen[1]
     ReplayBuffer.from_folder(tmp_path / "a", read_only=True).snapshot(tmp_path / "copy")
     a, copy = (np.load(tmp_path / name / "state.npy")[0] for name in ("a", "copy"))
-    assert all(a[word] == copy[word] for word in ("epoch", "nonce", "changes", "next"))
+    assert all(a[word] == copy[word] for word in ("term", "nonce", "changes", "next"))
 
 
 @pytest.mark.parametrize("value", [None, "", "x" * 32, "A" * 32, "0" * 31, 5])

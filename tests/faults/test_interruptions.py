@@ -105,7 +105,7 @@ def test_an_episode_that_is_interrupted_at_any_line_is_published_or_gone_and_the
         way(buffer, value)
         buffer.flush()
         assert require_whole(tmp_path, buffer, reader)[-1] == recorded(value), error
-        assert buffer._writer.lock.open_episodes == [] and not buffer._writer._publications, error
+        assert buffer._writer.lock.open_episodes == [] and not buffer._writer._slot_writers, error
     assert stride * value > 150 and ended == {True, False}
     assert verify(tmp_path) == []
 

@@ -22,12 +22,14 @@ from memmap_buffer import (
     NotEnoughDataError,
     Prioritized,
     ReplayBuffer,
+    SchemaMismatchError,
     StaleEpisodeError,
     Trajectory,
     verify,
 )
 from memmap_buffer.format.lock import Turn
-from memmap_buffer.writing.staging import Staging
+from memmap_buffer.maintenance import schema_changes
+from memmap_buffer.writing.episode import Staging
 
 STEP = {"timestep_level": True, "return_indices": True}
 
@@ -211,6 +213,54 @@ def test_columns_are_changed_beside_threads_that_store_whole_episodes(tmp_path):
     for _, episode in shown(tmp_path):
         require_whole(episode)
     assert verify(tmp_path) == []
+
+
+def test_columns_are_changed_beside_threads_that_draw_by_priority(tmp_path):
+    buffer, done = make(tmp_path), threading.Event()
+    record(buffer, 0, 5)
+
+    def change() -> None:
+        try:
+            for _ in range(6):
+                buffer.add_field("more", ("int", (), 1))
+                buffer.rename_field("more", "other")
+                buffer.drop_field("other")
+                store_whole(buffer, 0, 1)
+        finally:
+            done.set()
+
+    def draw() -> None:
+        while not done.is_set():
+            batch = buffer.sample(8, prioritized=True, **STEP)
+            buffer.update_priorities(batch["_indices"], np.ones(8))
+
+    assert together(change, draw, draw) == []
+    buffer.close()
+    with ReplayBuffer.from_folder(tmp_path) as other:  # the tree was let go of
+        assert other.sample(8, prioritized=Prioritized(alpha=0.5), **STEP)["x"].shape == (8, 3)
+
+
+def test_a_field_that_is_added_beside_a_thread_that_reads_is_known_at_once(tmp_path, monkeypatch):
+    buffer, add = make(tmp_path), schema_changes.add
+
+    def added(*given: Any, **how: Any) -> None:
+        add(*given, **how)
+        buffer._storage.require_schema()  # as a draw of another thread does
+
+    monkeypatch.setattr(schema_changes, "add", added)
+    buffer.add_field("more", ("int", (), 1))
+    assert "more" in buffer.fieldnames
+
+
+def test_who_has_read_since_another_added_a_field_may_still_not_write(tmp_path):
+    make(tmp_path).close()
+    reader, writer = ReplayBuffer.from_folder(tmp_path), ReplayBuffer.from_folder(tmp_path)
+    writer.add_field("more", ("int", (), 7))
+    record(writer, 0, 1)
+    writer.close()
+    assert len(reader) == 1
+    with pytest.raises(SchemaMismatchError, match="stored None, given Field"):
+        record(reader, 0, 1)
 
 
 def test_the_first_draws_by_priority_of_several_threads_share_one_tree(tmp_path):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,7 @@ from fault_injection import fork, in_child, listing, shown, system
 
 from memmap_buffer import BufferLockedError, ReplayBuffer, WriterLostError
 from memmap_buffer.format import folder
+from memmap_buffer.format import lock as lock_module
 
 FIELDS = {"x": ("float", 3), "reward": "float"}
 
@@ -156,6 +158,19 @@ def test_an_object_that_was_dropped_without_being_closed_holds_nothing(tmp_path)
 # Forks
 
 
+def test_an_object_that_another_thread_is_collecting_does_not_keep_the_folder_from_a_newer_one(tmp_path):
+    """Its weak references are gone at once, its lock a moment later."""
+    older = make(tmp_path)
+    older.store_episode(**whole(1))
+    lock = lock_module._holders.pop(older._writer.lock._folder.lock_key())._lock
+    later = threading.Timer(0.01, lock.release)
+    later.start()
+    newer = ReplayBuffer.from_folder(tmp_path)
+    newer.store_episode(**whole(2))
+    later.join()
+    assert rewards(newer) == [[1, 1], [2, 2]]
+
+
 def test_a_forked_child_may_read_and_nothing_it_does_touches_the_parents_lock_or_files(tmp_path):
     """Fault 35: it commits, clears, closes, and exits; each time the parent writes on as if nothing had been."""
     writer = make(tmp_path)
@@ -242,7 +257,7 @@ def test_the_lock_outlives_a_child_that_was_forked_while_it_was_held(tmp_path):
 # A lock that does not hold, and a disk that does not answer
 
 
-def test_a_writer_whose_lock_does_not_hold_is_fenced_by_the_next_ones_epoch(tmp_path, monkeypatch):
+def test_a_writer_whose_lock_does_not_hold_is_fenced_by_the_next_ones_term(tmp_path, monkeypatch):
     """Fault 33: `nolock` mounts. The older writer stops at its next publication; both are read exactly."""
     writer = make(tmp_path)
     writer.store_episode(**whole(1))

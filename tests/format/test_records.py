@@ -45,7 +45,7 @@ def fold(words: list[int]) -> int:
 def packed(**given: int) -> bytes:
     """A record with a right check, by `struct`, from the docstring of `files`."""
     words = dict.fromkeys(("generation", "serial", "length", "flags", "first_row"), 0)
-    words |= dict.fromkeys(("time", "epoch", "digest", "columns"), 0) | given
+    words |= dict.fromkeys(("time", "term", "digest", "columns"), 0) | given
     body = struct.pack("<QQIIQQQII", *words.values())
     return body + struct.pack("<Q", fold(list(struct.unpack("<7Q", body))))
 
@@ -61,7 +61,7 @@ def test_a_record_is_64_bytes_and_the_state_256_with_every_word_aligned() -> Non
         "next",
         "synced",
         "changes",
-        "epoch",
+        "term",
         "pid",
         "time",
         "clean",
@@ -93,7 +93,7 @@ def test_the_check_of_the_stored_vectors_never_changes(vector: dict[str, Any]) -
 
 @given(
     generation=WORD, serial=WORD, length=st.integers(0, 2**32 - 1), flags=st.integers(0, 2**32 - 1), first_row=WORD,
-    time=WORD, epoch=WORD, digest=st.integers(0, 2**32 - 1),
+    time=WORD, term=WORD, digest=st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_a_sealed_record_has_the_bytes_that_the_format_describes(**values: int) -> None:
     assert seal(**values) == packed(**values)
@@ -125,7 +125,7 @@ GOOD = {"generation": 2, "serial": 7, "length": 5, "flags": 0}
     "values",
     [
         {}, {"generation": 2**32}, {"serial": 0}, {"serial": 2**62 - 1}, {"length": 1}, {"flags": 63},
-        {"time": 2**64 - 1, "epoch": 2**64 - 1, "digest": 2**32 - 1},
+        {"time": 2**64 - 1, "term": 2**64 - 1, "digest": 2**32 - 1},
     ],
     ids=repr,
 )  # fmt: skip

@@ -235,7 +235,7 @@ class TestPriorities:
         batch = root.sample(400, prioritized=how, timestep_level=True)
         assert set(batch["_indices"][:, 0].tolist()) == {0, 1}
         assert root.update_priorities(indices, torch.ones(8)) == 4
-        with pytest.raises(SchemaError, match="got source 9, expected one from 0 to 3"):
+        with pytest.raises(SchemaError, match="got folder 9, expected one from 0 to 3"):
             root.update_priorities(torch.tensor([[9, 0, 0]]), torch.ones(1))
 
 
@@ -299,9 +299,9 @@ class TestNumbers:
         other = ConcatBuffer.from_root(tmp_path).dataloader(2, shuffle=True, **STEPS)
         other.load_state_dict(state)
         assert [row for batch in other for row in rows(batch)] == rest
-        assert [source["number"] for source in state["sources"]] == [99_999]
+        assert [folder["number"] for folder in state["folders"]] == [99_999]
         for number in (-1, 100_000):
-            bad = {**state, "sources": [{**state["sources"][0], "number": number}]}
+            bad = {**state, "folders": [{**state["folders"][0], "number": number}]}
             with pytest.raises(SchemaError, match=f"number: got {number}, expected 0 to 99999"):
                 other.load_state_dict(bad)
 

@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 from minari.data_collector import EpisodeBuffer
 
-from memmap_buffer import ReplayBuffer, SchemaError
+from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.interop.minari import export_minari, import_minari
 from memmap_buffer.interop.record import RecordEpisodes
 
@@ -255,6 +255,37 @@ def test_the_environment_of_a_data_set_outlives_the_way_through_a_folder(tmp_pat
         first = export_minari(env.buffer, "cart-v0", env=env)
     with import_minari(first, tmp_path / "c") as buffer:
         assert_equal_sets(export_minari(buffer, "cart-v1"), first)
+
+
+@pytest.mark.parametrize("truncated", ["limits.time", None])
+def test_the_fields_that_are_declared_to_end_episodes_become_terminations_and_truncations(tmp_path, truncated):
+    fields = {
+        "observation": Field("float", (4,), final=True),
+        "action": "int",
+        "reward": "float",
+        "over": ("uint8", 1),
+        "limits": {"time": "bool", "space": "bool"},
+        "terminated": "int",
+    }
+    with ReplayBuffer(tmp_path / "b", 2, 3, fields, terminated="over", truncated=truncated) as buffer:
+        for over in (0, 2):
+            limits = {"time": [0, 1 - over // 2], "space": [1, 1]}
+            steps = {"action": [0, 1], "reward": [0, 1], "over": [[0], [over]], "terminated": [7, 8]}
+            buffer.store_episode(observation=np.zeros((3, 4)), limits=limits, **steps)
+        dataset = export_minari(buffer, "cart-v0", env="CartPole-v1")
+    first, second = dataset.iterate_episodes()
+    assert first.terminations.tolist() == second.truncations.tolist() == [False, False]
+    assert second.terminations.tolist() == [False, True]
+    assert first.truncations.tolist() == [False, truncated is not None]
+    assert first.infos["terminated"].tolist() == [7, 8]
+    assert set(first.infos["limits"]) == ({"space"} if truncated else {"space", "time"})
+
+
+def test_a_buffer_without_rewards_is_refused(tmp_path):
+    fields = {"observation": Field("float", (4,), final=True), "action": "int"}
+    buffer = ReplayBuffer(tmp_path / "b", 2, 3, fields)
+    with buffer, pytest.raises(SchemaError, match="it has no field 'reward', which Minari needs"):
+        export_minari(buffer, "cart-v0", env="CartPole-v1")
 
 
 def test_an_episode_without_its_final_observation_is_refused(tmp_path):

@@ -116,6 +116,17 @@ def test_any_buffer_with_actions_can_be_exported(tmp_path):
             np.testing.assert_array_equal(file[f"data/{demo}/obs/pose"], pose.astype(np.float32))
 
 
+def test_the_fields_that_are_declared_to_end_episodes_become_dones(tmp_path):
+    fields = {"action": ("float", 1), "over": ("uint8", 1), "terminated": "bool"}
+    with ReplayBuffer(tmp_path / "b", 3, 5, fields, terminated="over", truncated=None) as buffer:
+        buffer.store_episode(action=np.zeros((3, 1)), over=[[0], [0], [2]], terminated=[1, 1, 0])
+        export_robomimic(buffer, tmp_path / "s.hdf5")
+    with h5py.File(tmp_path / "s.hdf5") as file:
+        assert file["data/demo_0/dones"][()].tolist() == [0, 0, 1]
+        assert file["data/demo_0/terminated"][()].tolist() == [True, True, False]
+        assert "over" not in file["data/demo_0"]
+
+
 @pytest.mark.parametrize(
     ("env", "name", "kwargs"),
     [
@@ -158,7 +169,7 @@ def test_what_is_no_such_file_is_refused(tmp_path):
     write(tmp_path / "r.hdf5")
     with h5py.File(tmp_path / "r.hdf5", "a") as file:
         file["data/demo_2/next_obs/robot0_eef_pos"][0] += 1
-    with pytest.raises(SchemaError, match=r"demo_2/next_obs: observation\.robot0_eef_pos is not what follows"):
+    with pytest.raises(SchemaError, match=r"demo_2/next_obs: observation\.robot0_eef_pos: what follows step 0 is not"):
         import_robomimic(tmp_path / "r.hdf5", tmp_path / "b")
     write(tmp_path / "r.hdf5", following=False)
     with h5py.File(tmp_path / "r.hdf5", "a") as file:

@@ -116,7 +116,7 @@ def test_keys_that_are_no_identifiers_become_some(tmp_path):
 def test_an_end_that_nothing_marks_is_found_by_what_follows(tmp_path):
     parts = [part.exclude("collector") for part in transitions(marked=False)]
     dump(tmp_path / "dump", parts)
-    with pytest.raises(SchemaError, match=r"'observation.pixels'\) of entry 3 is not .* of entry 4.*mark its end"):
+    with pytest.raises(SchemaError, match=r"'observation.pixels'\): what follows step 3 is not .* 4 has.*mark the end"):
         import_torchrl(tmp_path / "dump", tmp_path / "b")
 
 
@@ -176,6 +176,20 @@ def test_a_transition_has_what_follows_below_next(recorded):
     assert tensors["next", "reward"].data_ptr() == batch["reward"].data_ptr()
     assert torch.equal(tensors["next", "done"], batch["terminated"][:, None])
     assert "reward" not in list(tensors.keys())
+
+
+def test_the_declared_ends_of_a_transition_are_what_torchrl_calls_terminated_and_truncated(tmp_path):
+    fields = {"x": Field("int", final=True), "done": "bool", "timeout": "uint8", "terminated": "int"}
+    with ReplayBuffer(tmp_path / "b", 2, 9, fields, terminated="done", truncated="timeout") as buffer:
+        buffer.store_episode(x=range(4), done=[0, 0, 1], timeout=[0, 0, 0], terminated=[7, 8, 9])
+        buffer.store_episode(x=range(3), done=[0, 0], timeout=[0, 2], terminated=[7, 8])
+        batch = next(iter(buffer.dataloader(5, n_steps=1)))
+        tensors = to_tensordict(batch, schema=buffer.schema)
+    assert tensors["next", "terminated"].flatten().tolist() == [False, False, True, False, False]
+    assert tensors["next", "truncated"].flatten().tolist() == [False, False, False, False, True]
+    assert tensors["next", "done"].flatten().tolist() == [False, False, True, False, True]
+    assert tensors["terminated"].tolist() == [7, 8, 9, 7, 8]
+    assert {"done", "timeout"}.isdisjoint(tensors.keys())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import shutil
 import socket
 import time
@@ -17,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from memmap_buffer import ConcatBuffer, MemmapBufferError, Prioritized, ReplayBuffer, SchemaError
 from memmap_buffer.loading.distributed import EpochBatches, ProcessRanks
+from memmap_buffer.views.folders import Folders
 
 WORLD = 2
 STEPS = {"timestep_level": True, "return_indices": True}
@@ -161,6 +164,23 @@ def broken(rank, folder, _):
     return refused(loader)
 
 
+def unreadable(rank, folder, _):
+    """The disk of rank 1 fails when the epoch begins, and the next epoch is as if nothing had been."""
+    loader = ReplayBuffer.from_folder(folder, read_only=True).dataloader(4, seed=1, **STEPS)
+
+    def fail(self):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Folders, "refresh", fail)
+        try:
+            told = items(loader)
+        except (SchemaError, OSError) as error:
+            told = f"{type(error).__name__}: {error}"
+    return told, items(loader)
+
+
 def unequal(rank, folder, _):
     """Rank 1 was given another batch size."""
     return refused(ReplayBuffer.from_folder(folder, read_only=True).dataloader(4 - rank, seed=1, **STEPS))
@@ -180,8 +200,8 @@ def sharded(rank, folder, _):
     return head, loader.state_dict(), items(batches)
 
 
-ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, unequal, sharded, own_part, broken)
-ACTS = {act.__name__: act for act in ALL} | OWN
+ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, unequal, sharded, own_part)
+ACTS = {act.__name__: act for act in (*ALL, broken, unreadable)} | OWN
 
 
 def rank_main(rank, folder, results):
@@ -373,6 +393,13 @@ def test_where_one_rank_cannot_give_its_part_all_of_them_raise(both):
     assert first.startswith("SchemaError: an epoch that not every rank can give: rank 1: ")
     assert "does not describe a memmap-buffer" in first
     assert second.startswith("NotABufferError: ") and second.removeprefix("NotABufferError: ") in first
+
+
+def test_a_rank_whose_disk_fails_when_an_epoch_begins_lets_no_other_wait(both):
+    (first, first_later), (second, second_later) = both["unreadable"]
+    assert first.startswith("SchemaError: an epoch that not every rank can give: rank 1: [Errno 5]")
+    assert second == "OSError: [Errno 5] Input/output error"
+    assert {*first_later, *second_later} == everything(0, 1, 2, 3, 4)
 
 
 REASONS = {

@@ -11,7 +11,7 @@ import damage
 import numpy as np
 import pytest
 import torch
-from test_verification import packed
+from damage import packed
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -76,7 +76,7 @@ class Slow:
                 self.raw[step] = abs(error) + EPSILON
                 self.highest = max(self.highest, self.raw[step])
 
-    def masses(self, anchors, length):
+    def priorities_of(self, anchors, length):
         """The mass of each anchor; `length` of its items, 0 for a whole episode."""
         ways = {"first": lambda v: v[0], "max": max, "mean": lambda v: math.fsum(v) / len(v)}
         reduced = ways[self.how.reduce or ("first" if length else "mean")]
@@ -164,7 +164,7 @@ def check_batch(buffer, options, slow, length, frequencies=False):
         with pytest.raises(NotEnoughDataError, match="nothing to read from this replay buffer"):
             buffer.sample(64, prioritized=slow.how, **options)
         return
-    found = slow.masses(anchors, length)
+    found = slow.priorities_of(anchors, length)
     expected = dict(zip(anchors, np.array(found) / math.fsum(found), strict=True))
     counts, batches = {}, 80 if frequencies else 1
     for seed in range(batches):
@@ -429,7 +429,7 @@ def test_blocks_of_any_size_weigh_the_same(tmp_path, monkeypatch):
 
 def ranked(slow, anchors):
     """(1 / rank)^α, equal priorities sharing the best rank of theirs."""
-    found = slow.masses(anchors, 1)
+    found = slow.priorities_of(anchors, 1)
     return [(1 + sum(other > p for other in found)) ** -slow.how.alpha for p in found]
 
 
@@ -597,7 +597,18 @@ def test_a_folder_that_is_only_read_is_drawn_from_without_a_trace(tmp_path):
     assert not (tmp_path / "priority").exists()
 
 
-# Several sources
+def test_errors_of_a_batch_drawn_before_columns_changed_are_taken(tmp_path):
+    with ReplayBuffer(tmp_path, 2, 10, {"x": "int"}) as buffer:
+        buffer.store_episode(x=range(10))
+        batch = buffer.sample(8, seed=0, prioritized=True, timestep_level=True)
+        buffer.add_field("y", ("int", (), 1))
+        assert buffer.update_priorities(batch["_indices"], np.full(8, 1e6)) == 0
+        drawn = buffer.sample(64, seed=0, prioritized=True, timestep_level=True)
+        assert {*drawn["_indices"][:, 1].tolist()} <= {*batch["_indices"][:, 1].tolist()}
+        assert set(drawn["y"].tolist()) == {1}
+
+
+# Several folders
 
 
 @pytest.mark.parametrize("weights", [None, [1, 3]])
@@ -605,7 +616,7 @@ def test_a_folder_that_is_only_read_is_drawn_from_without_a_trace(tmp_path):
     "how", [*HOWS, Prioritized(weight_field="score", alpha=1.0, normalize="buffer", beta=1.0)], ids=str
 )
 @pytest.mark.parametrize(("options", "length"), [(STEP, 1), ({"view": Window(3, 2)}, 3), ({}, 0)], ids=["t", "w", "e"])
-def test_several_sources_are_drawn_from_as_one_or_in_their_shares(tmp_path, options, length, how, weights):
+def test_several_folders_are_drawn_from_as_one_or_in_their_shares(tmp_path, options, length, how, weights):
     parts = [make(tmp_path / "a", (5, 2)), make(tmp_path / "b", (7, 9, 3))]
     both, slows = ConcatBuffer(parts, weights), [Slow(how), Slow(how)]
     both.sample(1, prioritized=how, **options)
@@ -619,7 +630,9 @@ def test_several_sources_are_drawn_from_as_one_or_in_their_shares(tmp_path, opti
         anchors = anchors_of(part, options)
         by_score = [(item[0] if length else item) + 0.5 for item in anchors]
         found.append(
-            dict(zip(anchors, slow.masses(anchors, length) if how.weight_field is None else by_score, strict=True))
+            dict(
+                zip(anchors, slow.priorities_of(anchors, length) if how.weight_field is None else by_score, strict=True)
+            )
         )
     total = sum(sum(one.values()) for one in found)
     for number, one in enumerate(found):
@@ -637,12 +650,12 @@ def test_several_sources_are_drawn_from_as_one_or_in_their_shares(tmp_path, opti
     assert improbable(counts, {item: p * 64 * 60 for item, p in expected.items()}) < 5
 
 
-def test_an_update_of_several_sources_counts_what_is_gone_in_each(tmp_path):
+def test_an_update_of_several_folders_counts_what_is_gone_in_each(tmp_path):
     both = ConcatBuffer([make(tmp_path / "a", (5,)), make(tmp_path / "b", (7,))])
     both.sample(1, prioritized=True, **STEP)
     assert both.update_priorities([[0, 0, 0], [1, 3, 0], [0, 9, 1], [1, 0, 6]], [1, 2, 3, 4]) == 2
     assert both.update_priorities([[0, 0], [1, 3]], [1, 2]) == 1
-    with pytest.raises(SchemaError, match="got source 2, expected one from 0 to 1"):
+    with pytest.raises(SchemaError, match="got folder 2, expected one from 0 to 1"):
         both.update_priorities([[2, 0, 0]], [1])
     both.flush()
 

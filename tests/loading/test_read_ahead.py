@@ -45,9 +45,9 @@ def events(monkeypatch):
     seen = []
     copy = BatchBuilder.copy
 
-    def asked(array, stretches):
-        seen.extend(("ask", id(array), set(range(*stretch))) for stretch in stretches)
-        will_need(array, stretches)
+    def asked(array, ranges):
+        seen.extend(("ask", id(array), set(range(*each))) for each in ranges)
+        will_need(array, ranges)
 
     def copied(self):
         for column in self.batch.values():
@@ -67,8 +67,8 @@ def numbers(rows):
     """The rows that are read."""
     if not isinstance(rows, RowRanges):
         return set(np.ravel(rows).tolist())
-    spans = zip(rows.row.tolist(), (rows.stop - rows.lead).tolist(), strict=True)
-    return {row + i for row, count in spans for i in range(count)}
+    ranges = zip(rows.row.tolist(), (rows.stop - rows.lead).tolist(), strict=True)
+    return {row + i for row, count in ranges for i in range(count)}
 
 
 def rows_of(events, what):
@@ -147,9 +147,9 @@ def disk(monkeypatch, events):
         disk.count = next(reads) if disk.busy else disk.count
         return disk.count
 
-    def asked(array, stretches):
-        events.extend(("ask", id(array), set(range(*stretch))) for stretch in stretches)
-        will_need(array, stretches)
+    def asked(array, ranges):
+        events.extend(("ask", id(array), set(range(*each))) for each in ranges)
+        will_need(array, ranges)
 
     monkeypatch.setattr(read_ahead.Disk, "ask", ASK)
     monkeypatch.setattr(read_ahead, "disk_reads", count)
@@ -160,12 +160,12 @@ def disk(monkeypatch, events):
     return disk
 
 
-COLD = {**VIEWS, "offsets": {"view": Offsets({"t": (-3, 0), "observation": range(2)})}}
-COLD["sequence"] = {"n_steps": 3, "current_fields": ["t"], "sequence_fields": ["t"], "next_fields": ["observation"]}
+ON_DISK = {**VIEWS, "offsets": {"view": Offsets({"t": (-3, 0), "observation": range(2)})}}
+ON_DISK["sequence"] = {"n_steps": 3, "current_fields": ["t"], "sequence_fields": ["t"], "next_fields": ["observation"]}
 
 
 @pytest.mark.parametrize("two", [False, True], ids=["one folder", "two"])
-@pytest.mark.parametrize("view", COLD)
+@pytest.mark.parametrize("view", ON_DISK)
 def test_the_rows_of_a_batch_are_asked_for_at_once_if_it_is_the_first_or_the_last_one_had_to_be_read(
     buffer, events, disk, tmp_path, view, two
 ):
@@ -173,7 +173,7 @@ def test_the_rows_of_a_batch_are_asked_for_at_once_if_it_is_the_first_or_the_las
         other = ReplayBuffer(tmp_path / "b", 30, 20, FIELDS)
         record(other, 9)
     where = ConcatBuffer([buffer, other]) if two else buffer
-    batches = iter(where.dataloader(8, shuffle=True, seed=1, **COLD[view]))
+    batches = iter(where.dataloader(8, shuffle=True, seed=1, **ON_DISK[view]))
     for _ in batches:
         asked, read = rows_of(events, "ask"), rows_of(events, "read")
         assert asked.keys() <= read.keys()

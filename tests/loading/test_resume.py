@@ -145,7 +145,7 @@ def test_a_state_from_before_the_first_batch_begins_the_epoch(recorded):
     loader = recorded.dataloader(4, shuffle=True, seed=5, **STEPS)
     loader.batch_sampler.set_epoch(3)
     state = loader.state_dict()
-    assert (state["epoch"], state["delivered"], state["sources"]) == (3, 0, None)
+    assert (state["epoch"], state["delivered"], state["folders"]) == (3, 0, None)
     again = recorded.dataloader(4, shuffle=True, **STEPS)
     again.load_state_dict(state)
     assert_same_batches(again, loader)
@@ -233,7 +233,7 @@ def test_an_episode_that_is_appended_to_has_the_steps_that_it_had(tmp_path):
         if t == 5:
             state, rest = stopped(buffer.dataloader(4, shuffle=True, seed=1, **STEPS), 3)
         episode.store(t=t, reward=0, terminated=False)
-    assert state["sources"][0]["open"][0][:2] == [8, 5]
+    assert state["folders"][0]["open"][0][:2] == [8, 5]
     again = buffer.dataloader(4, shuffle=True, **STEPS)
     assert_same_batches(resumed(again, state), rest)
     assert len(items(again)) == 52 + 9
@@ -290,7 +290,7 @@ def test_episodes_deleted_before_are_not_missed_and_those_deleted_since_are(tmp_
     buffer = make(tmp_path)
     buffer.delete([1, 4])
     state, rest = stopped(buffer.dataloader(4, shuffle=True, seed=1, **STEPS), 3)
-    assert state["sources"][0]["episodes"] == [[0, 0], [2, 3], [5, 7]]
+    assert state["folders"][0]["episodes"] == [[0, 0], [2, 3], [5, 7]]
     again = buffer.dataloader(4, shuffle=True, **STEPS)
     assert_same_batches(resumed(again, state), rest)
     buffer.delete([2])  # serial 3
@@ -368,8 +368,8 @@ def test_a_state_is_a_few_numbers_however_many_episodes(tmp_path):
         {"seed": 1.5},
         {"epoch": "1"},
         {"window": None},
-        {"sources": [3]},
-        {"sources": [{"episodes": [[1]], "open": [], "items": 3}]},
+        {"folders": [3]},
+        {"folders": [{"episodes": [[1]], "open": [], "items": 3}]},
         {"digest": "x"},
     ],
     ids=str,

@@ -131,7 +131,7 @@ def test_crops_are_drawn_anew_in_every_epoch_and_from_everywhere(recorded):
     assert set(itertools.chain(*starts)) == set(range(10))
 
 
-# Shares of several sources
+# Shares of several folders
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

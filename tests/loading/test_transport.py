@@ -99,9 +99,9 @@ def test_any_nested_batch_comes_out_as_it_went_in(batch):
 @given(st.lists(tensors(), min_size=1, max_size=6))
 def test_tensors_are_aligned_apart_from_each_other_and_from_the_first_bytes(batch):
     got, memory = packed(batch)
-    spans = sorted((t.data_ptr() - memory.data_ptr(), t.nbytes) for t in got if t.numel())
-    assert all(start % ALIGN == 0 and start >= ALIGN for start, _ in spans)
-    assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+    ranges = sorted((t.data_ptr() - memory.data_ptr(), t.nbytes) for t in got if t.numel())
+    assert all(start % ALIGN == 0 and start >= ALIGN for start, _ in ranges)
+    assert all(a + n <= b for (a, n), (b, _) in pairwise(ranges))
     assert memory[:ALIGN].unique().tolist() == [7]
 
 

@@ -30,23 +30,40 @@ def way_of(function):
     return way
 
 
-@pytest.mark.parametrize(
-    ("options", "most_calls", "most_moves"),
-    [({"timestep_level": True}, 45, 20), ({"n_steps": 3, "gamma": 0.99}, 60, 25)],
-    ids=["timesteps", "n-step"],
-)
-def test_a_batch_passes_few_functions_and_its_way_seldom_leaves_a_file(tmp_path, options, most_calls, most_moves):
+OPTIONS = {"timesteps": {"timestep_level": True}, "n-step": {"n_steps": 3, "gamma": 0.99}}
+
+
+@pytest.fixture
+def buffer(tmp_path):
     observation = Field("float32", (17,), final=True)
     fields = {"observation": observation, "action": ("float", 6), "reward": "float", "terminated": "bool"}
-    with ReplayBuffer(tmp_path, 4, 100, fields) as buffer:
+    with ReplayBuffer(tmp_path, 5, 100, fields, publish="step") as buffer:
         for _ in range(4):
             steps = {name: np.zeros((100, *shape), "f4") for name, shape in {"action": (6,), "reward": ()}.items()}
             buffer.store_episode(observation=np.zeros((101, 17), "f4"), terminated=np.zeros(100, bool), **steps)
-        for _ in range(3):  # then every map is open, and the disk is known not to be slow
-            buffer.sample(256, seed=1, **options)
-        way = way_of(lambda: buffer.sample(256, seed=1, **options))
+        yield buffer
+
+
+def require_short(way, what, most_calls, most_moves):
     moves = sum(before != after for (before, _), (after, _) in pairwise(way))
-    lines = [f"{options}: {len(way)} calls, {moves} moves", *(f"  {file} {name}" for file, name in way)]
+    lines = [f"{what}: {len(way)} calls, {moves} moves", *(f"  {file} {name}" for file, name in way)]
     sys.stdout.write("\n".join(lines) + "\n")
     assert len(way) <= most_calls
     assert moves <= most_moves
+
+
+@pytest.mark.parametrize(("name", "most_calls", "most_moves"), [("timesteps", 45, 20), ("n-step", 60, 25)])
+def test_a_batch_passes_few_functions_and_its_way_seldom_leaves_a_file(buffer, name, most_calls, most_moves):
+    for _ in range(3):  # then every map is open, and the disk is known not to be slow
+        buffer.sample(256, seed=1, **OPTIONS[name])
+    way = way_of(lambda: buffer.sample(256, seed=1, **OPTIONS[name]))
+    require_short(way, name, most_calls, most_moves)
+
+
+@pytest.mark.parametrize(("name", "most_calls", "most_moves"), [("timesteps", 120, 46), ("n-step", 140, 52)])
+def test_after_one_appended_step_a_batch_looks_at_one_episode_anew(buffer, name, most_calls, most_moves):
+    with buffer.one_episode() as episode:
+        for _ in range(4):
+            episode.store(observation=np.zeros(17), action=np.zeros(6), reward=0.0, terminated=False)
+            way = way_of(lambda: buffer.sample(256, seed=1, **OPTIONS[name]))
+        require_short(way, f"{name} after a step", most_calls, most_moves)

@@ -15,6 +15,7 @@ from memmap_buffer.format.host import file_system
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance import disk
 from memmap_buffer.maintenance.disk import measure_disk_speed
+from memmap_buffer.writing.commit import MEMORY
 
 LENGTHS = (60, 1, 90, 49)
 WIDTH = 8192
@@ -24,7 +25,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """200 timesteps of two pages and more, written to the disk and dropped from memory."""
-    if file_system(tmp_path) in disk.NO_DISK:
+    if file_system(tmp_path) in MEMORY:
         pytest.skip(f"{tmp_path} is not on a disk")
     fields = {"image": ("uint8", WIDTH), "x": "float"}
     with ReplayBuffer(tmp_path / "buffer", 5, 100, fields, circular=True) as buffer:

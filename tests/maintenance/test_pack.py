@@ -19,8 +19,7 @@ import pytest
 from damage import another_buffer, flip, header_size, rewrite_record, rewrite_state, rows_of
 from fault_injection import flags_of, listing, shown
 from hypothesis import given, settings
-from strategies import MEMORY, assert_view, choices, flat, recorded, recordings
-from test_concat import items_of, joined
+from strategies import MEMORY, assert_view, choices, flat, items_of, joined, recorded, recordings
 
 from memmap_buffer import (
     ConcatBuffer,

@@ -15,9 +15,9 @@ from typing import Any
 import damage
 import numpy as np
 import pytest
-from damage import Damage, flip, header_size, rewrite_record, rewrite_state, rows_of
+from damage import Damage, flip, header_size, killed, packed, retired, rewrite_record, rewrite_state, rows_of
 from fault_injection import KILLED, in_child, listing, shown, system
-from test_verification import killed, packed
+from mounts import fill, on_tmpfs
 
 from memmap_buffer import BufferLockedError, CorruptBufferError, NotABufferError, ReplayBuffer, pack, repair, verify
 from memmap_buffer.format import syscalls
@@ -45,16 +45,6 @@ def right(case: Damage) -> dict[int, dict[str, Any]]:
         for name in case.fields:
             episode.pop(name.partition(".")[0])
     return kept
-
-
-def retired() -> dict[int, dict[str, Any]]:
-    """The episodes whose slots were not written again; one comes back where a newer one's record is gone."""
-    folder = damage.example().parent / "retired"
-    if not folder.exists():
-        with damage.make(folder, max_episodes=5) as buffer:
-            for number, length in enumerate(damage.LENGTHS[:2]):
-                damage.record(buffer, number, length)
-    return dict(shown(folder))
 
 
 def assert_mended(folder: Path, case: Damage) -> None:
@@ -278,6 +268,50 @@ def test_a_large_hole_is_not_filled(tmp_path: Path) -> None:
     assert ReplayBuffer.from_folder(folder).serials.tolist() == [2, 3]
 
 
+@pytest.mark.parametrize("file", ["episodes.npy", "state.npy", "data/x.npy"])
+@pytest.mark.parametrize("damage", ["cut", "lost", "linked"])
+def test_no_hole_that_anyone_looks_at_is_left_on_a_tmpfs_that_is_full_or_nearly(
+    tmp_path: Path, file: str, damage: str
+) -> None:
+    """To look through a map at a hole of a full tmpfs kills; rows of zeros may become no hole, either."""
+    disk, serials = tmp_path / "disk", list(range(3))
+
+    def work(tell: Callable[[Any], None]) -> None:
+        for pages in range(0, 32, 4):
+            tell(seen_after_repair(disk / f"buffer{pages}", disk / "ballast", file, damage, 4096 * pages))
+            shutil.rmtree(disk / f"buffer{pages}")
+
+    assert on_tmpfs(disk, work) == [serials] * 8
+
+
+def seen_after_repair(folder: Path, ballast: Path, file: str, damage: str, leave: int) -> list[int]:
+    """The serials that are read on a full disk, after a repair for which so many bytes were free at first."""
+    with ReplayBuffer(folder, 1000, 1024, {"x": ("float64", 16), "y": "float"}) as buffer:
+        for _ in range(3):
+            buffer.store_episode(x=np.zeros((1024, 16)), y=np.zeros(1024))
+    path = folder / file
+    if damage == "linked":
+        os.link(path, folder / "other")
+    elif damage == "cut":
+        os.truncate(path, header_size(path) + 8 * 64)
+    elif file != "episodes.npy":  # without it nothing can be repaired
+        path.unlink()
+    fill(ballast, leave)
+    try:
+        repair(folder)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+        ballast.unlink()
+        repair(folder)
+    fill(ballast)
+    with ReplayBuffer.from_folder(folder, read_only=True, verify="always") as buffer:
+        for i in range(len(buffer)):
+            assert not any(column.any() for column in buffer.episode(i).values())
+        serials: list[int] = buffer.serials.tolist()
+    ballast.unlink()
+    return serials
+
+
 def rewrite_record_of_nonsense(folder: Path, slot: int) -> None:
     with (folder / "episodes.npy").open("r+b") as file:
         file.seek(header_size(folder / "episodes.npy") + 64 * slot)
@@ -292,7 +326,7 @@ def test_lost_counters_follow_from_the_records(folder: Path) -> None:
     repair(folder)
     state = np.load(folder / "state.npy")[0]
     assert (state["base"], state["next"], state["clean"]) == (0, 6, 1)
-    assert state["epoch"] > 1
+    assert state["term"] > 1
 
 
 def test_a_cut_state_keeps_the_counters_that_are_left(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import damage
 import numpy as np
 import pytest
-from damage import flip, header_size, rewrite_state, rows_of
+from damage import flip, header_size, killed, packed, rewrite_state, rows_of
 from fault_injection import KILLED, listing, shown
-from test_verification import killed, packed
 
 from memmap_buffer import ReplayBuffer, SchemaMismatchError, StaleEpisodeError, verify
 from memmap_buffer.maintenance import snapshot as module

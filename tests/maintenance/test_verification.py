@@ -12,12 +12,13 @@ from pathlib import Path
 import damage
 import numpy as np
 import pytest
-from damage import Damage, flip, header_size, rewrite_record, rewrite_state, rows_of
-from fault_injection import KILLED, in_child, listing, shown, system
+from conftest import flat
+from damage import Damage, flip, header_size, killed, packed, rewrite_record, rewrite_state, rows_of
+from fault_injection import KILLED, listing, shown
 
-from memmap_buffer import Finding, MemmapBufferError, NotABufferError, ReplayBuffer, pack, verify
+from memmap_buffer import Finding, MemmapBufferError, NotABufferError, ReplayBuffer, verify
 from memmap_buffer.format.records import RECORD, check_of, seal
-from memmap_buffer.maintenance.verification import MAX_TRIED, mend
+from memmap_buffer.maintenance.verification import MAX_TRIED, repaired_record
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_an_episode_that_was_aborted_on_the_disk_is_unused_and_not_lost(tmp_path
     damage.record(buffer, 0, 3)
     with pytest.raises(KeyError, match="stop"), buffer.one_episode() as episode:
         episode.store(number=1, observation=[0, 0, 0], camera={"left": np.zeros((2, 2))}, half=0, text="")
-        buffer._writer._spill(episode)
+        buffer._writer.spill(episode)
         raise KeyError("stop")
     assert quietly(verify(tmp_path / "buffer")) == {"episodes.npy"}
     buffer.close()
@@ -88,12 +89,6 @@ def test_bits_that_hold_nothing_are_no_damage(folder: Path) -> None:
             if name not in damage.META_FIELDS:
                 flip(folder / file, head + rows_of(name, 3)[1])
     assert verify(folder) == []
-
-
-def packed(folder: Path, name: str = "packed") -> Path:
-    """The example's episodes 2 … 5 in a packed folder, in the slots 0 … 3."""
-    pack(folder, folder.parent / name)
-    return folder.parent / name
 
 
 def test_a_packed_folder_is_checked_like_a_grid(folder: Path) -> None:
@@ -225,13 +220,13 @@ def test_any_one_byte_of_any_record_can_be_put_right(seed: int) -> None:
             "length": draw.randrange(2**32),
         }
         record = seal(
-            **values, flags=draw.randrange(64), first_row=draw.randrange(2**60), time=draw.randrange(2**63), epoch=3
+            **values, flags=draw.randrange(64), first_row=draw.randrange(2**60), time=draw.randrange(2**63), term=3
         )
         spoilt = bytearray(record)
         spoilt[draw.randrange(64)] ^= draw.randrange(1, 256)
-        assert mend(np.frombuffer(bytes(spoilt), np.uint64)).tobytes() == record
+        assert repaired_record(np.frombuffer(bytes(spoilt), np.uint64)).tobytes() == record
         spoilt = bytearray(draw.randbytes(64))
-        assert mend(np.frombuffer(bytes(spoilt), np.uint64)).tobytes() == bytes(spoilt)
+        assert repaired_record(np.frombuffer(bytes(spoilt), np.uint64)).tobytes() == bytes(spoilt)
 
 
 def test_many_damaged_records_are_all_found_in_bounded_time(tmp_path: Path) -> None:
@@ -280,15 +275,6 @@ def test_each_byte_of_the_schema_is_found_or_changes_no_row(folder: Path, stride
                     raise NotABufferError("it opens, and leaves out what fails its checksums")
             else:
                 assert [list(flat(episode).values()) for _, episode in shown(folder)] == right
-
-
-def flat(values: dict[str, object]) -> dict[str, object]:
-    out: dict[str, object] = {}
-    for name, value in values.items():
-        out |= (
-            {f"{name}.{key}": leaf for key, leaf in flat(value).items()} if isinstance(value, dict) else {name: value}
-        )
-    return out
 
 
 @pytest.mark.parametrize("key", ["max_episodes", "max_timesteps"])
@@ -342,22 +328,6 @@ def test_everything_that_is_wrong_is_found_at_once(folder: Path) -> None:
 
 
 # What was cut off
-
-
-def killed(folder: Path, at: int, work: str) -> int:
-    """Do something to the folder in a child that is killed at an operation; its status."""
-
-    def run(tell: object) -> None:
-        buffer = ReplayBuffer.from_folder(folder)
-        buffer._writer.begin()
-        with system(at, kill=True):
-            if work == "update":
-                buffer.update(1, number=np.arange(damage.LENGTHS[3]) * 7)
-            else:
-                damage.record(buffer, 9, 3)
-        os._exit(0)
-
-    return in_child(run).status
 
 
 @pytest.mark.parametrize("work", ["update", "publish"])
@@ -418,5 +388,5 @@ def test_a_folder_that_is_being_written_is_never_reported_damaged(folder: Path, 
 
 
 def test_the_check_of_a_record_is_the_one_of_the_format() -> None:
-    record = seal(generation=4, serial=3, length=2, flags=33, first_row=15, time=7, epoch=1)
+    record = seal(generation=4, serial=3, length=2, flags=33, first_row=15, time=7, term=1)
     assert damage.check_of(record) == int(check_of(np.frombuffer(record, np.uint64)[None])[0])

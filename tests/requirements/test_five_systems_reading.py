@@ -32,7 +32,6 @@ from memmap_buffer import (
     compute_importance_weights,
 )
 from memmap_buffer.compat import set_valid
-from memmap_buffer.priority.sum_tree import SumTree, num_nodes
 
 LENGTHS = (4, 7, 5)
 FIELDS = {
@@ -64,12 +63,6 @@ def buffer(tmp_path):
     with ReplayBuffer(tmp_path, 4, 9, FIELDS, {"task": "int"}, circular=True) as buffer:
         for number, length in enumerate(LENGTHS):
             record(buffer, number, length)
-        yield buffer
-
-
-@pytest.fixture
-def empty(tmp_path):
-    with ReplayBuffer(tmp_path, 4, 9, FIELDS, {"task": "int"}) as buffer:
         yield buffer
 
 
@@ -196,16 +189,6 @@ def test_S1_19_importance_weights_are_divided_by_the_highest_of_the_batch(buffer
 
 
 # S2: the functional JAX buffer
-
-
-def test_S2_05_draws_are_uniform_with_replacement_and_an_empty_buffer_raises(buffer):
-    assert_alike(counted(buffer, timestep_level=True), ALL)
-    assert len(buffer.sample(100, timestep_level=True)["reward"]) == 100
-
-
-def test_S2_05_an_empty_buffer_gives_no_zeros(empty):
-    with pytest.raises(NotEnoughDataError, match="nothing to read from this replay buffer: it is empty"):
-        empty.sample(1, timestep_level=True)
 
 
 def test_S2_07_the_same_state_and_seed_give_the_same_batch(buffer):
@@ -349,18 +332,6 @@ def test_S3_23_stratified_draws_by_priority_tell_their_probabilities_and_skip_wh
     np.testing.assert_allclose(
         batch["_probabilities"], [mass[pair] / sum(mass.values()) for pair in starts_of(batch)], rtol=1e-6
     )
-
-
-def test_S3_24_a_sum_tree_never_draws_zero_and_refuses_what_is_below(tmp_path):
-    tree = SumTree(np.zeros(num_nodes(5)), 5)
-    leaves, values = np.arange(5), np.array([1.0, 0.0, 2.0, 0.0, 5.0])
-    tree.put(leaves, values)
-    assert tree.total == 8
-    np.testing.assert_array_equal(tree.get(leaves), values)
-    assert tree.find(np.array([0.0, 0.99, 1.0, 2.99, 3.0, 7.99]))[0].tolist() == [0, 0, 2, 2, 4, 4]
-    assert Counter(tree.draw(8, np.random.default_rng(0)).tolist()) == {0: 1, 2: 2, 4: 5}
-    with pytest.raises(ValueError, match=r"-1\.0"):
-        tree.set(leaves[:1], np.array([-1.0]))
 
 
 # S4: memmap-replay-buffer; test_memmap_replay_buffer.py compares with the package itself

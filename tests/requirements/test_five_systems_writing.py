@@ -558,13 +558,3 @@ def test_S5_02_one_by_one_or_many_and_addressed_from_the_oldest(tmp_path):
         buffer.extend(**{name: np.stack([step(t, 1)[name] for t in range(4, 9)]) for name in FIELDS})
         items = buffer.dataset(timestep_level=True)
         assert [item["reward"].item() for item in (items[i] for i in range(len(items)))] == [30, 40, 50, 60, 70, 80]
-
-
-def test_S5_17_trajectories_are_stored_read_and_forgotten_whole(tmp_path):
-    with make(tmp_path, 2) as buffer:
-        for number, length in enumerate((3, 2, 4)):
-            rows = np.full((length, 2), number)
-            flags = np.zeros(length, bool)
-            buffer.store_episode(observation=rows, action=flags, reward=rows[:, 0], terminated=flags)
-        assert buffer.num_episodes == 2 and buffer.num_steps == 6
-        assert buffer.episode(0)["reward"].tolist() == [1, 1] and buffer.episode(-1)["reward"].tolist() == [2] * 4

@@ -23,6 +23,17 @@ FIELDS = {
 META_FIELDS = {"task_id": "int", "success": "bool", "name": "U8"}
 RUN = "import sys; from memmap_buffer.cli.command import main; sys.exit(main())"
 
+SLOW = """
+import time
+from memmap_buffer.format import syscalls
+class Slow(syscalls.System):
+    def pwrite(self, fd, data, offset):
+        time.sleep(0.002)
+        return os.pwrite(fd, data, offset)
+import os
+syscalls.system = Slow()
+"""
+
 
 @dataclass
 class Case:

@@ -25,7 +25,7 @@ from textwrap import dedent
 import numpy as np
 from fault_injection import in_child, shown, system
 
-from memmap_buffer import Field, ReplayBuffer, verify
+from memmap_buffer import Field, ReplayBuffer, pack, verify
 
 FIELDS = {
     "number": "int",
@@ -95,6 +95,38 @@ def another_buffer(copy: str | Path) -> Path:
 
 
 # Where things are
+
+
+def packed(folder: Path, name: str = "packed") -> Path:
+    """The example's episodes 2 … 5 in a packed folder, in the slots 0 … 3."""
+    pack(folder, folder.parent / name)
+    return folder.parent / name
+
+
+def retired() -> dict[int, dict[str, object]]:
+    """The episodes whose slots were not written again; one comes back where a newer one's record is gone."""
+    folder = example().parent / "retired"
+    if not folder.exists():
+        with make(folder, max_episodes=5) as buffer:
+            for number, length in enumerate(LENGTHS[:2]):
+                record(buffer, number, length)
+    return dict(shown(folder))
+
+
+def killed(folder: Path, at: int, work: str) -> int:
+    """Do something to the folder in a child that is killed at an operation; its status."""
+
+    def run(tell: object) -> None:
+        buffer = ReplayBuffer.from_folder(folder)
+        buffer._writer.begin()
+        with system(at, kill=True):
+            if work == "update":
+                buffer.update(1, number=np.arange(LENGTHS[3]) * 7)
+            else:
+                record(buffer, 9, 3)
+        os._exit(0)
+
+    return in_child(run).status
 
 
 def header_size(path: Path) -> int:
@@ -374,7 +406,7 @@ def states() -> list[Damage]:
             ("next", 2**64 - 1),
             ("synced", 2**40),
             ("suspect", 2**40),
-            ("epoch", 2**64 - 1),
+            ("term", 2**64 - 1),
             ("clean", 3),
         ]
     ]

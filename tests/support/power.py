@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from memmap_buffer.format import host, storage, syscalls
+from memmap_buffer.format import storage, syscalls
+from memmap_buffer.writing import recovery
 
 SECTOR = 512
 
@@ -280,6 +281,6 @@ def recording(*folders: Path) -> Iterator[Recorder]:
 def boot(number: int) -> Iterator[None]:
     """Another start of the machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (host, storage):
+        for module in (recovery, storage):
             patch.setattr(module, "boot_id", lambda: number.to_bytes(16, "little"))
         yield

@@ -149,7 +149,7 @@ class Life:
             recorder.mark(earlier[0])
             self.buffer = ReplayBuffer.from_folder(folder, **protocol.options)
             self.buffer._writer.begin()
-            self.next = self.buffer._writer._ring.next
+            self.next = self.buffer._writer._slots.next
             # a number that is given again must not show what it was before
             self.ever |= {serial: set(known) for serial, known in earlier[1].ever.items() if serial < self.next}
 

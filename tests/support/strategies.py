@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +194,18 @@ def zeros_defaults(end):
 
 
 HOW = ("block", "block", "whole", "side", "open", "abort", "partial", "clear")
+
+
+def joined(references):
+    """One reference whose serials are (source, serial)."""
+    out = Reference(*zeros_defaults("terminated"), max_episodes=1000)
+    for source, reference in enumerate(references):
+        out.episodes += [replace(episode, serial=(source, episode.serial)) for episode in reference.episodes]
+    return out
+
+
+def items_of(reference, cut, **choice):
+    return {(*serial, t): item for (serial, t), item in reference.items(cut, **choice).items()}
 
 
 @st.composite

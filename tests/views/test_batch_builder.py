@@ -3,6 +3,7 @@
 import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from conftest import assert_same, flat, record_episode
 from damage import rewrite_record
 
-from memmap_buffer import ConcatBuffer, Offsets, ReplayBuffer, StaleEpisodeError, Trajectory, Window
+from memmap_buffer import ConcatBuffer, Offsets, ReplayBuffer, StaleEpisodeError, Trajectory, View, Window
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.loading import batch_group
 from memmap_buffer.loading.read_ahead import Disk
@@ -210,3 +211,35 @@ def test_an_episode_that_fails_its_checksums_is_drawn_again_though_it_holds_what
     buffer = ReplayBuffer.from_folder(storage.path, read_only=True, verify="read")
     batches = buffer.dataloader(4, timestep_level=True, shuffle=True, seed=0, return_indices=True)
     assert {int(serial) for batch in batches for serial in batch["_indices"][:, 0]} == set(range(9)) - {5}
+
+
+@dataclass(frozen=True)
+class Every(View):
+    """The fields, and which of their timesteps exist, at a range of offsets."""
+
+    offsets: range
+
+    def keys(self, schema):
+        return ["t", "seen", "_mask", "_masked"]
+
+    def anchors(self, schema, episodes, has_final, terminated):
+        return episodes
+
+    def cut(self, builder):
+        builder.put(["t"], self.offsets)
+        builder.batch["seen"] = builder.look("t", self.offsets)
+        builder.batch["_mask"] = builder.exists(self.offsets)
+        builder.put_mask("_masked", self.offsets)
+
+
+@pytest.mark.parametrize("offsets", [range(4), range(0, 6, 2), range(3, -3, -2), range(-4, 1, 4), range(0)], ids=str)
+def test_a_range_of_offsets_of_any_step_gives_the_timesteps_that_it_names(tmp_path, offsets):
+    with ReplayBuffer(tmp_path, 2, 10, {"t": "int"}) as buffer:
+        buffer.store_episode(t=np.arange(10, 17))
+        batch = buffer.batch(view=Every(offsets))
+    wanted = np.arange(7)[:, None] + np.array(offsets, np.int64)
+    exists = (wanted >= 0) & (wanted < 7)
+    np.testing.assert_array_equal(batch["t"], np.where(exists, wanted + 10, 0))
+    np.testing.assert_array_equal(batch["seen"], batch["t"])
+    np.testing.assert_array_equal(batch["_mask"], exists)
+    np.testing.assert_array_equal(batch["_masked"], exists)

@@ -88,15 +88,15 @@ def batches(buffer, how):
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("smaller", [False, True])
 def test_what_was_planned_is_read_from_the_shard_that_it_was_looked_up_in(root, how, smaller):
-    sources = ConcatBuffer.from_root(root)._folders
-    reader = BatchReader(sources, {"return_indices": True, **OPTIONS[how]})
+    folders = ConcatBuffer.from_root(root)._folders
+    reader = BatchReader(folders, {"return_indices": True, **OPTIONS[how]})
     index = reader.index()
     anchors = reader.crop(index.locate(np.arange(len(index))), lambda: np.random.default_rng(0))
     gather = reader.build(anchors)
     sizes = {"max_episodes": 1, "max_timesteps": 2, "lengths": (2,)} if smaller else {}
     for number in (0, 2):
         replaced(root, number, life=1, **sizes)
-    sources.refresh()
+    folders.refresh()
     batch = gather.copy()
     assert check(batch) == {0}
     assert gather.fresh().all()

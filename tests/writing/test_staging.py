@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.dtypes import NUMERIC
-from memmap_buffer.writing import staging
-from memmap_buffer.writing.staging import Staging, column
+from memmap_buffer.writing import episode as episodes
+from memmap_buffer.writing.episode import Staging, column
 
 FIELDS = {"obs": ("float", 3), "reward": "float", "terminated": ("bool", (), False)}
 
@@ -112,7 +112,7 @@ def test_an_interruption_while_what_is_staged_grows_loses_no_step(buffer, monkey
 
 
 def test_no_more_memory_is_kept_than_said(monkeypatch):
-    monkeypatch.setattr(staging, "KEPT_BYTES", 100)
+    monkeypatch.setattr(episodes, "KEPT_BYTES", 100)
     kept = Staging()
     columns = [{"a": np.empty(40, np.uint8), "b": np.empty(size, np.uint8)} for size in (10, 11, 10)]
     for some in columns:

@@ -3,24 +3,29 @@
 import numpy as np
 import pytest
 
-from memmap_buffer import Field, Schema, Trajectory
-from memmap_buffer.interop.tables import as_episode, columns_of
+from memmap_buffer import ConcatBuffer, Field, Schema, Trajectory
+from memmap_buffer.interop.columns import as_episode, columns_of
 
 
-def test_indices_become_a_column_each_and_of_one_folder_the_source_is_0(recorded):
+def test_indices_become_a_column_each(recorded):
     batch = recorded().sample(5, timestep_level=True, return_indices=True, seed=1)
-    columns = columns_of({"_indices": batch["_indices"]}, {})
-    np.testing.assert_array_equal(np.stack([columns["_serial"], columns["_t"]], 1), batch["_indices"])
-    assert columns["_source"].tolist() == [0] * 5
+    columns = columns_of({"_indices": batch["_indices"]})
+    assert list(columns) == ["_serial", "_t"]
+    np.testing.assert_array_equal(np.stack(list(columns.values()), 1), batch["_indices"])
     batch = recorded().sample(5, return_indices=True, seed=1)
-    columns = columns_of({"_index": batch["_index"]}, {})
-    assert set(columns) == {"_source", "_serial"}
+    columns = columns_of({"_index": batch["_index"]})
+    assert list(columns) == ["_serial"]
     np.testing.assert_array_equal(columns["_serial"], batch["_index"])
+    both = ConcatBuffer([recorded((2,), name="a"), recorded((3,), name="b")])
+    batch = both.sample(5, timestep_level=True, return_indices=True, seed=1)
+    columns = columns_of({"_indices": batch["_indices"]})
+    assert list(columns) == ["_source", "_serial", "_t"]
+    np.testing.assert_array_equal(np.stack(list(columns.values()), 1), batch["_indices"])
 
 
 def test_ragged_sequences_keep_their_own_lengths(recorded):
     batch = recorded().sample(5, ragged=True, fields=["t", "half", "text"], include_metadata=False, seed=1)
-    columns = columns_of(batch, {})
+    columns = columns_of(batch)
     lens = batch["_lens"].tolist()
     assert all([len(row) for row in columns[name]] == lens for name in ("t", "half", "text"))
     assert all((row == np.arange(len(row))).all() for row in columns["t"])

@@ -14,7 +14,7 @@ from fault_injection import listing
 from PIL import Image
 
 from memmap_buffer import Field, ReplayBuffer
-from memmap_buffer.cli import app, plot_video
+from memmap_buffer.cli import app, pictures
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def test_plot_draws_the_values_that_the_library_gives(case: Case) -> None:
         legend = set
 
     with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
-        panels = [(panel(axes := Axes()), axes)[1] for panel in plot_video._panels_of_all(buffer, "reward")]
+        panels = [(panel(axes := Axes()), axes)[1] for panel in pictures._panels_of_all(buffer, "reward")]
         assert panels[0].drawn[0][0].tolist() == list(case.lengths.values())
         serials, returns = panels[2].drawn[0][:2]
         assert (serials.tolist(), returns.tolist()) == (list(case.returns), pytest.approx(list(case.returns.values())))
         assert panels[2].drawn[1][1] == pytest.approx(np.mean(list(case.returns.values())))
-        (panel,) = plot_video._panels_of_one(buffer, "4", ["reward"])
+        (panel,) = pictures._panels_of_one(buffer, "4", ["reward"])
         panel(axes := Axes())
         assert axes.drawn[0][0][:, 0].tolist() == episode_of(4, case.lengths[4])["reward"].tolist()
 
@@ -138,7 +138,7 @@ def test_a_gif_has_every_frame(case: Case, tmp_path: Path) -> None:
     ids=lambda value: f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else str(value),
 )
 def test_every_layout_of_an_image_becomes_bytes(values: Any, expected: int) -> None:
-    frames = plot_video.frames_of(values, "image")
+    frames = pictures.frames_of(values, "image")
     assert (frames.shape, frames.dtype) == ((2, 8, 9, 3), np.uint8)
     assert np.unique(frames).tolist() == [expected]
 
@@ -172,7 +172,7 @@ def test_an_interrupted_picture_is_not_there(case: Case, tmp_path: Path, monkeyp
         place.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plot_video, "_write_gif", interrupted)
+    monkeypatch.setattr(pictures, "_write_gif", interrupted)
     assert main("video", case.folder, "4", "--out", tmp_path / "film.gif") == 130
     assert [path.name for path in tmp_path.iterdir()] == ["buffer"]
 
@@ -193,7 +193,7 @@ def test_an_interrupted_picture_is_not_there(case: Case, tmp_path: Path, monkeyp
     ids=lambda value: f"{value.dtype}{value.shape}" if isinstance(value, Field) else "",
 )
 def test_images_are_known_by_their_shape(field: Field, expected: bool) -> None:
-    assert plot_video.is_image(field) is expected
+    assert pictures.is_image(field) is expected
 
 
 @pytest.mark.parametrize(("command", "module"), [("plot", "matplotlib"), ("video", "av"), ("view", "rerun")])

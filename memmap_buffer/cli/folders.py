@@ -1,15 +1,64 @@
-"""New files and folders, which appear when they are whole: each is made under a temporary name beside its place."""
+"""Folders that are read, and new files and folders.
+
+What is new appears when it is whole: it is made under a temporary name in the same folder, and renamed.
+"""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from memmap_buffer.cli.terminal import Problem, agreed, say
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.cli.minimal import agreed, say
+from memmap_buffer.cli.terminal import Problem, is_terminal, progress
 from memmap_buffer.errors import MemmapBufferError
+
+POLL = 0.2  # seconds between two updates of a copy's bar
+
+
+def opened(folder: Path, *, verify: str = "auto") -> ReplayBuffer:
+    """A folder, opened to be read, and closed by `with`."""
+    return ReplayBuffer.from_folder(folder, read_only=True, verify=verify)
+
+
+def disk_use(folder: Path) -> tuple[int, int]:
+    """(bytes that the files of a folder take on disk, their bytes with holes)."""
+    found = [path.lstat() for path in list(folder.rglob("*")) if not path.is_symlink() and path.is_file()]
+    return sum(status.st_blocks * 512 for status in found), sum(status.st_size for status in found)
+
+
+def bytes_to_copy(source: Path) -> int:
+    """The bytes that a copy of a folder will have."""
+    with opened(source, verify="never") as buffer:
+        schema, steps, episodes = buffer.schema, buffer.num_steps, buffer.num_episodes
+    rows = sum(field.itemsize * (steps + field.final * episodes) for field in schema.fields.values())
+    return rows + sum(field.itemsize * episodes for field in schema.meta_fields.values())
+
+
+@contextmanager
+def watching(what: str, folder: Path, total: float) -> Iterator[None]:
+    """Show a bar during the block, which fills a folder: its bytes on disk, out of `total`."""
+    done = threading.Event()
+
+    def poll(tell: Callable[[float], None]) -> None:
+        while not done.wait(POLL):
+            with suppress(OSError):  # a file was removed between listing and looking
+                tell(disk_use(folder)[0])
+
+    with progress(what, total, in_bytes=True) as tell:
+        watcher = threading.Thread(target=poll, args=(tell,), daemon=True)
+        if is_terminal():
+            watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if watcher.ident is not None:
+                watcher.join()
 
 
 @contextmanager

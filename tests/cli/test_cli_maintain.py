@@ -13,12 +13,12 @@ from typing import Any
 import damage
 import numpy as np
 import pytest
-from cli_cases import Case, make, run
+from cli_cases import SLOW, Case, make, run
 from damage import flip, header_size
 from fault_injection import listing, shown
 
 from memmap_buffer import ReplayBuffer, verify
-from memmap_buffer.cli import app, outputs
+from memmap_buffer.cli import app, folders
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_nothing_that_is_there_is_replaced(
 
 
 def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt, match="now"), outputs.new_folder(tmp_path / "deep" / "new") as place:
+    with pytest.raises(KeyboardInterrupt, match="now"), folders.new_folder(tmp_path / "deep" / "new") as place:
         (place / "half").touch()
         assert not (tmp_path / "deep" / "new").exists()
         raise KeyboardInterrupt("now")
@@ -263,17 +263,6 @@ def test_a_field_that_cannot_be_added_changes_nothing(
 
 
 # Interrupted
-
-SLOW = """
-import time
-from memmap_buffer.format import syscalls
-class Slow(syscalls.System):
-    def pwrite(self, fd, data, offset):
-        time.sleep(0.002)
-        return os.pwrite(fd, data, offset)
-import os
-syscalls.system = Slow()
-"""
 
 
 @pytest.mark.parametrize("command", ["pack", "unpack", "merge", "split"])

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.syscalls import has_hole, is_hole
-from memmap_buffer.priority import mapped_nodes
-from memmap_buffer.priority.mapped_nodes import Nodes, nodes_file
+from memmap_buffer.priority import tree_file
 from memmap_buffer.priority.sum_tree import STEP, capacity_of
+from memmap_buffer.priority.tree_file import Nodes, nodes_file
 
 HEADER = 128
 
@@ -29,9 +29,9 @@ def test_all_that_a_store_to_a_leaf_changes_lies_in_the_blocks_that_are_made_rea
     leaves, minima = data.draw(st.integers(1, 3000)), data.draw(st.booleans())
     chosen = np.unique(data.draw(st.lists(st.integers(0, leaves - 1), min_size=1, max_size=5)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapped_nodes, "IN_PLACE", mapped_nodes.IN_PLACE if in_place else ())
-        patch.setattr(mapped_nodes, "CHUNK_BITS", data.draw(st.integers(5, 9)))
-        patch.setattr(mapped_nodes, "PAGE_BITS", data.draw(st.integers(5, 9)))
+        patch.setattr(tree_file, "IN_PLACE", tree_file.IN_PLACE if in_place else ())
+        patch.setattr(tree_file, "CHUNK_BITS", data.draw(st.integers(5, 9)))
+        patch.setattr(tree_file, "PAGE_BITS", data.draw(st.integers(5, 9)))
         one, _ = made(tmp_path_factory.mktemp("tree"), leaves, minima)
     first = capacity_of(leaves)
     ready = set(one._with_above(np.unique(one._block(chosen + first))).tolist())
