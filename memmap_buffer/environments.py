@@ -91,6 +91,11 @@ def spaces_of(env: Any) -> tuple[Space[Any], Space[Any]]:
     return first, second
 
 
+def count_of(env: Any) -> int:
+    """How many environments a vector environment has; 1 of any other."""
+    return env.num_envs if isinstance(env, VectorEnv) else 1
+
+
 def max_steps_of(env: Any) -> int | None:
     """The time limit of an environment, or the longest among those of a vector environment; None: one has none."""
     limit: int | None = getattr(getattr(env, "spec", None), "max_episode_steps", None)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import memmap_buffer
-from bench import cold, read, scale, write
+from bench import cold, online, read, scale, write
 from bench.data import Run
 from bench.measure import HEAD, Row
 
@@ -51,6 +51,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "n-step": read.n_step,
         "generation-check": scale.generation_check,
     },
+    "online": {"online": online.add_and_sample},
     "workers": {"loader-workers": read.workers, "loader-prefetch": read.prefetched},
     "cold": {"cold-image": cold.cold_batches, "cold-stream": cold.cold_stream},
     "scale": {"open": scale.opening, "growth": scale.growth},

@@ -42,16 +42,18 @@ def record_episode(buffer, number, length):
 
 @pytest.fixture(autouse=True)
 def no_loops(monkeypatch):
-    """Each test begins without the loops of `kernels`, as a process does."""
+    """Each test goes without the loops of `kernels`, as where numba is not installed."""
     monkeypatch.setattr(SumTree, "loops", None)
+    monkeypatch.setattr(kernels, "compiled", lambda: None)
 
 
 LOOPS = kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))  # as the Python that they are
+COMPILED = kernels.compiled
 
 
 def loops():
     """Those of `kernels` as numba compiles them, or where there is none as they are."""
-    return kernels.compiled() or LOOPS
+    return COMPILED() or LOOPS
 
 
 @pytest.fixture(params=["numpy", "loops"])

@@ -132,6 +132,21 @@ def test_prioritised_dqn_learns_while_it_plays_and_goes_on_where_it_stood(tmp_pa
     assert (tmp_path / "prioritized_dqn.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_soft_actor_critic_keeps_the_newest_steps_and_goes_on_where_it_stood(tmp_path, num_envs):
+    budget = ["--environment", "Pendulum-v1", "--num-envs", num_envs, "--warm-up", 240, "--capacity", 300]
+    printed = run_well("sac", tmp_path, *budget, "--steps", 330)
+    assert "SAC on Pendulum-v1: 330 steps, 300 of them in the buffer" in printed
+    again = run_well("sac", tmp_path, *budget, "--steps", 30)
+    assert "continuing after 330 steps, 300 of them in the buffer" in again
+    assert "SAC on Pendulum-v1: 360 steps" in again
+    buffer = ReplayBuffer.from_folder(tmp_path / "sac-Pendulum-v1" / "replay", read_only=True)
+    assert buffer.schema.fields["observation"].dtype == "float32"
+    saved = torch.load(tmp_path / "sac-Pendulum-v1" / "sac.pt", weights_only=True)
+    assert saved["steps"] == 360 and all(weight.isfinite().all() for weight in saved["actor"].values())
+    assert saved["log_alpha"] < 0  # it has learned
+
+
 def test_two_processes_learn_as_one_does_from_the_same_global_batches(recording):
     """Every update's loss, over more than one epoch."""
     arguments = ["--updates", 40, "--seed", 3]

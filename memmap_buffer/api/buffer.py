@@ -16,8 +16,9 @@ from memmap_buffer.api.reading import Readable
 from memmap_buffer.api.recording import Recording
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
 from memmap_buffer.format import creation, storage
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.layout import SPARE_SLOTS, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import take_free, tell_readers
 from memmap_buffer.format.storage import Storage
@@ -31,12 +32,16 @@ from memmap_buffer.maintenance.statistics import (
     store_statistics,
 )
 from memmap_buffer.paths import path_of
+from memmap_buffer.priority.sum_tree import FloatArray
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+WITHOUT_A_TIME_LIMIT = 1000  # timesteps of an episode, which goes on in the next one
 
 
 class ReplayBuffer(Editing, Recording, Readable):
@@ -49,25 +54,28 @@ class ReplayBuffer(Editing, Recording, Readable):
     Writing     one_episode, begin_episode, store, advance_episode: one episode; store_episode: a whole one;
                 batched_episode, store_batch, store_meta_batch: several of one length; add, extend, end_episodes:
                 environments that run on; create_collector
-    Reading     dataloader, dataset, sample, batch, update_priorities; episode, episodes, get_all_data
+    Reading     dataloader, dataset, sample, batch; priorities, update_priorities; episode, episodes, get_all_data
     Changing    update, store_datapoint, store_meta_datapoint: values; delete, clear, reset_: episodes; add_field,
                 drop_field, rename_field, recompute: columns
     Looking     num_episodes, num_steps, episode_lens, serials, refresh; schema, fieldnames, meta_fieldnames,
-                batch_spec; folder, read_only, circular, max_episodes, max_timesteps; statistics
+                batch_spec; folder, read_only; capacity, max_episodes, max_timesteps, circular, spare_slots; statistics
 
     Args:
         folder: where it is; made if it is missing. As in every path, `~` is the home folder.
-        max_episodes: the most episodes that are visible at a time.
+        max_episodes: the most episodes that are visible at a time; it may be left out beside a `capacity`: then as many
+            as hold it with ten timesteps each, and at least a thousand, unless a file would be larger than 8 TiB.
         max_timesteps: the most timesteps of an episode.
         fields: per-timestep fields: name -> "float", ("float", shape), ("float", shape, default), a `Field`, any
             numpy or torch dtype, or a nested dict of these; or a `Schema`.
         meta_fields: per-episode fields, spelled alike.
-        circular: publishing into a full buffer retires the oldest episode, instead of raising BufferFullError.
+        circular: publishing into a full buffer retires the oldest, instead of raising BufferFullError; None: beside a
+            `capacity`.
         overwrite: delete the buffer in the folder first, exactly the files that its schema lists.
         read_only: open an existing folder, and never write to it.
         flush_every_store_step: accepted and without effect; nothing is on disk before an episode is published.
-        capacity: show at most this many timesteps: publishing retires the oldest episodes until the rest fits.
-        spare_slots: slots beyond `max_episodes`, one for every episode that is written in place at a time.
+        capacity: the newest so many timesteps are visible, in the order in which they were published; a ring of steps.
+        spare_slots: slots beyond `max_episodes`, one for every episode that is written in place at a time, as the open
+            ones of `publish="step"` are; None: 64 beside a `capacity`, as they cost nothing, otherwise 1.
         durability: "process": a published episode survives everything but a crash of the machine; "power": that, too,
             by a barrier on each file.
         sync_every: with "power": publish so many episodes behind the same barriers; they become visible together.
@@ -96,17 +104,17 @@ class ReplayBuffer(Editing, Recording, Readable):
     def __init__(
         self,
         folder: str | PathLike[str],
-        max_episodes: int,
-        max_timesteps: int,
-        fields: Mapping[str, Any] | Schema,
+        max_episodes: int | None = None,
+        max_timesteps: int | None = None,
+        fields: Mapping[str, Any] | Schema | None = None,
         meta_fields: Mapping[str, Any] | None = None,
-        circular: bool = False,
+        circular: bool | None = None,
         overwrite: bool = False,
         read_only: bool = False,
         flush_every_store_step: int = 1,
         *,
         capacity: int | None = None,
-        spare_slots: int = 1,
+        spare_slots: int | None = None,
         durability: str = "process",
         sync_every: int = 1,
         checksum: str | None = "crc32",
@@ -118,10 +126,10 @@ class ReplayBuffer(Editing, Recording, Readable):
         terminated: str | None = "terminated",
         truncated: str | None = "truncated",
     ) -> None:
-        schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
+        schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)  # type: ignore[arg-type]
         schema = schema.ending_by(terminated, truncated)
-        layout = Layout(
-            schema, max_episodes, max_timesteps, spare_slots=spare_slots, circular=bool(circular), capacity=capacity
+        layout = Layout.derived(
+            schema, max_episodes, max_timesteps, spare_slots=spare_slots, circular=circular, capacity=capacity
         )
         how = WriteOptions(durability, sync_every, checksum, publish, stage)
         storage.check_verify(verify)
@@ -136,7 +144,8 @@ class ReplayBuffer(Editing, Recording, Readable):
         if not read_only and (overwrite or not place.exists("schema.json")):
             _create(place, lock, layout, overwrite, reserve)
         opened = Storage.open(place, read_only=read_only, verify=verify)
-        differences = opened.layout.differences(layout)
+        sizes = {"max_episodes": max_episodes, "spare_slots": spare_slots}
+        differences = opened.layout.differences(layout, [name for name, size in sizes.items() if size is None])
         if differences:
             text = "\n  ".join([f"{place.path} holds a buffer of another schema:", *differences])
             hint = "\nOpen it with from_folder, give the stored values, or pass overwrite=True to replace it."
@@ -185,8 +194,11 @@ class ReplayBuffer(Editing, Recording, Readable):
         env: Any,
         folder: str | PathLike[str],
         *,
-        max_episodes: int,
+        max_episodes: int | None = None,
         max_timesteps: int | None = None,
+        capacity: int | None = None,
+        spare_slots: int | None = None,
+        publish: str | None = None,
         fields: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Self:
@@ -200,7 +212,12 @@ class ReplayBuffer(Editing, Recording, Readable):
                 collectors of this object leave that step out; call `end_episodes` before a reset of your own.
             folder: as for the constructor.
             max_episodes: as for the constructor.
-            max_timesteps: default: the time limit of the environment, or the longest of a vector.
+            max_timesteps: default: the time limit of the environment, or the longest of a vector; beside a `capacity`
+                1,000 where there is none: longer episodes are stored in parts.
+            capacity: as for the constructor.
+            spare_slots: default: as for the constructor, and one for each environment where episodes are written in
+                place.
+            publish: default: "step" beside a `capacity`, otherwise "episode".
             fields: more fields, such as log_prob, or others in the place of these.
             options: any other argument of the constructor.
 
@@ -208,12 +225,17 @@ class ReplayBuffer(Editing, Recording, Readable):
             ImportError: Gymnasium is not installed.
             SchemaError: a space has no fixed size, or there is no time limit.
         """
-        from memmap_buffer.environments import max_steps_of, resets_by_a_step, schema_of, spaces_of
+        from memmap_buffer.environments import count_of, max_steps_of, resets_by_a_step, schema_of, spaces_of
 
-        limit = max_timesteps or max_steps_of(env)
+        known = {**schema_of(*spaces_of(env)), **declared("fields", fields or {})}
+        limit = max_timesteps or max_steps_of(env) or (None if capacity is None else WITHOUT_A_TIME_LIMIT)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
-        known = {**schema_of(*spaces_of(env)), **declared("fields", fields or {})}
+        publish = publish or ("episode" if capacity is None else "step")
+        in_place, usual = publish == "step" or options.get("stage") == "disk", 1 if capacity is None else SPARE_SLOTS
+        if spare_slots is None and in_place and count_of(env) > usual:
+            spare_slots = count_of(env)
+        options.update(capacity=capacity, spare_slots=spare_slots, publish=publish)
         buffer = cls(folder, max_episodes, limit, known, **options)
         buffer._skips_resets = resets_by_a_step(env)
         return buffer
@@ -230,6 +252,9 @@ class ReplayBuffer(Editing, Recording, Readable):
             with suppress(BufferLockedError):  # its writer is alive, and replays it
                 self._writer.begin()
                 opened.check_always()
+
+    def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> int:
+        return self.update_priorities(indices, td_errors, name=name)
 
     def _settled(self) -> Folders:
         with self._turn:
@@ -253,9 +278,11 @@ class ReplayBuffer(Editing, Recording, Readable):
     def __repr__(self) -> str:
         table, layout = self._storage.refresh(), self._storage.layout
         mode = "read-only" if self.read_only else "circular" if layout.circular else "until full"
+        steps = table.steps if layout.capacity is None else f"{table.steps} of {layout.capacity}"
         return (
-            f"<ReplayBuffer {str(self.folder)!r}: {len(table)} of {layout.max_episodes} episodes, {table.steps} steps, "
-            f"{mode}, fields {', '.join(self.fieldnames)}>"
+            f"<ReplayBuffer {str(self.folder)!r}: {len(table)} of {layout.max_episodes} episodes, {steps} steps, "
+            f"max_timesteps {layout.max_timesteps}, spare_slots {layout.spare_slots}, {mode}, "
+            f"fields {', '.join(self.fieldnames)}>"
         )
 
     @property
@@ -270,8 +297,18 @@ class ReplayBuffer(Editing, Recording, Readable):
 
     @property
     def circular(self) -> bool:
-        """Whether publishing into a full buffer retires the oldest episode."""
+        """Whether publishing into a full buffer retires the oldest."""
         return self._storage.layout.circular
+
+    @property
+    def capacity(self) -> int | None:
+        """The newest so many timesteps are visible; None: as many as there are."""
+        return self._storage.layout.capacity
+
+    @property
+    def spare_slots(self) -> int:
+        """The slots beyond `max_episodes`: how many episodes may be written in place at a time."""
+        return self._storage.layout.spare_slots
 
     def statistics(
         self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
@@ -337,6 +374,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         """
         with self._turn:
             self._writer.flush()
+            self._settle_errors()
         super().flush()
 
     def close(self) -> None:
@@ -345,6 +383,9 @@ class ReplayBuffer(Editing, Recording, Readable):
             try:
                 if self._writer.holds:
                     self.end_episodes()
+                    if self._errors:  # of episodes that wait for others behind the same barriers
+                        self._writer.flush()
+                        self._settle_errors()
                 self._close_priorities()
             finally:
                 self._writer.close()

@@ -210,8 +210,8 @@ class Editing:
         if self._writer.begun:
             self._writer.begin()  # finishes an update of ours that failed half way: its episode was not seen meanwhile
         table = self._storage.refresh()
-        positions, single = positions_of(indices, len(table))
-        slots = table.visible[positions]
+        positions, single = positions_of(indices, len(table.whole))
+        slots = table.whole[positions]
         self._writer.begin()
         serials = table.serial[slots]
         gone = serials[~self._storage.refresh().shows(slots, serials)].tolist()

@@ -6,7 +6,7 @@ torch is loaded when a dataset, loader, batch or tensor is first asked for.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from inspect import signature
@@ -27,6 +27,7 @@ from memmap_buffer.loading.prioritized import (
     NamedPriorities,
     PrioritizedDraws,
     PrioritizedSampler,
+    read_priorities,
     update_priorities,
 )
 from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
@@ -91,23 +92,23 @@ class Readable:
 
     @property
     def num_episodes(self) -> int:
-        """How many episodes are visible."""
-        return sum(len(table) for table in self._folders.refresh())
+        """How many episodes are visible; not those of which a `capacity` has forgotten the first steps."""
+        return sum(len(table.whole) for table in self._folders.refresh())
 
     @property
     def num_steps(self) -> int:
-        """How many timesteps are visible."""
+        """How many timesteps are visible, those of trimmed episodes included."""
         return sum(table.steps for table in self._folders.refresh())
 
     @property
     def episode_lens(self) -> IntArray:
         """(episodes,) int64 timesteps of each episode, oldest first."""
-        return np.concatenate([table.length[table.visible] for table in self._tables()])
+        return np.concatenate([table.length[table.whole] for table in self._tables()])
 
     @property
     def serials(self) -> IntArray:
         """(episodes,) int64 the number of each episode, which it keeps for ever; oldest first."""
-        return np.concatenate([table.serial[table.visible] for table in self._tables()])
+        return np.concatenate([table.serial[table.whole] for table in self._tables()])
 
     def _tables(self) -> list[EpisodeTable]:
         """The tables as they are now, folder by folder."""
@@ -430,30 +431,53 @@ class Readable:
     # Priorities
 
     def update_priorities(self, indices: Any, td_errors: Any, *, name: str = "td") -> int:
-        """Give the steps of a prioritised batch the priorities of their errors δ: (|δ| + ε)^α.
+        """Give the steps of a batch the priorities of their errors δ: (|δ| + ε)^α.
+
+        Nothing need have been drawn before. α and ε are those of the last `Prioritized` of the name; where there was
+        none yet, in this process or another, its defaults.
 
         Args:
             indices: `_indices` or `_index` of the batch.
             td_errors: (B,), or (B, L) for the L steps from each item's first on; (B,) of whole episodes is given to
                 every step.
-            name: of the `Prioritized` that drew it.
+            name: of the `Prioritized` that draws by them.
 
         Returns:
-            How many items were dropped because their episode was overwritten or cleared meanwhile.
+            How many items were dropped because they were overwritten, forgotten or cleared meanwhile.
 
         Raises:
-            SchemaError: shapes do not fit, an error is no finite number, or the name is unknown.
+            SchemaError: shapes do not fit, or an error is no finite number.
+            BufferLockedError: another process owns the priorities of the name.
         """
-        if name not in self._priorities:
-            known = ", ".join(self._priorities) or "none yet"
-            raise SchemaError(f"update_priorities: no batch was drawn by priorities {name!r}; known are {known}")
-        folders, given = self._folders, (to_numpy(indices), to_numpy(td_errors))
-        try:
-            return update_priorities(self._priorities[name], *given)
-        except SchemaMismatchError:  # perhaps by another thread, with this object
-            if self._settled() is folders:
-                raise
-        return self.update_priorities(*given, name=name)
+        given = to_numpy(indices), to_numpy(td_errors)
+        return int(self._by_name(name, lambda priorities: update_priorities(priorities, *given)))
+
+    def priorities(self, indices: Any, *, name: str = "td") -> Array:
+        """The priorities of steps: p = (|δ| + ε)^α, in proportion to which they are drawn.
+
+        Args:
+            indices: `_indices` of a batch: (B, 2) serials and steps, with several folders (B, 3).
+            name: of the `Prioritized` that draws by them.
+
+        Returns:
+            (B,) float64; 0 where a step is gone.
+
+        Raises:
+            SchemaError: shapes do not fit, or an episode has no such step.
+            BufferLockedError: another process owns the priorities of the name.
+        """
+        given = to_numpy(indices)
+        return np.asarray(self._by_name(name, lambda priorities: read_priorities(priorities, given)))
+
+    def _by_name(self, name: str, work: Callable[[NamedPriorities], Any]) -> Any:
+        """What is done with priorities of a name; again, where the columns change meanwhile."""
+        while True:
+            folders = self._folders
+            try:
+                return work(self._named(name))
+            except SchemaMismatchError:  # perhaps by another thread, with this object
+                if self._settled() is folders:
+                    raise
 
     def flush(self) -> None:
         """Wait until the priorities are on the disk."""
@@ -469,13 +493,20 @@ class Readable:
 
     def _priorities_of(self, how: Prioritized) -> NamedPriorities:
         with self._opening.lock:
-            priorities = self._priorities.get(how.name)
-            if priorities is None:
-                priorities = NamedPriorities(self._folders, how.name, alpha=how.alpha, epsilon=how.epsilon)
-                priorities.open()
-                self._priorities[how.name] = priorities
-            priorities.require(alpha=how.alpha, epsilon=how.epsilon)
+            priorities = self._named(how.name, alpha=how.alpha, epsilon=how.epsilon)
+            priorities.use(alpha=how.alpha, epsilon=how.epsilon)
             return priorities
+
+    def _named(self, name: str, **how: float) -> NamedPriorities:
+        priorities = self._priorities.get(name)
+        if priorities is None:
+            with self._opening.lock:
+                priorities = self._priorities.get(name)
+                if priorities is None:
+                    priorities = NamedPriorities(self._folders, name, **how)
+                    priorities.open()
+                    self._priorities[name] = priorities
+        return priorities
 
     def _settled(self) -> Folders:
         """What is read once no other thread is changing the columns."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
+import numpy as np
+
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.priority.given_errors import GivenErrors, errors_of
+from memmap_buffer.priority.sum_tree import FloatArray
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.episode import Block, Episode, Held
 from memmap_buffer.writing.vector_env import EpisodeGroup, EpisodeStream, Steps
@@ -59,10 +63,15 @@ class Recording:
             int, Episode
         ] = {}  # by thread: of those that were begun, what `store` finds without a handle
         self._stream: EpisodeStream | None = None
+        self._errors = GivenErrors()
 
     @property
     def _turn(self) -> Any:
         """To be held, by `with`, by whatever writes."""
+        raise NotImplementedError
+
+    def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> Any:
+        """Give published steps the priorities of their errors."""
         raise NotImplementedError
 
     def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Scope[Episode]:
@@ -158,22 +167,29 @@ class Recording:
         """
         self._group("store_meta_batch").update(meta_batch)
 
-    def store_episode(self, **arrays: Any) -> None:
+    def store_episode(self, *, priority: Any = None, priority_name: str = "td", **arrays: Any) -> None:
         """Publish a whole episode.
 
         Where a field that ends episodes is true before the last step, the steps after it are served as those of another
         episode: no item reaches across. Whole episodes are given as they were stored.
 
         Args:
+            priority: (T,) the TD error of each step, as for `add`.
+            priority_name: as for `add`.
             arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta field ->
                 (*field).
 
         Raises:
             SchemaError: a field is unknown or missing, or a value does not fit.
             EpisodeStateError: the episode is longer than max_timesteps.
+            BufferLockedError: errors are given, and another process owns their priorities.
         """
         with self._turn:
+            priority = self._priority(priority, arrays)
             columns, meta, finals, length = validation.whole_episode(self._storage.layout.schema, arrays)
+            errors = None if priority is None else errors_of(priority, (length,), "(T,)")
+            if errors is not None:
+                self._give_errors(priority_name, np.empty((0, 2), np.int64), np.empty(0))  # to own them, or to raise
             episode = self._writer.open(meta)
             try:
                 episode.fill(columns, length)
@@ -182,6 +198,9 @@ class Recording:
             except BaseException:
                 episode.settle()  # it may be published already, and the oldest one gone for it
                 raise
+            if errors is not None:
+                self._errors.add(priority_name, [episode], [np.arange(length)], [errors])
+                self._settle_errors()
 
     def advance_episode(self) -> None:
         """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.
@@ -196,7 +215,7 @@ class Recording:
 
     # Transitions of environments that run on
 
-    def add(self, **step: Any) -> None:
+    def add(self, *, priority: Any = None, priority_name: str = "td", **step: Any) -> None:
         """Append one timestep of each of B environments that run side by side.
 
         `terminated` or `truncated` ends the episode of an environment: it is published, and the next call begins
@@ -204,20 +223,27 @@ class Recording:
         `next_<field>` is given, the next step adds what was seen after it.
 
         Args:
+            priority: (B,) the TD error δ of each step, from which it has the priority (|δ| + ε)^α as soon as it is
+                published, as by `update_priorities`; without, the highest so far. In a buffer with a field of that name
+                it is the field.
+            priority_name: of the `Prioritized` that draws by them.
             step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
                 counts. `next_<field>` of fields with `final`: the observation after the step, kept where an episode
                 ends or is cut.
 
         Raises:
             MemmapBufferError: as `one_episode` and `store` raise it, or B is another one. No environment got the step.
+            BufferLockedError: errors are given, and another process owns their priorities. Likewise.
             OSError: an episode that ended could not be published; it is kept, and published by the next call.
         """
-        self._extend(step, time=False)
+        self._extend(step, priority, priority_name, time=False)
 
-    def extend(self, **steps: Any) -> None:
+    def extend(self, *, priority: Any = None, priority_name: str = "td", **steps: Any) -> None:
         """Append T timesteps of each of B environments, as so many calls of `add`.
 
         Args:
+            priority: (T, B) TD errors, or (T,) where there is one environment; see `add`.
+            priority_name: as for `add`.
             steps: field -> (T, B, *field), or (T, *field) where there is one environment.
 
         Raises:
@@ -225,7 +251,7 @@ class Recording:
             MemmapBufferError: as `add` raises it.
             OSError: as `add` raises it.
         """
-        self._extend(steps, time=True)
+        self._extend(steps, priority, priority_name, time=True)
 
     def end_episodes(self) -> None:
         """Publish the episodes that `add` has open, flagged as cut short; `close` does so, too."""
@@ -233,26 +259,62 @@ class Recording:
             if self._stream is not None:
                 self._stream.publish()
             self._stream = None
+            self._settle_errors()
 
-    def _extend(self, given: Mapping[str, Any], *, time: bool) -> None:
+    def _extend(self, given: Mapping[str, Any], priority: Any, name: str, *, time: bool) -> None:
         with self._turn:
-            self._extend_in_turn(given, time)
-
-    def _extend_in_turn(self, given: Mapping[str, Any], time: bool) -> None:
-        self._writer.require_writable()
-        steps = Steps(self._storage.layout.schema, given, time=time)
-        if self._stream is None:
-            self._stream = self._new_stream(steps.num_envs)
-        if len(self._stream) != steps.num_envs:
-            raise SchemaError(
-                f"got {steps.num_envs} environments, {len(self._stream)} are running; call end_episodes() before others"
+            if priority is None and not time and self._stream is not None and self._stream.go_on(given):
+                return
+            given = dict(given)
+            priority = self._priority(priority, given)
+            self._writer.require_writable()
+            steps = Steps(self._storage.layout.schema, given, time=time)
+            count, size = steps.ends.shape
+            errors = (
+                None
+                if priority is None
+                else errors_of(priority, (count, size)[not time :], "(T, B)" if time else "(B)")
             )
-        self._stream.extend(steps)
+            if errors is not None:
+                self._give_errors(name, np.empty((0, 2), np.int64), np.empty(0))  # to own them, or to raise
+            if self._stream is None:
+                self._stream = self._new_stream(size)
+            if len(self._stream) != size:
+                raise SchemaError(
+                    f"got {size} environments, {len(self._stream)} are running; call end_episodes() before others"
+                )
+            if errors is None:
+                self._stream.extend(steps)
+            else:
+                for t in range(count):
+                    self._add_with_errors(
+                        self._stream, steps if count == 1 else steps.part(t), errors.reshape(-1, size)[t], name
+                    )
+
+    def _add_with_errors(self, stream: EpisodeStream, step: Steps, errors: FloatArray, name: str) -> None:
+        """Append one timestep, and give what was stored of it its priorities."""
+        recorded = stream.recorded()
+        try:
+            stream.extend(step)
+        finally:
+            stored = recorded if step.done else recorded[step.have[recorded]]
+            episodes = [stream.episodes[i] for i in stored]
+            self._errors.add(name, episodes, [episode.length - 1 for episode in episodes], errors[stored].tolist())
+            self._settle_errors()
+
+    def _priority(self, priority: Any, given: dict[str, Any]) -> Any:
+        """The errors that were given, unless `priority` is a field."""
+        if priority is not None and "priority" in self._storage.layout.schema.all:
+            given["priority"] = priority
+            return None
+        return priority
+
+    def _settle_errors(self) -> None:
+        """Give the errors of steps that were published meanwhile."""
+        self._errors.settle(self._storage.state("next"), self._give_errors)
 
     def _new_stream(self, size: int) -> EpisodeStream:
-        layout = self._storage.layout
-        begin = partial(self._writer.open, {})
-        return EpisodeStream(layout.schema, size, layout.max_timesteps, begin, skips_resets=self._skips_resets)
+        return EpisodeStream(self._writer, size, skips_resets=self._skips_resets)
 
     # The open episode
 

@@ -6,7 +6,7 @@ The folder
 ----------
     schema.json            what is in the folder; a folder without it is not a buffer
     episodes.npy           (slots,) records of 64 bytes: the only place where an episode becomes visible
-    state.npy              (1,) record of 256 bytes
+    state.npy              (1,) record of 256 bytes, and a journal of 1,024 words
     checksums.npy          (slots, columns) u4
     data/<field>.npy       (slots, max_timesteps, *shape); one more timestep with `final`; packed: (rows, *shape)
     meta/<field>.npy       (slots, *shape)
@@ -40,37 +40,51 @@ is stored as its bits in u2.
 
 episodes.npy
 ------------
-One record a slot:  generation u8 | serial u8 | length u4 | flags u4 | first_row u8 | time u8 | term u8 | digest u4
-| columns u4 | check u8.
+One record a slot:  generation u8 | serial u8 | length u4 | flags u2 | columns u2 | first_row u8 | time u4 | round u4
+| term u4 | digest u4 | start u4 | stop u4 | check u8.
 
 generation   even; odd while rows of this slot are overwritten; never 0 once written
 serial       the episode's number, counted from 0, never used twice
-length       timesteps, 1 … max_timesteps
+length       timesteps, 1 … max_timesteps; while flag 8 is set, those that the digest is of
 flags        1 has the final observation, 2 cut short, 4 deleted, 8 open, 16 ended by the field `terminated` of `ends`,
              32 has checksums, 64 a field of `ends` is true before the last step, too
 first_row    the row of step 0 in every data file; rows of files with `final` lie `slot` further. In a grid it MUST
              be slot * max_timesteps
-time         nanoseconds since 1970 at publication
+time         seconds since 1970 at publication
+round        in which the last timestep was published, while flag 8 is set the first one: a counter modulo 2^32 that a
+             step of several environments raises once, any other step once, too. By it the next writer of a ring knows
+             which steps are the oldest: the step t of an episode is of round - (length - 1 - t)
 term         of the writer that published: a counter that every taking of the lock raises
 digest       with flag 32: CRC-32 of the first `columns` entries of the slot's row of checksums.npy, so that the row
              cannot be taken for another episode's. While flag 8 is set the row is not written: then it is of the
              CRC-32s that the row will have, zeros where there is no field. Columns added later are not in it
-check        a fold of the seven 8-byte words before it: h = 0x6D656D6D61706275;
+start, stop  the timesteps start … stop - 1 are shown: a ring forgets an episode's first ones, and an open episode has
+             more than `length`. One aligned word, written by itself, and not part of the check
+check        a fold of the first six 8-byte words: h = 0x6D656D6D61706275;
              for each word w: h = (h ^ w) * 0x9E3779B97F4A7C15 mod 2^64; h ^= h >> 29
 
 A record is valid if its check is right, its generation even and not 0, its length, flags and first_row within
-bounds. In a packed folder those that share a row are all void; so are two valid records of one serial. Visible are,
-of the valid records without the deleted flag and with serial >= base, the `max_episodes` highest serials, and of these
-the newest whose lengths sum to at most `capacity`, if that is set. Only rows below a visible record's length may be
-read (and, with flag 1, the row at `length` of files with `final`).
+bounds, start <= stop <= max_timesteps, length <= stop, and length == stop unless flag 8 is set. In a packed folder
+those that share a row are all void. Visible are, of the valid records with start < stop and serial >= base, those whose
+serial stands in one of them only, without the deleted flag, and of these the `max_episodes` highest serials. Only the
+rows start … stop - 1 of a visible record may be read (and, with flag 1, the row at `stop` of files with `final`). The
+rows before `start` stand as long as it is visible: its checksums and its generation are of all of them.
+
+A writer with a `capacity` keeps the sum of all stop - start at that, at most: whenever it has shown steps, it raises
+`start` where the oldest ones are. An episode of which no step is left, and to which none will be appended, gets an odd
+generation, and its rows may be given back. So does one that only `max_episodes` hides, or `base` is raised beyond it:
+as newer ones may leave before it, it would be seen again.
 
 state.npy
 ---------
 base u8 (serials below it are cleared) | next u8 | synced u8 (serials below it are known to be on the disk) |
 changes u8 | term u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8 (1 if the disk
-space of all files was taken at creation; no block of them is given back) | nonce u8 | unused u8[11].
-Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change. The next
-serial is the larger of `next` and the highest serial in any valid record + 1.
+space of all files was taken at creation; no block of them is given back) | nonce u8 | unused u8[11] | journal u8[1024].
+Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change, by the number of
+slots that it was of; the change number c is of the slot in entry c mod 1024 of the journal, written before, or of any
+slot, where that is 2^64 - 1. A reader that is not more than 512 changes behind, also after it has read the entries,
+may look at these slots alone. A row that was visible is changed only between two raises of `changes`. The next serial
+is the larger of `next` and the highest serial in any valid record + 1.
 
 Publishing
 ----------
@@ -85,23 +99,25 @@ neither visible nor taken by an open episode. Then, in this order:
 5. `next`, to the serial + 1; then `changes`
 
 The record lies in one sector and one page, and its check covers its generation, so no kill, power cut or concurrent
-read can take half of it for an episode.
+read can take half of it for an episode. `start` and `stop` are one word, so neither is read without the other.
 
 Between 1 and 4, or before it closes an open record, the writer MAY give blocks back that hold nothing but rows of its
 own slot beyond those of the new record: of the episode that the slot held before. To a reader and to a crash that is a
 write of zeros like those of step 2. It MUST NOT do so on a tmpfs, where a reader that is late would look at a hole.
 
-Appending a step to an open record (flag 8) writes its rows beyond the visible length, then replaces the record from
-the serial on by one write, the generation unchanged; `checksums.npy` is written when the episode is closed.
+Appending a step to an open record (flag 8) writes its rows at `stop` ("power": a barrier), then start and stop by one
+write ("power": a barrier). Closing it, and any other change of it, replaces the record from the serial on by one write,
+the generation unchanged; `checksums.npy` is written before. A flush does so with the steps whose rows it has waited
+for. Of an open episode that is in doubt after a crash of the machine, only the first `length` steps are there.
 Deleting sets flag 4 the same way, after raising `base` to the oldest visible serial so that nothing retired comes
 back. Clearing sets `base` to `next`.
 
 Updating in place
 -----------------
 `base` is raised to the oldest visible serial, so that nothing retired comes back while this episode is not visible, and
-`.redo` gets all new bytes (`writing.redo`); then steps 1 to 5 with the same serial ("power": a barrier behind step 1
-too, as these rows were visible before); then `.redo` is removed. Whoever takes the lock next carries a valid `.redo`
-through, removes one that was not finished, and renames any other to `.redo.bad`.
+`.redo` gets all new bytes (`writing.redo`); then steps 1 to 5 with the same serial, `changes` being raised behind step
+1, too ("power": a barrier there, too, as these rows were visible before); then `.redo` is removed. Whoever takes the
+lock next carries a valid `.redo` through, removes one that was not finished, and renames any other to `.redo.bad`.
 
 Creating, opening, trusting
 ---------------------------
@@ -119,6 +135,7 @@ barriers on all files, then sets `clean`. Serials from `synced` on, below `suspe
 `clean`) all of them, MUST be checked against their checksums before they are served (`verify="auto"`).
 
 Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
-where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Trees of priorities are the
-exception, see `priority.tree_file`.
+where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Exceptions are steps that
+are appended to open records, whose blocks are allocated first (`writing.rounds`), and trees of priorities
+(`priority.tree_file`).
 """

@@ -42,7 +42,7 @@ def creating(
     made = {key: array for key, array in layout.arrays.items() if only is None or key in only}
     arrays = list(made.values())
     folder.require_free(array.name for array in arrays)
-    total, free = sum(array.size for array in arrays), folder.free_bytes()
+    total, free = sum(map(layout.grown_bytes, made)), folder.free_bytes()
     if total > free and not reserve:
         text = "%s: the buffer may grow to %.1f GB, %.1f GB are free here; writing raises ENOSPC when they are used up"
         log.warning(text, folder.path, total / 1e9, free / 1e9)

@@ -24,7 +24,9 @@ class EpisodeTable:
     Attributes:
         changes: this word of the state before the records were read.
         base: likewise.
-        generation: (slots,), as serial, length, check and flags.
+        generation: (slots,) of the records, as serial, check and flags.
+        start: (slots,) the first step that is shown: a ring has forgotten those before it.
+        length: (slots,) the steps up to this one are shown.
         valid: (slots,) whether the slot holds an episode, visible or not.
         visible: (episodes,) slots, oldest first.
     """
@@ -33,6 +35,7 @@ class EpisodeTable:
     base: int
     generation: Words
     serial: IntArray
+    start: IntArray
     length: IntArray
     check: Words
     flags: npt.NDArray[np.uint32]
@@ -74,24 +77,28 @@ class EpisodeTable:
     @property
     def columns(self) -> Columns:
         """What the records said, by slot."""
-        return Columns(self.generation, self.serial, self.length, self.check, self.flags, self.valid)
+        return Columns(self.generation, self.serial, self.start, self.length, self.check, self.flags, self.valid)
+
+    @cached_property
+    def whole(self) -> IntArray:
+        """The visible slots of which every step is shown, oldest first."""
+        trimmed = self.of(self.start, self.visible) > 0
+        return self.visible[~trimmed] if trimmed.any() else self.visible
 
     @cached_property
     def steps(self) -> int:
         """Visible timesteps."""
-        return int(self.of(self.length, self.visible).sum())
+        return int(self.of(self.length, self.visible).sum() - self.of(self.start, self.visible).sum())
 
 
 def visible_slots(columns: Columns, base: int, layout: Layout, path: object) -> IntArray:
     """The slots of the episodes that are visible, oldest first (`format`, "episodes.npy")."""
     serial, flags, valid = columns.serial, columns.flags, columns.valid
-    slots = _by_serial(np.flatnonzero(valid & (serial >= base) if base else valid), serial, path)
+    shown = valid & (columns.start < columns.length)
+    slots = _by_serial(np.flatnonzero(shown & (serial >= base) if base else shown), serial, path)
     if np.bitwise_or.reduce(flags) & DELETED:
         slots = slots[flags.take(slots) & DELETED == 0]
-    slots = slots[-layout.max_episodes :]
-    if layout.capacity is not None:
-        slots = slots[np.cumsum(columns.length[slots][::-1])[::-1] <= layout.capacity]
-    return slots
+    return slots[-layout.max_episodes :]
 
 
 def _by_serial(slots: IntArray, serial: IntArray, path: object) -> IntArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import socket
 import stat
 import subprocess
@@ -27,6 +28,11 @@ def boot_id() -> bytes:
         return bytes.fromhex(text.strip().replace("-", ""))
     except (OSError, ValueError, subprocess.SubprocessError):
         return bytes(16)
+
+
+def machine() -> str:
+    """The kind of processor, as the system calls it."""
+    return platform.machine()
 
 
 def file_system(path: Path) -> str:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -31,6 +31,10 @@ MAX_SLOTS = 2**24  # opening takes some 100 bytes a slot, whatever a stranger's 
 MAX_TIMESTEPS = 2**31
 SPARE_COLUMNS = 16
 ID_BYTES = 16
+# Of a buffer with a capacity, where they are not given. A spare slot takes a hundred bytes of memory and no disk space
+# until an episode is written to it, so there are enough for every usual vector; an episode of ten steps is a short one.
+SPARE_SLOTS, FEWEST_EPISODES, STEPS_OF_A_SHORT_EPISODE = 64, 1000, 10
+MAX_DERIVED_BYTES = 2**43  # of one file, holes included: ext4 takes 2**44
 _KEYS = (
     *("format", "version", "id", "layout", "max_episodes", "max_timesteps", "spare_slots", "circular", "capacity"),
     *("rows", "columns", "fields", "meta_fields"),
@@ -103,6 +107,33 @@ class Layout:
             object.__setattr__(self, "columns", len(self.schema.all) + SPARE_COLUMNS)
         self._check()
 
+    @classmethod
+    def derived(
+        cls,
+        schema: Schema,
+        max_episodes: int | None,
+        max_timesteps: int | None,
+        *,
+        spare_slots: int | None = None,
+        circular: bool | None = None,
+        capacity: int | None = None,
+    ) -> Layout:
+        """A layout of which sizes that are None follow from the others.
+
+        Raises:
+            SchemaError: a size is out of bounds, or does not follow from the others.
+        """
+        if max_timesteps is None:
+            raise SchemaError(
+                "max_timesteps: got None, expected the most timesteps of an episode; pass max_timesteps=…"
+            )
+        ring = capacity is not None
+        spare = (SPARE_SLOTS if ring else 1) if spare_slots is None else spare_slots
+        if max_episodes is None:
+            max_episodes = _most_episodes(schema, max_timesteps, capacity, spare)
+        is_circular = ring if circular is None else bool(circular)
+        return cls(schema, max_episodes, max_timesteps, spare, is_circular, capacity)
+
     def _check(self) -> None:
         packed = self.rows is not None
         bounds = {
@@ -112,11 +143,8 @@ class Layout:
         }
         for name, (low, high) in bounds.items():
             object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
-        if self.capacity is not None and (_whole("capacity", self.capacity, 1, 2**62) < self.max_timesteps):
-            raise SchemaError(
-                f"capacity: got {self.capacity}, expected at least max_timesteps ({self.max_timesteps}), "
-                "so that the newest episode always fits"
-            )
+        if self.capacity is not None:
+            object.__setattr__(self, "capacity", _whole("capacity", self.capacity, 1, 2**62))
         if self.slots > MAX_SLOTS or any(array.size > MAX_FILE_BYTES for array in self.arrays.values()):
             raise SchemaError("the sizes multiply to more than any file can hold; lower max_episodes or max_timesteps")
 
@@ -155,6 +183,13 @@ class Layout:
             files[name] = ArrayFile(f"meta/{name}.npy", field.storage, (self.slots, *field.shape))
         return files
 
+    def grown_bytes(self, key: str) -> int:
+        """What a file takes on the disk when the buffer is full, with the last episode that a `capacity` trims."""
+        size, field = self.arrays[key].size, self.schema.fields.get(key)
+        if self.capacity is None or field is None:
+            return size
+        return min(size, (self.capacity + self.max_timesteps) * field.itemsize)
+
     def rows_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a per-timestep field with its slots and timesteps as one axis of rows."""
         shape = self.arrays[name].shape
@@ -164,13 +199,16 @@ class Layout:
         """Where a row of a per-timestep field begins in its file."""
         return len(self.arrays[name].header) + row * self.schema.fields[name].itemsize
 
-    def differences(self, other: Layout) -> list[str]:
-        """What this layout (stored) and another (given) disagree on, a line each."""
+    def differences(self, other: Layout, derived: Collection[str] = ()) -> list[str]:
+        """What this layout (stored) and another (given) disagree on, a line each.
+
+        Args: derived: sizes that were not given, which are as they are stored.
+        """
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         lines = [
             _differ(key, mine[key], theirs[key])
             for key in _KEYS
-            if not isinstance(mine[key], dict) and key not in ("columns", "id")
+            if not isinstance(mine[key], dict) and key not in ("columns", "id", *derived)
         ]
         for group in ("fields", "meta_fields"):
             for name in dict.fromkeys([*mine[group], *theirs[group]]):
@@ -249,6 +287,21 @@ class Layout:
     def with_fields(self, schema: Schema, column_of: Mapping[str, int]) -> Layout:
         """The same layout with other fields."""
         return replace(self, schema=schema, column_of=column_of, columns=max(self.columns, 1 + max(column_of.values())))
+
+
+def _most_episodes(schema: Schema, max_timesteps: int, capacity: int | None, spare_slots: int) -> int:
+    """So many that a `capacity` is never short of episodes, unless they are very short or a file would be too large.
+
+    Each visible episode has a step, but those that are open and spare: no more than these are ever needed.
+    """
+    if capacity is None:
+        raise SchemaError("max_episodes: got None, expected a number of episodes; pass max_episodes=…, or capacity=…")
+    longest = _whole("max_timesteps", max_timesteps, 1, MAX_TIMESTEPS)
+    steps, spare = _whole("capacity", capacity, 1, 2**62), _whole("spare_slots", spare_slots, 1, MAX_SLOTS)
+    wanted = min(max(FEWEST_EPISODES, -(-steps // STEPS_OF_A_SHORT_EPISODE)), steps + spare)
+    largest = max(((longest + field.final) * field.itemsize for field in schema.fields.values()), default=0)
+    fitting = min(MAX_DERIVED_BYTES // max(1, largest), MAX_SLOTS) - spare
+    return max(1, min(wanted, fitting))
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:

@@ -1,4 +1,4 @@
-"""The 64-byte record of a slot: its words, its flags, its check. No I/O; the format is in `format`."""
+"""The 64-byte record of a slot: its words, its flags, its check. Pure; the format is in `files`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ Words = npt.NDArray[np.uint64]
 RECORD = np.dtype(
     [
         *((name, "<u8") for name in ("generation", "serial")),
-        *((name, "<u4") for name in ("length", "flags")),
-        *((name, "<u8") for name in ("first_row", "time", "term")),
-        *((name, "<u4") for name in ("digest", "columns")),
+        ("length", "<u4"),
+        *((name, "<u2") for name in ("flags", "columns")),
+        ("first_row", "<u8"),
+        *((name, "<u4") for name in ("time", "round", "term", "digest", "start", "stop")),
         ("check", "<u8"),
     ]
 )
+JOURNAL = 1024  # entries: of so many changes a reader learns which slots they were of
 STATE = np.dtype(
     [
         *((name, "<u8") for name in ("base", "next", "synced", "changes", "term", "pid", "time", "clean", "suspect")),
@@ -28,25 +30,30 @@ STATE = np.dtype(
         ("reserved", "<u8"),
         ("nonce", "<u8"),
         ("unused", "<u8", (11,)),
+        ("journal", "<u8", (JOURNAL,)),
     ]
 )
 WORDS = RECORD.itemsize // 8
-GENERATION, SERIAL, EXTENT, FIRST_ROW, TIME, CHECK = 0, 1, 2, 3, 4, 7  # words; EXTENT: the length, the flags above it
-LENGTH, FLAGS = 4, 5  # half words
+# Words; EXTENT: the length, above it the flags and the columns; SHOWN: the first step that is shown, above it the stop.
+GENERATION, SERIAL, EXTENT, FIRST_ROW, SHOWN, CHECK = 0, 1, 2, 3, 6, 7
+FLAGS, START, STOP = 5, 12, 13  # half words; above the flags are the columns
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
 
 FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED, INNER_END = 1, 2, 4, 8, 16, 32, 64
 ALL_FLAGS = FINAL | CUT | DELETED | OPEN | TERMINATED | CHECKED | INNER_END
 MAX_SERIAL = 2**62
 
-_PACKED = struct.Struct("<QQIIQQQIIQ")
+_PACKED = struct.Struct("<QQIHHQIIIIIIQ")
+EVERY_SLOT = 2**64 - 1  # an entry of the journal: all may have changed
 
 _SEED = 0x6D656D6D61706275
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-_LOW = np.uint64(2**32 - 1)
-_OTHER_FLAGS = np.uint64((2**32 - 1 & ~ALL_FLAGS) << 32)
-PART = 8192  # records looked at in one pass: few enough for the processor's cache, enough for the cost of numpy's calls
+_LOW, _HALF, _FLAGS = np.uint64(2**32 - 1), np.uint64(32), np.uint64(2**16 - 1)
+_OTHER_FLAGS = np.uint64((2**16 - 1 & ~ALL_FLAGS) << 32)
+_OPEN = np.uint64(OPEN << 32)
+MAX_TERM = 2**32 - 2
+PART = 8192  # records looked at together: few enough for the processor's cache, enough for the cost of numpy's calls
 
 
 def check_of(words: Words) -> Words:
@@ -62,7 +69,7 @@ def check_of(words: Words) -> Words:
 def _fold(columns: Words, fold: Words, spare: Words) -> Words:
     """The same of records (8, n), word by word, into `fold`."""
     fold[:] = _SEED
-    for column in columns[:CHECK]:
+    for column in columns[:SHOWN]:
         fold ^= column
         fold *= np.uint64(_MULTIPLIER)
         fold ^= np.right_shift(fold, np.uint64(29), out=spare)
@@ -78,23 +85,41 @@ def seal(
     first_row: int,
     time: int,
     term: int,
+    round: int = 0,
     digest: int = 0,
     columns: int = 0,
+    start: int = 0,
+    stop: int | None = None,
     check: int = 0,
 ) -> bytes:
-    """A record as bytes, its check filled in."""
+    """A record as bytes, its check filled in; `stop` is the length unless another is given."""
     fold = _SEED
-    for word in (generation, serial, length | flags << 32, first_row, time, term, digest | columns << 32):
+    words = (
+        generation,
+        serial,
+        length | flags << 32 | columns << 48,
+        first_row,
+        time | round << 32,
+        term | digest << 32,
+    )
+    for word in words:
         fold = ((fold ^ word) * _MULTIPLIER) & _MASK
         fold ^= fold >> 29
-    return _PACKED.pack(generation, serial, length, flags, first_row, time, term, digest, columns, fold)
+    stop = length if stop is None else stop
+    return _PACKED.pack(
+        generation, serial, length, flags, columns, first_row, time, round, term, digest, start, stop, fold
+    )
 
 
 class Columns(NamedTuple):
-    """A table of records by column, all (n,); `valid` says which hold an episode."""
+    """A table of records by column, all (n,); `valid` says which hold an episode (`files`).
+
+    Attributes: start, length: the steps start … length - 1 are shown; of an open episode more than its record says.
+    """
 
     generation: Words
     serial: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
     length: npt.NDArray[np.int64]
     check: Words
     flags: npt.NDArray[np.uint32]
@@ -103,7 +128,7 @@ class Columns(NamedTuple):
     @classmethod
     def empty(cls, n: int) -> Columns:
         """Of any content, in one piece of memory: most of that comes in large pages, which cost few faults."""
-        kinds = [np.dtype(kind) for kind in ("u8", "i8", "i8", "u8", "u4", "?")]
+        kinds = [np.dtype(kind) for kind in ("u8", "i8", "i8", "i8", "u8", "u4", "?")]
         ends = [n * size for size in accumulate(kind.itemsize for kind in kinds)]
         memory = np.empty(ends[-1], np.uint8)
         return cls(*(memory[end - n * kind.itemsize : end].view(kind) for kind, end in zip(kinds, ends, strict=True)))
@@ -146,16 +171,22 @@ def columns_of(
 def columns_since(words: Words, before: Columns, max_timesteps: int) -> Columns:
     """`columns_of` a grid that said `before` when it was last read: what did not change is shared with that.
 
-    Only records with another check or generation are looked at again; no writer changes one and leaves both. And those
-    that held no episode though something was written there: half of the record may have been an older one's when it was
-    copied, its check and generation the new one's already.
+    Only records with another check, generation or shown steps are looked at again; no writer changes one and leaves
+    all three. And those that held no episode though something was written there: half of the record may have been an
+    older one's when it was copied, its check and generation the new one's already.
     """
+    halves = words.view(np.uint32)
     changed = words[:, CHECK] != before.check
     changed |= words[:, GENERATION] != before.generation
+    changed |= (halves[:, START] != before.start) | (halves[:, STOP] != before.length)
     changed |= (before.generation != 0) & ~before.valid
-    moved = np.flatnonzero(changed)
-    fresh = columns_of(words[moved], max_timesteps, None, moved)
-    return Columns(*(_patched(old, moved, new) for old, new in zip(before, fresh, strict=True)))
+    return columns_at(words, np.flatnonzero(changed), before, max_timesteps)
+
+
+def columns_at(words: Words, slots: npt.NDArray[np.int64], before: Columns, max_timesteps: int) -> Columns:
+    """The same, where it is known which slots of a grid changed; what did not change is shared."""
+    fresh = columns_of(words[slots], max_timesteps, None, slots)
+    return Columns(*(_patched(old, slots, new) for old, new in zip(before, fresh, strict=True)))
 
 
 def _patched(column: Any, at: npt.NDArray[np.int64], values: Any) -> Any:
@@ -175,13 +206,14 @@ def _put(out: Columns, here: slice, part: Words, spare: Words) -> None:
     """Records (8, n) by column, and which are whole."""
     for column, word in ((out.generation, GENERATION), (out.serial, SERIAL), (out.check, CHECK)):
         column[here] = part[word].view(column.dtype)
-    np.bitwise_and(part[EXTENT], _LOW, out=out.length[here].view(np.uint64))
-    out.flags[here] = np.right_shift(part[EXTENT], np.uint64(32), out=spare[0])
+    np.bitwise_and(part[SHOWN], _LOW, out=out.start[here].view(np.uint64))
+    np.right_shift(part[SHOWN], _HALF, out=out.length[here].view(np.uint64))
+    out.flags[here] = np.bitwise_and(np.right_shift(part[EXTENT], _HALF, out=spare[0]), _FLAGS, out=spare[0])
     np.equal(part[CHECK], _fold(part, *spare), out=out.valid[here])
 
 
 def _limit(out: Columns, here: slice, part: Words, spare: Words, first_row: Words, max_timesteps: int) -> None:
-    """Which of them are within bounds: no bit that may not be set, a generation, a length, the first row."""
+    """Which of them are within bounds: no bit that may not be set, a generation, a length, the first row, the steps."""
     generation, good, (bits, more) = part[GENERATION], out.valid[here], spare
     np.bitwise_or(generation, part[SERIAL], out=bits)
     bits >>= np.uint64(MAX_SERIAL.bit_length() - 1)
@@ -190,9 +222,13 @@ def _limit(out: Columns, here: slice, part: Words, spare: Words, first_row: Word
     bits |= np.bitwise_xor(part[FIRST_ROW], first_row, out=more)
     good &= bits == 0
     good &= generation != 0
-    length = out.length[here]
+    start, stop = out.start[here].view(np.uint64), out.length[here].view(np.uint64)
+    length = np.bitwise_and(part[EXTENT], _LOW, out=bits)
     good &= length > 0
-    good &= length <= max_timesteps
+    good &= stop <= max_timesteps
+    good &= start <= stop
+    good &= stop >= length
+    good &= (stop == length) | (np.bitwise_and(part[EXTENT], _OPEN, out=more) != 0)
 
 
 def _keep_apart(out: Columns, first_row: Words, rows: int) -> None:
@@ -204,7 +240,7 @@ def _keep_apart(out: Columns, first_row: Words, rows: int) -> None:
 
 
 def _disjoint(first: Words, length: Words) -> npt.NDArray[np.bool_]:
-    """Which ranges of rows share none with another; of two that do, nobody could tell whose the rows are."""
+    """Which stretches of rows share none with another; of two that do, nobody could tell whose the rows are."""
     order = np.argsort(first)
     start, stop = first[order], (first + length)[order]
     apart = np.ones(len(order), np.bool_)

@@ -31,15 +31,20 @@ from memmap_buffer.format.records import (
     CHECK,
     CHECKED,
     DELETED,
+    EXTENT,
     FINAL,
     GENERATION,
+    JOURNAL,
+    MAX_SERIAL,
     OPEN,
     RECORD,
     SERIAL,
     STATE_WORD,
+    STOP,
     WORDS,
     Columns,
     Words,
+    columns_at,
     columns_of,
     columns_since,
 )
@@ -51,12 +56,12 @@ crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell myp
 MAX_VIEWS = 256  # of several rows as one item, that are kept
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
-_CHANGES = STATE_WORD["changes"]
+_CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 
 
 @dataclass(frozen=True)
 class Maps:
-    """The mapped files: `words` (slots, 8) u8, `state` (32,) u8, `checksums`, per-timestep rows and meta by name."""
+    """The mapped files: `words` (slots, 8) u8, `state` (1056,) u8, `checksums`, per-timestep rows and meta by name."""
 
     words: Words
     state: Words
@@ -226,7 +231,13 @@ class Storage:
         if before is None or layout.rows is not None:
             columns = columns_of(words, layout.max_timesteps, layout.rows)
         else:
-            columns = columns_since(words, before.columns, layout.max_timesteps)
+            slots = self.changed_since(before.changes)
+            if slots is None:
+                columns = columns_since(words, before.columns, layout.max_timesteps)
+            else:
+                columns = columns_at(words, slots, before.columns, layout.max_timesteps)
+        if self._doubts is not None:
+            columns = self._cut_back(columns)
         if self._void:
             good = columns.valid.copy()
             for slot, number in tuple(self._void.items()):  # at once: another thread may find more
@@ -237,8 +248,27 @@ class Storage:
         return EpisodeTable(changes, base, *columns, visible_slots(columns, base, layout, self.path))
 
     def _shows_the_same(self, columns: Columns, base: int, before: EpisodeTable) -> bool:
-        same = all(getattr(columns, name) is getattr(before, name) for name in ("valid", "serial", "flags"))
-        return same and base == before.base and self.layout.capacity is None
+        same = all(getattr(columns, name) is getattr(before, name) for name in ("valid", "serial", "flags", "start"))
+        return same and base == before.base
+
+    @property
+    def changes(self) -> int:
+        """The change counter as it is now: as long as it stays, no step that was shown at it moves."""
+        return self.maps.state.item(_CHANGES)
+
+    def changed_since(self, changes: int) -> IntArray | None:
+        """The slots, ascending, that changed after the change counter had a value; None where that is not known."""
+        state = self.maps.state
+        count = state.item(_CHANGES) - changes
+        if not 0 < count <= JOURNAL // 2:  # while these are read, others may be written
+            return np.empty(0, np.int64) if count == 0 else None
+        if count == 1:
+            slots = state[_JOURNAL + (changes + 1) % JOURNAL :][:1].view(np.int64).copy()
+        else:
+            slots = np.unique(state[_JOURNAL + np.arange(changes + 1, changes + count + 1) % JOURNAL].view(np.int64))
+        if slots[0] < 0 or slots[-1] >= len(self.maps.words) or state.item(_CHANGES) - changes > JOURNAL // 2:
+            return None
+        return slots
 
     def slices_of(self, name: str, steps: int) -> Array:
         """A view (N - K + 1,) of a field's N rows whose items are K rows each, as bytes: one index copies many.
@@ -269,6 +299,8 @@ class Storage:
         if trusted:
             self.trust(slots)
         table, words = self.table, self.maps.words.take(slots, axis=0)
+        if self._doubts is not None:
+            words.view(np.uint32)[:, STOP] = table.length.take(slots)
         differs = words[:, CHECK] ^ table.served.take(slots)
         differs |= words[:, SERIAL] ^ serials.view(np.uint64)
         differs |= words[:, GENERATION] & np.uint64(1)
@@ -302,11 +334,13 @@ class Storage:
 
         Args: since: `changes` of the table that showed them, None if nobody knows.
         """
+        if self.maps.state.item(_CHANGES) == since:
+            return np.asarray(generations != 0)  # of a record that was not found it is 0
         words = self.maps.words.reshape(-1)
-        same: npt.NDArray[np.bool_] = words.take(slots * WORDS) == generations
-        if self.maps.state.item(_CHANGES) != since:
-            flags = words.take(slots * WORDS + 2)  # length and flags
-            same &= (serials >= self.state("base")) & (flags & _DELETED_WORD == 0)
+        same: npt.NDArray[np.bool_] = (words.take(slots * WORDS) == generations) & (generations & np.uint64(1) == 0)
+        same &= words.take(slots * WORDS + SERIAL) == serials.view(np.uint64)
+        flags = words.take(slots * WORDS + EXTENT)  # above the length
+        same &= (serials >= self.state("base")) & (flags & _DELETED_WORD == 0)
         return same
 
     def generations(self, slots: IntArray) -> Words:
@@ -316,16 +350,40 @@ class Storage:
     # Trust: what was written before a crash of the machine is compared with its checksums before it is served.
 
     @cached_property
-    def _unverified(self) -> npt.NDArray[np.bool_] | None:
-        """(slots,) which slots are still to be checked, or None where all is trusted."""
-        if self.verify in ("never", "always", "read"):
-            return None
-        serial = self.table.serial
+    def _doubts(self) -> tuple[int, int] | None:
+        """The serials from the first to before the second are in doubt; None where none is."""
         boot = self.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
         rebooted = not self.state("clean") and (boot != boot_id() or not any(boot)) and self.state("term") > 0
         if not (rebooted or self.state("suspect")):
             return None
-        doubtful = (serial >= self.state("synced")) & (rebooted | (serial < self.state("suspect")))
+        if not rebooted:
+            return self.state("synced"), self.state("suspect")
+        serials = self.maps.words[:, SERIAL]  # what is recorded from now on is in no doubt
+        return self.state("synced"), int(serials[serials < MAX_SERIAL].max(initial=0)) + 1
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a crash of the machine may have spoilt some episodes, whose open ones are shown in part."""
+        return self._doubts is not None
+
+    def _cut_back(self, columns: Columns) -> Columns:
+        """Of open episodes that are in doubt, show what their checksums are of: later steps may not be on the disk."""
+        first, stop = self._doubts or (0, 0)
+        doubtful = (columns.flags & OPEN != 0) & (columns.serial >= first) & (columns.serial < stop)
+        slots = np.flatnonzero(doubtful)
+        length = columns.length.copy()
+        length[slots] = (self.maps.words[slots, EXTENT] & np.uint64(2**32 - 1)).astype(np.int64)
+        return columns._replace(length=length, start=np.minimum(columns.start, length)) if len(slots) else columns
+
+    @cached_property
+    def _unverified(self) -> npt.NDArray[np.bool_] | None:
+        """(slots,) which slots are still to be checked, or None where all is trusted."""
+        if self.verify in ("never", "always", "read"):
+            return None
+        if self._doubts is None:
+            return None
+        serial, (first, stop) = self.table.serial, self._doubts
+        doubtful = (serial >= first) & (serial < stop)
         return doubtful if bool((doubtful & self.table.valid).any()) else None
 
     @property
@@ -374,12 +432,16 @@ class Storage:
     def damaged(self, slot: int) -> list[str]:
         """The fields of a slot that differ from their checksums, unless it was rewritten or appended to meanwhile."""
         table = self.table
-        length, flags = int(table.length[slot]), int(table.flags[slot])
+        length, flags = self.checked_length(slot), int(table.flags[slot])
         if not table.valid[slot] or not flags & CHECKED:
             return []
         bad = self.mismatches(slot, flags, dict(self.column_crcs(slot, length, bool(flags & FINAL))))
         same = self.maps.words[slot, [GENERATION, CHECK]] == (table.generation[slot], table.check[slot])
         return bad if same.all() else []
+
+    def checked_length(self, slot: int) -> int:
+        """The timesteps that the checksums of a slot are of: of an open episode fewer than are shown."""
+        return self.maps.words.item(slot, EXTENT) & (2**32 - 1)
 
     def mismatches(self, slot: int, flags: int, crcs: Mapping[str, int]) -> list[str]:
         """The names of which the CRC-32s of a slot are not those that are stored."""

@@ -61,6 +61,11 @@ class System:
             raise OSError(errno.EOPNOTSUPP, "this system cannot reserve disk space; leave reserve=False")
         os.posix_fallocate(fd, 0, size)
 
+    def allocate(self, fd: int, offset: int, size: int) -> None:
+        if not CAN_RESERVE:  # macOS
+            raise OSError(errno.EOPNOTSUPP, "this system cannot reserve disk space")
+        os.posix_fallocate(fd, offset, size)
+
     def punch(self, fd: int, offset: int, size: int) -> None:
         if _fallocate is None:
             raise OSError(errno.ENOSYS, "no fallocate")
@@ -209,6 +214,15 @@ def punch(fd: int, start: int, stop: int) -> None:
     if start < stop:
         with suppress(OSError):  # nothing is lost but space
             system.punch(fd, start, stop - start)
+
+
+def allocate(fd: int, offset: int, size: int) -> None:
+    """Have blocks under some bytes of a file, so that a store into a map of them needs none.
+
+    Raises:
+        OSError: the disk is full, or the system cannot do that.
+    """
+    system.allocate(fd, offset, size)
 
 
 def barrier(fd: int) -> None:

@@ -76,8 +76,9 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
             dicts for nested infos. Where a step's info lacks an entry, the field's default is stored.
         meta: values of further meta fields, for every episode; `recorder.meta` may be changed between episodes.
         keep_partial: whether to publish episodes that are left before their end.
-        options: of `ReplayBuffer.for_env`, where `buffer` is a folder: `max_episodes` must be given, `max_timesteps`
-            where the environment's spec names no limit. `meta_fields` and `fields` are declared in addition.
+        options: of `ReplayBuffer.for_env`, where `buffer` is a folder: `max_episodes` or `capacity` must be given;
+            `max_timesteps`, too, where there is no capacity and the environment's spec names no limit. `meta_fields`
+            and `fields` are declared in addition.
 
     Raises:
         SchemaError: an option is missing or not allowed, or the environment does not give a field of the buffer.

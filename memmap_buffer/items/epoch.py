@@ -100,14 +100,15 @@ class FolderSnapshot:
         number: of the folder.
         id: of the buffer; "" where there is none under its number.
         episodes: (first, last) serials, ascending; more than one pair where episodes were deleted in between.
-        open: (serial, timesteps, flags) of episodes that were still being appended to.
+        partial: (serial, first step, stop, flags) of episodes that were still being appended to, or that a ring had
+            trimmed.
         items: how many items the episodes have.
     """
 
     number: int
     id: str
     episodes: tuple[tuple[int, int], ...]
-    open: tuple[tuple[int, int, int], ...]
+    partial: tuple[tuple[int, int, int, int], ...]
     items: int
 
     @classmethod
@@ -117,14 +118,13 @@ class FolderSnapshot:
         serial = table.serial[table.visible]
         cuts = np.flatnonzero(np.diff(serial) > 1) + 1
         ranges = [(int(part[0]), int(part[-1])) for part in np.split(serial, cuts) if part.size]
-        slots = table.visible[table.flags[table.visible] & OPEN != 0]
-        growing = zip(
-            table.serial[slots].tolist(), table.length[slots].tolist(), table.flags[slots].tolist(), strict=True
-        )
-        return cls(number, id, tuple(ranges), tuple(growing), items)
+        slots = table.visible
+        slots = slots[(table.flags[slots] & OPEN != 0) | (table.start[slots] > 0)]
+        columns = [column[slots].tolist() for column in (table.serial, table.start, table.length, table.flags)]
+        return cls(number, id, tuple(ranges), tuple(zip(*columns, strict=True)), items)
 
     def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
-        """A later table of the folder with these episodes alone; one that grew since has the length that it had.
+        """A later table of the folder with these episodes alone, and the steps that they had.
 
         Args:
             id: of the buffer that the table is of; in the place of a shard another may stand.
@@ -135,11 +135,12 @@ class FolderSnapshot:
         bounds[:, 1] += 1
         inside = np.searchsorted(bounds.ravel(), table.serial[table.visible], side="right") % 2 == 1
         visible = table.visible[inside]
-        length, flags = table.length.copy(), table.flags.copy()
-        for serial, steps, bits in self.open:
+        # The rows of steps that a ring has forgotten since stand as long as their episode is visible.
+        start, length, flags = np.zeros_like(table.start), table.length.copy(), table.flags.copy()
+        for serial, first, stop, bits in self.partial:
             slot = visible[table.serial[visible] == serial]
-            length[slot], flags[slot] = steps, bits
-        return replace(table, visible=visible, length=length, flags=flags)
+            start[slot], length[slot], flags[slot] = first, stop, bits
+        return replace(table, visible=visible, start=start, length=length, flags=flags)
 
     def gone(self, left: EpisodeTable) -> IntArray:
         """The serials of its episodes that the table `left` does not show."""
@@ -173,7 +174,7 @@ class EpochSnapshot:
                 "number": s.number,
                 "id": s.id,
                 "episodes": [list(pair) for pair in s.episodes],
-                "open": [list(one) for one in s.open],
+                "partial": [list(one) for one in s.partial],
                 "items": s.items,
             }
             for s in self.folders
@@ -292,8 +293,8 @@ def _refuse(folders: Folders, number: int, serials: IntArray, remedy: str) -> No
 
 def _folder_snapshot(state: Mapping[str, Any]) -> FolderSnapshot:
     episodes = tuple((int(first), int(last)) for first, last in state["episodes"])
-    growing = tuple((int(serial), int(steps), int(flags)) for serial, steps, flags in state["open"])
+    partial = tuple((int(serial), int(first), int(stop), int(flags)) for serial, first, stop, flags in state["partial"])
     number = int(state["number"])
     if not 0 <= number < MAX_SHARDS:
         raise ValueError(f"number: got {number}, expected 0 to {MAX_SHARDS - 1}")
-    return FolderSnapshot(number, str(state["id"]), episodes, growing, int(state["items"]))
+    return FolderSnapshot(number, str(state["id"]), episodes, partial, int(state["items"]))

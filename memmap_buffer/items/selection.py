@@ -25,6 +25,16 @@ from memmap_buffer.views.view import View
 FloatArray = npt.NDArray[np.float64]
 
 
+class Episodes(NamedTuple):
+    """Visible episodes, all (E,): the steps start … stop - 1 are shown."""
+
+    slot: IntArray
+    serial: IntArray
+    start: IntArray
+    stop: IntArray
+    flags: npt.NDArray[np.uint32]
+
+
 @dataclass(frozen=True)
 class Selection:
     """The anchors that are wanted of the episodes that exist: a view, filters, a split.
@@ -147,6 +157,15 @@ class Selection:
             tables=tuple([FolderTable(number, id_of(storage), table) for number, storage, table in each]),
         )
 
+    @property
+    def by_episode(self) -> bool:
+        """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
+        return self.top_k is None and self.weight_by is None and not self.has_callables
+
+    def runs_of(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
+        """The runs of some visible slots of a folder, those of each episode found by itself; see `by_episode`."""
+        return self._cut(storage, table, self._passing(number, storage, table, slots))
+
     def _runs(
         self,
         number: int,
@@ -161,6 +180,7 @@ class Selection:
         if table is before:
             return runs
         changed = (table.check != before.check) | (table.shown != before.shown)
+        changed |= (table.start != before.start) | (table.length != before.length)
         slots = self._passing(number, storage, table, table.visible[changed.take(table.visible)])
         stay = np.flatnonzero(~changed.take(runs.slot))
         # Mostly the oldest episodes leave and the newest grow: the runs between them are a slice of the old ones.
@@ -182,14 +202,42 @@ class Selection:
 
     def _passing(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
         """The slots, of some that are visible, whose episodes pass."""
+        if self.view.per_episode and table.whole is not table.visible:  # one that a ring has trimmed is none any more
+            slots = slots[table.start[slots] == 0]
         if self.min_episode_len <= 1 and not self.filter_meta and self.split is None:
             return slots
-        keep = table.of(table.length, slots) >= self.min_episode_len
+        keep = table.of(table.length, slots) - table.of(table.start, slots) >= self.min_episode_len
         for name, condition in self.filter_meta.items():
             keep &= matches(_episode_column(storage, table, name, slots), condition, name)
         if self.split is not None:
             keep &= self._in_part(table.serial[slots], number)
         return slots if keep.all() else slots[keep]
+
+    def single_runs(self, storage: Storage, episodes: Episodes, ends: Ends) -> tuple[IntArray, IntArray] | None:
+        """(first, count) of the anchors of visible episodes, none of them with an end in its middle, one run each.
+
+        Args:
+            storage: the folder.
+            episodes: some of it.
+            ends: of the view.
+
+        Returns:
+            None where runs have more to them.
+        """
+        slot, serial, start, stop, flags = episodes
+        has_final, length = flags & FINAL != 0, stop - start
+        ended = _ended(storage, slot, stop, flags, ends)
+        runs = Runs(slot, serial, np.zeros_like(slot), length)
+        runs = self.view.anchors(storage.layout.schema, runs, has_final, ended)
+        if runs.last is not None or self.split is not None or self.filter_meta:
+            return None
+        if self.view.per_episode:
+            return runs.first, np.where(start == 0, runs.count, 0)
+        first, count = runs.first, runs.count
+        if first.any() and start.any():  # nothing lies before the first step that is shown
+            skipped = np.minimum(-(-np.where(start > 0, np.maximum(-first, 0), 0) // self.view.stride), count)
+            first, count = first + skipped * self.view.stride, count - skipped
+        return first + start, count if self.min_episode_len <= 1 else np.where(length < self.min_episode_len, 0, count)
 
     def _cut(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         """The runs of anchors of some visible slots."""
@@ -198,15 +246,19 @@ class Selection:
         schema, flags, length = storage.layout.schema, table.of(table.flags, slots), table.of(table.length, slots)
         episodes = Runs(slots, table.of(table.serial, slots), np.zeros(len(slots), np.int64), length)
         ends, has_final = self.view.ends(schema), flags & FINAL != 0
-        ended = _ended(storage, table, slots, ends)
+        ended = _ended(storage, slots, length, flags, ends)
         inner = np.flatnonzero(flags & INNER_END) if ends.names else slots[:0]
-        if len(inner) and not self.view.per_episode:
-            runs = _parts(storage, slots, length, inner, ends).anchors(self.view, schema, episodes, has_final, ended)
+        start = table.of(table.start, slots)
+        if (len(inner) or start.any()) and not self.view.per_episode:
+            parts = _parts(storage, slots, start, length, inner, ends)
+            runs = parts.anchors(self.view, schema, episodes, has_final, ended)
         else:
             runs = self.view.anchors(schema, episodes, has_final, ended)
         if self.filter_fields and not self.view.per_episode:
             return filtered(runs, storage, self.filter_fields, self.view.stride)
         keep = runs.count > 0
+        if self.view.per_episode:
+            keep &= start == 0  # one that a ring has trimmed is no whole episode
         if self.filter_fields:
             keep &= np.isin(slots, filtered(episodes, storage, self.filter_fields, 1).slot)
         return runs if keep.all() else runs.where(np.flatnonzero(keep))
@@ -255,7 +307,7 @@ def _check_split(split: object, part: str | None) -> None:
 def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
     """A meta field, or the lengths as "episode_lens", of some slots."""
     if name == "episode_lens":
-        return table.length[slots]
+        return table.length[slots] - table.start[slots]
     return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
 
 
@@ -298,8 +350,8 @@ class _Parts(NamedTuple):
         return Runs(runs.slot, runs.serial, first, runs.count - skipped, last)
 
 
-def _parts(storage: Storage, slots: IntArray, length: IntArray, inner: IntArray, ends: Ends) -> _Parts:
-    """The parts of episodes (E,), those at positions `inner` cut: their columns of `ends` are read."""
+def _parts(storage: Storage, slots: IntArray, start: IntArray, length: IntArray, inner: IntArray, ends: Ends) -> _Parts:
+    """The parts of episodes (E,) from `start` on, those at positions `inner` cut: their columns of `ends` are read."""
     numbers, stops, ended = [np.arange(len(slots))], [length], [np.zeros(len(slots), np.bool_)]
     for i in inner.tolist():
         found, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)
@@ -310,6 +362,7 @@ def _parts(storage: Storage, slots: IntArray, length: IntArray, inner: IntArray,
             found |= here
             terminated |= here & (name == ends.terminated)
         at = np.flatnonzero(found)
+        at = at[at >= start[i]]
         numbers.append(np.full(len(at), i))
         stops.append(at + 1)
         ended.append(terminated[at])
@@ -317,18 +370,18 @@ def _parts(storage: Storage, slots: IntArray, length: IntArray, inner: IntArray,
     order = np.lexsort((stop, number))
     number, stop = number[order], stop[order]
     is_first = np.append(True, number[1:] != number[:-1])
-    begin = np.where(is_first, 0, np.append(0, stop[:-1]))
+    begin = np.where(is_first, start[number], np.append(0, stop[:-1]))
     return _Parts(number, begin, stop, np.append(is_first[1:], True), np.concatenate(ended)[order])
 
 
-def _ended(storage: Storage, table: EpisodeTable, slots: IntArray, ends: Ends) -> BoolArray:
+def _ended(storage: Storage, slots: IntArray, length: IntArray, flags: npt.NDArray[np.uint32], ends: Ends) -> BoolArray:
     """Which episodes terminated: the record tells, or the last step is read."""
     name = ends.terminated
     if ends.recorded:
-        return np.asarray(table.of(table.flags, slots) & TERMINATED != 0)
+        return np.asarray(flags & TERMINATED != 0)
     if name is None:
         return np.zeros(len(slots), np.bool_)
     final = storage.layout.schema.fields[name].final
-    rows = storage.first_row(slots, final) + table.length[slots] - 1
+    rows = storage.first_row(slots, final) + np.maximum(length - 1, 0)
     values = storage.maps.rows[name][rows]
     return np.asarray(values.any(axis=tuple(range(1, values.ndim))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from memmap_buffer.errors import MemmapBufferError
 from memmap_buffer.loading.batch_reader import BatchReader, Splitter
@@ -90,3 +90,21 @@ class PlannedBatch:
     def read(self, make: Splitter) -> dict[str, Any]:
         """The batch that `make` makes of its columns; see `BatchReader.read`."""
         return self._group.read(self._number, make)
+
+
+class CurrentBatch(NamedTuple):
+    """A batch of what the one folder showed at a value of its change counter.
+
+    Attributes:
+        reader: reads it.
+        anchors: where its items are cut.
+        changes: the change counter.
+    """
+
+    reader: BatchReader
+    anchors: Anchors
+    changes: int
+
+    def read(self, make: Splitter) -> dict[str, Any]:
+        """The batch that `make` makes of its columns; see `BatchReader.read`."""
+        return self.reader.read(self.anchors, make, self.changes)

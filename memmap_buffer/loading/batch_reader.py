@@ -122,6 +122,11 @@ class BatchReader:
         return self._index
 
     @property
+    def frozen(self) -> bool:
+        """Whether its index stays as it is, as in a worker."""
+        return self._frozen
+
+    @property
     def reads_together(self) -> bool:
         """Whether several batches may be read as one: not if an item's rows depend on the others of its batch, nor
         where checksums are compared at every read."""
@@ -146,12 +151,13 @@ class BatchReader:
         """Give items their chance, see `shuffle.crop`; a generator is made only where it is used."""
         return crop(self.selection, self.folders, anchors, rng()) if self.selection.random else anchors
 
-    def read(self, anchors: Anchors, make: Splitter = cut) -> dict[str, Any]:
+    def read(self, anchors: Anchors, make: Splitter = cut, since: int | None = None) -> dict[str, Any]:
         """The batch at some anchors.
 
         Args:
             anchors: (B,).
             make: makes batches of the columns.
+            since: the change counter of the one folder at which all of them were shown, if it is known.
 
         Returns:
             key -> (B, …), fresh arrays of the stored dtypes, or as `make` gives them.
@@ -159,18 +165,18 @@ class BatchReader:
         Raises:
             StaleEpisodeError: an episode was overwritten meanwhile, and cannot or must not be drawn again.
         """
-        return make(self.columns(anchors), len(anchors.slot))[0]
+        return make(self.columns(anchors, since), len(anchors.slot))[0]
 
-    def columns(self, anchors: Anchors) -> Columns:
+    def columns(self, anchors: Anchors, since: int | None = None) -> Columns:
         """The same as arrays (B, …), of however many batches."""
-        builder, columns, fresh = self._try(anchors)
+        builder, columns, fresh = self._try(anchors, since)
         if not fresh.all():
             columns = self._completed(builder, columns, fresh)
         return columns if self._is_plain else self._finished(columns)
 
-    def _try(self, anchors: Anchors) -> tuple[BatchBuilder, Columns, BoolArray]:
+    def _try(self, anchors: Anchors, since: int | None = None) -> tuple[BatchBuilder, Columns, BoolArray]:
         """(the builder of a batch; its columns; (B,) whether each item was copied as its anchor meant)."""
-        builder, disk, begun = self.build(anchors), self._disk, perf_counter()
+        builder, disk, begun = self.build(anchors, since), self._disk, perf_counter()
         if disk.slow:
             disk.ask(builder)
         columns, seconds = builder.copy(), perf_counter() - begun
@@ -204,11 +210,11 @@ class BatchReader:
             builder, columns, fresh = self._try(anchors.where(chosen))
             size = max(1, size // 2) if 2 * np.count_nonzero(fresh) < len(fresh) else 2 * size
 
-    def build(self, anchors: Anchors) -> BatchBuilder:
+    def build(self, anchors: Anchors, since: int | None = None) -> BatchBuilder:
         """The builder of a batch at these anchors, with all columns put, and few of them copied."""
         view, output = self.selection.view, self.output
         if self.hindsight is None:
-            builder = BatchBuilder(self.folders, anchors, self._ends)
+            builder = BatchBuilder(self.folders, anchors, self._ends, since)
         else:
             builder = HindsightBuilder(self.folders, anchors, self._ends, self.hindsight, view.reach)
         view.cut(builder)

@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.loading.batch_group import BatchGroup, PlannedBatch
+from memmap_buffer.loading.batch_group import BatchGroup, CurrentBatch, PlannedBatch
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.distributed import Drawn, EpochBatches, anchors_of, samplers_of
 from memmap_buffer.loading.options import NamedBatch, make_tuple, unknown_option
@@ -86,7 +86,7 @@ def _unpadded(values: Any, lens: torch.Tensor) -> Any:
 
 
 def read(
-    reader: BatchReader, anchors: Anchors | PlannedBatch, rng: Callable[[], np.random.Generator]
+    reader: BatchReader, anchors: Anchors | PlannedBatch | CurrentBatch, rng: Callable[[], np.random.Generator]
 ) -> dict[str, Any]:
     """A batch as (nested) tensors, ragged where the options say so, and transformed.
 
@@ -96,7 +96,7 @@ def read(
         rng: makes the generator of the transforms that take one.
     """
     output = reader.output
-    tensors = anchors.read(tensors_of) if isinstance(anchors, PlannedBatch) else reader.read(anchors, tensors_of)
+    tensors = reader.read(anchors, tensors_of) if isinstance(anchors, Anchors) else anchors.read(tensors_of)
     for key, lens in output.ragged.items():
         tensors[key] = _unpadded(tensors[key], tensors[lens].reshape(-1))
     batch = nest(tensors) if output.nested else tensors

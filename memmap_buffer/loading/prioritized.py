@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
-from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import Index
@@ -25,13 +26,16 @@ from memmap_buffer.priority.anchor_priorities import (
     AnchorPriorities,
     AnyPriorities,
     Drawn,
+    SlotAnchors,
     StepPriorities,
 )
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
-from memmap_buffer.priority.sum_tree import FloatArray, spread
+from memmap_buffer.priority.sum_tree import FloatArray, load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
+
+_ONE = np.zeros(1, np.int64)  # the numbers of the folders where there is one
 
 
 class NamedPriorities:
@@ -42,7 +46,9 @@ class NamedPriorities:
         name, alpha, epsilon: see `Priorities.open`.
     """
 
-    def __init__(self, folders: Folders, name: str, *, alpha: float, epsilon: float) -> None:
+    def __init__(
+        self, folders: Folders, name: str, *, alpha: float | None = None, epsilon: float | None = None
+    ) -> None:
         self._folders, self._name, self._alpha, self._epsilon = folders, name, alpha, epsilon
         self._opened: dict[Storage, Priorities] = {}
         self._opening = Turn()  # threads open each once
@@ -78,7 +84,7 @@ class NamedPriorities:
         """The priorities of the folder of that number, None if it was removed. Raises SchemaError: no such number."""
         highest = int(self._folders.numbers.max())
         if not 0 <= number <= highest:
-            raise SchemaError(f"update_priorities: got folder {number}, expected one from 0 to {highest}")
+            raise SchemaError(f"priorities: got folder {number}, expected one from 0 to {highest}")
         storage = self._folders.numbered(number)
         return None if storage is None or storage.withdrawn else self.of(storage)
 
@@ -87,10 +93,11 @@ class NamedPriorities:
         """Whether the indices of a batch begin with the number of the folder."""
         return not self._folders.single
 
-    def require(self, *, alpha: float, epsilon: float) -> None:
-        """Raise SchemaError where α or ε are not these."""
-        for one in self._opened.values():
-            one.require(alpha=alpha, epsilon=epsilon)
+    def use(self, *, alpha: float, epsilon: float) -> None:
+        """Go on with another α or ε; see `Priorities.use`."""
+        self._alpha, self._epsilon = alpha, epsilon
+        for one in list(self._opened.values()):  # another thread may open more
+            one.use(alpha=alpha, epsilon=epsilon)
 
     def checkpoint(self) -> None:
         """Wait until they are on the disk."""
@@ -128,13 +135,14 @@ class PrioritizedDraws:
         priorities: NamedPriorities | None,
         weights: Sequence[float] | None = None,
     ) -> None:
+        load_loops()
         self.reader, self.how, self.num_drawn = reader, how, 0
         self._priorities = priorities
         self._weights = weights
         self._quota = None if weights is None else Quota(weights)
         self._shared = 0
         self._by_storage: dict[Storage, AnyPriorities] = {}
-        self._followed: tuple[Index, IntArray, list[tuple[AnyPriorities, Runs]]] | None = None
+        self._followed: tuple[Index, IntArray, list[tuple[Storage, Runs, bool]]] | None = None
         self._lock = threading.Lock()
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
@@ -149,6 +157,8 @@ class PrioritizedDraws:
             NotEnoughDataError: there is nothing to draw.
         """
         with self._lock:
+            if self._priorities is not None:  # others of the name may have changed them
+                self._priorities.use(alpha=self.how.alpha, epsilon=self.how.epsilon)
             numbers, each_folder = self._follow()
             totals = [one.total for one in each_folder]
             if not sum(totals) > 0:
@@ -175,6 +185,11 @@ class PrioritizedDraws:
 
     def _follow(self) -> tuple[IntArray, list[AnyPriorities]]:
         """The numbers of the folders, and the priorities of the anchors of each, as of now."""
+        if self.reader.folders.single and self.reader.selection.by_episode:
+            found = self._followed_by(self.reader.folders.storages[0], None)
+            if not found.count:
+                raise self.reader.nothing_to_read()
+            return _ONE, [found]
         index = self.reader.index(refresh=True)
         if self._followed is None or self._followed[0] is not index:
             self.reader.require(index)
@@ -188,24 +203,34 @@ class PrioritizedDraws:
                 storage = self.reader.folders.numbered(number) if id else None
                 if storage is not None and id_of(storage) == id:  # no other took its place meanwhile
                     numbers.append(number)
-                    each.append((self._priorities_of(storage, table, runs), runs))
+                    each.append((storage, runs, runs.count.sum() == table.steps))
             self._followed = index, np.array(numbers), each
         _, places, followed = self._followed
-        for one, runs in followed:
-            one.follow(runs)
-        return places, [one for one, _ in followed]
+        return places, [self._followed_by(storage, runs, whole) for storage, runs, whole in followed]
 
-    def _priorities_of(self, storage: Storage, table: EpisodeTable, runs: Runs) -> AnyPriorities:
-        """The priorities of the anchors of a folder."""
-        by_step = self._by_step and runs.count.sum() == table.steps
-        found = self._by_storage.get(storage)
-        if found is None or isinstance(found, StepPriorities) != by_step:
-            steps = None if self._priorities is None else self._priorities.of(storage)
-            if by_step and steps is not None:
-                found = StepPriorities(steps)
-            else:
-                found = AnchorPriorities(storage, steps, self.how, self.reader.selection.view)
-            self._by_storage[storage] = found
+    def _followed_by(self, storage: Storage, runs: Runs | None, by_step: bool = True) -> AnyPriorities:
+        """The priorities of the anchors of a folder, as of now.
+
+        Args:
+            storage: the folder.
+            runs: of its anchors; None where they are to be found slot by slot.
+            by_step: every step is an anchor, where `runs` are given.
+        """
+        found, how = self._by_storage.get(storage), self.how
+        if found is not None and (by_step or not isinstance(found, StepPriorities)) and found.follow(runs):
+            return found
+        steps = None if self._priorities is None else self._priorities.of(storage)
+        selection = self.reader.selection
+        cut = None if runs is not None else partial(selection.runs_of, 0, storage)
+        found = None
+        if by_step and self._by_step and steps is not None:
+            anchors = None if cut is None else SlotAnchors(storage, selection.view.stride, cut)
+            found = self._by_storage[storage] = StepPriorities(steps, anchors)
+            if found.follow(runs):
+                return found
+        # From now on, whatever comes: to make it takes one look at every step.
+        found = self._by_storage[storage] = AnchorPriorities(storage, steps, how, selection.view, cut)
+        found.follow(runs)
         return found
 
     @property
@@ -357,27 +382,60 @@ def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Ar
     Raises:
         SchemaError: shapes that do not fit, or an error that is no finite number.
     """
-    columns = indices[:, None] if indices.ndim == 1 else indices
-    by_folder = priorities.by_folder
-    names = columns.shape[-1] - by_folder if columns.ndim == 2 else 0
-    if names not in (1, 2) or columns.dtype.kind not in "iu" or td_errors.shape[:1] != columns.shape[:1]:
+    columns = _columns(priorities, indices, "update_priorities")
+    if td_errors.shape[:1] != columns.shape[:1] or td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(
-            f"update_priorities: got indices {indices.dtype} {indices.shape} and errors {td_errors.shape}; give a "
-            "batch's `_indices` or `_index` as they are, and an error for each"
+            f"update_priorities: got errors {td_errors.dtype} {td_errors.shape} of {len(columns)} items, expected (B,) "
+            "or (B, L)"
         )
-    if td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
-        raise SchemaError(f"update_priorities: got errors {td_errors.dtype} {td_errors.shape}, expected (B,) or (B, L)")
-    columns, errors = np.asarray(columns, np.int64), np.asarray(td_errors, np.float64)
-    if not by_folder and (only := priorities.numbered(0)) is not None:
-        return _update(only, columns, errors)
-    dropped, numbers = 0, columns[:, 0]
-    for number in np.unique(numbers).tolist():
-        mine, found = numbers == number, priorities.numbered(number)
-        if found is None:
-            dropped += int(mine.sum())
-        else:
-            dropped += _update(found, columns[mine, 1:], errors[mine])
+    errors, dropped = np.asarray(td_errors, np.float64), 0
+    for mine, found, part in _by_folder(priorities, columns):
+        dropped += len(part) if found is None else _update(found, part, errors[mine])
     return dropped
+
+
+def read_priorities(priorities: NamedPriorities, indices: Array) -> FloatArray:
+    """The priorities p of steps.
+
+    Args:
+        priorities: of the folders.
+        indices: `_indices` of a batch.
+
+    Returns:
+        (B,) float64, 0 where a step is gone.
+
+    Raises:
+        SchemaError: shapes that do not fit, or an episode has no such step.
+    """
+    columns = _columns(priorities, indices, "priorities")
+    if columns.shape[1] - priorities.by_folder != 2:
+        raise SchemaError(f"priorities: got indices of shape {indices.shape}, expected `_indices`, of steps")
+    out = np.zeros(len(columns))
+    for mine, found, part in _by_folder(priorities, columns):
+        if found is not None:
+            out[mine] = found.get(part[:, 0], part[:, 1])
+    return out
+
+
+def _columns(priorities: NamedPriorities, indices: Array, what: str) -> IntArray:
+    """Indices as columns: (the folder,) the serial, the step unless they are of whole episodes."""
+    columns = indices[:, None] if indices.ndim == 1 else indices
+    names = columns.shape[-1] - priorities.by_folder if columns.ndim == 2 else 0
+    if names not in (1, 2) or columns.dtype.kind not in "iu":
+        raise SchemaError(
+            f"{what}: got indices {indices.dtype} {indices.shape}; give a batch's `_indices` or `_index` as they are"
+        )
+    return np.asarray(columns, np.int64)
+
+
+def _by_folder(priorities: NamedPriorities, columns: IntArray) -> Iterator[tuple[Any, Priorities | None, IntArray]]:
+    """(which items, the priorities of their folder or None where it was removed, their columns without the folder)."""
+    if not priorities.by_folder:
+        yield slice(None), priorities.numbered(0), columns
+        return
+    for number in np.unique(columns[:, 0]).tolist():
+        mine = columns[:, 0] == number
+        yield mine, priorities.numbered(number), columns[mine, 1:]
 
 
 def _update(priorities: Priorities, columns: IntArray, errors: FloatArray) -> int:

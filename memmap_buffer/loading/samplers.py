@@ -19,13 +19,15 @@ from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.host import host_name
 from memmap_buffer.items.epoch import Epoch, EpochSnapshot, require_same, standing
 from memmap_buffer.items.index import Index
+from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.rank_partition import RankPartition, Ranks, check_tail
 from memmap_buffer.items.shuffle import BlockShuffle, Order, Permutation, Quota, Shuffle
-from memmap_buffer.loading.batch_group import BatchGroup, PlannedBatch
+from memmap_buffer.loading.batch_group import BatchGroup, CurrentBatch, PlannedBatch
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.read_ahead import Readahead
 from memmap_buffer.views.anchors import Anchors
 
+CALM = 8  # batches without a change in between, after which several are planned at once
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
 WINDOW_BYTES = 256 << 20  # items that `shuffle="block"` shuffles together unless told otherwise take so many
 SHUFFLES = (False, True, "block")
@@ -334,12 +336,20 @@ class UniformSampler:
         self._group: BatchGroup | None = None
         self._waiting: list[PlannedBatch] = []
         self._turn = threading.Lock()  # threads share the batches of a group
+        self._live: LiveIndex | None = None
+        self._seen, self._calm = -1, CALM  # the change counter at the last batch; batches since it rose
 
-    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors | PlannedBatch:
+    def next(
+        self, batch_size: int, rng: np.random.Generator, alone: bool = False
+    ) -> Anchors | PlannedBatch | CurrentBatch:
         """The next batch to be read; `alone`: it does not depend on those before. Raises NotEnoughDataError."""
         if alone or self._one_by_one:
             return self._drawn_now(batch_size, rng, alone)
         with self._turn:
+            if self._is_written_to():
+                batch = self._drawn_live(batch_size, rng)
+                if batch is not None:
+                    return batch
             of = self.reader.index(refresh=True), batch_size
             if self._of != of:
                 self._of, self._group, self._waiting = of, None, []
@@ -348,6 +358,26 @@ class UniformSampler:
                 self._group = BatchGroup(self.reader, self._drawn_now(count * batch_size, rng), batch_size)
                 self._waiting = self._group.batches()[::-1]
             return self._waiting.pop()
+
+    def _is_written_to(self) -> bool:
+        """Whether something changed in the one folder within the last batches, so that few of them can be planned."""
+        folders = self.reader.folders
+        if not folders.single or self.reader.frozen:
+            return False
+        changes, before = folders.storages[0].changes, self._seen
+        self._seen, self._calm = changes, 0 if before not in (-1, changes) else self._calm + 1
+        return self._calm < CALM
+
+    def _drawn_live(self, batch_size: int, rng: np.random.Generator) -> CurrentBatch | None:
+        """A batch of what is there now, whatever that was before; None where only an index can tell."""
+        live, selection, folders = self._live, self.reader.selection, self.reader.folders
+        if live is None or live.storage is not folders.storages[0]:
+            if not LiveIndex.follows(selection, folders):
+                return None
+            live = self._live = LiveIndex(selection, folders)
+        if not live.follow() or not len(live):
+            return None
+        return CurrentBatch(self.reader, live.draw(batch_size, rng), live.changes)
 
     def _drawn_now(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         reader = self.reader

@@ -52,7 +52,7 @@ def pack(src: str | PathLike[str], dst: str | PathLike[str], *, episodes: Any = 
     Args:
         src: a folder of any layout; its writer may go on meanwhile.
         dst: where; no buffer may be there.
-        episodes: positions: an int, list, array or slice; None for all.
+        episodes: positions: an int, list, array or slice; None for all, those that a ring has trimmed included.
 
     Returns:
         The serials that were left out; empty when all are there. After an error there is no buffer at `dst`.
@@ -65,7 +65,7 @@ def pack(src: str | PathLike[str], dst: str | PathLike[str], *, episodes: Any = 
         OSError: the disk is full, say.
     """
 
-    def dense(source: Layout, lengths: IntArray) -> Layout:
+    def dense(source: Layout, lengths: IntArray, steps: int) -> Layout:
         rows, columns = int(lengths.sum()), len(source.schema.all)
         return Layout(source.schema, len(lengths), source.max_timesteps, spare_slots=0, rows=rows, columns=columns)
 
@@ -104,11 +104,11 @@ def unpack(
         OSError: the disk is full, say.
     """
 
-    def grid(source: Layout, lengths: IntArray) -> Layout:
+    def grid(source: Layout, lengths: IntArray, steps: int) -> Layout:
         most = source.max_episodes if max_episodes is None else max_episodes
         longest = source.max_timesteps if max_timesteps is None else max_timesteps
         layout = Layout(source.schema, most, longest, spare_slots=spare_slots, circular=circular, capacity=capacity)
-        needed = {"max_episodes": len(lengths), "max_timesteps": int(lengths.max()), "capacity": int(lengths.sum())}
+        needed = {"max_episodes": len(lengths), "max_timesteps": int(lengths.max()), "capacity": steps}
         for name, size in needed.items():
             given = getattr(layout, name)
             if given is not None and given < size:
@@ -124,11 +124,13 @@ def unpack(
 class _Plan:
     """What goes where: the i-th episode to slot i of the new layout, its steps to the rows from `first` on.
 
-    Attributes: slots, serials, length, flags, first: (n,), in the order of the serials, as they were when it was made.
+    Attributes: slots, serials, start, length, flags, first: (n,), in the order of the serials, as they were when it was
+        made.
     """
 
     slots: IntArray
     serials: IntArray
+    start: IntArray
     length: IntArray
     flags: npt.NDArray[np.uint32]
     first: IntArray
@@ -144,15 +146,18 @@ class _Left(Exception):
 
 
 def _transfer(
-    src: str | PathLike[str], dst: str | PathLike[str], episodes: Any, shape: Callable[[Layout, IntArray], Layout]
+    src: str | PathLike[str], dst: str | PathLike[str], episodes: Any, shape: Callable[[Layout, IntArray, int], Layout]
 ) -> list[int]:
     source = Storage.open(src, read_only=True, verify="never")  # each checksum is compared all the same
     table, slots = visible(source)
+    visible_ones = len(slots)
+    if episodes is not None:
+        slots = slots[table.start[slots] == 0]  # positions are those of whole episodes
     wanted = table.serial[slots[np.unique(positions_of(episodes, len(slots))[0])]]
     serials = wanted
-    name = source.layout.id if len(wanted) == len(slots) else source.layout.part_id(wanted.tolist())
+    name = source.layout.id if len(wanted) == visible_ones else source.layout.part_id(wanted.tolist())
     for _ in range(ROUNDS):
-        plan = _plan(source, serials, lambda old, lengths: replace(shape(old, lengths), id=name))
+        plan = _plan(source, serials, lambda *sizes: replace(shape(*sizes), id=name))
         try:
             with new_copy(source, path_of(dst), plan.layout, ("extra",)) as there:
                 _copy(source, plan, there)
@@ -167,7 +172,7 @@ def _transfer(
     raise StaleEpisodeError(f"{source.path}: episodes change faster than they can be copied; pause the writer")
 
 
-def _plan(source: Storage, serials: IntArray, shape: Callable[[Layout, IntArray], Layout]) -> _Plan:
+def _plan(source: Storage, serials: IntArray, shape: Callable[[Layout, IntArray, int], Layout]) -> _Plan:
     table, slots = visible(source)
     slots = slots[np.isin(table.serial[slots], serials)]
     if not len(slots):
@@ -175,10 +180,10 @@ def _plan(source: Storage, serials: IntArray, shape: Callable[[Layout, IntArray]
             f"{source.path}: no episode is left to be copied; record some, or pause the writer of a ring that turns "
             "faster than it can be read"
         )
-    length = table.length[slots]
-    layout = shape(source.layout, length)
+    start, length = table.start[slots], table.length[slots]
+    layout = shape(source.layout, length, int((length - start).sum()))
     first = np.cumsum(length) - length if layout.rows is not None else np.arange(len(slots)) * layout.max_timesteps
-    return _Plan(slots, table.serial[slots], length, table.flags[slots], first, layout)
+    return _Plan(slots, table.serial[slots], start, length, table.flags[slots], first, layout)
 
 
 def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
@@ -250,11 +255,15 @@ def _write_record(plan: _Plan, i: int, word: Words, flags: int, crcs: dict[str, 
     layout, record = plan.layout, word.view(RECORD)[0]
     row = checksum_row(layout, crcs)
     write_all(there["/checksums"], row, layout.arrays["/checksums"].offset(i))
+    was_open = bool(record["flags"] & OPEN)  # then its round is that of its first step
     values = {name: int(record[name]) for name in RECORD.names or ()} | {
         "generation": 2,
         "length": int(plan.length[i]),
+        "start": int(plan.start[i]),
+        "stop": int(plan.length[i]),
         "flags": flags | CHECKED,
         "first_row": int(plan.first[i]),
+        "round": (int(record["round"]) + (int(plan.length[i]) - 1) * was_open) % 2**32,
         "digest": digest_of(row, layout.used_columns),
         "columns": layout.used_columns,
     }

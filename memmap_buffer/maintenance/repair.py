@@ -290,7 +290,7 @@ def _repair_checksums(place: Folder, survey: Survey, found: Iterable[Finding], l
             row = _checksums(now, slot)
             write_all(fd, row, array.offset(slot))
             if slot in is_open:
-                put(slot, _digested(now, slot, row, flags=int(now.table.flags[slot]) & ~OPEN | CUT))
+                put(slot, _digested(now, slot, row, **_ended(now, slot)))
 
 
 def _digested(survey: Survey, slot: int, row: bytes, **changes: int) -> bytes:
@@ -298,6 +298,13 @@ def _digested(survey: Survey, slot: int, row: bytes, **changes: int) -> bytes:
     record = survey.maps.words[slot].view(RECORD)[0]
     values = {name: int(record[name]) for name in RECORD.names or ()} | changes
     return seal(**values | {"digest": digest_of(row, values["columns"])})
+
+
+def _ended(survey: Survey, slot: int) -> dict[str, int]:
+    """What the record of an open episode says when it ends with the step that is shown last."""
+    steps, flags = int(survey.table.length[slot]), int(survey.table.flags[slot])
+    last = (survey.record(slot)["round"] + steps - 1) % 2**32
+    return {"flags": flags & ~OPEN | CUT, "length": steps, "stop": steps, "round": last}
 
 
 def _checksums(survey: Survey, slot: int) -> bytes:

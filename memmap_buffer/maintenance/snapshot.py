@@ -208,7 +208,7 @@ def _copy_slot(source: Storage, word: Words, slot: int, here: dict[str, int], th
     layout, record = source.layout, word.view(RECORD)[0]
     for name, field in layout.schema.fields.items():
         first = int(source.first_row(np.array([slot]), field.final)[0])
-        count = int(record["length"]) + (field.final and bool(record["flags"] & FINAL))
+        count = int(record["stop"]) + (field.final and bool(record["flags"] & FINAL))
         copy_range(here[name], there[name], layout.row_offset(name, first), count * field.itemsize)
     for name in ("/checksums", *layout.schema.meta_fields):
         array = layout.arrays[name]

@@ -309,7 +309,7 @@ class _Moments:
 
 def _entries(storage: Storage, table: EpisodeTable, name: str) -> IntArray:
     """(episodes,) how many entries of a field each visible episode has."""
-    schema, slots = storage.layout.schema, table.visible
+    schema, slots = storage.layout.schema, table.whole
     if name in schema.meta_fields:
         return np.ones(len(slots), np.int64)
     counts = table.length[slots]
@@ -322,7 +322,7 @@ def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[t
     field, most = schema.all[name], max(1, BLOCK_BYTES // max(1, schema.all[name].itemsize))
     column = storage.maps.meta[name] if name in schema.meta_fields else storage.maps.rows[name]
     counts = _entries(storage, table, name)
-    for block in _plan_blocks(zip(table.visible.tolist(), counts.tolist(), strict=True), most):
+    for block in _plan_blocks(zip(table.whole.tolist(), counts.tolist(), strict=True), most):
         slots = np.array([slot for slot, _, _ in block])
         first = slots if name in schema.meta_fields else storage.first_row(slots, field.final)
         storage.trust(slots)  # an episode that fails its check is not visible any more

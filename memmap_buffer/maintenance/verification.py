@@ -23,6 +23,7 @@ from memmap_buffer.format.records import (
     FINAL,
     GENERATION,
     MAX_SERIAL,
+    MAX_TERM,
     OPEN,
     RECORD,
     STATE,
@@ -231,6 +232,8 @@ class Survey(Storage):
         odd, known = bool(word[GENERATION] & np.uint64(1)), bool(self.repaired.table.valid[slot])
         serial = int(self.repaired.table.serial[slot]) if known else None
         if odd and (known or not word[1:].any()):
+            if known and self.repaired.table.start[slot] == self.repaired.table.length[slot]:
+                return None  # a ring forgot all of its steps
             if not served:
                 what = "the slot holds no episode: it is being written, or its writer died"
                 return Finding("episodes.npy", what, slot, lost=False)
@@ -282,7 +285,7 @@ class Survey(Storage):
 
     def _checksum(self, slot: int, serial: int, name: str) -> Finding:
         table = self.table
-        crcs = dict(self.column_crcs(slot, int(table.length[slot]), bool(table.flags[slot] & FINAL)))
+        crcs = dict(self.column_crcs(slot, self.checked_length(slot), bool(table.flags[slot] & FINAL)))
         stored = int(self.maps.checksums[slot, self.layout.column_of[name]])
         # No single bit of less than 512 MiB of data changes its CRC-32 in a single bit: the polynomial is primitive.
         if (stored ^ crcs[name]).bit_count() == 1:
@@ -307,7 +310,7 @@ class Survey(Storage):
         table = self.repaired.table
         serials = table.serial[table.valid & (table.serial < LAST)]
         terms = self.repaired.maps.words.view(RECORD)[:, 0]["term"][table.valid]
-        return {"next": int(serials.max(initial=-1)) + 1, "term": min(int(terms.max(initial=0)), LAST // 2) + 1}
+        return {"next": int(serials.max(initial=-1)) + 1, "term": min(int(terms.max(initial=0)), MAX_TERM // 2) + 1}
 
     def state_faults(self) -> dict[str, int]:
         """The words of state.npy that cannot be, each with what it should be."""
@@ -315,7 +318,7 @@ class Survey(Storage):
         right = {} if state("next") < MAX_SERIAL else {"next": least["next"]}
         following = max(least["next"], right.get("next", state("next")))
         bounds = {"base": (following, 0), "synced": (following, 0), "suspect": (following, following), "clean": (1, 0)}
-        bounds["term"] = (LAST, least["term"])
+        bounds["term"] = (MAX_TERM - 1, least["term"])
         return right | {name: value for name, (most, value) in bounds.items() if state(name) > most}
 
     def _state(self) -> Iterator[Finding]:
@@ -367,16 +370,25 @@ def _size(error: OSError) -> int:
 
 
 def repaired_record(word: Words) -> Words:
-    """A record with its generation even again, or with the one byte put right that makes its check fail; else as is.
+    """A record with its generation even again, or with the one byte put right that makes it void; else as is.
 
     The check has 64 bits, and 16,320 records differ in one byte: that a wrong one fits has a chance of 10⁻¹⁵.
     """
     before = word.copy()
     before[GENERATION] &= ~np.uint64(1)
     if before[CHECK] == check_of(before[None])[0]:
-        return before
+        return _within_its_length(before)
     tries = np.repeat(word[None], 255 * RECORD.itemsize, axis=0)
     which = np.arange(len(tries))
     tries.view(np.uint8)[which, which % RECORD.itemsize] ^= (1 + which // RECORD.itemsize).astype(np.uint8)
     fits = tries[tries[:, CHECK] == check_of(tries)]
     return np.asarray(fits[0] if len(fits) == 1 else word)
+
+
+def _within_its_length(word: Words) -> Words:
+    """A record whose check holds, with shown steps that can be: all of a closed episode, where they cannot."""
+    record = word.view(RECORD)
+    if not record["flags"] & OPEN:
+        record["stop"] = record["length"]
+    record["start"] *= record["start"] <= record["stop"]
+    return word

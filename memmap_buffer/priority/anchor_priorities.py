@@ -8,37 +8,198 @@ priorities, slot by slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
-from memmap_buffer.priority.sum_tree import FloatArray, SumTree, new_nodes
+from memmap_buffer.priority.sum_tree import FloatArray, SumTree, new_nodes, with_zeros
+from memmap_buffer.priority.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
 
 BLOCK = 1 << 20  # leaves that are looked at together
-_U64 = np.uint64
 
 
 Drawn: TypeAlias = tuple[IntArray, IntArray, IntArray, FloatArray]  # (B,) slots, serials, t, priorities
 
 
+Cut: TypeAlias = Callable[[EpisodeTable, IntArray], Runs]  # the runs of anchors of some visible slots
+
+
+class SlotAnchors:
+    """Which anchors each slot of a folder has, followed change by change.
+
+    Args:
+        storage: the folder.
+        stride: of its runs.
+        cut: gives the runs of slots; None where an episode's anchors follow from others, too, and all are given.
+        by_content: anchors of an episode whose generation is another are others.
+
+    Attributes:
+        serial: (slots,) of the episode that the anchors are of, -1 for none.
+        count: of all anchors.
+    """
+
+    def __init__(self, storage: Storage, stride: int, cut: Cut | None, *, by_content: bool = False) -> None:
+        self._storage, self._stride, self._cut, self._by_content = storage, stride, cut, by_content
+        self._episodes = VisibleEpisodes()
+        self._given: Runs | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew without any; the next `follow` tells of all."""
+        slots = self._storage.layout.slots
+        self.serial = np.full(slots, -1)
+        self._first, self._count, self._generation = np.zeros((3, slots), np.int64)  # where a slot has one plain run
+        self._many: dict[int, Runs] = {}  # the others
+        self.count = 0
+        self._unfinished = True
+
+    @property
+    def num_steps(self) -> int:
+        """Visible timesteps, where anchors are cut."""
+        return self._episodes.num_steps
+
+    def follow(self, given: Runs | None) -> tuple[Runs, Runs] | None:
+        """Take in what changed; returns the anchors that went and those that came, None where nothing did."""
+        if self._unfinished:
+            self.clear()
+        every, self._unfinished = self._unfinished, True
+        slots: IntArray | None
+        if self._cut is None:
+            assert given is not None
+            slots, runs, table = NO_SLOTS if given is self._given else None, given, self._storage.table
+            self._given = given
+        else:
+            slots, table = self._episodes.follow(self._storage), self._episodes.table
+        if every or slots is None:
+            slots = np.arange(len(self.serial))
+        if self._cut is not None and len(slots):
+            runs = self._cut(table, slots[self._episodes.shown.take(slots)])
+        changed = self._take_few(slots, runs) if 0 < len(slots) <= FEW else None
+        if changed is None and len(slots):
+            changed = self._take(slots, runs, table.generation.take(slots).view(np.int64))
+        self._unfinished = False
+        return changed
+
+    def runs(self, slots: IntArray | None = None) -> Runs:
+        """The runs of some slots, or of all."""
+        chosen = np.flatnonzero(self._count) if slots is None else slots[self._count.take(slots) > 0]
+        plain = Runs(chosen, self.serial[chosen], self._first[chosen], self._count[chosen])
+        return self._with_many(plain, list(self._many) if slots is None else slots.tolist())
+
+    def _with_many(self, plain: Runs, slots: list[int]) -> Runs:
+        parts = [self._many[slot] for slot in slots if slot in self._many] if self._many else []
+        if any(part.last is not None for part in parts):
+            parts = [
+                part.replaced(last=part.first + (part.count - 1) * self._stride) if part.last is None else part
+                for part in parts
+            ]
+            plain = plain.replaced(last=plain.first + (plain.count - 1) * self._stride)
+        return Runs.joined([plain, *parts])
+
+    def _take_few(self, slots: IntArray, runs: Runs) -> tuple[Runs, Runs] | None:
+        """`_take` of slots whose only run became longer or shorter, by numbers; None where that is not all."""
+        if runs.last is not None or self._by_content or self._many or len(runs.slot) != len(slots):
+            return None
+        gone, come, stride = [], [], self._stride
+        rows = np.stack([runs.slot, runs.serial, runs.first, runs.count], axis=1).tolist()
+        if sorted(row[0] for row in rows) != slots.tolist():
+            return None
+        for slot, serial, first, count in rows:
+            was, had = self._first.item(slot), self._count.item(slot)
+            skipped, rest = divmod(first - was, stride)
+            if self.serial.item(slot) != serial or rest or not 0 <= skipped <= had <= skipped + count:
+                return None
+            gone.append((slot, serial, was, skipped))
+            come.append((slot, serial, was + had * stride, skipped + count - had))
+        for slot, _, first, count in rows:
+            self.count += count - self._count.item(slot)
+            self._first[slot], self._count[slot] = first, count
+        return _runs_of(gone), _runs_of(come)
+
+    def _take(self, slots: IntArray, runs: Runs, generation: IntArray) -> tuple[Runs, Runs]:
+        place = np.searchsorted(slots, runs.slot)
+        number = np.bincount(place, minlength=len(slots))
+        plain = number.take(place) == 1
+        if runs.last is not None:
+            plain &= runs.last >= runs.first + (runs.count - 1) * self._stride
+        serial, first, count = np.full(len(slots), -1), np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
+        serial[place], first[place[plain]], count[place[plain]] = runs.serial, runs.first[plain], runs.count[plain]
+        was_first, was_count, was_serial = self._first[slots], self._count[slots], self.serial[slots]
+        stride = self._stride
+        alike = (serial == was_serial) & (count > 0) & (was_count > 0) & ((first - was_first) % stride == 0)
+        if self._by_content:
+            alike &= generation == self._generation[slots]
+        gone_many, others = (
+            [slot for slot in slots.tolist() if slot in self._many] if self._many else [],
+            runs.where(np.flatnonzero(~plain)),
+        )
+        gone = _ranges(slots, was_serial, was_first, was_count, first, count, alike, stride)
+        come = _ranges(slots, serial, first, count, was_first, was_count, alike, stride)
+        gone = self._with_many(gone, gone_many)
+        self.count += int(come.count.sum()) + int(others.count.sum()) - int(gone.count.sum())
+        for slot in gone_many:
+            del self._many[slot]
+        for slot in np.unique(others.slot).tolist():
+            self._many[slot] = others.where(np.flatnonzero(others.slot == slot))
+        self.serial[slots], self._first[slots], self._count[slots], self._generation[slots] = (
+            serial,
+            first,
+            count,
+            generation,
+        )
+        return gone, self._with_many(come, np.unique(others.slot).tolist())
+
+
+def _runs_of(rows: list[tuple[int, int, int, int]]) -> Runs:
+    """Runs by their slots, serials, first timesteps and counts."""
+    return Runs(*np.array([row for row in rows if row[-1]] or np.empty((0, 4)), np.int64).T)
+
+
+def _ranges(
+    slots: IntArray,
+    serial: IntArray,
+    first: IntArray,
+    count: IntArray,
+    other: IntArray,
+    others: IntArray,
+    alike: Any,
+    stride: int,
+) -> Runs:
+    """The runs (first, count) without what they share with (other, others), where these are `alike`."""
+    before = np.where(alike, np.clip((other - first) // stride, 0, count), count)
+    kept = np.where(alike, np.clip((other - first) // stride + others, before, count), count)
+    columns = [[slots, slots], [serial, serial], [first, first + kept * stride], [before, count - kept]]
+    slot, serial, first, count = (np.concatenate(pair) for pair in columns)
+    some = np.flatnonzero(count)
+    return Runs(slot[some], serial[some], first[some], count[some])
+
+
 class StepPriorities:
-    """The priorities where every step is an anchor: the leaves of the tree on the disk."""
+    """The priorities where every step is an anchor: the leaves of the tree on the disk.
 
-    def __init__(self, priorities: Priorities) -> None:
-        self._priorities = priorities
+    Args:
+        priorities: of the steps.
+        anchors: which there are; None where they are known to be all steps.
+    """
 
-    def follow(self, runs: Runs) -> None:
-        """See the episodes that exist."""
+    def __init__(self, priorities: Priorities, anchors: SlotAnchors | None = None) -> None:
+        self._priorities, self._anchors = priorities, anchors
+
+    def follow(self, runs: Runs | None) -> bool:
+        """See the episodes that exist; returns whether every step is an anchor still."""
         self._priorities.follow()
+        if self._anchors is None:
+            return True
+        self._anchors.follow(runs)
+        return self._anchors.count == self._anchors.num_steps
 
     @property
     def count(self) -> int:
@@ -68,29 +229,35 @@ class AnchorPriorities:
         priorities: of its steps; None where batches are drawn by a meta field.
         how: the options of the draws.
         view: the view whose anchors these are.
+        cut: see `SlotAnchors`.
     """
 
-    def __init__(self, storage: Storage, priorities: Priorities | None, how: Prioritized, view: View) -> None:
+    def __init__(
+        self, storage: Storage, priorities: Priorities | None, how: Prioritized, view: View, cut: Cut | None = None
+    ) -> None:
         self._storage, self._priorities, self._how, self._view = storage, priorities, how, view
         self._reduce = how.reduce or ("mean" if view.per_episode else "first")
         self._before = int(getattr(view, "pad_before", 0))
         self._length = 0 if view.per_episode else int(getattr(view, "length", 1))
+        self._anchors = SlotAnchors(storage, view.stride, cut, by_content=how.weight_field is not None)
         layout = storage.layout
-        leaves = (layout.rows or layout.slots * layout.max_timesteps) + layout.slots * self._before
-        self._tree = SumTree(new_nodes(leaves), leaves, minima=how.normalize == "buffer")
-        self._runs: Runs | None = None
-        self._signature = np.zeros(layout.slots, _U64)
-        self._serial = np.full(layout.slots, -1)
-        self._outdated = np.ones(layout.slots, np.bool_)  # slots whose anchors are given their priorities again
+        self._leaves_needed = (layout.rows or layout.slots * layout.max_timesteps) + layout.slots * self._before
+        self._tree = self._new_tree()
+        self._unfinished = False
         self._seen = 0
         if priorities is not None:
             priorities.keep_changes()
+            self._seen = priorities.num_changes
         self._sorted: FloatArray | None = None
         self._unsorted = 0
 
+    def _new_tree(self) -> SumTree:
+        leaves = self._leaves_needed
+        return SumTree(new_nodes(leaves), leaves, minima=self._how.normalize == "buffer")
+
     @property
     def count(self) -> int:
-        return 0 if self._runs is None else int(self._runs.count.sum())
+        return self._anchors.count
 
     @property
     def total(self) -> float:
@@ -104,18 +271,26 @@ class AnchorPriorities:
         """The anchors at values of the cumulative sum."""
         leaves, priorities = self._tree.find(values)
         slots = self._slots_of(leaves)
-        return slots, self._serial[slots], leaves - self._leaves(slots, 0), priorities
+        return slots, self._anchors.serial[slots], leaves - self._leaves(slots, 0), priorities
 
-    def follow(self, runs: Runs) -> None:
-        """Take in the changes of this folder's anchors, and of the priorities."""
+    def follow(self, runs: Runs | None) -> bool:
+        """Take in the changes of this folder's anchors, and of the priorities; returns True."""
+        if self._unfinished:  # it was interrupted in the middle of it
+            self._anchors.clear()
+            self._tree = self._new_tree()
+            self._unfinished = False
         if self._priorities is not None:
-            self._priorities.tree.loops = self._tree.loops or self._priorities.tree.loops
             self._priorities.follow()
+        self._unfinished = True
+        changed = self._anchors.follow(runs)
+        if changed is not None:
+            self._enter(*changed)
+        if self._priorities is not None:
             self._follow_priorities(self._priorities)
-        if runs is not self._runs or self._outdated.any():
-            self._follow_runs(runs)
         if self._how.variant == "rank":
-            self._sort(runs)
+            self._sort()
+        self._unfinished = False
+        return True
 
     # Where a leaf lies
 
@@ -127,17 +302,15 @@ class AnchorPriorities:
         layout = self._storage.layout
         if layout.rows is None:
             return np.asarray(leaves // (layout.max_timesteps + self._before))
-        slots = np.arange(layout.slots)[self._serial >= 0]
+        slots = np.flatnonzero(self._anchors.serial >= 0)
         first = self._leaves(slots, -self._before)
         order = np.argsort(first, kind="stable")
         return np.asarray(slots[order][np.searchsorted(first[order], leaves, side="right") - 1])
 
-    def _anchors(self, runs: Runs, chosen: npt.NDArray[np.bool_] | None) -> Iterator[tuple[IntArray, IntArray]]:
-        """(slot, t) of the anchors of runs, of some slots or all, some 10⁶ at a time."""
-        if chosen is not None:
-            runs = runs.where(np.flatnonzero(chosen[runs.slot]))
+    def _each(self, runs: Runs) -> Iterator[tuple[IntArray, IntArray]]:
+        """(slot, t) of the anchors of runs, some 10⁶ at a time."""
         ends = np.cumsum(runs.count)
-        for at in range(0, int(runs.count.sum()), BLOCK):
+        for at in range(0, int(ends[-1]) if len(ends) else 0, BLOCK):
             i = np.arange(at, min(at + BLOCK, int(ends[-1])))
             place = np.searchsorted(ends, i, side="right")
             t = runs.first[place] + (i - ends[place] + runs.count[place]) * self._view.stride
@@ -147,18 +320,31 @@ class AnchorPriorities:
 
     # Following
 
+    def _enter(self, gone: Runs, come: Runs) -> None:
+        for slots, t in self._each(gone):
+            self._tree.put(self._leaves(slots, t), np.zeros(len(slots)))
+            self._unsorted += len(slots)
+        for slots, t in self._each(come):
+            self._put(slots, t)
+
     def _follow_priorities(self, priorities: Priorities) -> None:
-        with priorities.lock:  # others update them
-            behind, self._seen = priorities.num_changes - self._seen, priorities.num_changes
-            changes = list(priorities.changes)
-        if behind > len(changes):
-            self._outdated[:] = True
+        if priorities.num_changes == self._seen:
             return
+        with priorities.lock:  # others update them
+            behind, seen = priorities.num_changes - self._seen, priorities.num_changes
+            changes = list(priorities.changes)
+        whole = [NO_SLOTS]
+        if behind > len(changes):
+            whole = [np.arange(len(self._anchors.serial))]
+            behind = 0
         for slots, t in changes[len(changes) - behind :]:
             if t is None:
-                self._outdated[slots] = True
+                whole.append(slots)
             else:
                 self._update(slots, t)
+        for slots, t in self._each(self._anchors.runs(np.unique(np.concatenate(whole)))):
+            self._put(slots, t)
+        self._seen = seen
 
     def _update(self, slots: IntArray, t: IntArray) -> None:
         """Give the anchors that some steps belong to their priorities again."""
@@ -171,37 +357,11 @@ class AnchorPriorities:
             slots = np.repeat(slots, reach + 1)
             slots, t = slots[t >= -self._before], t[t >= -self._before]
         leaves = self._leaves(slots, t)
-        served = (self._tree.get(leaves) > 0) & ~self._outdated[slots]
-        self._put(slots[served], t[served])
-
-    def _follow_runs(self, runs: Runs) -> None:
-        signature = self._sign(runs)
-        changed = self._outdated | (signature != self._signature)
-        self._outdated = changed  # until all is done
-        if self._runs is not None:
-            for slots, t in self._anchors(self._runs, changed):
-                self._tree.put(self._leaves(slots, t), np.zeros(len(slots)))
-                self._unsorted += len(slots)
-        self._signature, self._runs = signature, runs
-        self._serial[changed] = -1
-        mine = changed[runs.slot]
-        self._serial[runs.slot[mine]] = runs.serial[mine]
-        for slots, t in self._anchors(runs, changed):
-            self._put(slots, t)
-        self._outdated = np.zeros(len(changed), np.bool_)
-
-    def _sign(self, runs: Runs) -> npt.NDArray[np.uint64]:
-        """(slots,) a hash of the anchors that each slot has."""
-        columns = [runs.serial, runs.first, runs.count] + ([] if runs.last is None else [runs.last])
-        if self._how.weight_field is not None:
-            columns.append(self._storage.table.generation[runs.slot].astype(np.int64))
-        mixed = np.full(len(runs.slot), 0x6D656D6D61706275, _U64)
-        for column in columns:
-            mixed = (mixed ^ column.astype(_U64)) * _U64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> _U64(29)
-        signature = np.zeros(len(self._serial), _U64)
-        np.add.at(signature, runs.slot, mixed)
-        return signature
+        held = self._tree.get(leaves)
+        served = (held > 0) | np.signbit(held)
+        if not served.all():
+            slots, t = slots[served], t[served]
+        self._put(slots, t)
 
     # What the leaves hold
 
@@ -210,7 +370,7 @@ class AnchorPriorities:
         if self._how.variant == "rank":
             self._unsorted += len(slots)
             priorities = self._by_rank(priorities)
-        self._tree.put(self._leaves(slots, t), priorities)
+        self._tree.put(self._leaves(slots, t), with_zeros(priorities))
 
     def _priority(self, slots: IntArray, t: IntArray) -> FloatArray:
         """The priorities of anchors (B,); 0 where another episode is in the slot by now."""
@@ -220,10 +380,10 @@ class AnchorPriorities:
         if self._reduce == "first":
             found = self._priorities.tree.get(self._priorities.leaves(slots, start))
         else:
-            length = self._priorities.lengths[slots]
+            length = self._priorities.steps_of(slots)[1]
             stop = length if self._view.per_episode else np.minimum(t + self._length, length)
             found = self._reduced(slots, start, np.maximum(stop, start + 1))
-        return np.where(self._priorities.serials_of(slots) == self._serial[slots], found, 0.0)
+        return np.where(self._priorities.serials_of(slots) == self._anchors.serial[slots], found, 0.0)
 
     def _reduced(self, slots: IntArray, start: IntArray, stop: IntArray) -> FloatArray:
         """The maximum or mean over steps start … stop - 1."""
@@ -258,14 +418,15 @@ class AnchorPriorities:
         above = len(self._sorted) - np.searchsorted(self._sorted, priorities, side="right")
         return np.where(priorities > 0, (1.0 + above) ** -self._how.alpha, 0.0)
 
-    def _sort(self, runs: Runs) -> None:
+    def _sort(self) -> None:
         """Where enough has changed, sort the order in which ranks are found, and put all priorities by it."""
         if self._sorted is not None and self._unsorted < (self._how.sort_interval or max(self.count, 1)):
             return
-        parts = [self._priority(slots, t) for slots, t in self._anchors(runs, None)]
+        runs = self._anchors.runs()
+        parts = [self._priority(slots, t) for slots, t in self._each(runs)]
         self._sorted = np.sort(np.concatenate(parts)) if parts else np.zeros(0)
-        for (slots, t), priorities in zip(self._anchors(runs, None), parts, strict=True):
-            self._tree.put(self._leaves(slots, t), self._by_rank(priorities))
+        for (slots, t), priorities in zip(self._each(runs), parts, strict=True):
+            self._tree.put(self._leaves(slots, t), with_zeros(self._by_rank(priorities)))
         self._unsorted = 0
 
 

@@ -3,17 +3,21 @@
 Both give the same bits. A loop replaces a dozen calls of numpy, and for a batch of 256 the calls are the cost. Each
 step is taken for all items of a batch, so that their cache misses overlap.
 
-A sum tree asks for the `compiled` loops after some draws: numba takes some three seconds, and a program that draws a
-batch or two need not wait for them.
+They are loaded when something is first drawn by priority. Their machine code is kept beside this file, or where
+`NUMBA_CACHE_DIR` says, so that only the first process of an installation waits until they are compiled. That code is
+known by this file alone: whatever the loops go by must stand here.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+
+log = logging.getLogger("memmap_buffer")
 
 
 class Kernels(NamedTuple):
@@ -40,10 +44,18 @@ def compiled() -> Kernels | None:
         accumulate: numba.void(floats, floats),
         find: yes(floats, floats, values, integers, floats),
         put: numba.void(floats, integer, chosen, values),
-        locate: yes(integers, integer, integers, integers, integers, integers, integers),
-        leaves: yes(given, given, integer, integers, integers, integer, integers),
+        locate: yes(integers, integer, integers, integers, integers, integers),
+        leaves: yes(given, given, integer, given, integers, integer, integers),
     }
-    return Kernels(*(numba.njit(signature, nogil=True)(loop) for loop, signature in signatures.items()))
+    log.info("the loops of draws by priority are loaded by numba; the first time they are compiled, for some seconds")
+    return Kernels(*(_compiled(numba, signature, loop) for loop, signature in signatures.items()))
+
+
+def _compiled(numba: Any, signature: Any, loop: Any) -> Any:
+    try:
+        return numba.njit(signature, nogil=True, cache=True)(loop)
+    except (RuntimeError, OSError):  # there is no folder where it may be kept
+        return numba.njit(signature, nogil=True)(loop)
 
 
 def accumulate(nodes: Any, sums: Any) -> None:
@@ -118,32 +130,37 @@ def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
             heap[node] = left + ((heap[high] + heap[high + 1]) + (heap[high + 2] + heap[high + 3]))
 
 
-def locate(leaves: Any, per_slot: int, length: Any, serial: Any, slots: Any, serials: Any, t: Any) -> bool:
-    """Whose steps leaves (B,) are, where each slot has `per_slot`; False where one is beyond its episode's end.
+def locate(leaves: Any, per_slot: int, pairs: Any, slots: Any, serials: Any, t: Any) -> bool:
+    """Whose steps leaves (B,) are, where each slot has `per_slot`; False where one is not shown.
 
     Args:
-        length, serial: (slots,) of the episodes.
+        pairs: (2 * slots,) of each slot the serial + 1 and which steps are shown: start | stop << 32.
         slots, serials, t: (B,) to be filled.
     """
     for i in range(len(leaves)):
         slot = leaves[i] // per_slot
-        if slot < 0 or slot >= len(length) or leaves[i] - slot * per_slot >= length[slot]:
+        if slot < 0 or 2 * slot >= len(pairs):
             return False
-        slots[i], serials[i], t[i] = slot, serial[slot], leaves[i] - slot * per_slot
+        shown, at = pairs[2 * slot + 1], leaves[i] - slot * per_slot
+        if at < (shown & 0xFFFFFFFF) or at >= (shown >> 32 & 0xFFFFFFFF):
+            return False
+        slots[i], serials[i], t[i] = slot, pairs[2 * slot] - 1, at
     return True
 
 
-def leaves(serials: Any, t: Any, oldest: int, visible: Any, length: Any, per_slot: int, out: Any) -> bool:
-    """The leaves (B,) of steps; False where one is of no visible episode, or beyond its end.
+def leaves(serials: Any, t: Any, oldest: int, visible: Any, pairs: Any, per_slot: int, out: Any) -> bool:
+    """The leaves (B,) of steps; False where one is not shown.
 
     Args:
         oldest: the serial of the first of `visible` (E,), the slots of episodes whose serials follow one another.
+        pairs: as for `locate`.
     """
     for i in range(len(serials)):
         if serials[i] < oldest or serials[i] - oldest >= len(visible):
             return False
         slot = visible[serials[i] - oldest]
-        if t[i] < 0 or t[i] >= length[slot]:
+        shown = pairs[2 * slot + 1]
+        if pairs[2 * slot] != serials[i] + 1 or t[i] < (shown & 0xFFFFFFFF) or t[i] >= (shown >> 32 & 0xFFFFFFFF):
             return False
         out[i] = slot * per_slot + t[i]
     return True

@@ -28,8 +28,10 @@ class Prioritized:
     built at the first draw and updated with the first.
 
     Args:
-        alpha: α, 0 draws uniformly.
-        epsilon: ε, so that a step without error is still drawn.
+        alpha: α, 0 draws uniformly. Where that of the tree is another, its leaves are rescaled to it, one pass over all
+            steps; α = 0 forgets the errors.
+        epsilon: ε, so that a step without error is still drawn; with 0 it is not, until it has another error. Another ε
+            than before is that of errors from then on.
         beta: β of the weights w = (N · P)^-β over N items; it rises linearly to 1 over `beta_steps` batches, or stays.
             β alone is not on the disk: a loader's `state_dict` has it, and `sample` counts from the
             opening of the buffer; to go on after n batches there, give `beta_at(n)` and what is left of `beta_steps`.
@@ -39,7 +41,7 @@ class Prioritized:
         variant: "proportional", or "rank": p = (1 / rank)^α, the highest priority having rank 1 and equal ones the
             same. Ranks are found in an order that is sorted anew after `sort_interval` changes (new priorities, items
             that came, items that went), by default as many as there are items.
-        name: of the tree, `priority/<name>.npy`; draws of the same name, α and ε share the priorities.
+        name: of the tree, `priority/<name>.npy`; draws of the same name share the priorities.
         reduce: an item of several steps has the priority of its "first", or the "max" or "mean" over all; by default
             windows have the first, episodes the mean.
         weight_field: draw by this meta field instead: p = value^α, for which nothing is stored.
@@ -67,7 +69,7 @@ class Prioritized:
             if getattr(self, name) not in allowed:
                 expected = ", ".join(map(repr, allowed))
                 raise SchemaError(f"{name}: got {getattr(self, name)!r}, expected one of {expected}")
-        for name, low, high in (("alpha", 0, 100), ("beta", 0, 1), ("epsilon", 1e-100, 1e100)):
+        for name, low, high in (("alpha", 0, 100), ("beta", 0, 1), ("epsilon", 0, 1e100)):
             check_number(name, getattr(self, name), low, high)
         for name in ("beta_steps", "sort_interval"):
             value = getattr(self, name)

@@ -15,12 +15,14 @@ import numpy as np
 
 from memmap_buffer.dtypes import all_of, any_of
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
-from memmap_buffer.priority.sum_tree import MAX_PRIORITY, FloatArray, SumTree
-from memmap_buffer.priority.tree_file import TreeFile
+from memmap_buffer.priority.options import Prioritized
+from memmap_buffer.priority.sum_tree import MAX_PRIORITY, FloatArray, SumTree, with_zeros
+from memmap_buffer.priority.tree_file import TreeFile, steps_in
+from memmap_buffer.priority.visible_episodes import FEW, VisibleEpisodes
 
 REMEMBERED = 4096  # changes that a tree of anchors may be behind
 
@@ -42,22 +44,24 @@ class Priorities:
         self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=0)
         self.num_changes = 0
         self._users = 0
-        self._table: EpisodeTable | None = None
-        self._known: IntArray = np.zeros(0, np.int64)  # the visible serials, oldest first
-        self._gapless = False  # whether they follow one another, so that none need be searched for
+        self._episodes = VisibleEpisodes()
+        self._unfinished = True  # whether some slots may still have leaves as they were before
 
     @classmethod
-    def open(cls, storage: Storage, name: str, *, alpha: float, epsilon: float) -> Priorities:
+    def open(
+        cls, storage: Storage, name: str, *, alpha: float | None = None, epsilon: float | None = None
+    ) -> Priorities:
         """The priorities of that name; they are closed as often as they were opened.
 
         Args:
             storage: the folder.
             name: of the tree.
-            alpha, epsilon: the priority of a step is (|δ| + ε)^α.
+            alpha, epsilon: the priority of a step is (|δ| + ε)^α; None for those of the tree, of a new one the defaults
+                of `Prioritized`. See `use`.
 
         Raises:
             BufferLockedError: another process owns them.
-            SchemaError: the name is no identifier, or they are in use with another α or ε.
+            SchemaError: the name is no identifier.
             CorruptBufferError: something in `priority/` is not ours.
             OSError: the disk is full.
         """
@@ -67,8 +71,8 @@ class Priorities:
             return cls._found(storage, name, alpha, epsilon)
 
     @classmethod
-    def _found(cls, storage: Storage, name: str, alpha: float, epsilon: float) -> Priorities:
-        file = TreeFile(storage, name, alpha=alpha, epsilon=epsilon)
+    def _found(cls, storage: Storage, name: str, alpha: float | None, epsilon: float | None) -> Priorities:
+        file = TreeFile(storage, name, alpha=Prioritized.alpha, epsilon=Prioritized.epsilon)
         file.require_place()
         key = storage.folder.lock_key(), name, process_id()
         found = _open.get(key)
@@ -76,23 +80,39 @@ class Priorities:
             found._file.close()
             found = None
         if found is None or not found._users:
+            stored = file.stored()
+            file.alpha, file.epsilon = (
+                next(value for value in values if value is not None)
+                for values in zip((alpha, epsilon), stored, (file.alpha, file.epsilon), strict=True)
+            )
             found = cls(file)
             found._begin()
             _open[key] = found
         elif found.storage.schema_replaced and not storage.schema_replaced:
             found._file.storage = storage
-        found.require(alpha=alpha, epsilon=epsilon)
         found._users += 1
+        found.use(alpha=alpha, epsilon=epsilon)
         return found
 
-    def require(self, *, alpha: float, epsilon: float) -> None:
-        """Raise SchemaError where α or ε are not these."""
+    def use(self, *, alpha: float | None, epsilon: float | None) -> None:
+        """Go on with another α or ε; None for what it is.
+
+        With another α all leaves are rescaled, one pass over all steps. Another ε is that of errors from now on.
+
+        Raises:
+            OSError: the disk is full.
+        """
         file = self._file
-        if (file.alpha, file.epsilon) != (alpha, epsilon):
-            raise SchemaError(
-                f"priorities {file.name!r} are in use with alpha={file.alpha} and epsilon={file.epsilon}, not {alpha} "
-                f"and {epsilon}; give the others another name"
-            )
+        if alpha in (None, file.alpha) and epsilon in (None, file.epsilon):
+            return
+        with self.lock:
+            if epsilon is not None:
+                file.take_epsilon(epsilon)
+            if alpha is not None and alpha != file.alpha:
+                self.checkpoint()
+                file.rescale(alpha)
+                self._all_changed()
+                self.follow()
 
     def _begin(self) -> None:
         self._file.own()
@@ -120,25 +140,34 @@ class Priorities:
         return self._file.tree
 
     @property
+    def alpha(self) -> float:
+        """α of the leaves."""
+        return self._file.alpha
+
+    @property
+    def epsilon(self) -> float:
+        """ε of errors that come."""
+        return self._file.epsilon
+
+    @property
     def serials(self) -> IntArray:
         """(slots,) of each slot's episode, -1 for none."""
         return self.serials_of(np.arange(len(self._file.pairs)))
 
     def serials_of(self, slots: IntArray) -> IntArray:
         """(B,) of the episodes in slots (B,), -1 for none."""
-        serials: IntArray = self._file.pairs.reshape(-1).take(2 * slots).view(np.int64)
+        serials: IntArray = self._file.pair_words.take(2 * slots)
         serials -= 1
         return serials
 
-    @property
-    def lengths(self) -> IntArray:
-        """(slots,) steps that have a leaf."""
-        return self._file.pairs[:, 1].view(np.int64)
+    def steps_of(self, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """(start, stop) (B,): the steps start … stop - 1 of slots (B,) have a leaf."""
+        return self._file.steps_of(slots)
 
     @property
     def num_steps(self) -> int:
         """Steps that can be drawn."""
-        return 0 if self._table is None else self._table.steps
+        return self._episodes.num_steps
 
     def leaves(self, slots: IntArray, t: IntArray) -> IntArray:
         """The leaves of steps (B,)."""
@@ -157,16 +186,16 @@ class Priorities:
 
     def _at(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
         """None where a value leads to a leaf that is no step, as the sums are damaged."""
-        table, layout, tree = self._table, self.storage.layout, self.tree
-        assert table is not None
+        layout, tree, file = self.storage.layout, self.tree, self._file
         leaves, priorities = tree.find(values)
         if tree.loops is not None and layout.rows is None:
             slots, serials, t = np.empty((3, len(leaves)), np.int64)
-            there = tree.loops.locate(leaves, layout.max_timesteps, table.length, table.serial, slots, serials, t)
+            there = tree.loops.locate(leaves, layout.max_timesteps, file.pair_words, slots, serials, t)
         else:
-            inside = np.minimum(leaves, self._file.leaves - 1)
+            inside = np.minimum(leaves, file.leaves - 1)
             slots, t = self._steps(inside)
-            there, serials = all_of((t < table.length.take(slots)) & (inside == leaves)), table.serial.take(slots)
+            (start, stop), serials = file.steps_of(slots), self.serials_of(slots)
+            there = all_of((t >= start) & (t < stop) & (inside == leaves))
         return (slots, serials, t, priorities) if there and all_of(priorities > 0) else None
 
     def _steps(self, leaves: IntArray) -> tuple[IntArray, IntArray]:
@@ -188,11 +217,14 @@ class Priorities:
             WriterLostError: in a forked child.
             OSError: the disk is full.
         """
-        if self.storage.refresh() is not self._table or not self._file.whole:
+        if self._unfinished or not self._file.whole or not self._episodes.is_current(self.storage):
             with self.lock:
                 if not self._file.whole:
                     self._load()
-                self._enter(self.storage.refresh())
+                every, self._unfinished = self._unfinished, True
+                slots = self._episodes.follow(self.storage)
+                self._enter(np.arange(len(self._file.pairs)) if every or slots is None else slots)
+                self._unfinished = False
 
     def update(self, serials: IntArray, t: IntArray, td_errors: FloatArray) -> int:
         """Give steps the priorities of their errors.
@@ -202,7 +234,7 @@ class Priorities:
             td_errors: (B,) δ; of a step that stands twice the last counts.
 
         Returns:
-            how many were dropped because their episode is gone.
+            how many were dropped because their episode is gone, or this step of it.
 
         Raises:
             SchemaError: an error is NaN, infinite or too large, or an episode has no such step.
@@ -219,31 +251,40 @@ class Priorities:
             return len(serials) - len(leaves)
 
     def _leaves_of(self, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
-        """(the leaves of the steps whose episode is there; (B,) whether it is, None for all). Raises SchemaError."""
-        table, layout, loops = self._table, self.storage.layout, self.tree.loops
-        assert table is not None
-        if loops is not None and self._gapless and layout.rows is None:
-            leaves, oldest = np.empty(len(serials), np.int64), self._known.item(0)
-            if loops.leaves(serials, t, oldest, table.visible, table.length, layout.max_timesteps, leaves):
+        """(the leaves of the steps that are there; (B,) whether each is, None for all). Raises SchemaError."""
+        episodes, layout, loops = self._episodes, self.storage.layout, self.tree.loops
+        if loops is not None and layout.rows is None and episodes.gapless:
+            leaves, (known, visible) = np.empty(len(serials), np.int64), episodes.order
+            pairs, oldest = self._file.pair_words, known.item(0)
+            if loops.leaves(serials, t, oldest, visible, pairs, layout.max_timesteps, leaves):
                 return leaves, None
-        slots, here = self._slots(serials)
-        if not all_of(here):
-            slots, t = slots[here], t[here]
-        t, lengths = np.maximum(t, 0), table.length.take(slots)
-        outside = t >= lengths
+        slots, here = episodes.places(serials)
+        start, stop = self._file.steps_of(slots)
+        t = np.maximum(t, 0)
+        outside = here & (t >= stop)
         if any_of(outside):
             i = np.flatnonzero(outside)[0]
-            raise SchemaError(
-                f"update_priorities: episode {self.serials_of(slots)[i]} has steps 0 … {lengths[i] - 1}, got {t[i]}"
-            )
+            raise SchemaError(f"update_priorities: episode {serials[i]} has steps 0 … {stop[i] - 1}, got {t[i]}")
+        here &= t >= start
+        if not all_of(here):
+            slots, t = slots[here], t[here]
         return self.leaves(slots, t), here
 
     def lengths_of(self, serials: IntArray) -> tuple[IntArray, Any]:
-        """(steps of each episode (B,), 0 where it is gone; whether it is there)."""
+        """(the length of each episode (B,), 0 where it is gone; whether it is there)."""
         with self.lock:
             self.follow()
-            slots, here = self._slots(serials)
-            return np.where(here, self.lengths[slots * here], 0), here
+            slots, here = self._episodes.places(serials)
+            return np.where(here, self._file.steps_of(slots)[1], 0), here
+
+    def get(self, serials: IntArray, t: IntArray) -> FloatArray:
+        """The priorities of steps (B,), 0 where one is gone. Raises SchemaError: an episode has no such step."""
+        with self.lock:
+            self.follow()
+            leaves, here = self._leaves_of(serials, t)
+            found = np.zeros(len(serials))
+            found[... if here is None else here] = self.tree.get(leaves) + 0.0  # which makes 0.0 of -0.0
+            return found
 
     def keep_changes(self) -> None:
         """From now on keep `changes`: up to 16 MB of memory, and a page fault an update."""
@@ -263,19 +304,6 @@ class Priorities:
             self.follow()
             self._file.checkpoint()
 
-    def _slots(self, serials: IntArray) -> tuple[IntArray, Any]:
-        """(slots, whether each episode is still there)."""
-        assert self._table is not None
-        visible, known = self._table.visible, self._known
-        if not len(visible):
-            return serials, np.zeros(len(serials), np.bool_)
-        if self._gapless:
-            place = serials - known[0]
-            here = place.view(np.uint64) < len(known)  # as unsigned, one below 0 is beyond any length
-            return visible.take(place, mode="clip"), here
-        place = np.minimum(np.searchsorted(known, serials), len(known) - 1)
-        return visible[place], known[place] == serials
-
     def _raw(self, td_errors: FloatArray) -> tuple[FloatArray, float]:
         """(|δ| + ε, the highest of them)."""
         raw: FloatArray = np.abs(td_errors)
@@ -291,29 +319,72 @@ class Priorities:
         file = self._file
         file.prepare(leaves)
         with file.storing:
-            file.tree.put(leaves, raw**file.alpha)
+            powers = raw**file.alpha
+            file.tree.put(leaves, powers if file.epsilon > 0 else with_zeros(powers))
             file.raise_maximum(highest)
         if self.changes.maxlen:
             self._changed(*self._steps(leaves))
 
-    def _enter(self, table: EpisodeTable) -> None:
-        """Give leaves to the steps of a table's visible episodes, and to no others."""
-        serial, length = np.full(len(table.serial), -1), np.zeros(len(table.serial), np.int64)
-        serial[table.visible], length[table.visible] = table.serial[table.visible], table.length[table.visible]
-        other = self.serials != serial
-        changed = np.flatnonzero(other | (self.lengths != length))
-        if len(changed):
-            had = self.lengths[changed]
-            start = np.where(other[changed], 0, had)
-            gone = changed, np.where(other[changed], 0, length[changed]), had
-            come = changed, start, length[changed]
-            self._replace(gone, come, np.stack([serial[changed] + 1, length[changed]], axis=1))
-            self._changed(changed, None)
-        self._table, self._known = table, table.serial[table.visible]
-        self._gapless = len(table) > 0 and bool(self._known[-1] - self._known[0] == len(table) - 1)
+    def _enter(self, slots: IntArray) -> None:
+        """Give leaves to the steps that slots show, and to no others of theirs."""
+        if not len(slots) or (len(slots) <= FEW and self._enter_few(slots)):
+            return
+        episodes, file = self._episodes, self._file
+        table, shown = episodes.table, episodes.shown.take(slots)
+        pairs = np.empty((len(slots), 2), np.int64)
+        pairs[:, 0] = (table.serial.take(slots) + 1) * shown
+        pairs[:, 1] = (table.start.take(slots) | table.length.take(slots) << 32) * shown
+        old = file.pair_words.reshape(-1, 2)[slots]
+        differ = (old != pairs).any(axis=1)
+        if not differ.any():
+            return
+        if len(slots) > 1:
+            slots, old, pairs = slots[differ], old[differ], pairs[differ]
+        other = pairs[:, 0] != old[:, 0]
+        (start, stop), (was, had) = steps_in(pairs[:, 1]), steps_in(old[:, 1])
+        twice = np.concatenate([slots, slots])
+        # What lies before and what lies behind the steps of the other; of another episode all of them.
+        first, last = np.where(other, had, start), np.where(other, had, stop)
+        gone = twice, *np.concatenate([[was, np.minimum(first, had)], [np.maximum(last, was), had]], axis=1)
+        first, last = np.where(other, stop, was), np.where(other, stop, had)
+        come = twice, *np.concatenate([[start, np.minimum(first, stop)], [np.maximum(last, start), stop]], axis=1)
+        self._replace(gone, come, slots, pairs)
+        if self.changes.maxlen:
+            whole = other | (stop < had)
+            if whole.any():
+                self._changed(slots[whole], None)
+            for leaves in file.blocks(slots[~whole], last[~whole], stop[~whole]):
+                self._changed(*self._steps(leaves))
 
-    def _replace(self, gone: Any, come: Any, pairs: IntArray) -> None:
-        file, slots = self._file, gone[0]
+    def _enter_few(self, slots: IntArray) -> bool:
+        """The same where all show some steps more or fewer of the episodes that they had; False where they do not."""
+        table, file, shown = self._episodes.table, self._file, self._episodes.shown
+        words, per_slot = file.pair_words, self.storage.layout.max_timesteps
+        gone: list[int] = []
+        come: list[int] = []
+        pairs = []
+        for slot in slots.tolist():
+            start, stop, old = table.start.item(slot), table.length.item(slot), words.item(2 * slot + 1)
+            was, had, first = old & 0xFFFFFFFF, old >> 32 & 0xFFFFFFFF, slot * per_slot
+            if words.item(2 * slot) != table.serial.item(slot) + 1 or not (shown[slot] and was <= start <= had <= stop):
+                return False
+            gone += range(first + was, first + start)
+            come += range(first + had, first + stop)
+            pairs.append((table.serial.item(slot) + 1, start | stop << 32))
+        if not gone and not come:
+            return True
+        leaves = np.array(gone + come)
+        file.prepare(leaves)
+        with file.storing:
+            self.tree.put(leaves, np.repeat([0.0, file.default], [len(gone), len(come)]))
+            file.pairs[slots] = pairs
+            file.put_pairs(slots)
+        if self.changes.maxlen and come:
+            self._changed(*self._steps(leaves[len(gone) :]))
+        return True
+
+    def _replace(self, gone: Any, come: Any, slots: IntArray, pairs: IntArray) -> None:
+        file = self._file
         for steps in (gone, come):  # a full disk is met before anything has changed
             for leaves in file.blocks(*steps):
                 file.prepare(leaves)
@@ -326,8 +397,12 @@ class Priorities:
 
     def _load(self, distrust: str = "") -> None:
         self._file.load(distrust)
-        self._table = None
-        self._changed(np.arange(len(self.lengths)), None)
+        self._all_changed()
+
+    def _all_changed(self) -> None:
+        """The tree was made anew."""
+        self._unfinished = True
+        self._changed(np.arange(len(self._file.pairs)), None)
 
     def _changed(self, slots: IntArray, t: IntArray | None) -> None:
         self.changes.append((slots, t))

@@ -7,7 +7,8 @@ incremented, so nothing drifts. The at most 2048 nodes of the top level are take
 above them are kept. Behind the heap lies a second one for the minimum over positive leaves, which is written
 only where it is asked for.
 
-A tree that is drawn from again and again goes over to the loops of `kernels`, if numba is installed.
+A leaf of -0.0 is one that has the priority 0, where one of 0.0 is no item at all: both are never drawn, and add
+nothing. Where numba is installed, `load_loops` has all trees go by the loops of `kernels`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ STEP = 3  # levels that are gone at once
 WIDTH = 1 << STEP
 KIND = 1  # the number of this arrangement; another TOP or STEP is another one
 MANY = 4096  # from here on it pays to visit a node above two changed ones only once
-PATIENCE = 100  # draws before the kernels are loaded, which takes as long as some thousand of them
 MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
 
@@ -83,7 +83,6 @@ class SumTree:
         self._below: FloatArray = self._heap[: 2 * self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._keys_below = self._keys[: self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._sums: FloatArray | None = None
-        self._num_found = 0
 
     @property
     def total(self) -> float:
@@ -149,9 +148,6 @@ class SumTree:
 
         The tree must not be empty.
         """
-        self._num_found += 1
-        if self._num_found == PATIENCE:
-            self.loops = kernels.compiled()
         sums = self._cumulative()
         if self.loops is not None:
             leaves, priorities = np.empty(len(values), np.int64), np.empty(len(values))
@@ -215,6 +211,17 @@ class SumTree:
             )
 
 
+def load_loops() -> None:
+    """Have all trees go by the compiled loops; the first time this may take some seconds."""
+    if SumTree.loops is None:
+        SumTree.loops = kernels.compiled()
+
+
+def with_zeros(priorities: FloatArray) -> FloatArray:
+    """Priorities as leaves of items: 0 as -0.0."""
+    return np.asarray(np.where(priorities > 0, priorities, -0.0))
+
+
 def _paired(sums: FloatArray) -> FloatArray:
     """(2 * K,) sums of neighbours, (K,). Flat, as numpy takes a loop for each row of a few columns."""
     return sums[::2] + sums[1::2]
@@ -226,7 +233,7 @@ def _keys_of(priorities: FloatArray) -> npt.NDArray[np.uint64]:
     The bits of positive floats are ordered as they are.
     """
     bits = priorities.view(np.uint64)
-    return np.asarray(np.where(bits > 0, _INFINITY - bits, np.uint64(0)))
+    return np.asarray(np.where(priorities > 0, _INFINITY - bits, np.uint64(0)))
 
 
 def spread(count: int, total: float, rng: np.random.Generator, *, stratified: bool) -> FloatArray:

@@ -1,11 +1,13 @@
 """The files of one named tree: the owner's lock, the head, the nodes; when they are trusted, and when made anew.
 
-`priority/<name>.npy` holds the nodes of a `SumTree` with a leaf for each (slot, t): (|δ| + ε)^α, 0 for a step that
-cannot be drawn. Node 0, which no heap uses, holds α, so that α and the leaves can only change together.
+`priority/<name>.npy` holds the nodes of a `SumTree` with a leaf for each (slot, t): (|δ| + ε)^α, -0.0 for a step of
+priority 0, 0.0 for one that is not shown. Node 0, which no heap uses, holds α, so that α and the leaves can only change
+together.
 `priority/<name>.head.npy` is (16 + 2 * slots,) u8: generation (odd while anything is stored) | ε | the maximum of
 |δ| + ε so far | whether the minima are kept | clean | boot u8[2] | inode of the nodes' file | the number of the
-arrangement of the nodes (`sum_tree.KIND`) | 7 reserved; then for each slot the serial + 1 and the length of the episode
-that its leaves are of, 0 for none. `priority/<name>.lock` is held by the owner.
+arrangement of the nodes (`sum_tree.KIND`) | 7 reserved; then for each slot the serial + 1 of the episode that its
+leaves are of, and which of its steps have one: start | stop << 32; 0 and 0 for none. `priority/<name>.lock` is held by
+the owner.
 
 The leaves are the truth: where the generation is odd, or the machine went down without `clean`, or α or the arrangement
 is another, or the file is a copy (which may have been taken while something was stored), they are copied into a new
@@ -48,12 +50,14 @@ from memmap_buffer.priority.sum_tree import (
     capacity_of,
     new_nodes,
     num_nodes,
+    with_zeros,
 )
 
 log = logging.getLogger("memmap_buffer")
 
 GENERATION, EPSILON, MAXIMUM, MINIMA, CLEAN, BOOT, INODE, ARRANGEMENT = 0, 1, 2, 3, 4, 5, 7, 8
 WORDS = 16
+PAGE = 4096
 BLOCK_STEPS = 1 << 20  # steps that are stored together
 NEW = "it is new"
 IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")  # file systems that overwrite in place
@@ -84,7 +88,7 @@ class TreeFile:
 
     Attributes:
         tree: the sums.
-        pairs: (slots, 2) u8, each slot's serial + 1 and length.
+        pairs: (slots, 2) u8, each slot's serial + 1 and its steps, start | stop << 32.
         maximum: of |δ| + ε so far.
         storing: the `with` block in which the tree is stored to.
         whole: false after such a block that did not end; then `load` makes the tree anew.
@@ -100,6 +104,7 @@ class TreeFile:
         self._head_file = ArrayFile(f"priority/{name}.head.npy", np.dtype("<u8"), (WORDS + 2 * layout.slots,))
         self._head = np.zeros(WORDS + 2 * layout.slots, np.uint64)
         self._words: Array = self._head  # later, where stores reach the file at once, those in the file
+        self._written: set[int] = set()  # the pages of the head's file that are there, so that it may be stored to
         self._nodes: Nodes | None = None
         self._fd: dict[str, int] = {}
         self._locks: list[Any] = []
@@ -112,6 +117,15 @@ class TreeFile:
     @property
     def pairs(self) -> Array:
         return self._head[WORDS:].reshape(-1, 2)
+
+    @property
+    def pair_words(self) -> IntArray:
+        """(2 * slots,) the same words one behind the other."""
+        return self._head[WORDS:].view(np.int64)
+
+    def steps_of(self, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """(start, stop) of the steps of slots (B,) that have a leaf."""
+        return steps_in(self.pair_words.take(2 * slots + 1))
 
     @property
     def default(self) -> float:
@@ -201,10 +215,27 @@ class TreeFile:
         """Store the pairs of some slots, in order, that were changed."""
         if not self._at_once:
             return
-        runs = [slots[[0, -1]]] if len(slots) > 64 else [slots[i : i + 1] for i in range(len(slots))]
-        for run in runs:
-            first, last = WORDS + 2 * int(run[0]), WORDS + 2 * int(run[-1]) + 2
-            write_all(self._fd["head"], self._head[first:last], self._head_file.offset(first))
+        at = WORDS + 2 * slots
+        pages = (
+            {self._page(word) for word in at.tolist()} if len(slots) <= 64 else range(self._page(len(self._head)) + 1)
+        )
+        for page in pages:
+            if page not in self._written:
+                first, last = (max(0, (page + i) * PAGE // 8 - self._head_file.offset(0) // 8) for i in (0, 1))
+                write_all(
+                    self._fd["head"], self._head[max(WORDS, first) : last], self._head_file.offset(max(WORDS, first))
+                )
+                self._written.add(page)
+        self._words[at], self._words[at + 1] = self._head[at], self._head[at + 1]
+
+    def _page(self, word: int) -> int:
+        """In which page of the head's file a word lies."""
+        return self._head_file.offset(word) // PAGE
+
+    def take_epsilon(self, epsilon: float) -> None:
+        """Errors that come from now on have this ε; the leaves that are there stay."""
+        self.epsilon = epsilon
+        self._put(EPSILON, _bits(epsilon))
 
     def keep_minima(self) -> None:
         """From now on `tree.minimum` is kept; the first time this looks at every step."""
@@ -212,7 +243,7 @@ class TreeFile:
         if self._nodes is not None:
             self._nodes.watch_minima()
         slots = np.flatnonzero(self.pairs[:, 1])
-        steps = slots, np.zeros_like(slots), self.pairs[slots, 1].astype(np.int64)
+        steps = slots, *self.steps_of(slots)
         for leaves in self.blocks(*steps):
             self.prepare(leaves)
         with self.storing:
@@ -303,7 +334,8 @@ class TreeFile:
             close_all(fd)
         head = np.frombuffer(data[file.name], np.uint64).copy()
         maximum = float(head[MAXIMUM : MAXIMUM + 1].view(np.float64)[0])
-        if not 0 < maximum <= MAX_PRIORITY or (head[WORDS + 1 :: 2] > self.storage.layout.max_timesteps).any():
+        start, stop = head[WORDS + 1 :: 2] & np.uint64(0xFFFFFFFF), head[WORDS + 1 :: 2] >> np.uint64(32)
+        if not 0 < maximum <= MAX_PRIORITY or (start > stop).any() or (stop > self.storage.layout.max_timesteps).any():
             return "its head is damaged"
         self._head, self.maximum = head, maximum
         boot = head[BOOT : BOOT + 2].tobytes()
@@ -324,7 +356,7 @@ class TreeFile:
         close_all(self._fd)
         shared = self._nodes.shared
         self._fd["head"], mapped = self._folder.map_to_change(head.name, head.header, head.size, shared=shared)
-        self._words = np.frombuffer(mapped, np.uint64, WORDS, len(head.header))
+        self._words, self._written = np.frombuffer(mapped, np.uint64, len(self._head), len(head.header)), set()
         if not shared:
             text = "%s: this file system does not overwrite in place, so changes of the priorities %r stay in memory "
             log.info(text + "until checkpoint()", self.storage.path, self.name)
@@ -381,33 +413,65 @@ class TreeFile:
                 write_all(fd, words, head.offset(0))
             folder.rename(new, head.name)
 
-    def _kept(self) -> tuple[IntArray, IntArray, Array, float]:
-        """(slots, lengths, the old nodes, their α) of the episodes whose leaves are right."""
+    def stored(self) -> tuple[float | None, float | None]:
+        """(α, ε) that the files tell of; None where there are none, or they are damaged."""
+        head, nodes = self._head_file, self._nodes_file
+        try:
+            words = self._folder.map(head.name, head.header, head.dtype, head.shape)
+            alpha = float(self._folder.map(nodes.name, nodes.header, nodes.dtype, nodes.shape)[0])
+        except CorruptBufferError:
+            return None, None
+        epsilon = float(words[EPSILON : EPSILON + 1].view(np.float64)[0])
+        return alpha if 0 <= alpha <= 100 else None, epsilon if 0 <= epsilon <= 1e100 else None
+
+    def rescale(self, alpha: float) -> None:
+        """Give all leaves another α. They and α change together: the tree is made anew in a new file.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        before, self.alpha = self.alpha, alpha
+        if self._locks:
+            self.load(f"alpha was {before} and is {alpha}")
+            return
+        slots = np.flatnonzero(self.pairs[:, 1])
+        with self.storing:
+            for leaves in self.blocks(slots, *self.steps_of(slots)):
+                self.tree.put(leaves, self._scaled(self.tree.get(leaves), before))
+
+    def _scaled(self, leaves: FloatArray, alpha: float) -> FloatArray:
+        """Leaves that had α as those of now; the default where that cannot be known."""
+        good = ((leaves > 0) & (leaves <= MAX_PRIORITY)) | ((leaves == 0) & np.signbit(leaves))
+        good &= alpha > 0  # else all leaves were 1, and tell nothing
+        if self.alpha != alpha and alpha > 0:
+            with np.errstate(over="ignore"):
+                leaves = np.where(good, np.abs(leaves), 1.0) ** (self.alpha / alpha)
+            good &= leaves <= MAX_PRIORITY
+        return with_zeros(np.where(good, leaves, self.default))
+
+    def _kept(self) -> tuple[IntArray, IntArray, IntArray, Array, float]:
+        """(slots, start, stop, the old nodes, their α) of the episodes whose leaves are right."""
         file, table, nothing = self._nodes_file, self.storage.table, np.zeros(0, np.int64)
         try:
             old = self._folder.map(file.name, file.header, file.dtype, file.shape)
         except CorruptBufferError:  # missing or torn
-            return nothing, nothing, np.zeros(3), 1.0
+            return nothing, nothing, nothing, np.zeros(3), 1.0
         alpha = float(old[0])
         if not 0 < alpha < np.inf:  # with α = 0 all leaves are 1, and tell nothing
-            return nothing, nothing, old, 1.0
+            return nothing, nothing, nothing, old, 1.0
         slots = table.visible[self.pairs[table.visible, 0] == (table.serial[table.visible] + 1).astype(np.uint64)]
-        return slots, np.minimum(self.pairs[slots, 1].astype(np.int64), table.length[slots]), old, alpha
+        start, stop = self.steps_of(slots)
+        stop = np.minimum(stop, table.length[slots])
+        return slots, np.minimum(np.maximum(start, table.start[slots]), stop), stop, old, alpha
 
-    def _restore(self, slots: IntArray, lengths: IntArray, old: FloatArray, alpha: float) -> None:
+    def _restore(self, slots: IntArray, start: IntArray, stop: IntArray, old: FloatArray, alpha: float) -> None:
         self.prepare(np.zeros(1, np.int64))
         if self._nodes is not None:
             self._nodes.array[0] = self.alpha
-        for leaves in self.blocks(slots, np.zeros_like(slots), lengths):
-            values = old.take(leaves + len(old) // 3)
-            good = (values > 0) & (values <= MAX_PRIORITY)
-            if self.alpha != alpha:
-                with np.errstate(over="ignore"):
-                    values = np.where(good, values, 1.0) ** (self.alpha / alpha)
-                good &= values <= MAX_PRIORITY
+        for leaves in self.blocks(slots, start, stop):
             self.prepare(leaves)
-            self.tree.set(leaves, np.where(good, values, self.default))
-        self.pairs[slots] = np.stack([self.storage.table.serial[slots] + 1, lengths], axis=1)
+            self.tree.set(leaves, self._scaled(old.take(leaves + len(old) // 3), alpha))
+        self.pairs[slots] = np.stack([self.storage.table.serial[slots] + 1, start | stop << 32], axis=1)
 
 
 def nodes_file(name: str, leaves: int) -> ArrayFile:
@@ -525,6 +589,11 @@ class Nodes:
                 zeros = is_hole(fd, start, stop)  # to read them would put small pages in the place of the large one
                 write_all(fd, bytes(stop - start) if zeros else read_at(fd, stop - start, start), start)
             self._written[block] = True
+
+
+def steps_in(words: IntArray) -> tuple[IntArray, IntArray]:
+    """(start, stop) of second words of pairs."""
+    return words & 0xFFFFFFFF, words >> 32 & 0xFFFFFFFF
 
 
 def _bits(value: float) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.records import LENGTH, Words
+from memmap_buffer.format.records import STOP, Words
 
 BoolArray = npt.NDArray[np.bool_]
 GOLDEN = 0x9E3779B97F4A7C15
@@ -68,7 +68,7 @@ class Anchors(NamedTuple):
     @property
     def length(self) -> IntArray:
         """(B,) int64 timesteps of each episode that was looked up."""
-        return self.words.view(np.uint32)[:, LENGTH].astype(np.int64)  # type: ignore[union-attr]
+        return self.words.view(np.uint32)[:, STOP].astype(np.int64)  # type: ignore[union-attr]
 
     def uniform(self, i: int) -> npt.NDArray[np.float64]:
         """(B,) numbers in [0, 1): the `i`-th that the chance of each item gives."""

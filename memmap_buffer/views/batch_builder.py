@@ -16,7 +16,7 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, LENGTH, TERMINATED, Words
+from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, START, STOP, TERMINATED, Words
 from memmap_buffer.schema import DECLARED, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import Folders, Found
@@ -25,6 +25,7 @@ from memmap_buffer.views.row_ranges import RowRanges
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # memory that it takes to find one row
+ANCHOR = range(1)
 LOOK = 256  # timesteps that are looked at together for the end of an episode
 PADDINGS = ("zero", "edge", "default")
 
@@ -88,22 +89,26 @@ class BatchBuilder:
         begin: (B,) the timestep at which that part begins; 0 where there is none.
     """
 
-    def __init__(self, folders: Folders, anchors: Anchors, ends: Ends) -> None:
+    def __init__(self, folders: Folders, anchors: Anchors, ends: Ends, since: int | None = None) -> None:
         self.schema = folders.schema
-        self.found: Found = folders.find(anchors)
+        self.found: Found = folders.find(anchors, since=since)
         self.anchors = self.found.anchors
         self.batch: dict[str, Column] = {}
         self._pool = folders.pool
         self._ends, self._parted = ends, False
         words: Words = self.anchors.words  # type: ignore[assignment]
-        self.t, self.length = anchors.t, words.view(np.uint32)[:, LENGTH].astype(np.int64)
-        self._flags: npt.NDArray[np.uint32] = words.view(np.uint32)[:, FLAGS]
+        halves: npt.NDArray[np.uint32] = words.view(np.uint32)
+        self.t, self.length = anchors.t, halves[:, STOP].astype(np.int64)
+        self._flags = halves[:, FLAGS]
         self._first: IntArray = words.view(np.int64)[:, FIRST_ROW]
         there = self.t < self.length
         self._there: BoolArray | None = None if there.all() else there
         if self._there is not None:
             self._set_aside(~there)
         self.begin: IntArray | int = 0
+        if ends.before and halves[:, START].any():
+            # What a ring has forgotten does not exist; an anchor that it forgot since it was drawn begins its episode.
+            self._begin_at(np.minimum(halves[:, START], np.maximum(self.t, 0)).astype(np.int64))
         if ends.names and ends.after and (not ends.marked or (self._flags & INNER_END).any()):
             self._keep_between_ends()
 
@@ -133,11 +138,15 @@ class BatchBuilder:
             begin = np.where(here, self.t - start - found.argmax(axis=1), begin)
             if not ((begin < 0) & (self.t + steps.start > 0)).any():
                 break
-        self.begin = np.maximum(begin, 0)
         self.has_final = (self._flags & FINAL).astype(np.bool_) & (stop == whole)
-        self._first = self._first + self.begin
-        self.t, self.length = self.t - self.begin, stop - self.begin
-        self._parted = True
+        self.length, self._parted = stop, True
+        self._begin_at(np.maximum(begin, 0))
+
+    def _begin_at(self, begin: IntArray) -> None:
+        """Take a timestep of each episode for its first one."""
+        self.begin = self.begin + begin
+        self._first = self._first + begin
+        self.t, self.length = self.t - begin, self.length - begin
 
     def _is_end(self, steps: range) -> BoolArray:
         """(B, K) whether a field that ends episodes is true at `t + steps`."""
@@ -238,6 +247,8 @@ class BatchBuilder:
 
     def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
         """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
+        if offsets == ANCHOR and limit is not None:  # every limit lies behind the anchor
+            return self.look_at(name, self.t)[:, None]
         return decode(self._stored(name, offsets, limit), self.schema.fields[name].dtype)
 
     def _stored(self, name: str, offsets: range, limit: IntArray | None) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -49,6 +50,8 @@ class NStep(View):
     Raises:
         SchemaError: a value that is not one of these.
     """
+
+    one_per_step: ClassVar[bool] = True
 
     n: int
     current_fields: Names = None
@@ -144,10 +147,13 @@ class NStep(View):
             self._put_return(builder, k)
 
     def _put_return(self, builder: BatchBuilder, k: IntArray) -> None:
-        terminated = builder.terminated & (builder.t + k == builder.length)
-        rewards = builder.look(self.reward, range(self.n), limit=builder.t + k)
-        returns, discount = n_step_return(rewards, k, terminated, self.gamma or 0.0)
-        discount[(builder.t + k == builder.length) & ~builder.has_final] = 0
+        following = builder.t + k
+        last = following == builder.length
+        rewards = builder.look(self.reward, range(self.n), limit=following)
+        returns, discount = n_step_return(rewards, k, builder.terminated & last, self.gamma or 0.0)
+        unknown = last & ~builder.has_final
+        if unknown.any():
+            discount[unknown] = 0
         builder.batch |= {"_return": returns, "_discount": discount}
 
     def _put_stacked(self, builder: BatchBuilder, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:

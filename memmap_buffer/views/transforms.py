@@ -37,6 +37,10 @@ def n_step_return(
     """
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if rewards.dtype == np.float64 else np.float32)
     n = rewards.shape[1]
+    if n == 1:
+        returns = rewards[:, 0].astype(dtype)
+        discount = np.where(terminated, 0.0, gamma).astype(dtype)
+        return returns, discount.reshape(len(k), *[1] * (rewards.ndim - 2))
     powers = np.power(float(gamma), np.arange(n + 1))
     # A reward beyond k may be inf or nan, which a weight of 0 does not make 0.
     counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0)

@@ -25,6 +25,7 @@ class View(ABC):
     stride: int = 1
     per_episode: ClassVar[bool] = False
     random: ClassVar[bool] = False
+    one_per_step: ClassVar[bool] = False  # whether a step more or less of an episode is an anchor more or less
 
     @abstractmethod
     def keys(self, schema: Schema) -> list[str]:

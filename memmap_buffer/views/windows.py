@@ -96,6 +96,8 @@ class Timestep(View):
         fields: the fields of a batch; default all.
     """
 
+    one_per_step: ClassVar[bool] = True
+
     fields: Names = None
 
     def __post_init__(self) -> None:

@@ -15,7 +15,22 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.lock import WriterLock
-from memmap_buffer.format.records import CHECKED, CUT, EXTENT, GENERATION, MAX_SERIAL, OPEN, RECORD, STATE_WORD, seal
+from memmap_buffer.format.records import (
+    CHECK,
+    CHECKED,
+    CUT,
+    EVERY_SLOT,
+    EXTENT,
+    GENERATION,
+    JOURNAL,
+    MAX_SERIAL,
+    OPEN,
+    RECORD,
+    SHOWN,
+    STATE_WORD,
+    Words,
+    seal,
+)
 from memmap_buffer.format.storage import Storage, crc32, digest_of
 from memmap_buffer.format.syscalls import BLOCK, barrier, close_all, punch, write_all, write_word
 
@@ -61,16 +76,21 @@ class WriteHandles:
         """Write one word of state.npy; `word` counts on within those of several words."""
         write_word(self.fd["/state"], value, self._state + 8 * (STATE_WORD[name] + word))
 
-    def changed(self) -> None:
-        """Tell readers and trees that something visible changed."""
-        self.write_state("changes", (self.storage.state("changes") + 1) % 2**64)
+    def changed(self, slots: Sequence[int] = (EVERY_SLOT,)) -> None:
+        """Tell readers and trees that something visible changed, in these slots."""
+        changes = self.storage.changes
+        if len(slots) > JOURNAL // 8:
+            slots = (EVERY_SLOT,)
+        for i, slot in enumerate(slots, changes + 1):
+            self.write_state("journal", slot, i % JOURNAL)
+        self.write_state("changes", (changes + len(slots)) % 2**64)
 
-    def announce(self, following: int) -> None:
+    def announce(self, following: int, slots: Sequence[int] = (EVERY_SLOT,)) -> None:
         """Raise the next serial and tell readers. Should it fail, `catch_up` makes up for it: the episode stands."""
         self._following, self.behind = max(self._following, following), True
         if self.storage.state("next") < self._following:
             self.write_state("next", self._following)
-        self.changed()
+        self.changed(slots)
         self.behind = False
 
     def catch_up(self) -> None:
@@ -94,7 +114,13 @@ class WriteHandles:
         """Replace some words of a slot's record, its generation unchanged: atomic to every reader."""
         self.write_record(slot, seal(**{**self.storage.record(slot), **values}), first=1)
 
-    def write_rows(self, columns: Mapping[str, Array], rows: range, slot: int, t: int, crcs: list[int]) -> list[int]:
+    def write_shown(self, slot: int, start: int, stop: int) -> None:
+        """Show the steps start … stop - 1 of a slot's episode: atomic to every reader, and not part of the check."""
+        write_word(self.fd["/episodes"], start | stop << 32, self._records + slot * RECORD.itemsize + 8 * SHOWN)
+
+    def write_rows(
+        self, columns: Mapping[str, Array], rows: range, slot: int, t: int, crcs: list[int] | None
+    ) -> list[int]:
         """Write some rows of fields' columns from timestep `t` of a slot on.
 
         Args:
@@ -102,12 +128,13 @@ class WriteHandles:
             rows: which of these.
             slot: where the episode is.
             t: the timestep of the first of them.
-            crcs: a CRC-32 for each column of checksums.npy, of the rows before these.
+            crcs: a CRC-32 for each column of checksums.npy, of the rows before these; None: they are not wanted.
 
         Returns:
             The same, these rows included.
         """
-        crcs, stop = crcs.copy(), rows.stop
+        checksum, stop = self.checksum and crcs is not None, rows.stop
+        crcs = [] if crcs is None else crcs.copy()
         for name, array in columns.items():
             fd, header, itemsize, stride, column, piece = self._row[name]
             offset = header + (slot * stride + t - rows.start) * itemsize
@@ -115,7 +142,7 @@ class WriteHandles:
             while row < stop:
                 data = array[row : stop if stop - row <= piece else row + piece]
                 write_all(fd, data, offset + row * itemsize)
-                if self.checksum:
+                if checksum:
                     crcs[column] = crc32(data, crcs[column])
                 row += piece
         return crcs
@@ -175,8 +202,9 @@ class SlotWriter:
         published: whether a record of it stands.
         length: timesteps written.
         meta: as written.
-        crcs: a CRC-32 of the steps for each column of checksums.npy.
         given: whether its episode was given up to be published, by itself or with others.
+        room: before which timestep there is room on the disk for stores into maps.
+        round: of the next record: in which its last step was published, or its first one if it is OPEN; see `slots`.
     """
 
     def __init__(self, files: WriteHandles, slot: int) -> None:
@@ -187,11 +215,12 @@ class SlotWriter:
         self.published = False
         self.length = 0
         self.meta: dict[str, Array] = {}
-        self.crcs = [0] * files.layout.columns
-        self._final_crcs = self.crcs  # the same with the final observation
-        self._shown = (0, self.crcs)  # how much is published
-        self._sealed = b"", self._shown  # the last record, and how much it publishes
+        # A CRC-32 for each column of checksums.npy: of the first `_summed` steps; of all and the final observation.
+        self._crcs, self._summed = [0] * files.layout.columns, 0
+        self._final_crcs: list[int] | None = None
+        self._sealed = b""  # the last record
         self.given = False
+        self.round = self.room = 0
         words = files.storage.maps.words
         generation, extent = words.item(slot, GENERATION), words.item(slot, EXTENT)
         # How far rows reach that were there before: unknown where a writer died, or left an episode open.
@@ -203,21 +232,53 @@ class SlotWriter:
     @property
     def num_published(self) -> int:
         """Timesteps that are published."""
-        return self._shown[0]
+        return self._words.item(SHOWN) >> 32 if self.published else 0
 
-    def write(self, columns: Mapping[str, Array], base: int, stop: int) -> None:
+    @property
+    def start(self) -> int:
+        """The first of them that is shown."""
+        return self._words.item(SHOWN) & 0xFFFFFFFF if self.published else 0
+
+    @property
+    def _words(self) -> Words:
+        words: Words = self.files.storage.maps.words[self.slot]
+        return words
+
+    @property
+    def crcs(self) -> list[int]:
+        """A CRC-32 of the steps that are written for each column of checksums.npy."""
+        if self._summed < self.length and self.files.checksum:
+            storage, crcs = self.files.storage, self._crcs.copy()
+            for name, rows in storage.maps.rows.items():
+                column, first = self.files.layout.column_of[name], storage.start_of(name, self.slot)
+                crcs[column] = crc32(rows[first + self._summed : first + self.length], crcs[column])
+            self._crcs, self._summed = crcs, self.length
+        return self._crcs
+
+    def write(self, columns: Mapping[str, Array], base: int, stop: int, *, sums: bool = True) -> None:
         """Write the timesteps up to `stop` that are not written yet, beyond what is visible.
 
         Args:
             columns: field -> its rows from timestep `base` on.
             base: see there.
             stop: how many timesteps are written then.
+            sums: take their CRC-32s now, while the processor has them; else when they are asked for.
         """
         self._begin()
         start = self.length
         if start < stop:
-            crcs = self.files.write_rows(columns, range(start - base, stop - base), self.slot, start, self.crcs)
-            self.crcs, self._final_crcs, self.length = crcs, crcs, stop  # at once: an interruption may come anywhere
+            before = self.crcs if sums else None
+            crcs = self.files.write_rows(columns, range(start - base, stop - base), self.slot, start, before)
+            self.length, self._final_crcs = stop, None
+            if sums:
+                self._crcs, self._summed = crcs, stop
+
+    def append(self, columns: Mapping[str, Array], base: int, stop: int) -> None:
+        """Write timesteps of an episode that is shown already, and show them, too."""
+        self.write(columns, base, stop, sums=False)
+        self.files.barriers(*self.files.layout.schema.fields)
+        self.files.write_shown(self.slot, self.start, stop)
+        self.files.barriers("/episodes")
 
     def write_final(self, final: Mapping[str, Array]) -> None:
         """Write the observation after the last action behind the last step, for every field with `final`."""
@@ -247,34 +308,38 @@ class SlotWriter:
             length=self.length,
             flags=flags,
             first_row=self.slot * self.files.layout.max_timesteps,
-            time=time.time_ns(),
+            time=int(time.time()),
+            round=self.round % 2**32,
             term=self.files.lock.term,
             digest=digest_of(row, columns),
             columns=columns,
+            start=self.start,
         )
-        self._sealed = record, (self.length, self.crcs)
+        self._sealed = record
 
     def show(self) -> None:
         """Write the record that was last sealed: the commit."""
-        self.files.write_record(self.slot, self._sealed[0], first=self.published)
+        self.files.write_record(self.slot, self._sealed, first=self.published)
 
     def settle(self) -> None:
         """Whatever went wrong: if the record that was last sealed stands on the disk, that much is published."""
-        words = self.files.storage.maps.words[self.slot]
-        if words.tobytes() == self._sealed[0]:
-            self.published, self._shown = True, self._sealed[1]
+        words = self._words
+        if words[CHECK].tobytes() == self._sealed[8 * CHECK :]:
+            self.published = True
         if self.published and words[GENERATION] % 2 == 0:
             self._generation = int(words[GENERATION]) - 1  # a redo file may have moved it on
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""
-        self.length, self.crcs = self._shown
-        self._final_crcs = self.crcs
+        self.length, self._final_crcs = self.num_published, None
+        if self._summed > self.length:
+            self._crcs, self._summed = [0] * self.files.layout.columns, 0
 
     def give_back(self) -> None:
         """Once all rows are written, give the space back that an episode before took beyond them."""
-        if self.length < self._before:
-            self.files.give_back(self.slot, self.length, self._before)
+        before = max(self._before, self.room)
+        if self.length < before:
+            self.files.give_back(self.slot, self.length, before)
 
     def _begin(self) -> None:
         if not self._begun:
@@ -283,14 +348,14 @@ class SlotWriter:
 
     def _checksums(self) -> bytes:
         """The slot's row of checksums.npy."""
-        layout, crcs = self.files.layout, self._final_crcs.copy()
+        layout, crcs = self.files.layout, (self._final_crcs or self.crcs).copy()
         for name, value in self.meta.items():
             crcs[layout.column_of[name]] = crc32(value)
         return struct.pack(layout.checksum_format, *crcs)
 
 
 def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
-    """Make what was written episodes, with one barrier per file for all: visible to every process when this returns.
+    """Make what was written episodes, with one barrier per file for all. Readers are still to be told.
 
     Args:
         files: the open files.
@@ -317,4 +382,5 @@ def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
             one.settle()
     if files.power and new:
         files.trust(new[0], new[-1] + 1)
-    files.announce(slot_writers[-1].serial + 1)
+        if any(one.flags & OPEN for one in slot_writers):
+            files.barriers("/state")  # it is by this that the steps are trusted that follow

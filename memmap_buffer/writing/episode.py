@@ -113,6 +113,7 @@ class Episode(Block):
         finals: the final observation, as stored.
         meta: the meta fields, as stored.
         state: "open", "published" or "aborted".
+        serial: its number, from when it is first written to be published, else -1.
         ended: the field that ended it, or "".
         has_inner_end: whether such a field is true before its last step.
         staged: whether nothing of it is written anywhere before it is published.
@@ -137,7 +138,7 @@ class Episode(Block):
         self.columns: dict[str, Array] = {}
         self.finals: dict[str, Array] = {}
         self.meta: dict[str, Array] = {name: field.fill for name, field in self._schema.meta_fields.items()}
-        self.state = "open"
+        self.state, self.serial = "open", -1
         self.ended = ""
         self.has_inner_end = False
         self._plan: list[Column] = []

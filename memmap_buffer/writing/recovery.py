@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from typing import Any
 
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import anyone_may_rename, boot_id, host_name, network_filesystem
-from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, OPEN, RECORD, STATE_WORD, columns_of
-from memmap_buffer.format.storage import checksum_row
+from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, MAX_TERM, OPEN, RECORD, STATE_WORD, columns_of
+from memmap_buffer.format.storage import checksum_row, digest_of
 from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import WriteHandles
@@ -34,14 +35,19 @@ def take_over(files: WriteHandles) -> SlotAllocator:
     _require_counters(files)
     files.lock.term = state("term") + 1
     words = {"term": files.lock.term, "nonce": secrets.randbits(64), "pid": process_id(), "time": time.time_ns()}
-    for name, value in {**words, **_doubts(files, boot)}.items():
+    doubts = _doubts(files, boot)
+    for name, value in {**words, "clean": doubts.pop("clean")}.items():
+        files.write_state(name, value)
+    files.sync("/state")
+    # Before anything is less trusted: steps of an open episode that were on the disk have no checksums.
+    redo.finish(files)
+    close_abandoned(files, storage.refresh().visible)
+    for name, value in doubts.items():
         files.write_state(name, value)
     for name, text in {"boot": boot, "host": host.ljust(64, b"\0")}.items():
         for i in range(len(text) // 8):
             files.write_state(name, int.from_bytes(text[8 * i : 8 * i + 8], "little"), word=i)
     files.sync("/state")
-    redo.finish(files)
-    close_abandoned(files, storage.refresh().visible)
     slots = count(files)
     if files.storage.state("next") < slots.next:
         files.write_state("next", slots.next)  # before `base`, in the same sector: never `base` beyond what is known
@@ -50,13 +56,23 @@ def take_over(files: WriteHandles) -> SlotAllocator:
 
 def count(files: WriteHandles) -> SlotAllocator:
     """The slots as they are on the disk, whatever the change counter says."""
-    return SlotAllocator(files.layout, files.storage.reread(), _following(files))
+    storage = files.storage
+    rounds = _rounds(storage.maps.words.view(RECORD))
+    return SlotAllocator(files.layout, storage.reread(), _following(files), rounds, storage.path)
+
+
+def _rounds(records: Any) -> IntArray:
+    """(slots,) the round of each record's last step; they are counted modulo 2**32, from the last episode back."""
+    rounds, serials = records["round"][:, 0], records["serial"][:, 0]
+    newest = rounds[np.argmax(np.where(serials < MAX_SERIAL, serials, 0))]
+    behind: IntArray = (newest - rounds).astype(np.int32).astype(np.int64)
+    return int(newest) + 2**32 - behind
 
 
 def _require_counters(files: WriteHandles) -> None:
     """Raise CorruptBufferError where the counters say that what is published next would never be seen."""
     state, following = files.storage.state, _following(files)
-    if following >= MAX_SERIAL or state("base") > following or state("term") >= MAX_SERIAL:
+    if following >= MAX_SERIAL or state("base") > following or state("term") >= MAX_TERM:
         path = files.storage.path / "state.npy"
         raise CorruptBufferError(f"{path} holds counters that cannot be; `memmap-buffer repair` mends it", path=path)
 
@@ -95,11 +111,13 @@ def close_abandoned(files: WriteHandles, slots: IntArray) -> None:
     for slot in slots[table.flags[slots] & OPEN != 0].tolist():
         if not storage.trust(np.array([slot])):
             continue  # its steps did not survive a crash of the machine
-        flags = int(table.flags[slot])
-        crcs = dict(storage.column_crcs(slot, int(table.length[slot]), bool(flags & FINAL)))
+        flags, length, record = int(table.flags[slot]), int(table.length[slot]), storage.record(slot)
+        row = checksum_row(files.layout, dict(storage.column_crcs(slot, length, bool(flags & FINAL))))
+        ended = {"flags": flags & ~OPEN | CUT, "length": length, "stop": length}
+        ended |= {"round": (record["round"] + length - 1) % 2**32, "digest": digest_of(row, record["columns"])}
         # With barriers whatever the durability of this writer: that of the dead one may have been "power".
-        files.write_checksums(slot, checksum_row(files.layout, crcs))
+        files.write_checksums(slot, row)
         files.sync("/checksums")
-        files.amend(slot, flags=flags & ~OPEN | CUT)
+        files.amend(slot, **ended)
         files.sync("/episodes")
-        files.changed()
+        files.changed([slot])

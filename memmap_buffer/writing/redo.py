@@ -33,6 +33,7 @@ from memmap_buffer.format.records import (
     FINAL,
     GENERATION,
     INNER_END,
+    OPEN,
     RECORD,
     TERMINATED,
     check_of,
@@ -182,7 +183,8 @@ def _applies(storage: Storage, rewrite: Rewrite) -> bool:
     now, new = words[rewrite.slot], np.frombuffer(rewrite.record, np.uint64)
     old, record = now.view(RECORD)[0], new.view(RECORD)[0]
     steps = int(now[GENERATION]) - rewrite.generation
-    same = all(old[name] == record[name] for name in ("serial", "length", "first_row"))
+    same = all(old[name] == record[name] for name in ("serial", "start", "stop", "first_row"))
+    same = same and bool(record["length"] == record["stop"] or record["flags"] & OPEN)
     sealed = new[CHECK] == check_of(new[None])[0] and int(record["generation"]) == rewrite.generation + 2
     return bool(
         (same and sealed and old["serial"] == rewrite.serial and 0 <= steps <= 2)
@@ -248,7 +250,8 @@ def plan_end(
         meta: all meta fields.
     """
     written.give_back()
-    record = files.storage.record(written.slot) | {"flags": flags, "time": time.time_ns()}
+    record = files.storage.record(written.slot)
+    record |= {"flags": flags, "length": record["stop"], "time": int(time.time()), "round": written.round % 2**32}
     crcs = None
     if files.checksum:
         record |= {"flags": flags | CHECKED, "columns": files.layout.used_columns}
@@ -330,6 +333,7 @@ def finish(files: WriteHandles) -> None:
 
 def _apply(files: WriteHandles, rewrite: Rewrite, wait: Callable[..., None]) -> None:
     files.write_generation(rewrite.slot, rewrite.generation | 1)
+    files.changed([rewrite.slot])  # before a row changes: what was read until the counter rose is of the old ones
     wait("/episodes")  # else the disk may have some new rows under an even generation, which whoever reads first trusts
     for key, offset, data in rewrite.pieces:
         for part in _parts(data):
@@ -338,5 +342,5 @@ def _apply(files: WriteHandles, rewrite: Rewrite, wait: Callable[..., None]) -> 
     wait(*dict.fromkeys(key for key, _, _ in rewrite.pieces))
     files.write_record(rewrite.slot, rewrite.record)
     wait("/episodes")
-    files.changed()
+    files.changed([rewrite.slot])
     files.storage.folder.unlink(NAME)

@@ -1,15 +1,27 @@
-"""The writer's own account of its slots: which are visible, which are being written, which may be written. No I/O."""
+"""The writer's own account of its slots: which are visible, which are being written, which may be written. No I/O.
+
+With a `capacity` the steps are forgotten in the order in which they were published: an entry for each of them tells
+whose it is. The records keep less of that order. A vector's step is one round, and a step that is published alone is
+one, too; to the next writer the step t of an episode whose last step was published in round r is of round
+r - (length - 1 - t), and of one round the episodes with lower serials come first.
+"""
 
 from __future__ import annotations
 
-import math
+import logging
+from bisect import insort
 from collections import OrderedDict, deque
+from typing import Any
 
 import numpy as np
 
 from memmap_buffer.errors import BufferFullError
-from memmap_buffer.format.episode_table import EpisodeTable
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.layout import Layout
+
+NONE: IntArray = np.empty(0, np.int64)
+_LOW = 2**32 - 1
+log = logging.getLogger("memmap_buffer")
 
 
 class SlotAllocator:
@@ -19,24 +31,52 @@ class SlotAllocator:
         layout: the sizes.
         table: the episodes at the start.
         following: the next serial.
+        rounds: (slots,) in which the last step of each was published; default: as if they had followed one another.
+        path: of the folder, for the log.
 
     Attributes:
         next: the serial that the next episode gets.
         steps: visible timesteps.
+        round: of what is published next.
+        serial: (slots,) the episode of each visible slot.
+        start: (slots,) the first of its steps that is shown.
+        stop: (slots,) its steps before this one are shown.
+        retired: slots of episodes that left as there were more than `max_episodes`, for the writer to take from here.
+        hides: whether there may be episodes that only `max_episodes` hides. With a `capacity` they must be retired for
+            good, as newer ones may leave before older ones.
     """
 
-    def __init__(self, layout: Layout, table: EpisodeTable, following: int) -> None:
-        self._layout = layout
-        self._max_episodes, self._capacity = layout.max_episodes, layout.capacity or math.inf
+    def __init__(
+        self, layout: Layout, table: EpisodeTable, following: int, rounds: IntArray | None = None, path: object = ""
+    ) -> None:
+        self._layout, self._path, self._told = layout, path, False
+        self._max_episodes = layout.max_episodes
         self.next = following
         self.steps = table.steps
         # Oldest first. An OrderedDict: a dict that loses its first entries looks at all of them to find the next.
-        self._live = OrderedDict((int(table.serial[s]), (int(s), int(table.length[s]))) for s in table.visible)
+        self._live = OrderedDict((int(table.serial[s]), int(s)) for s in table.visible)
         empty = np.setdiff1d(np.arange(layout.slots), table.visible)
         # Those without an episode first, from slot 0, then the longest retired: while it is being overwritten, no older
-        # one stands anywhere that would be within `capacity` again for the want of it.
+        # one stands anywhere that would be shown again for the want of it. With a `capacity` what has left is void, and
+        # the lowest slot is taken, so that small fields, whose slots share blocks, take few of these.
         order = np.lexsort((empty, np.where(table.valid[empty], table.serial[empty], -1)))
-        self._free: deque[int] = deque(empty[order].tolist())
+        self._free: deque[int] | list[int] = deque(empty[order].tolist()) if layout.capacity is None else empty.tolist()
+        self.serial, self.start, self.stop = table.serial.copy(), table.start.copy(), table.length.copy()
+        if rounds is None:
+            rounds = np.zeros(layout.slots, np.int64)
+            rounds[table.visible] = np.cumsum(table.length[table.visible])
+        self._last = rounds.copy()
+        self.retired: list[int] = []
+        self.hides = layout.capacity is not None
+        self.round = int(rounds[table.visible].max(initial=-1)) + 1
+        # Entries `_head` to `_tail` are of the visible steps, oldest first: a slot, above it the serial's lower bits.
+        # Some may be of steps that are not visible any more, and are passed over: theirs is not `_entry` of their slot.
+        self._entry = np.full(layout.slots, -1)
+        self._entry[table.visible] = _entry_of(table.visible, table.serial[table.visible])
+        self._entries, self._head, self._tail = NONE, 0, 0
+        if layout.capacity is not None:
+            self._entries = self._by_rounds(table.visible)
+            self._tail = len(self._entries)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -45,6 +85,12 @@ class SlotAllocator:
     def oldest(self) -> int:
         """The oldest visible serial, or the next one where nothing is visible."""
         return next(iter(self._live), self.next)
+
+    @property
+    def surplus(self) -> int:
+        """How many visible timesteps are more than `capacity`."""
+        limit = self._layout.capacity
+        return 0 if limit is None else max(0, self.steps - limit)
 
     def take(self, busy: set[int]) -> int | None:
         """A slot to write to, neither visible nor `busy`, or None. It is not kept: an interruption leaks none."""
@@ -69,30 +115,133 @@ class SlotAllocator:
             f"{path} is full: {what}; create it with circular=True to overwrite the oldest, or larger, or clear() it"
         )
 
-    def show(self, serial: int, slot: int, length: int) -> None:
-        """An episode became visible, or longer; the oldest ones that do not fit any more leave.
+    def show(self, serial: int, slot: int, length: int, *, alone: bool = True) -> None:
+        """An episode became visible, or longer; the oldest ones beyond `max_episodes` leave.
 
         One that has left already does not come back, however long it grows.
+
+        Args: alone: each step is a round; otherwise the last one is of the round that `show_round` ends.
         """
-        _, before = self._live.get(serial, (slot, 0))
-        if not before:
+        if serial not in self._live:
             if serial < self.next:
                 return
             self._free.remove(slot)
-            self.next = serial + 1
-        self._live[serial] = (slot, length)
-        self.steps += length - before
-        while len(self._live) > self._max_episodes or self.steps > self._capacity:
+            self.next, self._live[serial] = serial + 1, slot
+            self.serial[slot], self._entry[slot] = serial, _entry_of(slot, serial)
+            self.start[slot] = self.stop[slot] = 0
+        added = length - self.stop.item(slot)
+        if added:
+            self.steps += added
+            self.stop[slot] = length
+            self.round += added - (not alone)
+            self._last[slot] = self.round - alone
+            self._published(np.full(added, slot))
+        while len(self._live) > self._max_episodes:
+            self.retired.append(self._live[self.oldest])
             self.hide(self.oldest)
+            self.hides = self._layout.capacity is not None
+            self._tell_of_short_episodes()
+
+    def _tell_of_short_episodes(self) -> None:
+        """Log once that `max_episodes` is too low for the capacity ever to be reached."""
+        layout = self._layout
+        if not self._told and layout.capacity is not None and self.steps < layout.capacity:
+            self._told = True
+            text = (
+                "%s: %d steps are visible, not capacity=%d: more than max_episodes=%d episodes would be needed for that"
+            )
+            log.warning(
+                text + "; create it with a higher max_episodes",
+                self._path,
+                self.steps,
+                layout.capacity,
+                self._max_episodes,
+            )
+
+    def show_round(self, slots: IntArray, *, ends: bool = True) -> None:
+        """Episodes, each in its slot, became longer by one timestep; whether that ends the round.
+
+        Those that have left already do not come back.
+        """
+        there = self._entry.take(slots) != -1
+        slots = slots if there.all() else slots[there]
+        self.stop[slots] += 1
+        self.steps += len(slots)
+        self._last[slots] = self.round
+        self.round += ends
+        self._published(slots)
 
     def hide(self, serial: int) -> None:
         """An episode is not visible any more; its slot may be written again."""
-        slot, length = self._live.pop(serial, (-1, 0))
-        if length:
-            self._free.append(slot)
-            self.steps -= length
+        slot = self._live.pop(serial, -1)
+        if slot >= 0:
+            if isinstance(self._free, list):
+                insort(self._free, slot)
+            else:
+                self._free.append(slot)
+            self.steps -= int(self.stop[slot] - self.start[slot])
+            self.start[slot], self._entry[slot] = self.stop[slot], -1
 
     def clear(self) -> None:
         """No episode is visible any more."""
         while self._live:
             self.hide(self.oldest)
+
+    # Steps that leave
+
+    def last_round(self, slot: int) -> int:
+        """The round in which the last step of a visible slot was published."""
+        return self._last.item(slot)
+
+    def forget(self, count: int) -> IntArray:
+        """Let the `count` steps that were published first leave.
+
+        Returns: the slots that they were in, whose `start` moved.
+        """
+        moved = NONE
+        while count > 0 and self._head < self._tail:
+            entries = self._entries[self._head : min(self._head + count, self._tail)]
+            self._head += len(entries)
+            slots = entries & _LOW
+            visible = self._entry.take(slots) == entries
+            slots = slots if visible.all() else slots[visible]
+            moved = np.concatenate([moved, slots]) if len(moved) else slots
+            self.steps -= len(slots)
+            count -= len(slots)
+        if len(moved) == 1 or len({*moved.tolist()}) == len(moved):
+            self.start[moved] += 1
+            return moved
+        moved, steps = np.unique(moved, return_counts=True)
+        self.start[moved] += steps
+        return moved
+
+    def _published(self, slots: IntArray) -> None:
+        """Take note of one more step of each of these."""
+        if self._layout.capacity is None:
+            return
+        stop = self._tail + len(slots)
+        if stop > len(self._entries):
+            self._make_room(len(slots))
+            stop = self._tail + len(slots)
+        self._entries[self._tail : stop] = self._entry.take(slots)
+        self._tail = stop
+
+    def _make_room(self, count: int) -> None:
+        """Drop the entries that were passed over or will be; have room for as many as are left, and `count`."""
+        entries = self._entries[self._head : self._tail]
+        entries = entries[self._entry[entries & _LOW] == entries]
+        self._entries = np.empty(2 * (len(entries) + count) + 64, np.int64)
+        self._entries[: len(entries)] = entries
+        self._head, self._tail = 0, len(entries)
+
+    def _by_rounds(self, visible: IntArray) -> IntArray:
+        """The entries of visible slots as the records know their order."""
+        counts = self.stop[visible] - self.start[visible]
+        slots = np.repeat(visible, counts)
+        back = np.arange(len(slots)) - np.repeat(np.cumsum(counts), counts) + 1  # 0 at the last step of each
+        order = np.lexsort((self.serial[slots], self._last[slots] + back))
+        return self._entry[slots[order]]
+
+
+def _entry_of(slot: Any, serial: Any) -> Any:
+    return slot | (serial & _LOW >> 1) << 32  # never negative

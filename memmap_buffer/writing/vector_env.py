@@ -5,18 +5,22 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from threading import get_ident
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.writing.episode import Block, Episode, Held, require_default
+from memmap_buffer.writing.rounds import Round
+from memmap_buffer.writing.writer import Writer
 
 NEXT = "next_"
 
@@ -129,18 +133,16 @@ class EpisodeStream(EpisodeGroup):
     of its last step, or else by the step that follows, which adds it.
 
     Args:
-        schema: the fields.
+        writer: opens and publishes the episodes.
         size: B.
-        limit: the longest episode.
-        begin: opens an episode.
         skips_resets: the step after an episode's end is the environment's reset, and is left out.
     """
 
-    def __init__(
-        self, schema: Schema, size: int, limit: int, begin: Callable[[], Episode], *, skips_resets: bool = False
-    ) -> None:
-        super().__init__(schema, [])
-        self._size, self._limit, self._begin, self._skips_resets = size, limit, begin, skips_resets
+    def __init__(self, writer: Writer, size: int, *, skips_resets: bool = False) -> None:
+        super().__init__(writer.schema, [])
+        self._writer, self._size, self._limit, self._skips_resets = writer, size, writer.max_timesteps, skips_resets
+        self._plan = dict(writer.schema.fields)
+        self._round: Round | None = None  # what appends to all episodes together, as long as none of them ends
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
         self._following: dict[str, Array] = {}  # what was seen after the last step
         # By environment, an episode that was cut without its final observation, and that, once it was seen.
@@ -162,11 +164,12 @@ class EpisodeStream(EpisodeGroup):
             OSError: the disk is full, say; what could not be written is kept, and written by the next call.
         """
         count = len(steps.ends)
+        self._round = None
         while steps.done < count:
             self._publish_what_ended()
             self._see(steps)
             self._begin_where_needed()
-            start, recorded = steps.done, self._recorded()
+            start, recorded = steps.done, self.recorded()
             if all(episode.staged for episode in self.episodes):
                 self._append(steps, self._stop(steps, recorded), recorded)
             else:
@@ -176,6 +179,41 @@ class EpisodeStream(EpisodeGroup):
                 self.over[recorded] = steps.ends[steps.done - 1, recorded]
                 self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
         self._publish_what_ended()
+        if not (self._cut or self.over.any()) and all(episode.state == "open" for episode in self.episodes):
+            self._round = self._writer.round_of(self.episodes)
+
+    def go_on(self, step: Mapping[str, Any]) -> bool:
+        """Append one timestep in which no episode begins or ends; False where that is not so, and nothing was done."""
+        if self._round is None or self._round.left <= 1:
+            return False
+        columns = self._encoded(step)
+        if columns is None or any(columns[name].any() for name in self.schema.ends):
+            return False
+        self._writer.append_round(self._round, columns)
+        finals = self.schema.final_names
+        self._following = (
+            {name: columns[NEXT + name].copy() for name in finals} if len(columns) > len(self._plan) else {}
+        )
+        return True
+
+    def _encoded(self, step: Mapping[str, Any]) -> dict[str, Array] | None:
+        """Every field of a timestep as (B, *field), and `next_<field>` where given; None where it is not so simple."""
+        columns, axes = {}, (self._size,)
+        for name, value in step.items():
+            field = self._plan.get(name) or self._plan.get(name.removeprefix(NEXT))
+            if field is None or field.dtype == "str":
+                return None
+            if type(value) is not ndarray or value.dtype != field.direct or value.shape != (*axes, *field.shape):
+                try:
+                    value = field.encode(value, lead=1)
+                except SchemaError:
+                    return None  # there it is told in full
+                if value.shape[:1] != axes:
+                    return None
+            columns[name] = value
+        finals = len(self.schema.final_names)
+        complete = len(columns) in (len(self._plan), len(self._plan) + finals) and self._plan.keys() <= columns.keys()
+        return columns if complete else None
 
     def publish(self, *, cut: bool = True) -> None:
         """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation."""
@@ -187,7 +225,7 @@ class EpisodeStream(EpisodeGroup):
 
     def _see(self, steps: Steps) -> None:
         """Keep what the next step begins with: the final observation of the episodes that were cut before it."""
-        if not steps.ahead:  # else some environments have that step already
+        if not steps.have.any():  # else some environments have that step already
             for i, (episode, _) in self._cut.items():
                 names = self.schema.final_names
                 self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
@@ -203,7 +241,7 @@ class EpisodeStream(EpisodeGroup):
                 if self.schema.final_names and not (episode.ended or episode.finals):
                     self._cut[i] = episode, {}
 
-    def _recorded(self) -> IntArray:
+    def recorded(self) -> IntArray:
         """The environments whose next step is one of an episode."""
         return np.flatnonzero(~self.over) if self._skips_resets else np.arange(self._size)
 
@@ -217,10 +255,10 @@ class EpisodeStream(EpisodeGroup):
 
     def _begin_where_needed(self) -> None:
         while len(self.episodes) < self._size:
-            self.episodes.append(self._begin())
+            self.episodes.append(self._writer.open({}))
         for i, episode in enumerate(self.episodes):
             if episode.state != "open":
-                self.episodes[i] = self._begin()
+                self.episodes[i] = self._writer.open({})
 
     def _append(self, steps: Steps, stop: int, recorded: IntArray) -> None:
         """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
@@ -238,24 +276,55 @@ class EpisodeStream(EpisodeGroup):
             raise
 
     def _append_in_place(self, steps: Steps, recorded: IntArray) -> None:
-        """Store one timestep. What was shown is not taken back: after an error the environments before have it."""
-        for i in recorded[steps.ahead :]:
+        """Store one timestep. What was shown is not taken back: after an error some environments have it."""
+        at, waiting = steps.done, recorded[~steps.have[recorded]]
+        for i in waiting:
             self.episodes[i].require_room()
-        for i in recorded[steps.ahead :]:
-            before = self.episodes[i].length
-            try:
-                self._store(steps, i, steps.done, steps.done + 1)
-            finally:
-                steps.ahead += self.episodes[i].length > before  # it may have become visible before the error
-        steps.done, steps.ahead = steps.done + 1, 0
+        shown = np.array([self._writer.shows(self.episodes[i]) for i in waiting], np.bool_)
+        with self._writer.one_round():
+            for i in waiting[~shown].tolist():
+                before = self.episodes[i].length
+                try:
+                    self._store(steps, i, at, at + 1)
+                finally:
+                    steps.have[i] = self.episodes[i].length > before  # it may have become visible before the error
+            together = waiting[shown]
+            if len(together):
+                self._append_round(steps, together)
+        steps.done += 1
+        steps.have[:] = False
+
+    def _append_round(self, steps: Steps, chosen: IntArray) -> None:
+        """Store one timestep of environments whose episodes are shown already."""
+        at, episodes = steps.done, [self.episodes[i] for i in chosen]
+        joint = self._writer.round_of(episodes)
+        before = [episode.length for episode in episodes]
+        try:
+            if joint is None:
+                for i in chosen.tolist():
+                    self._store(steps, i, at, at + 1)
+                return
+            self._writer.append_round(joint, {name: rows[at, chosen] for name, rows in steps.fields.items()})
+            for i, episode in zip(chosen.tolist(), episodes, strict=True):
+                episode.ended = next((name for name in self.schema.ends if steps.fields[name][at, i].any()), "")
+                self._tell(steps, i, at)
+        finally:
+            for i, episode, length in zip(chosen.tolist(), episodes, before, strict=True):
+                steps.have[i] = episode.length > length
 
     def _store(self, steps: Steps, i: int, start: int, stop: int) -> None:
         """Store some timesteps of one environment, and what is known with the last of them."""
         episode = self.episodes[i]
         episode.store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
-        episode.update({name: values[stop - 1, i] for name, values in steps.meta.items()})
+        self._tell(steps, i, stop - 1)
+
+    def _tell(self, steps: Steps, i: int, at: int) -> None:
+        """Tell an episode what is known with its last timestep, beside the fields."""
+        episode = self.episodes[i]
+        if steps.meta:
+            episode.update({name: values[at, i] for name, values in steps.meta.items()})
         if steps.following and (episode.ended or episode.length == self._limit):
-            episode.final(**{name: rows[stop - 1, i] for name, rows in steps.following.items()})
+            episode.final(**{name: rows[at, i] for name, rows in steps.following.items()})
 
 
 class Steps:
@@ -273,14 +342,14 @@ class Steps:
         following: likewise, the observations after each step.
         ends: (T, B) bool, where an episode ends.
         done: how many of the timesteps a stream has stored.
-        ahead: how many environments have one more.
+        have: (B,) bool, which environments have one more.
 
     Raises:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
     """
 
     def __init__(self, schema: Schema, given: Mapping[str, Any], *, time: bool) -> None:
-        self.done = self.ahead = 0
+        self.done = 0
         groups = {name.split(".")[0] for name in schema.all}
         later = {name for name in given if name.startswith(NEXT) and name.split(".")[0] not in groups}
         flat = schema.flatten({name: value for name, value in given.items() if name not in later})
@@ -302,6 +371,7 @@ class Steps:
             if name not in columns:
                 row = require_default(field, name, "timesteps")
                 self.fields[name] = np.broadcast_to(row, (*self._axes, *field.shape))
+        self.have = np.zeros(self._axes[1], np.bool_)
         self.ends = np.zeros(self._axes, np.bool_)
         for name in schema.ends:
             self.ends |= self.fields[name].reshape(self._axes) != 0
@@ -309,6 +379,15 @@ class Steps:
     @property
     def num_envs(self) -> int:
         return self._axes[1]
+
+    def part(self, t: int) -> Steps:
+        """One of the timesteps."""
+        part, here = copy(self), slice(t, t + 1)
+        part.done, part.have = 0, np.zeros_like(self.have)
+        part._axes, part.ends = (1, self.num_envs), self.ends[here]
+        for name in ("fields", "meta", "following"):
+            setattr(part, name, {field: rows[here] for field, rows in getattr(self, name).items()})
+        return part
 
 
 def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:

@@ -9,8 +9,8 @@ interrupted too, by the next call: no line of a change needs to run for what com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -23,13 +23,14 @@ from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyE
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import WriterLock
-from memmap_buffer.format.records import CUT, DELETED, FINAL, INNER_END, OPEN, TERMINATED
+from memmap_buffer.format.records import CUT, DELETED, FINAL, GENERATION, INNER_END, OPEN, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit
 from memmap_buffer.writing.episode import Episode, Held, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
-from memmap_buffer.writing.slots import SlotAllocator
+from memmap_buffer.writing.rounds import MappedFiles, Round, mapped_files
+from memmap_buffer.writing.slots import NONE, SlotAllocator
 
 T = TypeVar("T")
 
@@ -119,6 +120,9 @@ class Writer:
         self.staging = Staging()  # of all episodes
         self._settled = True
         self._closed = False
+        self._in_round = False
+        self._given_up: list[int] = []  # slots whose space is given back once readers were told
+        self._mapped: tuple[MappedFiles | None, ...] = ()  # once it was looked whether stores may go to maps
 
     @property
     def turn(self) -> Any:
@@ -155,8 +159,9 @@ class Writer:
         files = WriteHandles(
             self.storage, self.lock, power=self.how.durability == "power", checksum=self.how.checksum is not None
         )
-        self._slots = take_over(files)
-        self._files = files
+        self._slots, self._files = take_over(files), files
+        if self._slots.surplus:  # what a writer that was killed had still to forget
+            self._change(partial(self._tell, slots=[]))
         return files
 
     def _change(self, work: Callable[[WriteHandles], T]) -> T:
@@ -178,7 +183,10 @@ class Writer:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
         redo.finish(files)
         self._slots = count(files)
+        if self._slots.surplus:
+            self._forget(files)
         files.announce(self._slots.next)
+        self._give_back(files)
         for slot_writer in [*self._slot_writers.values(), *self._pending]:
             slot_writer.settle()
         for episode, slot_writer in list(self._slot_writers.items()):
@@ -291,10 +299,14 @@ class Writer:
         flags |= TERMINATED * self._terminated(episode)
         slot_writer = self._write(episode, files)
         if slot_writer.published and self._meta_changed(slot_writer, episode):
+            slot_writer.round = self._slots.last_round(slot_writer.slot)
             self._rewrite(redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta), files)
         else:
             slot_writer.write_final(episode.finals)
             self._commit(slot_writer, episode, flags, at_once=slot_writer.published)
+        if slot_writer.published:
+            self._give_up_if_empty(files, slot_writer.slot)
+            self._give_back(files)
         episode.state, slot_writer.given = "published", True
         if cut and not episode.finals:
             self._last_cut[episode] = slot_writer
@@ -358,8 +370,74 @@ class Writer:
             raise
 
     def _show_steps(self, episode: Episode, files: WriteHandles) -> None:
-        flags = OPEN | TERMINATED * self._terminated(episode)
-        self._commit(self._write(episode, files), episode, flags, at_once=True)
+        slot_writer = self._slot_writers.get(ref(episode))
+        # Steps that no record vouches for are trusted after a power cut only where their serial is.
+        trusted = not files.power or slot_writer is None or self.storage.state("synced") > slot_writer.serial
+        if slot_writer is None or not slot_writer.published or episode.ended or not trusted:
+            flags = OPEN | TERMINATED * self._terminated(episode)
+            self._commit(self._write(episode, files), episode, flags, at_once=True)
+            return
+        self._slots.require_room(self.storage.path, 0, episode.length - slot_writer.num_published)
+        slot_writer.append(episode.columns, episode.base, episode.length)
+        self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=not self._in_round)
+        self._tell(files, [slot_writer.slot])
+
+    # A timestep of several environments
+
+    def shows(self, episode: Episode) -> bool:
+        """Whether timesteps of an open episode are visible."""
+        slot_writer = self._slot_writers.get(ref(episode))
+        return slot_writer is not None and slot_writer.published
+
+    @contextmanager
+    def one_round(self) -> Iterator[None]:
+        """What is shown in the block is of one round, see `slots`."""
+        self._in_round = True
+        try:
+            yield
+        finally:
+            self._in_round = False
+        with self.turn:
+            if self._files is not None:
+                self._slots.show_round(NONE)
+
+    def round_of(self, episodes: Sequence[Episode]) -> Round | None:
+        """What appends to these open episodes together; None where they are not shown yet, or cannot be mapped."""
+        if self.how.publish != "step":
+            return None
+        with self.turn:
+            files = self.begin()
+            slot_writers = [one for one in map(self._slot_writers.get, map(ref, episodes)) if one is not None]
+            if len(slot_writers) < len(episodes) or not all(one.published for one in slot_writers):
+                return None
+            if not self._mapped:
+                self._mapped = (mapped_files(files),)
+            return None if self._mapped[0] is None else Round(files, self._mapped[0], episodes, slot_writers)
+
+    def append_round(self, joint: Round, columns: Mapping[str, Array]) -> None:
+        """Append one timestep to several episodes, field -> (B, *field), and publish it: to all of them or to none."""
+        with self.turn:
+            if self._closed or joint.files is not self._files or joint.files.behind or not self._settled:
+                self.begin()
+            joint.check()
+            slots = joint.slots
+            self._slots.require_room(self.storage.path, 0, len(slots))
+            joint.prepare()
+            try:
+                self._settled = False
+                joint.store(columns)
+                self._slots.show_round(slots, ends=not self._in_round)
+                if self._slots.surplus:
+                    slots = np.concatenate([slots, self._forget(joint.files, joint)])
+                joint.tell(slots)
+                self._give_back(joint.files)
+                self._settled = True
+            except BaseException:
+                joint.settle()
+                if self.lock.mine:
+                    with suppress(OSError):
+                        self._settle(joint.files)
+                raise
 
     def spill(self, episode: Episode) -> None:
         """Write the steps that are staged to the episode's slot, which makes room for others."""
@@ -385,8 +463,12 @@ class Writer:
         self._slots.require_room(self.storage.path, len(self._pending) + first, added)
         if first:
             slot_writer.write_meta(episode.meta)
-            slot_writer.serial = self._slots.next + len(self._pending)
-        slot_writer.flags = flags
+            slot_writer.serial = episode.serial = self._slots.next + len(self._pending)
+        slot_writer.flags, slot_writer.round = flags, self._slots.last_round(slot_writer.slot)
+        if added:
+            slot_writer.round = self._slots.round + sum(one.length for one in self._pending) + added - 1
+        if flags & OPEN:  # its last step is still to come
+            slot_writer.round -= slot_writer.length - 1
         self._pending.append(slot_writer)
         if at_once or len(self._pending) >= self.how.sync_every:
             self._commit_pending(slot_writer.files)
@@ -395,8 +477,62 @@ class Writer:
         if self._pending:
             commit(files, self._pending)
             for slot_writer in self._pending:
-                self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length)
-            self._pending = []
+                alone = not self._in_round
+                self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=alone)
+            shown, self._pending = [one.slot for one in self._pending], []
+            self._tell(files, shown)
+
+    def _tell(self, files: WriteHandles, slots: list[int]) -> None:
+        """Let the steps beyond `capacity` leave, then tell the readers which slots changed."""
+        if self._slots.hides:
+            self._retire(files)
+            self._slots.hides = False
+        retired, self._slots.retired = self._slots.retired, []
+        if retired and self.storage.layout.capacity is not None:
+            slots = [*slots, *retired]
+            for slot in retired:
+                stop = self._slots.stop.item(slot)
+                files.write_shown(slot, stop, stop)
+                self._give_up(files, slot)
+        if self._slots.surplus:
+            slots = [*slots, *self._forget(files).tolist()]
+        files.announce(self._slots.next, slots)
+        self._give_back(files)
+
+    def _forget(self, files: WriteHandles, joint: Round | None = None) -> IntArray:
+        """Show the oldest steps no more; an episode that has none left gives its disk space back."""
+        moved = self._slots.forget(self._slots.surplus)
+        start, stop = self._slots.start.take(moved), self._slots.stop.take(moved)
+        if joint is None:
+            for slot, first, end in zip(moved.tolist(), start.tolist(), stop.tolist(), strict=True):
+                files.write_shown(slot, first, end)
+        else:
+            joint.forget(moved, start)
+        files.barriers("/episodes")
+        empty = moved[start == stop].tolist()
+        if empty:
+            growing = {one.slot for one in self._slot_writers.values() if one.flags & OPEN}
+            for slot in empty:
+                if slot not in growing:
+                    self._give_up_if_empty(files, slot)
+        return moved
+
+    def _give_up_if_empty(self, files: WriteHandles, slot: int) -> None:
+        """An episode of which nothing is shown any more leaves; who is late at reading it finds that it is gone."""
+        if self._slots.start[slot] == self._slots.stop[slot]:
+            self._give_up(files, slot)
+            self._slots.hide(self._slots.serial.item(slot))
+
+    def _give_up(self, files: WriteHandles, slot: int) -> None:
+        files.write_generation(slot, self.storage.maps.words.item(slot, GENERATION) | 1)
+        files.barriers("/episodes")
+        self._given_up.append(slot)
+
+    def _give_back(self, files: WriteHandles) -> None:
+        """Give back the space of episodes that left; not before readers were told, who take a row for what it was."""
+        given_up, self._given_up = self._given_up, []
+        for slot in given_up:
+            files.give_back(slot, 0, self.max_timesteps)
 
     def _refuse_spare(self, what: str, needed: int) -> NoReturn:
         _refuse_spare(self.storage.path, what, self.storage.layout.spare_slots, needed)
@@ -473,6 +609,17 @@ class Writer:
             if self._files is not None:
                 self._change(self._commit_pending)
                 self.begin().sync()
+                self._change(self._seal_open)
+
+    def _seal_open(self, files: WriteHandles) -> None:
+        """Give open episodes, whose steps are on the disk now, records that vouch for these steps."""
+        growing = [one for one in self._slot_writers.values() if one.published and not files.power]
+        for one in growing:
+            one.flags = self.storage.record(one.slot)["flags"] & (OPEN | TERMINATED)
+            one.round = self._slots.last_round(one.slot) - (one.length - 1)
+        if growing:
+            commit(files, growing)
+            files.sync("/episodes")
 
     def close(self) -> None:
         """Flush, mark the folder clean, and let go of the lock. Open episodes are dropped. Twice is fine."""

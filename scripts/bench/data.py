@@ -116,6 +116,7 @@ def forge(folder: Path, episodes: int, steps: int, fields: Fields) -> Path:
     count = np.arange(episodes, dtype=np.uint64)
     shown = records[:episodes]
     shown["generation"], shown["serial"], shown["length"] = 2, count, steps
+    shown["stop"] = shown["length"]
     shown["first_row"], shown["term"] = count * np.uint64(steps), 1
     words = records.view(np.ndarray).view(np.uint64).reshape(-1, WORDS)
     words[:episodes, CHECK] = check_of(words[:episodes])

@@ -12,12 +12,17 @@ import logging
 import sys
 import warnings
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.data import LONGEST, SCHEMAS, Arrays, Run, episodes, lengths
 from bench.measure import Call
+
+if TYPE_CHECKING:
+    from bench.online import Loop
+
+Checked = tuple[Any, Any, Any]  # the observations, next observations and rewards of a batch
 
 
 def contenders(run: Run, kind: str, how: str, data: Any = None) -> dict[str, Call]:
@@ -110,16 +115,29 @@ class Cpprb(Peer):
         turn = in_turn([with_successor(data) for data in datas])
         return lambda: buffer.add(**next(turn))
 
+    def online(self, loop: Loop) -> Call:
+        names = ("observation", "next_observation", "action", "reward", "terminated")
+        buffer = self._make(len(loop.filling["reward"]))
+        buffer.add(**{name: loop.filling[name] for name in names})
+        steps = iter([{name: step[name] for name in names} for step in loop.steps])
+
+        def add_and_sample() -> Checked:
+            buffer.add(**next(steps))
+            batch = buffer.sample(256)
+            return batch["observation"], batch["next_observation"], batch["reward"]
+
+        return add_and_sample
+
 
 class StableBaselines(Peer):
     name, module = "stable-baselines3", "stable_baselines3.common.buffers"
 
-    def _make(self, size: int) -> Any:
+    def _make(self, size: int, num_envs: int = 1) -> Any:
         from gymnasium.spaces import Box
 
         image = self.dtype == "uint8"
         observation = Box(0 if image else -np.inf, 255 if image else np.inf, self.shape, np.dtype(self.dtype))
-        options = {"device": "cpu", "handle_timeout_termination": False}
+        options = {"device": "cpu", "handle_timeout_termination": False, "n_envs": num_envs}
         return self.library.ReplayBuffer(size, observation, Box(-1, 1, (6,), np.float32), **options)
 
     @cached_property
@@ -142,6 +160,25 @@ class StableBaselines(Peer):
                 buffer.add(now, now, step["action"], step["reward"], step["terminated"], [{}])
 
         return all_steps
+
+    def online(self, loop: Loop) -> Call:
+        size = len(loop.filling["reward"]) // loop.num_envs * loop.num_envs
+        buffer, infos = self._make(size, loop.num_envs), [{} for _ in range(loop.num_envs)]
+        columns = {"observation": "observations", "next_observation": "next_observations", "action": "actions"}
+        columns |= {"reward": "rewards", "terminated": "dones"}
+        for name, theirs in columns.items():
+            array = getattr(buffer, theirs)
+            array[:] = loop.filling[name][:size].reshape(array.shape)
+        buffer.full, steps = True, iter(loop.steps)
+
+        def add_and_sample() -> Checked:
+            step = next(steps)
+            now, following = step["observation"], step["next_observation"]
+            buffer.add(now, following, step["action"], step["reward"], step["terminated"], infos)
+            batch = buffer.sample(256)
+            return batch.observations, batch.next_observations, batch.rewards
+
+        return add_and_sample
 
 
 class TorchRL(Peer):

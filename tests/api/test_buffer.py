@@ -28,6 +28,7 @@ from memmap_buffer import (
     verify,
 )
 from memmap_buffer.compat import step_spec, storage_spec
+from memmap_buffer.format.layout import Layout
 from memmap_buffer.writing import episode as episodes
 
 FIELDS = {"obs": Field("float", 2, final=True), "reward": "float", "terminated": ("bool", (), False)}
@@ -277,7 +278,9 @@ def test_a_schema_object_a_string_path_and_a_path_are_the_same(tmp_path):
     [
         ({"max_episodes": 0}, "max_episodes: got 0"),
         ({"spare_slots": 0}, "spare_slots: got 0"),
-        ({"capacity": 4}, r"capacity: got 4, expected at least max_timesteps \(5\)"),
+        ({"capacity": 0}, "capacity: got 0"),
+        ({"max_episodes": None}, "max_episodes: got None.*or capacity="),
+        ({"max_timesteps": None}, "max_timesteps: got None"),
         ({"durability": "maybe"}, "durability: got 'maybe', expected one of 'process', 'power'"),
         ({"publish": "batch"}, "publish: got 'batch'"),
         ({"verify": "sometimes"}, "verify: got 'sometimes'"),
@@ -293,6 +296,70 @@ def test_an_option_that_cannot_be_is_refused_by_name_before_anything_is_made_or_
         with pytest.raises(SchemaError, match=text):
             make(tmp_path / name, overwrite=True, **options)
     assert listing(tmp_path) == before
+
+
+# The sizes that follow from a capacity
+
+LOW = {"x": "int"}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "max_timesteps", "fields", "max_episodes"),
+    [
+        (1_000_000, 1000, LOW, 100_000),  # of ten steps
+        (5_000, 1000, LOW, 1000),  # a thousand at least
+        (20, 50, LOW, 20 + 64),  # each visible one has a step, but those that are open
+        (1_000_000, 108_000, {"x": ("uint8", (84, 84))}, 2**43 // (108_000 * 84 * 84) - 64),  # of 8 TiB
+        (10**9, 10, LOW, 2**24 - 64),  # of all slots that there may be
+    ],
+)
+def test_as_many_episodes_as_a_capacity_needs_and_a_file_takes(capacity, max_timesteps, fields, max_episodes):
+    layout = Layout.derived(Schema(fields), None, max_timesteps, capacity=capacity)
+    assert (layout.max_episodes, layout.spare_slots, layout.circular) == (max_episodes, 64, True)
+    assert layout.arrays["x"].size <= 2**43 + 128
+
+
+def test_every_size_has_its_attribute_and_its_place_in_the_repr(tmp_path):
+    with ReplayBuffer(tmp_path / "a", capacity=20_000, max_timesteps=50, fields=LOW) as ring:
+        sizes = {name: getattr(ring, name) for name in ("capacity", "max_episodes", "max_timesteps", "spare_slots")}
+        assert sizes == {"capacity": 20_000, "max_episodes": 2000, "max_timesteps": 50, "spare_slots": 64}
+        ring.store_episode(x=range(7))
+        assert "1 of 2000 episodes, 7 of 20000 steps, max_timesteps 50, spare_slots 64, circular," in repr(ring)
+    with ReplayBuffer(tmp_path / "b", 3, 5, LOW) as plain:
+        assert (plain.capacity, plain.spare_slots, plain.circular) == (None, 1, False)
+        assert "0 of 3 episodes, 0 steps, max_timesteps 5, spare_slots 1, until full," in repr(plain)
+
+
+def test_what_follows_from_a_capacity_may_be_given_and_is_kept_when_it_is_not_given_again(tmp_path):
+    given = {"max_episodes": 7, "spare_slots": 2}
+    with ReplayBuffer(tmp_path, max_timesteps=5, fields=LOW, capacity=9, circular=False, **given) as full:
+        full.store_episode(x=range(5))
+        with pytest.raises(BufferFullError, match="5 timesteps are published, 5 more would pass capacity=9"):
+            full.store_episode(x=range(5))
+    with ReplayBuffer(tmp_path, max_timesteps=5, fields=LOW, capacity=9, circular=False) as again:
+        assert (again.max_episodes, again.spare_slots, again.num_steps) == (7, 2, 5)
+    with pytest.raises(SchemaMismatchError, match="circular: stored False, given True"):
+        ReplayBuffer(tmp_path, max_timesteps=5, fields=LOW, capacity=9)
+    with pytest.raises(SchemaMismatchError, match="max_episodes: stored 7, given 8"):
+        ReplayBuffer(tmp_path, 8, 5, LOW, capacity=9, circular=False)
+
+
+def test_a_ring_that_max_episodes_keeps_from_its_capacity_says_so_once(tmp_path, caplog):
+    with ReplayBuffer(tmp_path, 3, 5, LOW, capacity=20) as ring:
+        for _ in range(3):
+            ring.store_episode(x=range(2))
+        assert caplog.messages == []
+        for _ in range(3):
+            ring.store_episode(x=range(2))
+    [said] = caplog.messages
+    assert said.startswith(f"{tmp_path}: 6 steps are visible, not capacity=20: more than max_episodes=3 episodes")
+
+
+def test_a_ring_whose_files_have_holes_warns_of_a_small_disk_by_what_it_takes(tmp_path, caplog):
+    with ReplayBuffer(tmp_path / "a", capacity=1000, max_timesteps=10**6, fields={"x": ("uint8", 10**4)}):
+        assert caplog.messages == []
+    with ReplayBuffer(tmp_path / "b", capacity=5 * 10**6, max_timesteps=1000, fields={"x": ("uint8", 10**6)}):
+        assert "the buffer may grow to 5001" in caplog.messages[0]
 
 
 # Reading only, clearing, closing, pickling

@@ -31,6 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memmap_buffer import CorruptBufferError, MemmapBufferError, ReplayBuffer, repair, verify
+from memmap_buffer.format.records import RECORD
 
 MEMORY = 2**30  # bytes that an example may take beyond what the process had
 SECONDS = 60
@@ -71,7 +72,7 @@ def set_word(file: str, word: int, value: int) -> Mutation:
 
 
 def craft(slot: int, field: str, value: int) -> Mutation:
-    bits = 32 if field in ("length", "flags", "digest", "columns") else 64
+    bits = 8 * RECORD[field].itemsize
     return named(
         lambda folder: damage.rewrite_record(folder, slot, **{field: value % 2**bits}),
         f"record {slot}: {field}={value}",
@@ -184,9 +185,7 @@ mutations = st.one_of(
     st.builds(
         craft,
         st.integers(0, 5),
-        st.sampled_from(
-            ["generation", "serial", "length", "flags", "first_row", "time", "term", "digest", "columns", "check"]
-        ),
+        st.sampled_from(RECORD.names),
         st.one_of(st.sampled_from(INTERESTING), st.integers(0, 2**64 - 1)),
     ),
     st.builds(cut, files, st.integers(0, 3000)),

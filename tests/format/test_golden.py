@@ -22,13 +22,14 @@ PACKED = V1.with_name("v1-packed")  # the same episodes
 
 # What the folder holds, as formulas; `golden/make_v1.py` has its own copy of them.
 
-LENGTHS = {4: 3, 6: 4, 7: 2}  # serial -> timesteps; 0 and 1 were cleared, 2 and 3 overwritten, 5 deleted
-WITH_FINAL, TERMINATED, CUT_SHORT = {4}, 6, 7
+LENGTHS = {4: 3, 6: 4, 7: 2}  # serial -> timesteps; 0 and 1 were cleared, 2 retired, 5 deleted
+TRIMMED = {3: (1, 3)}  # serial -> the steps that are left of it
+WITH_FINAL, TERMINATED, CUT_SHORT = {3, 4}, 6, 7
 
 
 def expected(serial: int) -> dict[str, Any]:
-    steps = range(LENGTHS[serial])
-    observed = range(LENGTHS[serial] + (serial in WITH_FINAL))
+    steps = range(*TRIMMED[serial]) if serial in TRIMMED else range(LENGTHS[serial])
+    observed = range(steps.start, steps.stop + (serial in WITH_FINAL))
     fields = {
         "observation.image": [[[serial, t], [serial + t, 255 - t]] for t in observed],
         "observation.state": [[serial + t / 2, -t, np.float32(1 / (t + 1))] for t in observed],
@@ -82,6 +83,8 @@ def test_a_golden_folder_opens_and_every_episode_is_what_was_written(folder: Pat
         assert buffer.episode_lens.tolist() == list(LENGTHS.values())
         for i, serial in enumerate(LENGTHS):
             assert_episode(flat(buffer.episode(i)), serial)
+        steps = buffer.batch(timestep_level=True, fields=["action"])["action"].tolist()
+        assert steps == [action for serial in (*TRIMMED, *LENGTHS) for action in expected(serial)["action"]]
     assert listing(folder) == before
 
 
@@ -109,7 +112,7 @@ def test_the_golden_folder_is_written_on_where_it_stopped(tmp_path: Path) -> Non
     del steps["success"]
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.store_episode(**{**steps, "numbers.count": steps["numbers.count"].astype("uint64")}, seed=9)
-        assert buffer.serials.tolist() == [6, 7, 8]
+        assert buffer.serials.tolist() == [6, 7, 8] and buffer.num_steps == 11
         assert_episode(flat(buffer.episode(0)), 6)
         assert flat(buffer.episode(2))["action"].tolist() == expected(6)["action"]
     assert verify(folder) == []
@@ -119,7 +122,7 @@ def test_the_golden_folder_tells_nothing_of_the_machine_that_made_it() -> None:
     state = np.load(V1 / "state.npy")[0]
     for name in ("pid", "time", "boot", "host", "nonce"):
         assert not np.any(state[name] != np.zeros_like(state[name])), name
-    assert sorted(np.load(V1 / "episodes.npy")["time"].tolist()) == [s * 10**9 for s in (4, 5, 6, 7)]
+    assert sorted(np.load(V1 / "episodes.npy")["time"].tolist()) == [3, 4, 5, 6, 7]
     assert not (V1 / ".lock").exists()
 
 
@@ -141,19 +144,18 @@ def by_hand(folder: Path) -> dict[int, dict[str, Any]]:
         if not record["flags"] & 4 and record["serial"] >= base and serials.count(int(record["serial"])) == 1
     }
     newest = sorted(shown, reverse=True)[: schema["max_episodes"]]
-    steps = np.cumsum([int(held[shown[serial]]["length"]) for serial in newest])
-    kept = [s for s, n in zip(newest, steps, strict=True) if schema["capacity"] is None or n <= schema["capacity"]]
-    return {serial: episode_by_hand(folder, schema, shown[serial], held[shown[serial]]) for serial in reversed(kept)}
+    return {serial: episode_by_hand(folder, schema, shown[serial], held[shown[serial]]) for serial in reversed(newest)}
 
 
 def holds_an_episode(slot: int, record: Any, schema: dict[str, Any]) -> bool:
     words = struct.unpack("<8Q", record.tobytes())
     h = 0x6D656D6D61706275
-    for word in words[:7]:
+    for word in words[:6]:
         h = ((h ^ word) * 0x9E3779B97F4A7C15) % 2**64
         h ^= h >> 29
     even = words[0] != 0 and words[0] % 2 == 0
-    bounds = 1 <= record["length"] <= schema["max_timesteps"] and record["flags"] < 128
+    bounds = 1 <= record["length"] <= record["stop"] <= schema["max_timesteps"] and record["flags"] < 128
+    bounds &= record["start"] < record["stop"] and (record["length"] == record["stop"] or bool(record["flags"] & 8))
     if schema["rows"] is None:
         return h == words[7] and even and bounds and words[3] == slot * schema["max_timesteps"]
     return h == words[7] and even and bounds and words[3] + record["length"] <= schema["rows"]
@@ -162,13 +164,13 @@ def holds_an_episode(slot: int, record: Any, schema: dict[str, Any]) -> bool:
 def episode_by_hand(folder: Path, schema: dict[str, Any], slot: int, record: Any) -> dict[str, Any]:
     out = {}
     for name, field in schema["fields"].items():
-        count = int(record["length"]) + (field["final"] and bool(record["flags"] & 1))
+        count = int(record["stop"]) + (field["final"] and bool(record["flags"] & 1))
         rows, first = numbers(folder / "data" / f"{name}.npy", field), 0
         if schema["rows"] is None:
             rows = rows[slot]
         else:
             first = int(record["first_row"]) + slot * field["final"]
-        out[name] = rows[first : first + count]
+        out[name] = rows[first + int(record["start"]) : first + count]
     for name, field in schema["meta_fields"].items():
         out[name] = numbers(folder / "meta" / f"{name}.npy", field)[slot]
     return out
@@ -185,7 +187,7 @@ def numbers(path: Path, field: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("folder", [V1, PACKED], ids=["grid", "packed"])
 def test_a_golden_folder_can_be_read_with_numpy_alone(folder: Path) -> None:
     episodes = by_hand(folder)
-    assert list(episodes) == list(LENGTHS)
+    assert list(episodes) == [*TRIMMED, *LENGTHS]
     for serial, got in episodes.items():
         assert_episode(got, serial)
 

@@ -17,6 +17,7 @@ from memmap_buffer import ReplayBuffer
 from memmap_buffer.format.records import (
     CHECK,
     RECORD,
+    SHOWN,
     STATE,
     STATE_WORD,
     check_of,
@@ -30,6 +31,7 @@ from memmap_buffer.maintenance.verification import verify
 
 VECTORS = json.loads((Path(__file__).parent / "golden" / "v1" / "records.json").read_text())
 MAX_TIMESTEPS, SLOTS = 5, 5
+HALF, QUARTER = st.integers(0, 2**32 - 1), st.integers(0, 2**16 - 1)
 WORD = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**63, 2**64 - 1]))
 
 
@@ -44,18 +46,19 @@ def fold(words: list[int]) -> int:
 
 def packed(**given: int) -> bytes:
     """A record with a right check, by `struct`, from the docstring of `files`."""
-    words = dict.fromkeys(("generation", "serial", "length", "flags", "first_row"), 0)
-    words |= dict.fromkeys(("time", "term", "digest", "columns"), 0) | given
-    body = struct.pack("<QQIIQQQII", *words.values())
-    return body + struct.pack("<Q", fold(list(struct.unpack("<7Q", body))))
+    words = dict.fromkeys(("generation", "serial", "length", "flags", "columns", "first_row"), 0)
+    words |= dict.fromkeys(("time", "round", "term", "digest", "start"), 0)
+    words |= {"stop": given.get("length", 0)} | given
+    body = struct.pack("<QQIHHQIIIIII", *words.values())
+    return body + struct.pack("<Q", fold(list(struct.unpack("<6Q", body[:48]))))
 
 
 # The bytes
 
 
-def test_a_record_is_64_bytes_and_the_state_256_with_every_word_aligned() -> None:
-    assert (RECORD.itemsize, STATE.itemsize) == (64, 256)
-    assert [RECORD.fields[name][1] for name in RECORD.names] == [0, 8, 16, 20, 24, 32, 40, 48, 52, 56]
+def test_a_record_is_64_bytes_and_the_state_256_and_a_journal_with_every_word_aligned() -> None:
+    assert (RECORD.itemsize, STATE.itemsize) == (64, 256 + 8 * 1024)
+    assert [RECORD.fields[name][1] for name in RECORD.names] == [0, 8, 16, 20, 22, 24, 32, 36, 40, 44, 48, 52, 56]
     order = (
         "base",
         "next",
@@ -71,15 +74,16 @@ def test_a_record_is_64_bytes_and_the_state_256_with_every_word_aligned() -> Non
         "reserved",
         "nonce",
         "unused",
+        "journal",
     )
-    assert [STATE.fields[name][1] // 8 for name in order] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 19, 20, 21]
+    assert [STATE.fields[name][1] // 8 for name in order] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 19, 20, 21, 32]
     assert {name: STATE.fields[name][1] // 8 for name in order} == STATE_WORD
 
 
 @given(words=st.lists(st.lists(WORD, min_size=8, max_size=8), min_size=1, max_size=5))
 def test_the_check_is_the_fold_that_the_format_describes(words: list[list[int]]) -> None:
     table = np.array(words, np.uint64)
-    assert check_of(table).tolist() == [fold(row[:CHECK]) for row in words]
+    assert check_of(table).tolist() == [fold(row[:SHOWN]) for row in words]
     assert table.tolist() == words
 
 
@@ -87,24 +91,24 @@ def test_the_check_is_the_fold_that_the_format_describes(words: list[list[int]])
 def test_the_check_of_the_stored_vectors_never_changes(vector: dict[str, Any]) -> None:
     words = np.frombuffer(bytes.fromhex(vector["bytes"]), "<u8")[None]
     assert words.view(RECORD)[0, 0].tolist() == tuple(vector["record"].values())
-    assert int(words[0, CHECK]) == fold(words[0, :CHECK].tolist()) == check_of(words)[0] == vector["record"]["check"]
+    assert int(words[0, CHECK]) == fold(words[0, :SHOWN].tolist()) == check_of(words)[0] == vector["record"]["check"]
     assert seal(**vector["record"]) == packed(**{k: v for k, v in vector["record"].items() if k != "check"})
 
 
 @given(
-    generation=WORD, serial=WORD, length=st.integers(0, 2**32 - 1), flags=st.integers(0, 2**32 - 1), first_row=WORD,
-    time=WORD, term=WORD, digest=st.integers(0, 2**32 - 1),
+    generation=WORD, serial=WORD, length=HALF, flags=QUARTER, columns=QUARTER, first_row=WORD, time=HALF, round=HALF,
+    term=HALF, digest=HALF, start=HALF, stop=HALF,
 )  # fmt: skip
 def test_a_sealed_record_has_the_bytes_that_the_format_describes(**values: int) -> None:
     assert seal(**values) == packed(**values)
 
 
 @given(record=st.binary(min_size=56, max_size=56), bit=st.integers(0, 511))
-def test_any_flipped_bit_fails_the_check(record: bytes, bit: int) -> None:
-    whole = bytearray(record + struct.pack("<Q", fold(list(struct.unpack("<7Q", record)))))
+def test_any_flipped_bit_but_of_the_steps_that_are_shown_fails_the_check(record: bytes, bit: int) -> None:
+    whole = bytearray(record + struct.pack("<Q", fold(list(struct.unpack("<6Q", record[:48])))))
     whole[bit // 8] ^= 1 << bit % 8
     words = np.frombuffer(bytes(whole), "<u8")[None]
-    assert check_of(words)[0] != words[0, CHECK]
+    assert (check_of(words)[0] == words[0, CHECK]) == (48 <= bit // 8 < 56)
 
 
 # Which records hold an episode
@@ -125,7 +129,8 @@ GOOD = {"generation": 2, "serial": 7, "length": 5, "flags": 0}
     "values",
     [
         {}, {"generation": 2**32}, {"serial": 0}, {"serial": 2**62 - 1}, {"length": 1}, {"flags": 63},
-        {"time": 2**64 - 1, "term": 2**64 - 1, "digest": 2**32 - 1},
+        {"time": 2**32 - 1, "round": 2**32 - 1, "term": 2**32 - 1, "digest": 2**32 - 1, "columns": 2**16 - 1},
+        {"start": 4}, {"start": 5}, {"length": 2, "stop": 2, "start": 2}, {"length": 2, "stop": 5, "flags": 8},
     ],
     ids=repr,
 )  # fmt: skip
@@ -139,8 +144,12 @@ def test_a_record_within_bounds_is_valid(values: dict[str, int]) -> None:
     [
         *({"generation": g} for g in (0, 1, 3, 2**63, 2**64 - 2, 2**64 - 1)),
         *({"length": n} for n in (0, MAX_TIMESTEPS + 1, 2**31, 2**32 - 1, 0x7FC00000)),
-        *({"flags": f} for f in (128, 256, 2**31, 2**32 - 1)),
+        *({"flags": f} for f in (128, 256, 2**15, 2**16 - 1)),
         *({"serial": s} for s in (2**62, 2**63, 2**64 - 1)),
+        *({"length": n, "stop": s} for n, s in ((5, 4), (4, 5), (2, 0), (5, 6), (5, 2**32 - 1))),
+        *({"length": n, "stop": s, "flags": 8} for n, s in ((5, 4), (2, 0), (5, 6), (0, 3), (5, 2**32 - 1))),
+        *({"start": s} for s in (6, 2**31, 2**32 - 1)),
+        {"length": 2, "stop": 3, "start": 4, "flags": 8},
         *({"first_row": r} for r in (1, MAX_TIMESTEPS, 2**63, 2**64 - MAX_TIMESTEPS, 2**64 - 1)),
     ],
     ids=repr,
@@ -217,7 +226,7 @@ def test_a_record_rewritten_as_it_was_changes_nothing(folder: Path) -> None:
     assert shown(folder) == EPISODES
 
 
-def test_each_flipped_byte_of_a_record_voids_exactly_that_episode(folder: Path) -> None:
+def test_each_flipped_byte_of_a_record_voids_or_trims_exactly_that_episode(folder: Path) -> None:
     """Fault 44: exhaustive over the 64 bytes of one record."""
     file = folder / "episodes.npy"
     whole = file.read_bytes()
@@ -227,7 +236,9 @@ def test_each_flipped_byte_of_a_record_voids_exactly_that_episode(folder: Path) 
             spoilt = bytearray(whole)
             spoilt[start + i] ^= flip
             file.write_bytes(spoilt)
+            trimmed = (i, flip) == (48, 0x01)  # of this word no check is made: its first step was forgotten
             assert shown(folder) == {k: v for k, v in EPISODES.items() if k != 2}, (i, flip)
+            assert ReplayBuffer.from_folder(folder, read_only=True).num_steps == 10 + 3 * trimmed, (i, flip)
     file.write_bytes(whole)
     assert shown(folder) == EPISODES
 
@@ -240,6 +251,8 @@ def test_each_flipped_byte_of_a_record_voids_exactly_that_episode(folder: Path) 
         {"length": 2**31},
         {"length": 2**32 - 1},
         {"flags": 128},
+        {"stop": 3},
+        {"start": 5},
         {"first_row": 5},
         {"serial": 2**63},
         {"generation": 3},
@@ -301,19 +314,22 @@ def test_a_generation_that_no_writer_can_reach_is_void_and_its_slot_is_written_a
 # The table against its definition
 
 
-def visible(slots: list[dict[str, Any]], base: int, capacity: int | None) -> list[int]:
+def visible(slots: list[dict[str, Any]], base: int) -> list[int]:
     """The visible slots, oldest first, from the text of the format."""
     held = {
         slot: record["serial"]
         for slot, record in enumerate(slots)
-        if record["sound"] and record["generation"] in (2, 4) and 1 <= record["length"] <= 4 and record["flags"] < 128
+        if record["sound"]
+        and record["generation"] in (2, 4)
+        and 1 <= record["length"] <= record["stop"] <= 4
+        and record["flags"] < 128
+        and record["start"] <= record["stop"]
+        and (record["length"] == record["stop"] or record["flags"] & 8)
     }
+    held = {slot: serial for slot, serial in held.items() if slots[slot]["start"] < slots[slot]["stop"]}
     single = {slot: serial for slot, serial in held.items() if list(held.values()).count(serial) == 1}
     shown = [slot for slot, serial in single.items() if not slots[slot]["flags"] & 4 and serial >= base]
-    newest = sorted(shown, key=lambda slot: -slots[slot]["serial"])[:3]
-    while capacity is not None and sum(slots[slot]["length"] for slot in newest) > capacity:
-        newest.pop()
-    return newest[::-1]
+    return sorted(shown, key=lambda slot: slots[slot]["serial"])[-3:]
 
 
 records = st.fixed_dictionaries(
@@ -321,30 +337,34 @@ records = st.fixed_dictionaries(
         "generation": st.sampled_from([0, 1, 2, 2, 2, 2, 3, 4]),
         "serial": st.integers(0, 7),
         "length": st.sampled_from([0, 1, 1, 2, 3, 4, 4, 5]),
-        "flags": st.sampled_from([0, 0, 0, 1, 2, 4, 8, 16, 32, 63, 64]),
+        "flags": st.sampled_from([0, 0, 0, 1, 2, 4, 8, 8, 16, 32, 63, 64]),
+        "start": st.sampled_from([0, 0, 0, 0, 1, 2, 4, 5]),
+        "more": st.sampled_from([0, 0, 0, 0, 1, 2, -1]),  # steps that are shown beyond the length
         "sound": st.sampled_from([True, True, True, True, False]),
     }
-)
+).map(lambda record: {**record, "stop": max(0, record["length"] + record["more"])})
 
 
-@pytest.mark.parametrize("capacity", [None, 4, 7])
+def packed_at(slot: int, record: dict[str, Any], **more: int) -> bytes:
+    """The bytes of one of them."""
+    names = ("generation", "serial", "length", "flags", "start", "stop")
+    return packed(**{name: record[name] for name in names}, first_row=4 * slot, **more)
+
+
 @given(slots=st.lists(records, min_size=5, max_size=5), base=st.integers(0, 7))
-@settings(max_examples=150, deadline=None)
-def test_what_is_visible_is_what_the_format_says(
-    tmp_path_factory: Any, capacity: int | None, slots: Any, base: int
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / f"table{capacity}"
+@settings(max_examples=400, deadline=None)
+def test_what_is_visible_is_what_the_format_says(tmp_path_factory: Any, slots: Any, base: int) -> None:
+    folder = tmp_path_factory.getbasetemp() / "table"
     if not folder.exists():
-        ReplayBuffer(folder, 3, 4, {"a": "int"}, spare_slots=2, circular=True, capacity=capacity).close()
+        ReplayBuffer(folder, 3, 4, {"a": "int"}, spare_slots=2, circular=True, capacity=7).close()
     for slot, record in enumerate(slots):
-        words = {name: record[name] for name in ("generation", "serial", "length", "flags")}
-        raw = bytearray(packed(**words, first_row=4 * slot))
+        raw = bytearray(packed_at(slot, record))
         raw[-1] ^= not record["sound"]
         write_record(folder, slot, bytes(raw))
     with (folder / "state.npy").open("r+b") as file:
         file.seek(8 * STATE_WORD["base"] - STATE.itemsize, 2)
         file.write(base.to_bytes(8, "little"))
-    assert Storage.open(folder, verify="never").table.visible.tolist() == visible(slots, base, capacity)
+    assert Storage.open(folder, verify="never").table.visible.tolist() == visible(slots, base)
 
 
 @given(
@@ -359,12 +379,7 @@ def test_what_changed_since_is_found_whatever_half_of_a_record_was_read_before(
     """A record that was copied while it was written is made of words of two: the next look finds it whole."""
 
     def table(given: Any, time: int) -> Any:
-        raw = [
-            packed(
-                **{name: r[name] for name in ("generation", "serial", "length", "flags")}, first_row=4 * i, time=time
-            )
-            for i, r in enumerate(given)
-        ]
+        raw = [packed_at(i, record, time=time) for i, record in enumerate(given)]
         return np.frombuffer(b"".join(raw), np.uint64).reshape(-1, 8)
 
     new = table(slots, 2)

@@ -23,7 +23,7 @@ from strategies import MEMORY, Churn, churns
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.layout import Layout
-from memmap_buffer.format.records import STATE_WORD
+from memmap_buffer.format.records import STATE, STATE_WORD
 from memmap_buffer.format.storage import Storage
 
 FIELDS = {"a": "float", "b": Field("uint8", (2, 2), final=True)}
@@ -381,7 +381,7 @@ def test_after_a_crash_of_the_machine_what_it_spoilt_is_dropped_and_only_then(
     """Fault 12: another boot id without the clean flag; the rest stays exact."""
     flip(folder, *DAMAGE["a"])
     raw = bytearray((folder / "state.npy").read_bytes())
-    words = np.frombuffer(raw, "<u8")[-32:]
+    words = np.frombuffer(raw, "<u8")[-STATE.itemsize // 8 :]
     words[STATE_WORD["clean"]] = clean
     words[STATE_WORD["boot"]] ^= np.uint64(other_boot)
     (folder / "state.npy").write_bytes(raw)

@@ -361,7 +361,7 @@ def test_a_folder_is_continued_with_the_meta_fields_that_were_added(tmp_path):
 
 def test_what_cannot_be_recorded_is_refused_at_once(tmp_path):
     env = make("CartPole-v1")
-    with pytest.raises(TypeError, match="max_episodes"):
+    with pytest.raises(SchemaError, match="max_episodes: got None"):
         RecordEpisodes(env, tmp_path / "b")
     with pytest.raises(SchemaError, match=r"max_timesteps: got None, .*; pass max_timesteps="):
         RecordEpisodes(Probe(), tmp_path / "b", max_episodes=3)

@@ -553,3 +553,8 @@ def test_the_slow_definition_forgets_the_oldest():
     for length in (1, 2, 1, 3):
         reference.publish(Episode({"x": list(range(length))}, {}, {}))
     assert [(episode.serial, episode.length) for episode in reference.episodes] == [(2, 1), (3, 3)]
+    reference.publish(Episode({"x": [7, 8]}, {}, {}))
+    assert [(one.serial, one.forgotten, one.steps["x"]) for one in reference.episodes] == [
+        (3, 1, [1, 2]),
+        (4, 0, [7, 8]),
+    ]

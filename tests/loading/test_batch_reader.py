@@ -177,11 +177,11 @@ def test_what_was_copied_and_checked_stays_whatever_becomes_of_the_rest(scene, m
     scene.publish(2)  # 0 is overwritten, 1 retired
     tries, build = [], BatchReader.build
 
-    def built(self, anchors):
+    def built(self, anchors, *since):
         tries.append(anchors.serial.tolist())
         if len(tries) == 2:
             scene.overwrite()
-        return build(self, anchors)
+        return build(self, anchors, *since)
 
     monkeypatch.setattr(BatchReader, "build", built)
     batch = read(dataset, anchors)

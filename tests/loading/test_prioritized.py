@@ -27,7 +27,8 @@ from memmap_buffer import (
     Window,
     compute_importance_weights,
 )
-from memmap_buffer.priority import anchor_priorities
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.priority import anchor_priorities, visible_episodes
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -247,13 +248,71 @@ def test_shapes_that_do_not_fit_are_refused_and_shown(tmp_path, indices, errors)
         buffer.update_priorities(indices, errors)
 
 
-def test_an_update_under_a_name_that_was_never_drawn_from_names_those_that_were(tmp_path):
-    buffer = make(tmp_path, (3,))
-    with pytest.raises(SchemaError, match="no batch was drawn by priorities 'td'; known are none yet"):
-        buffer.update_priorities([[0, 0]], [1])
-    buffer.sample(1, prioritized=Prioritized(name="novelty"), **STEP)
-    with pytest.raises(SchemaError, match="'td'; known are novelty"):
-        buffer.update_priorities([[0, 0]], [1])
+def test_priorities_are_given_and_read_before_anything_was_drawn(tmp_path):
+    buffer = make(tmp_path, (3, 2))
+    steps = np.array([[0, 0], [1, 1], [9, 0]])
+    assert buffer.update_priorities(steps, [3.0, -2.0, 1.0]) == 1
+    want = [(3 + EPSILON) ** 0.6, (2 + EPSILON) ** 0.6, 0]
+    np.testing.assert_allclose(buffer.priorities(steps), want)
+    np.testing.assert_allclose(buffer.priorities([[0, 1], [0, 0]], name="other"), [1, 1])
+    batch = buffer.sample(64, prioritized=True, **STEP)
+    total = want[0] + want[1] + 3 * 1
+    np.testing.assert_allclose(batch["_probabilities"], buffer.priorities(batch["_indices"]) / total)
+    with pytest.raises(SchemaError, match="episode 0 has steps 0 … 2, got 3"):
+        buffer.priorities([[0, 3]])
+    with pytest.raises(SchemaError, match=r"priorities: got indices of shape \(2,\), expected `_indices`"):
+        buffer.priorities([0, 1])
+
+
+def test_what_was_chosen_before_holds_for_updates_before_a_draw(tmp_path):
+    with make(tmp_path, (3,)) as buffer:
+        buffer.sample(1, prioritized=Prioritized(alpha=1.0, epsilon=0.5), **STEP)
+    with ReplayBuffer.from_folder(tmp_path) as buffer:
+        buffer.update_priorities([[0, 0]], [3.0])
+        assert buffer.priorities([[0, 0], [0, 1]]).tolist() == [3.5, 1]
+
+
+def test_another_alpha_rescales_and_another_epsilon_is_that_of_errors_to_come(tmp_path):
+    buffer = make(tmp_path, (4,))
+    steps = [[0, t] for t in range(3)]
+    one, two = Prioritized(alpha=1.0, epsilon=0.25), Prioritized(alpha=2.0, epsilon=0)
+    buffer.sample(1, prioritized=one, **STEP)
+    buffer.update_priorities(steps, [1.0, 2.0, 0.0])
+    for options in (STEP, {"view": Window(2, 2)}):
+        probabilities = buffer.sample(8, prioritized=two, **options)["_probabilities"]
+        np.testing.assert_allclose(buffer.priorities(steps), [1.25**2, 2.25**2, 0.25**2])
+        assert buffer.sample(8, prioritized=one, **options)["_probabilities"].max() < probabilities.max()
+        np.testing.assert_allclose(buffer.priorities(steps), [1.25, 2.25, 0.25])
+    buffer.sample(1, prioritized=two, **STEP)
+    buffer.update_priorities(steps[:1], [3.0])
+    np.testing.assert_allclose(buffer.priorities(steps), [9, 2.25**2, 0.25**2])
+
+
+@pytest.mark.parametrize("options", [STEP, {"view": Window(2, 2)}, {"n_steps": 1}, {"view": Trajectory()}])
+def test_without_epsilon_an_error_of_zero_is_never_drawn_until_it_has_another(tmp_path, options):
+    buffer, how = make(tmp_path, (4, 3, 2)), Prioritized(epsilon=0, normalize="buffer")
+    items = set(anchors_of(buffer, options))
+    before = buffer.sample(1, prioritized=how, **options)
+    buffer.update_priorities([[0, t] for t in range(4)], [0.0] * 4)
+    mine = {item for item in items if (item if isinstance(item, int) else item[0]) == 0}
+    assert set(drawn(buffer.sample(512, prioritized=how, **options))) == items - mine
+    buffer.close()
+    buffer = ReplayBuffer.from_folder(tmp_path)
+    batch = buffer.sample(512, prioritized=how, **options)
+    assert set(drawn(batch)) == items - mine and batch["_weights"].min() > 0 and [*batch] == [*before]
+    buffer.update_priorities([[0, t] for t in range(4)], [1.0] * 4)
+    assert set(drawn(buffer.sample(512, prioritized=how, **options))) == items
+    buffer.update_priorities(serials_and_steps(buffer), np.zeros(9))
+    with pytest.raises(NotEnoughDataError, match="nothing to draw: every item has priority 0"):
+        buffer.sample(1, prioritized=how, **options)
+
+
+def serials_and_steps(buffer):
+    return [
+        (serial, t)
+        for serial, length in zip(buffer.serials.tolist(), buffer.episode_lens.tolist(), strict=True)
+        for t in range(length)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +321,7 @@ def test_an_update_under_a_name_that_was_never_drawn_from_names_those_that_were(
         {"alpha": -1},
         {"alpha": float("nan")},
         {"beta": 2},
-        {"epsilon": 0},
+        {"epsilon": -1},
         {"normalize": "max"},
         {"variant": "ranked"},
         {"reduce": "sum"},
@@ -281,9 +340,6 @@ def test_what_is_no_option_and_what_is_no_number_is_refused(tmp_path):
         buffer.sample(1, prioritized=0.6)
     with pytest.raises(SchemaError, match="prioritized"):
         buffer.sample(1, prioritized=Prioritized(weight_field="none"))
-    buffer.sample(1, prioritized=Prioritized(alpha=0.6), **STEP)
-    with pytest.raises(SchemaError, match=r"'td' are in use with alpha=0\.6 and epsilon=1e-06, not 0\.7"):
-        buffer.sample(1, prioritized=Prioritized(alpha=0.7), **STEP)
 
 
 def test_nothing_to_draw_is_said(tmp_path):
@@ -715,3 +771,124 @@ def test_threads_draw_and_update_beside_each_other(tmp_path):
         thread.join()
     assert not errors and len(seen) > 50
     buffer.close()
+
+
+@pytest.mark.parametrize("options", [STEP, {"n_steps": 2}, {"view": Window(3, 2)}])
+def test_a_draw_after_an_appended_step_looks_at_the_slots_that_changed_and_at_no_table(tmp_path, options, monkeypatch):
+    """What it costs depends on no number of episodes."""
+    buffer = make(tmp_path, (5, 9, 4), max_episodes=50, publish="step", spare_slots=2)
+    fields = {"number": [0, 0], "reward": [0, 0], "o": np.zeros((2, 2))}
+    buffer.add(**fields, t=[0, 0], terminated=[False, False])
+    buffer.sample(8, prioritized=True, **options)
+    (sampler,) = buffer._samplers.values()
+    for t in range(1, 8):
+        buffer.add(**fields, t=[t, t], terminated=[False, False])
+        with monkeypatch.context() as patch:
+            patch.setattr(Storage, "refresh", None)
+            patch.setattr(visible_episodes, "columns_of", None)
+            _, (found,) = sampler._follow()
+        assert found.count == len(anchors_of(buffer, options))
+
+
+# Errors that are given with the steps
+
+
+ENVS = {"reward": "float", "terminated": "bool"}
+
+
+def of_envs(folder, **options):
+    return ReplayBuffer(folder, **{"max_episodes": 9, "max_timesteps": 4, "fields": ENVS, "circular": True, **options})
+
+
+@pytest.mark.parametrize("publish", ["episode", "step"])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_steps_of_environments_have_the_priorities_of_their_errors_once_they_are_published(tmp_path, publish, at_once):
+    rng = np.random.default_rng(0)
+    ends, errors = rng.random((12, 3)) < 0.3, rng.normal(size=(12, 3))
+    want = {}
+    with of_envs(tmp_path, max_episodes=40, publish=publish, spare_slots=3) as buffer:
+        if at_once:
+            buffer.extend(reward=errors, terminated=ends, priority=errors)
+        for t in range(12):
+            if not at_once:
+                buffer.add(reward=errors[t], terminated=ends[t], priority=errors[t])
+        buffer.end_episodes()
+        for place, serial in enumerate(buffer.serials.tolist()):
+            for t, reward in enumerate(buffer.episode(place)["reward"].tolist()):
+                want[serial, t] = (abs(reward) + EPSILON) ** 0.6
+        assert len(want) == 36
+        np.testing.assert_allclose(buffer.priorities(list(want)), [*want.values()], rtol=1e-5)
+
+
+def test_a_step_that_is_shown_at_once_has_its_priority_at_once_and_others_the_highest(tmp_path):
+    buffer = of_envs(tmp_path, publish="step")
+    buffer.add(reward=0, terminated=False, priority=3.0)
+    buffer.add(reward=0, terminated=False)
+    buffer.add(reward=0, terminated=False, priority=[0.5])
+    np.testing.assert_allclose(buffer.priorities([[0, t] for t in range(3)]), np.array([3, 3, 0.5]) ** 0.6, rtol=1e-5)
+
+
+def test_whole_episodes_are_given_with_their_errors_by_any_name(tmp_path):
+    buffer = of_envs(tmp_path)
+    buffer.store_episode(
+        reward=[1, 2, 3], terminated=[0, 0, 1], priority=torch.tensor([1.0, 2, 3]), priority_name="new"
+    )
+    np.testing.assert_allclose(buffer.priorities([[0, 0], [0, 1], [0, 2]], name="new"), [1, 2**0.6, 3**0.6], rtol=1e-5)
+    assert buffer.priorities([[0, 2]]).tolist() == [1]
+
+
+def test_errors_wait_for_the_barrier_that_publishes_their_episodes(tmp_path):
+    buffer = of_envs(tmp_path, durability="power", sync_every=2, spare_slots=2)
+    for error in (3.0, 2.0, 5.0):
+        buffer.store_episode(reward=[1], terminated=[True], priority=[error])
+    np.testing.assert_allclose(buffer.priorities([[0, 0], [1, 0], [2, 0]]), [3**0.6, 2**0.6, 0], rtol=1e-5)
+    buffer.close()
+    got = ReplayBuffer.from_folder(tmp_path).priorities([[0, 0], [1, 0], [2, 0]])
+    np.testing.assert_allclose(got, [3**0.6, 2**0.6, 5**0.6], rtol=1e-5)
+
+
+@pytest.mark.parametrize("priority", [[1.0, 2], 1j, [[1.0]], [float("nan")], "x"])
+def test_errors_that_do_not_fit_are_refused_before_anything_is_stored(tmp_path, priority):
+    buffer = of_envs(tmp_path, publish="step")
+    with pytest.raises(SchemaError, match=r"priority: got .* expected a finite number for the TD error of each step"):
+        buffer.add(reward=1.0, terminated=False, priority=priority)
+    assert buffer.num_steps == 0
+
+
+def test_a_field_named_priority_is_a_field(tmp_path):
+    buffer = ReplayBuffer(tmp_path, 3, 4, {"priority": "float"})
+    buffer.store_episode(priority=[4.0, 5])
+    assert buffer.episode(0)["priority"].tolist() == [4, 5] and buffer.priorities([[0, 1]]).tolist() == [1]
+
+
+# A ring of steps
+
+
+@pytest.mark.parametrize("how", [*HOWS, Prioritized(variant="rank", sort_interval=1)])
+@pytest.mark.parametrize("options", [unit[0] for unit in UNITS if unit[1]])
+def test_of_a_ring_of_steps_exactly_the_items_that_are_left_are_drawn(tmp_path, options, how):
+    """With a long episode beside short ones, so that episodes leave in another order than that of their serials."""
+    fields = {**FIELDS, "o": "float"} if "n_steps" not in options else FIELDS
+    buffer = ReplayBuffer(tmp_path, 30, 12, fields, META, circular=True, capacity=14, publish="step", spare_slots=3)
+    rng = np.random.default_rng(3)
+    for step in range(60):
+        ends = np.array([step % 11 == 10, step % 3 == 2])
+        shape = (2,) if fields["o"] == "float" else (2, 2)
+        buffer.add(number=[0, 1], t=[0, 0], reward=[1, 1], terminated=ends, o=np.zeros(shape))
+        if step % 5 in (1, 2) or step < 3:
+            continue
+        items = set(anchors_of(buffer, options))
+        batch = buffer.sample(256, prioritized=how, **options)
+        assert set(drawn(batch)) <= items
+        assert len(set(drawn(batch))) > len(items) // 3
+        sampler = next(sampler for sampler in buffer._samplers.values() if sampler.reader.prioritized is not None)
+        (one,) = sampler._by_storage.values()
+        assert one.count == len(items)
+        errors = rng.random(256) + 0.5
+        buffer.update_priorities(batch["_indices"], errors)
+        priorities = buffer._priorities["td"].of(buffer._storage)
+        table = buffer._storage.refresh()
+        left = [(int(table.serial[s]), t) for s in table.visible for t in range(table.start[s], table.length[s])]
+        assert priorities.num_steps == len(left) <= 14
+        total = buffer.priorities(left).sum()
+        assert priorities.tree.total == pytest.approx(total)

@@ -233,7 +233,7 @@ def test_an_episode_that_is_appended_to_has_the_steps_that_it_had(tmp_path):
         if t == 5:
             state, rest = stopped(buffer.dataloader(4, shuffle=True, seed=1, **STEPS), 3)
         episode.store(t=t, reward=0, terminated=False)
-    assert state["folders"][0]["open"][0][:2] == [8, 5]
+    assert state["folders"][0]["partial"][0][:3] == [8, 0, 5]
     again = buffer.dataloader(4, shuffle=True, **STEPS)
     assert_same_batches(resumed(again, state), rest)
     assert len(items(again)) == 52 + 9

@@ -469,6 +469,7 @@ def test_an_open_episode_that_is_damaged_is_not_given_a_checksum_that_says_it_is
             episode = buffer.begin_episode(task=1)
             for t in range(3):
                 episode.store(number=t, observation=[0, 0, 0], camera={"left": np.zeros((2, 2))}, half=0, text="")
+            buffer.flush()  # from here on there are checksums of these steps
         os._exit(KILLED)
 
     assert in_child(record).status == KILLED

@@ -1,22 +1,23 @@
 """The loops that numba compiles, run as the Python that they are, and compiled where numba is: numpy's bits."""
 
 import importlib
+import logging
 import threading
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from conftest import LOOPS, assert_same
+from conftest import COMPILED, LOOPS, assert_same
 
 from memmap_buffer import NStep, Prioritized, Timestep, Window
-from memmap_buffer.priority import kernels, sum_tree
+from memmap_buffer.priority import kernels
 from memmap_buffer.priority.anchor_priorities import StepPriorities
 from memmap_buffer.priority.sum_tree import SumTree, num_nodes, spread
 
 
 @pytest.fixture(params=["python", "compiled"])
 def loops(request):
-    found = LOOPS if request.param == "python" else kernels.compiled()
+    found = LOOPS if request.param == "python" else COMPILED()
     return found or pytest.skip("numba is not installed")
 
 
@@ -82,16 +83,37 @@ def test_with_minima_the_loops_leave_updates_to_numpy(loops):
         assert one.minimum == 1.5
 
 
-def test_a_tree_goes_over_to_loops_after_some_draws(monkeypatch):
-    plain, quick, rng = two_trees(3000, 1)
-    monkeypatch.setattr(kernels, "compiled", lambda: LOOPS)
-    for number in range(1, sum_tree.PATIENCE + 3):
-        values = spread(8, plain.total, rng, stratified=False)
-        found = quick.find(values)[0]
-        assert (quick.loops is LOOPS) == (number >= sum_tree.PATIENCE)
-        with going_by(None):
-            plain._num_found = -1
-            np.testing.assert_array_equal(found, plain.find(values)[0])
+def test_the_loops_are_loaded_before_the_first_draw_and_told_of_once(recorded, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    asked = []
+    monkeypatch.setattr(kernels, "compiled", lambda: asked.append(1) or LOOPS)
+    buffer = recorded([3, 4])
+    buffer.sample(4)
+    assert not asked and SumTree.loops is None
+    buffer.dataloader(4, prioritized=True, timestep_level=True)
+    assert SumTree.loops is LOOPS
+    buffer.sample(4, prioritized=True, n_steps=1)
+    assert len(asked) == 1
+    pytest.importorskip("numba")
+    COMPILED.__wrapped__()
+    told = [record for record in caplog.records if "are loaded by numba" in record.getMessage()]
+    assert len(told) == 1 and told[0].levelno == logging.INFO
+
+
+def test_machine_code_that_can_be_kept_nowhere_is_compiled_for_this_process_alone(monkeypatch):
+    class Numba:
+        @staticmethod
+        def njit(signature, **options):
+            if options.get("cache"):
+                raise RuntimeError("cannot cache function: no locator available")
+            return lambda loop: ("compiled", loop)
+
+    assert kernels._compiled(Numba, None, kernels.put) == ("compiled", kernels.put)
+
+
+def test_the_loops_are_known_by_their_file_alone_as_the_kept_machine_code_is():
+    names = {name for loop in LOOPS for name in loop.__code__.co_names}
+    assert {name for name in names if hasattr(kernels, name)} <= {"np"}
 
 
 def test_without_numba_there_are_none(monkeypatch):
@@ -102,8 +124,7 @@ def test_without_numba_there_are_none(monkeypatch):
 
     load = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", refuse)
-    monkeypatch.setattr(kernels, "compiled", kernels.compiled.__wrapped__)  # which was not asked before
-    assert kernels.compiled() is None
+    assert COMPILED.__wrapped__() is None  # which was not asked before
 
 
 def test_an_interrupt_while_sums_are_taken_leaves_none_that_are_half_done():
@@ -148,20 +169,23 @@ def test_what_is_read_only_is_taken_as_it_is(recorded, loops):
         assert buffer.update_priorities(np.broadcast_to(indices[:1], (8, 2)), errors) == 0
 
 
-@pytest.mark.parametrize("leaf", [-1, 2, 10, 15, 2**40])
+@pytest.mark.parametrize("leaf", [-1, 2, 5, 10, 15, 2**40])
 def test_a_leaf_that_is_no_step_is_located_nowhere(loops, leaf):
-    length, serial, out = np.array([2, 5, 0]), np.array([7, 8, -1]), np.empty((3, 3), np.int64)
-    assert loops.locate(np.array([0, 1, 5]), 5, length, serial, *out)
-    assert out.tolist() == [[0, 0, 1], [7, 7, 8], [0, 1, 0]]
-    assert not loops.locate(np.array([0, leaf, 5]), 5, length, serial, *out)
+    pairs, out = np.array([8, 2 << 32, 9, 1 | 5 << 32, 0, 0]), np.empty((3, 3), np.int64)
+    assert loops.locate(np.array([0, 1, 6]), 5, pairs, *out)
+    assert out.tolist() == [[0, 0, 1], [7, 7, 8], [0, 1, 1]]
+    assert not loops.locate(np.array([0, leaf, 6]), 5, pairs, *out)
 
 
-@pytest.mark.parametrize(("serial", "t"), [(6, 0), (9, 0), (7, -1), (7, 2), (8, 5), (-(2**63), 0), (2**63 - 1, 0)])
+@pytest.mark.parametrize(
+    ("serial", "t"), [(6, 0), (9, 0), (9, 1), (7, -1), (7, 2), (8, 5), (8, 0), (-(2**63), 0), (2**63 - 1, 0)]
+)
 def test_a_step_that_is_none_has_no_leaf(loops, serial, t):
-    visible, length, out = np.array([2, 0]), np.array([5, 9, 2]), np.empty(2, np.int64)
-    assert loops.leaves(np.array([7, 8]), np.array([1, 4]), 7, visible, length, 10, out)
+    visible, out = np.array([2, 0, 1]), np.empty(2, np.int64)
+    pairs = np.array([9, 1 | 5 << 32, 0, 0, 8, 2 << 32])  # 9 was in slot 1, and is gone
+    assert loops.leaves(np.array([7, 8]), np.array([1, 4]), 7, visible, pairs, 10, out)
     assert out.tolist() == [21, 4]
-    assert not loops.leaves(np.array([7, serial]), np.array([1, t]), 7, visible, length, 10, out)
+    assert not loops.leaves(np.array([7, serial]), np.array([1, t]), 7, visible, pairs, 10, out)
 
 
 @pytest.mark.parametrize(

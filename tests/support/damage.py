@@ -155,14 +155,15 @@ def flip(path: Path, offset: int, mask: int = 1) -> None:
 def check_of(words: bytes) -> int:
     """The fold of the format's docstring."""
     fold = 0x6D656D6D61706275
-    for word in struct.unpack("<7Q", words[:56]):
+    for word in struct.unpack("<6Q", words[:48]):
         fold = (fold ^ word) * 0x9E3779B97F4A7C15 % 2**64
         fold ^= fold >> 29
     return fold
 
 
 def rewrite_record(folder: Path, slot: int, **changes: int) -> None:
-    """Change fields of a slot's record, its check right again unless it is given."""
+    """Change fields of a slot's record, its check right again unless it is given; all its steps are shown."""
+    changes = {"stop": changes.get("length", record_of(folder, slot)["stop"]), **changes}
     path = folder / "episodes.npy"
     records = np.lib.format.open_memmap(path, mode="r+")
     for name, value in changes.items():
@@ -170,6 +171,10 @@ def rewrite_record(folder: Path, slot: int, **changes: int) -> None:
     if "check" not in changes:
         records[slot]["check"] = check_of(records[slot].tobytes())
     records.flush()
+
+
+def record_of(folder: Path, slot: int) -> np.void:
+    return np.load(folder / "episodes.npy")[slot]
 
 
 def rewrite_state(folder: Path, **changes: int) -> None:

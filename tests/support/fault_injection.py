@@ -288,20 +288,30 @@ class Told:
     task: int | None = None
     final: list[float] | None = None
     cut: bool = False
+    first: int = 0
 
 
 class Model:
-    """A ring of episodes as lists: `live` are shown, `open` are being written."""
+    """A ring of episodes as lists: `live` are shown from their `first` step on, `open` are being written.
+
+    `published` has the episode of each timestep that is shown, in the order of their publication.
+    """
 
     def __init__(self, circular: bool, max_episodes: int, capacity: int | None) -> None:
         self.circular, self.max_episodes, self.capacity = circular, max_episodes, capacity or 10**6
         self.live: list[Told] = []
         self.open: list[Told] = []
+        self.published: list[Told] = []
         self.next = 0
 
     @property
     def num_steps(self) -> int:
-        return sum(len(one.steps) for one in self.live)
+        return sum(len(one.steps) - one.first for one in self.live)
+
+    @property
+    def whole(self) -> list[Told]:
+        """The episodes of which all steps are shown."""
+        return [one for one in self.live if not one.first]
 
     def refuses(self, episodes: int, steps: int) -> bool:
         """Whether so many more do not fit."""
@@ -313,9 +323,22 @@ class Model:
         if one.serial is None:
             one.serial, one.task, self.next = self.next, one.late, self.next + 1
             self.live.append(one)
+        if one in self.live:
+            self.published += [one] * (len(one.stored) - len(one.steps))
         one.steps = list(one.stored)
-        while len(self.live) > self.max_episodes or self.num_steps > self.capacity:
-            self.live.pop(0)
+        self.leave(*self.live[: -self.max_episodes])
+        for old in self.published[: max(0, len(self.published) - self.capacity)]:
+            old.first += 1
+        self.published = self.published[-self.capacity :]
+        self.leave_if_empty()
+
+    def leave(self, *gone: Told) -> None:
+        """These are shown no more."""
+        self.live = [one for one in self.live if one not in gone]
+        self.published = [one for one in self.published if one not in gone]
+
+    def leave_if_empty(self) -> None:
+        self.leave(*(one for one in self.live if one.first == len(one.steps) and one not in self.open))
 
     def end(self, one: Told, cut: bool = False) -> None:
         """It is over: all of it is shown, if there is anything."""
@@ -324,3 +347,4 @@ class Model:
             one.task, one.final, one.cut = one.late, one.last, cut
         if one in self.open:
             self.open.remove(one)
+        self.leave_if_empty()

@@ -312,8 +312,10 @@ class Life:
         self.next += 1
         opened = self.buffer.begin_episode(**episode.meta | {"version": 0})
         for t in range(episode.length):
-            longer = self.retired({**self.now, serial: episode.until(t + 1, version=0)})
-            self.do(lambda t=t: opened.store(**episode.step(t)), longer)
+            longer = {**self.now, serial: episode.until(t + 1, version=0)}
+            # The new step is shown before the oldest one leaves.
+            between = dict(list(longer.items())[-EPISODES:])
+            self.do(lambda t=t: opened.store(**episode.step(t)), between, self.retired(longer))
         return opened, episode
 
     def shown(self) -> list[State]:
@@ -328,7 +330,7 @@ class Life:
         return {s: episode for s, episode in self.now.items() if s != serial}
 
     def retired(self, state: State) -> State:
-        """A state without the oldest, as many as do not fit."""
+        """A state without the oldest, as many as do not fit: of these some steps are shown, or none."""
         limit = self.protocol.capacity or EPISODES * LONGEST
         while len(state) > EPISODES or sum(episode.length for episode in state.values()) > limit:
             del state[next(iter(state))]

@@ -12,12 +12,17 @@ import numpy as np
 
 @dataclass(eq=False)
 class Episode:
-    """steps: field -> rows, one a timestep. final: field -> row, or empty. meta: name -> value."""
+    """steps: field -> rows, one a timestep that is left. final: field -> row, or empty. meta: name -> value.
+
+    forgotten: how many timesteps before these a ring has forgotten.
+    """
 
     steps: dict
     final: dict
     meta: dict
     serial: int = -1
+    forgotten: int = 0
+    is_open: bool = False
 
     @property
     def length(self):
@@ -35,17 +40,41 @@ class Reference:
         self.zeros, self.defaults = zeros, defaults
         self.max_episodes, self.capacity = max_episodes, capacity
         self.episodes, self.next_serial = [], 0
+        self.published = []  # the episode of each timestep, in the order of their publication
 
-    # Storing: a ring of the newest episodes
+    # Storing: a ring of the newest episodes and of the newest timesteps
 
     def publish(self, episode):
+        """All of an episode, or what is there of one that is open."""
         episode.serial, self.next_serial = self.next_serial, self.next_serial + 1
         self.episodes.append(episode)
-        self.retire()
+        self.show(episode, episode.length)
 
-    def retire(self):
-        while len(self.episodes) > self.max_episodes or self.num_steps > (self.capacity or self.num_steps):
-            self.episodes.pop(0)
+    def show(self, episode, count=1):
+        """So many timesteps more of an episode, unless it has left."""
+        self.published += [episode] * (count * (episode in self.episodes))
+        self.episodes = self.episodes[-self.max_episodes :]
+        self.published = [one for one in self.published if one in self.episodes]
+        while self.capacity is not None and len(self.published) > self.capacity:
+            self.forget(self.published.pop(0))
+
+    def forget(self, episode):
+        """The first timestep of an episode; one of which nothing is left leaves, unless more of it is to come."""
+        for rows in episode.steps.values():
+            del rows[0]
+        episode.forgotten += 1
+        self.end(episode, episode.is_open)
+
+    def end(self, episode, is_open=False):
+        """Nothing more of it will come, or something will."""
+        episode.is_open = is_open
+        if not (episode.length or is_open):
+            self.leave(episode)
+
+    def leave(self, *episodes):
+        """These are there no more."""
+        self.episodes = [one for one in self.episodes if one not in episodes]
+        self.published = [one for one in self.published if one not in episodes]
 
     @property
     def num_steps(self):
@@ -57,7 +86,7 @@ class Reference:
         out = [
             episode
             for episode in self.episodes
-            if episode.length >= min_episode_len
+            if episode.length >= max(1, min_episode_len)
             and all(
                 holds({**episode.meta, "episode_lens": episode.length}[n], c) for n, c in (filter_meta or {}).items()
             )
@@ -72,10 +101,13 @@ class Reference:
         out = {}
         for episode in self.chosen(**choice):
             for t, item in cut(episode).items():
+                if t < 0 < episode.forgotten:
+                    continue  # there were timesteps; nothing is padded before what is left of them
                 asked = dict(filter_fields or {})
-                starts = holds(t, asked.pop("_start", (None, None)))
+                starts = holds(t + episode.forgotten, asked.pop("_start", (None, None)))
                 if starts and all(t >= 0 and holds(episode.steps[n][t], c) for n, c in asked.items()):
-                    out[episode.serial, t] = {**item, **episode.meta}
+                    item |= {"_start": item["_start"] + episode.forgotten} if "_start" in item else {}
+                    out[episode.serial, t + episode.forgotten] = {**item, **episode.meta}
         return out
 
     # Views
@@ -95,6 +127,8 @@ class Reference:
         return np.array([row for row, _ in pairs]), np.array([exists for _, exists in pairs])
 
     def trajectory(self, episode, fields):
+        if episode.forgotten:
+            return {}
         item = {name: np.array(episode.steps[name]) for name in fields}
         return {0: {**item, "_lens": np.int64(episode.length), "_mask": np.ones(episode.length, bool)}}
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from reference import Episode, Reference
 
 from memmap_buffer import Field, ReplayBuffer
-from memmap_buffer.format.records import RECORD, seal
+from memmap_buffer.format.records import EVERY_SLOT, JOURNAL, RECORD, STATE_WORD, seal
 from memmap_buffer.schema import nest
 
 MAX_TIMESTEPS = 8
@@ -119,7 +119,7 @@ class Recorder:
         episode = self.buffer.begin_episode(**self.meta(tag, plan))
         known = self.store(episode, tag, plan, 0, plan.length)
         episode.abort()
-        self.reference.episodes = [other for other in self.reference.episodes if other is not known]
+        self.reference.leave(known)
 
     def partial(self, tag, plan):
         known = None
@@ -134,7 +134,7 @@ class Recorder:
     def clear(self, tag, plan):
         if not self.by_step:
             self.buffer.clear()
-            self.reference.episodes = []
+            self.reference.leave(*self.reference.episodes)
 
     def store(self, episode, tag, plan, start, stop, known=None):
         known = known or self.known(tag, plan, final=False)
@@ -145,7 +145,8 @@ class Recorder:
             for name, value in step.items():
                 known.steps[name].append(value)
             if self.by_step:
-                self.reference.publish(known) if t == 0 else self.reference.retire()
+                known.is_open = True
+                self.reference.publish(known) if t == 0 else self.reference.show(known)
         return known
 
     def finish(self, known, episode, tag, plan, done):
@@ -163,6 +164,7 @@ class Recorder:
     def show(self, known):
         if not self.by_step:
             self.reference.publish(known)
+        self.reference.end(known)
 
     def known(self, tag, plan, final=True):
         meta = {name: np.asarray(value) for name, value in self.meta(tag, plan).items()}
@@ -220,7 +222,7 @@ def recordings(draw, end="terminated", how=HOW, min_size=1):
         st.integers(0, 2),
     )
     plans = draw(st.lists(plan, min_size=min_size, max_size=8))
-    ring = {"max_episodes": draw(st.integers(2, 6)), "capacity": draw(st.none() | st.integers(MAX_TIMESTEPS, 20))}
+    ring = {"max_episodes": draw(st.integers(2, 6)), "capacity": draw(st.none() | st.integers(1, 20))}
     publish, stage = draw(st.sampled_from([("episode", "ram"), ("step", "ram"), ("episode", "disk")]))
     return plans, {**ring, "publish": publish, "stage": stage}, end
 
@@ -442,7 +444,10 @@ class Churn:
     def write(self, name, at, data):
         """Some bytes of an array, and the counter that tells of it."""
         changes = int(np.load(self.folder / "state.npy")["changes"][0]) + 1
-        for file, offset, raw in ((name, at, data), ("state.npy", 24, changes.to_bytes(8, "little"))):
+        entry = 8 * (STATE_WORD["journal"] + changes % JOURNAL)
+        told = ((entry, EVERY_SLOT), (8 * STATE_WORD["changes"], changes))
+        words = [("state.npy", offset, word.to_bytes(8, "little")) for offset, word in told]
+        for file, offset, raw in ((name, at, data), *words):
             size = np.load(self.folder / file).nbytes
             with (self.folder / file).open("r+b") as stream:
                 stream.seek(offset - size, 2)

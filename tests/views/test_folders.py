@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, SchemaMismatchError, StaleEpisodeError, pack
-from memmap_buffer.format.records import DELETED, FIRST_ROW, LENGTH, SERIAL, WORDS
+from memmap_buffer.format.records import DELETED, EXTENT, FIRST_ROW, SERIAL, SHOWN, WORDS
 from memmap_buffer.format.syscalls import write_word
 from memmap_buffer.loading.batch_reader import BatchReader
 
@@ -226,10 +226,10 @@ def test_a_field_that_one_shard_adds_is_not_missed_and_one_that_it_drops_is_told
             buffer.sample(9, **OPTIONS["timesteps"])
 
 
-@example(word=LENGTH // 2, value=DELETED << 32 | 1, slot=0, how="timesteps")
+@example(word=EXTENT, value=DELETED << 32 | 1, slot=0, how="timesteps")
 @settings(deadline=None, max_examples=25)
 @given(
-    word=st.sampled_from([SERIAL, LENGTH // 2, FIRST_ROW]),
+    word=st.sampled_from([SERIAL, EXTENT, FIRST_ROW, SHOWN]),
     value=st.integers(0, 2**64 - 1) | st.integers(0, 60),
     slot=st.integers(0, 6),
     how=st.sampled_from(sorted(OPTIONS)),

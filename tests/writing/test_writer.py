@@ -74,11 +74,21 @@ def test_an_episode_written_in_pieces_is_byte_for_byte_one_written_at_once(tmp_p
 # The ring
 
 
-def test_a_ring_of_timesteps_retires_the_oldest_until_the_rest_fits(tmp_path):
+def test_a_ring_of_timesteps_shows_exactly_the_newest_and_as_episodes_those_that_are_whole(tmp_path):
     with make(tmp_path, 10, 4, capacity=6) as ring:
-        for length, kept in [(2, [0]), (3, [0, 1]), (1, [0, 1, 2]), (2, [1, 2, 3]), (4, [3, 4]), (4, [5]), (1, [5, 6])]:
+        for length, kept in [
+            (2, [0]),
+            (3, [0, 1]),
+            (1, [0, 1, 2]),
+            (1, [1, 2, 3]),
+            (3, [2, 3, 4]),
+            (4, [5]),
+            (1, [5, 6]),
+        ]:
             ring.store_episode(**whole(length, length))
-            assert ring.serials.tolist() == kept and ring.num_steps == sum(ring.episode_lens) <= 6
+            assert ring.serials.tolist() == kept
+        assert ring.num_steps == 6 and sum(ring.episode_lens) == 5
+        assert ring.batch(timestep_level=True)["y"].tolist() == [3, 4, 4, 4, 4, 1]
     assert ReplayBuffer.from_folder(tmp_path).serials.tolist() == [5, 6]
 
 
@@ -276,7 +286,7 @@ class Interleaved(RuleBasedStateMachine):
     @initialize(
         circular=st.booleans(),
         max_episodes=st.integers(1, 3),
-        capacity=st.none() | st.integers(4, 7),
+        capacity=st.none() | st.integers(1, 9),
         publish=st.sampled_from(["episode", "step"]),
         stage=st.sampled_from(["ram", "disk"]),
         spare=st.integers(1, 3),
@@ -371,7 +381,7 @@ class Interleaved(RuleBasedStateMachine):
         one = self.one(which)
         one.handle.abort()
         self.model.open.remove(one)
-        self.model.live = [other for other in self.model.live if other is not one]
+        self.model.leave(one)
 
     @precondition(lambda self: self.model.open)
     @rule(which=st.integers(0, 2), kind=st.sampled_from([ValueError, KeyboardInterrupt, GeneratorExit]))
@@ -400,7 +410,7 @@ class Interleaved(RuleBasedStateMachine):
 
     @rule(which=st.none() | st.integers(0, 2), y=st.integers(100, 200))
     def update(self, which, y):
-        live = self.model.live
+        live = self.model.whole
         if self.shows_steps:
             with pytest.raises(EpisodeStateError, match="still open"):
                 self.buffer.update(None, y=y)
@@ -416,7 +426,7 @@ class Interleaved(RuleBasedStateMachine):
                 self.buffer.clear()
         else:
             self.buffer.clear()
-            self.model.live = []
+            self.model.leave(*self.model.live)
 
     @rule()
     def reopen(self):
@@ -436,14 +446,14 @@ class Interleaved(RuleBasedStateMachine):
         if not hasattr(self, "buffer"):
             return
         expected = []
-        for one in self.model.live:
+        for one in self.model.whole:
             columns = {name: [step[name] for step in one.steps] for name in ("x", "y", "truncated")}
             columns["x"] = columns["x"] + [one.final] * (one.final is not None)
             expected.append((one.serial, {**columns, "task": one.task}))
         assert shown(self.buffer) == shown(self.reader) == expected
         assert self.buffer.num_steps == self.reader.num_steps == self.model.num_steps
         flags = flags_of(self.folder)
-        assert [bool(flags[one.serial] & CUT) for one in self.model.live] == [one.cut for one in self.model.live]
+        assert [bool(flags[one.serial] & CUT) for one in self.model.whole] == [one.cut for one in self.model.whole]
 
 
 def test_any_interleaving_of_calls_shows_what_a_plain_model_says(monkeypatch):

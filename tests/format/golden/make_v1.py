@@ -38,7 +38,7 @@ META_FIELDS = {
     "weight": ("complex128", 2, [0.5, float("inf")]),
     "seed": ("uint32", 1),
 }
-LENGTHS = {0: 4, 1: 2, 2: 3, 3: 1, 4: 3, 5: 2, 6: 4, 7: 2}
+LENGTHS = {0: 4, 1: 2, 2: 3, 3: 3, 4: 3, 5: 2, 6: 4, 7: 2}
 CUT_SHORT, TERMINATED = 7, 6
 
 
@@ -80,16 +80,16 @@ def record(buffer: ReplayBuffer, serial: int) -> None:
 
 def make() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
-    with ReplayBuffer(FOLDER, 3, 4, FIELDS, META_FIELDS, circular=True, capacity=10) as buffer:
+    with ReplayBuffer(FOLDER, 4, 4, FIELDS, META_FIELDS, circular=True, capacity=11) as buffer:
         for serial in (0, 1):
             record(buffer, serial)
         buffer.clear()
-        for serial in (2, 3, 4, 5, 6):  # 2 and 3 leave the ring of three
+        for serial in (2, 3, 4, 5, 6):  # 2 leaves the ring of four; and the first step of 3, that of eleven
             record(buffer, serial)
         buffer.delete(1)  # 5
         record(buffer, 7)
         buffer.update(1, success=False)  # 6: what was true becomes false, in place
-        assert buffer.serials.tolist() == [4, 6, 7]
+        assert buffer.serials.tolist() == [4, 6, 7] and buffer.num_steps == 11
     neutralise(Storage.open(FOLDER).layout)
     (FOLDER / "records.json").write_text(json.dumps(vectors(), indent=1) + "\n")
 
@@ -109,9 +109,7 @@ def neutralise(layout: Layout) -> None:
         state[name] = np.zeros_like(state[name])
     records = np.load(FOLDER / "episodes.npy")
     for slot, one in enumerate(records):
-        words = {name: int(one[name]) for name in RECORD.names or () if name != "check"} | {
-            "time": 1_000_000_000 * int(one["serial"])
-        }
+        words = {name: int(one[name]) for name in RECORD.names or () if name != "check"} | {"time": int(one["serial"])}
         records[slot] = np.frombuffer(seal(**words), RECORD)[0]
     for key, array in {"/state": state, "/episodes": records}.items():
         file = layout.arrays[key]

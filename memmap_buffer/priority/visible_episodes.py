@@ -1,0 +1,181 @@
+"""The visible episodes of one folder, followed change by change: what one appended step costs depends on no count.
+
+`EpisodeTable` says the same of one moment, and is asked where the journal of changes does not tell enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.records import CHECK, DELETED, EXTENT, GENERATION, OPEN, SERIAL, SHOWN, Columns, columns_of
+from memmap_buffer.format.storage import Storage
+
+NO_SLOTS: IntArray = np.empty(0, np.int64)
+FEW = 16  # slots: up to so many are looked at one by one, as a call of numpy takes as long as ten numbers
+LOW = 2**32 - 1
+
+
+class VisibleEpisodes:
+    """The visible episodes of one folder.
+
+    Attributes:
+        table: what the records said by slot, in arrays of its own, changed in place; only columns are to be read.
+        shown: (slots,) whether a slot holds a visible episode.
+        num_steps: visible timesteps.
+    """
+
+    table: EpisodeTable
+    shown: npt.NDArray[np.bool_]
+    num_steps = 0
+
+    def __init__(self) -> None:
+        self._changes: int | None = None  # of the folder, up to which they are followed; None in the middle of it
+        self._num_damaged = 0
+        self._num_episodes = 0
+        # By ascending serials, with some that are gone: the serials and slots from head to tail.
+        self._order: IntArray = np.empty((2, 0), np.int64)
+        self._head = self._tail = 0
+        self._hidden = 0  # episodes of lower serials are not shown any more
+
+    def is_current(self, storage: Storage) -> bool:
+        """Whether nothing has changed since `follow`."""
+        return storage.changes == self._changes and storage.num_damaged == self._num_damaged
+
+    def follow(self, storage: Storage) -> IntArray | None:
+        """Take in what changed in the folder.
+
+        Returns:
+            the slots whose record or visibility may have changed, each once; None where that may be any.
+        """
+        if self.is_current(storage):
+            return NO_SLOTS
+        changes, before = storage.changes, self._changes
+        self._changes = None  # until all is done
+        slots = None if before is None or not self._may_be_followed(storage) else storage.changed_since(before)
+        changed = None if slots is None else self._take_in(storage, slots)
+        if changed is None:
+            changes = self._read(storage)
+        self._changes = changes
+        return changed
+
+    def places(self, serials: IntArray) -> tuple[IntArray, Any]:
+        """(slots, whether each episode (B,) is visible)."""
+        known, slots = self._order[:, self._head : self._tail]
+        if not len(known):
+            return np.zeros_like(serials), np.zeros(len(serials), np.bool_)
+        if self.gapless:
+            found = slots.take(serials - known[0], mode="clip")
+        else:
+            found = slots.take(np.searchsorted(known, serials), mode="clip")
+        return found, (self.table.serial.take(found) == serials) & self.shown.take(found)
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the serials of `order` follow one another."""
+        last = self._tail - 1
+        return last >= self._head and self._order.item(0, last) - self._order.item(0, self._head) == last - self._head
+
+    @property
+    def order(self) -> tuple[IntArray, IntArray]:
+        """(serials, slots), ascending; some of them may be gone."""
+        serials, slots = self._order[:, self._head : self._tail]
+        return serials, slots
+
+    def _may_be_followed(self, storage: Storage) -> bool:
+        return storage.layout.rows is None and not storage.in_doubt and not storage.num_damaged
+
+    def _read(self, storage: Storage) -> int:
+        """Everything anew from the table; returns the change counter at which it was read."""
+        table, self._num_damaged = storage.refresh(), storage.num_damaged
+        self.shown, self.num_steps = table.shown.copy(), table.steps
+        self._head, self._tail, self._num_episodes = 0, len(table), len(table)
+        self._order = np.empty((2, len(table) + max(64, len(table.serial))), np.int64)
+        self._order[:, : self._tail] = table.serial[table.visible], table.visible
+        full = len(table) >= storage.layout.max_episodes
+        self._hidden = self._order.item(0, 0) if full else table.base
+        columns = Columns._make([column.copy() for column in table.columns])
+        self.table = replace(table, visible=NO_SLOTS, **columns._asdict())
+        return table.changes
+
+    def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
+        """Look at the records of some slots again; None where these do not tell what is visible."""
+        if len(slots) <= FEW and self._shows_others(storage, slots):
+            return slots
+        table, base = self.table, storage.state("base")
+        now = columns_of(storage.maps.words[slots], storage.layout.max_timesteps, None, slots)
+        self._hidden = max(self._hidden, base)
+        some = now.start < now.length
+        shown = now.valid & some & (now.flags & DELETED == 0) & (now.serial >= self._hidden)
+        was = self.shown[slots]
+        same = was & (now.serial == table.serial[slots])
+        if (same & some & ~now.valid).any():  # it is being rewritten, and will come back
+            return None
+        fresh = np.flatnonzero(shown & ~same)
+        if len(fresh) and not self._append(now.serial[fresh], slots[fresh]):
+            return None
+        self.num_steps -= int((table.length[slots] - table.start[slots])[was].sum())
+        self.num_steps += int((now.length - now.start)[shown].sum())
+        self._num_episodes += int(shown.sum()) - int(was.sum())
+        if self._num_episodes < storage.layout.max_episodes and self._hidden > base:
+            return None  # an older one may come back
+        columns: Any = zip(table.columns, now, strict=True)
+        for column, values in columns:
+            column[slots] = values
+        self.shown[slots] = shown
+        gone = self._retire(storage.layout.max_episodes)
+        return np.unique(np.concatenate([slots, gone])) if gone else slots
+
+    def _shows_others(self, storage: Storage, slots: IntArray) -> bool:
+        """Where all are as they were but for the steps that they show, take these; False where they are not."""
+        table, limit, found = self.table, storage.layout.max_timesteps, []
+        if storage.state("base") > self._hidden:
+            return False
+        for slot, words in zip(slots.tolist(), storage.maps.words[slots].tolist(), strict=True):
+            same = words[CHECK] == table.check.item(slot) and words[GENERATION] == table.generation.item(slot)
+            if not (same and words[SERIAL] == table.serial.item(slot) and self.shown.item(slot)):
+                return False
+            start, stop, length = words[SHOWN] & LOW, words[SHOWN] >> 32, words[EXTENT] & LOW
+            if not (start < stop <= limit and (stop == length or (stop > length and words[EXTENT] >> 32 & OPEN))):
+                return False
+            found.append((slot, start, stop))
+        for slot, start, stop in found:
+            self.num_steps += stop - start - table.length.item(slot) + table.start.item(slot)
+            table.start[slot], table.length[slot] = start, stop
+        return True
+
+    def _append(self, serials: IntArray, slots: IntArray) -> bool:
+        """Take in episodes that appeared; False unless they are newer than all the others."""
+        count = len(serials)
+        if self._tail + count > self._order.shape[1]:
+            kept = self._order[:, self._head : self._tail]
+            self._order = np.concatenate([kept, np.empty((2, kept.shape[1] + 64 + count), np.int64)], axis=1)
+            self._head, self._tail = 0, kept.shape[1]
+        order = np.argsort(serials)
+        last = self._order.item(0, self._tail - 1) if self._tail > self._head else -1
+        serials, slots = serials[order], slots[order]
+        if serials[0] <= last or (serials[1:] == serials[:-1]).any():
+            return False
+        self._order[:, self._tail : self._tail + count] = serials, slots
+        self._tail += count
+        return True
+
+    def _retire(self, max_episodes: int) -> list[int]:
+        """The oldest episodes leave where there are too many; returns their slots."""
+        gone = []
+        while self._head < self._tail:
+            serial, slot = self._order[:, self._head].tolist()
+            if self.shown[slot] and self.table.serial.item(slot) == serial:
+                if serial >= self._hidden and self._num_episodes <= max_episodes:
+                    break
+                self.shown[slot] = False
+                self.num_steps -= self.table.length.item(slot) - self.table.start.item(slot)
+                self._num_episodes -= 1
+                self._hidden = max(self._hidden, serial + 1)
+                gone.append(slot)
+            self._head += 1
+        return gone

@@ -1,0 +1,126 @@
+"""An index that follows a folder step by step is the one that would be made anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memmap_buffer import Field, NStep, Offsets, ReplayBuffer, Timestep, Trajectory, Window
+from memmap_buffer.items.live_index import LiveIndex
+from memmap_buffer.items.selection import Selection
+from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.views.folders import Folders
+
+FIELDS = {
+    "observation": Field("float32", (2,), final=True),
+    "step": "int64",
+    "terminated": "bool",
+    "truncated": "bool",
+}
+VIEWS = [
+    Timestep(),
+    NStep(1),
+    NStep(3, gamma=0.9),
+    NStep(2, stack={"observation": 3}),
+    Window(4),
+    Window(3, boundary="pad"),
+    Offsets({"observation": [-1, 0]}),
+    Trajectory(),
+]
+
+
+def described(index: Any) -> list[list[int]]:
+    anchors = index.locate(np.arange(len(index)))
+    return np.stack([anchors.slot, anchors.serial, anchors.t]).tolist()
+
+
+@pytest.mark.parametrize(
+    "options", [{"capacity": 60}, {"capacity": 10**6}, {}], ids=["capacity", "endless", "episodes"]
+)
+@pytest.mark.parametrize("publish", ["step", "episode"])
+def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, options: Any, publish: str) -> None:
+    rng = np.random.default_rng(7)
+    buffer = ReplayBuffer(
+        tmp_path, 12, 30, FIELDS, circular=True, publish=publish, spare_slots=6, durability="process", **options
+    )
+    beside = ReplayBuffer.from_folder(tmp_path, read_only=True)
+    followed = []
+    for reader in (buffer, beside):
+        folders: Folders = reader._folders
+        for view in VIEWS:
+            selection = Selection(view, min_episode_len=2 if view is VIEWS[0] else 1)
+            assert LiveIndex.follows(selection, folders)
+            followed.append((LiveIndex(selection, folders), selection, folders))
+    made_anew = 0
+    for call in range(250):
+        num_envs, told = 3, rng.random(3) < 0.1
+        if call % 50 == 49:
+            buffer.end_episodes()
+            buffer.store_episode(
+                observation=np.zeros((4, 2)), step=np.arange(4), terminated=np.zeros(4), truncated=np.zeros(4)
+            )
+            if call == 99 and buffer.num_episodes > 2:
+                buffer.delete(buffer.num_episodes - 2)
+            continue
+        buffer.add(
+            observation=rng.random((num_envs, 2), dtype=np.float32),
+            step=np.full(num_envs, call),
+            terminated=told,
+            truncated=rng.random(num_envs) < 0.05,
+            **({"next_observation": rng.random((num_envs, 2), dtype=np.float32)} if call % 2 else {}),
+        )
+        for live, selection, folders in followed if call % 3 == 0 else ():
+            before = live._slot if live.changes >= 0 else None
+            assert live.follow()
+            made_anew += live._slot is not before
+            folders.refresh()
+            assert described(live) == described(selection.index(folders))
+    assert made_anew < 250 * len(followed) / 20
+
+
+def test_batches_drawn_while_steps_are_added_are_those_of_a_reader_that_looks_at_all(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(tmp_path, 8, 20, FIELDS, circular=True, publish="step", spare_slots=3, capacity=50)
+    for call in range(120):
+        done = np.array([call % 9 == 8, call % 13 == 12])
+        buffer.add(
+            observation=np.full((2, 2), call, np.float32),
+            step=np.array([call, -call]),
+            terminated=done,
+            truncated=np.zeros(2, np.bool_),
+            next_observation=np.full((2, 2), call + 1, np.float32),
+        )
+        if call < 3:
+            continue
+        beside = ReplayBuffer.from_folder(tmp_path, read_only=True)
+        buffer._rng, beside._rng = (np.random.default_rng(call) for _ in range(2))
+        drawn, expected = (
+            one.sample(32, n_steps=2, gamma=0.5, reward="step", return_indices=True) for one in (buffer, beside)
+        )
+        assert drawn.keys() == expected.keys()
+        for key in drawn:
+            assert np.array_equal(drawn[key].numpy(), expected[key].numpy()), key
+
+
+def test_of_what_only_an_index_can_tell_batches_are_drawn_of_one(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(tmp_path, 8, 20, FIELDS, circular=True, publish="step")
+    for call in range(12):
+        buffer.add(
+            observation=np.zeros((1, 2), np.float32),
+            step=np.array([call]),
+            terminated=np.array([call % 5 == 4]),
+            truncated=np.array([False]),
+            next_observation=np.zeros((1, 2), np.float32),
+        )
+        if call:
+            drawn = (
+                buffer.sample(64, seed=call, timestep_level=True, filter_fields={"step": (3, None)})
+                if call > 3
+                else None
+            )
+            assert drawn is None or int(drawn["step"].min()) >= 3
+    assert not LiveIndex.follows(
+        BatchReader(buffer._folders, {"timestep_level": True, "filter_fields": {"step": 3}}).selection, buffer._folders
+    )

@@ -1,0 +1,183 @@
+"""A timestep of several environments at once, by stores into maps: as if each had been written alone."""
+
+from __future__ import annotations
+
+import errno
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fault_injection import in_child
+from interruptions import interrupted
+
+from memmap_buffer import Field, ReplayBuffer, WriterLostError, verify
+from memmap_buffer.writing import rounds
+from memmap_buffer.writing.commit import WriteHandles
+from memmap_buffer.writing.rounds import MappedFiles
+
+FIELDS = {
+    "observation": Field("float32", (3,), final=True),
+    "frame": Field("uint8", (40, 40)),
+    "reward": "float32",
+    "terminated": "bool",
+    "truncated": "bool",
+}
+
+
+def created(folder: Path, num_envs: int, **options: Any) -> ReplayBuffer:
+    return ReplayBuffer(
+        folder, 20, 30, FIELDS, circular=True, publish="step", spare_slots=num_envs + 1, **{"capacity": 120, **options}
+    )
+
+
+def timestep(call: int, num_envs: int, rng: Any, dtype: str = "float32") -> dict[str, Any]:
+    observation = np.full((num_envs, 3), call, dtype) + np.arange(num_envs, dtype=dtype)[:, None] / 8
+    return {
+        "observation": observation,
+        "frame": np.full((num_envs, 40, 40), call % 256, np.uint8),
+        "reward": np.full(num_envs, call, dtype),
+        "terminated": rng.random(num_envs) < 0.04,
+        "truncated": rng.random(num_envs) < 0.04,
+        "next_observation": observation + 1,
+    }
+
+
+def contents(folder: Path) -> list[Any]:
+    """Every visible timestep, and every whole episode, as a reader of its own sees them."""
+    with ReplayBuffer.from_folder(folder, read_only=True) as reader:
+        steps = reader.batch(timestep_level=True, return_indices=True) if reader.num_steps else {}
+        found = [{key: value.numpy().tolist() for key, value in steps.items()}]
+        for i in range(reader.num_episodes):
+            found.append({key: np.asarray(value).tolist() for key, value in reader.episode(i).items()})
+        return found
+
+
+@pytest.fixture
+def never_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MappedFiles, "may_be_used", staticmethod(lambda files: False))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_what_is_stored_at_once_is_what_is_written_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_envs: int, dtype: str
+) -> None:
+    if not MappedFiles.may_be_used(created(tmp_path / "probe", 1)._writer.begin()):
+        pytest.skip("stores into maps are no writes on this file system or processor")
+    together = 0
+    for name in ("mapped", "written"):
+        if name == "written":
+            monkeypatch.setattr(MappedFiles, "may_be_used", staticmethod(lambda files: False))
+        rng = np.random.default_rng(3)
+        with created(tmp_path / name, num_envs) as buffer:
+            for call in range(150):
+                step = timestep(call, num_envs, rng, dtype)
+                if num_envs == 1 and call % 3 == 0:  # without an axis of environments
+                    step = {key: value[0] for key, value in step.items()}
+                buffer.add(**step)
+                together += buffer._stream is not None and buffer._stream._round is not None
+            assert verify(tmp_path / name) == []
+    assert 30 < together <= 150
+    assert contents(tmp_path / "mapped") == contents(tmp_path / "written")
+
+
+def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "AHEAD", 1600)  # a frame
+    rng = np.random.default_rng(0)
+    buffer = created(tmp_path, 2)
+    steps = [
+        {**timestep(call, 2, rng), "terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)} for call in range(9)
+    ]
+    for step in steps[:4]:
+        buffer.add(**step)
+    before = contents(tmp_path)
+
+    def full(*where: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(rounds, "allocate", full)
+        buffer.add(**steps[4])
+    assert contents(tmp_path) == before
+    for step in steps[4:]:
+        buffer.add(**step)
+    buffer.close()
+    assert verify(tmp_path) == []
+    with ReplayBuffer.from_folder(tmp_path) as again:
+        assert again.episode(0)["reward"].tolist() == again.episode(1)["reward"].tolist() == list(range(9))
+
+
+def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: Path) -> None:
+    seen = set()
+    for at in range(0, 400, 3):
+        folder, rng = tmp_path / str(at), np.random.default_rng(0)
+        buffer = created(folder, 2, capacity=6)
+        plain = {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
+        for call in range(5):
+            buffer.add(**{**timestep(call, 2, rng), **plain})
+        error = interrupted(partial(buffer.add, **{**timestep(5, 2, rng), **plain}), at)
+        rewards = contents(folder)[0]["reward"]
+        assert rewards in ([2, 3, 4] * 2, [3, 4, 5] * 2), at
+        seen.add(len(set(rewards)) * (5 in rewards))
+        following = 6 if 5 in rewards else 5
+        buffer.add(**{**timestep(following, 2, rng), **plain})
+        assert contents(folder)[0]["reward"] == [following - 2, following - 1, following] * 2
+        buffer.close()
+        assert verify(folder) == []
+        if error is None:
+            break
+    assert {0, 3} <= seen
+    assert at > 30
+
+
+def test_who_may_not_write_any_more_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "LOOK_SECONDS", 0.0)
+    rng, plain = np.random.default_rng(0), {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
+    buffer = created(tmp_path / "a", 2)
+    for call in range(4):
+        buffer.add(**{**timestep(call, 2, rng), **plain})
+
+    def forked(tell: Any) -> None:
+        with pytest.raises(WriterLostError, match="fork") as raised:
+            buffer.add(**{**timestep(4, 2, rng), **plain})
+        tell(raised.value.reason)
+
+    assert in_child(forked) == (0, ["forked"])
+    before = contents(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    with pytest.raises(WriterLostError, match="another") as raised:
+        buffer.add(**{**timestep(4, 2, rng), **plain})
+    assert raised.value.reason == "moved"
+    assert contents(tmp_path / "b") == before
+
+
+def test_where_stores_into_maps_are_no_writes_timesteps_are_written(tmp_path: Path, never_mapped: None) -> None:
+    rng, plain = np.random.default_rng(0), {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
+    buffer = created(tmp_path, 2)
+    for call in range(4):
+        buffer.add(**{**timestep(call, 2, rng), **plain})
+    assert buffer._stream is not None
+    assert buffer._stream._round is None
+    assert contents(tmp_path)[0]["reward"] == [0, 1, 2, 3] * 2
+
+
+def test_space_is_given_back_only_after_readers_were_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, told, seen = np.random.default_rng(0), [], []
+    give_back = WriteHandles.give_back
+
+    def watched(files: WriteHandles, slot: int, start: int, stop: int) -> None:
+        if start == 0:  # all of an episode that left; else rows beyond those that a new one has
+            told.append(files.storage.changes > seen[-1])
+        give_back(files, slot, start, stop)
+
+    monkeypatch.setattr(WriteHandles, "give_back", watched)
+    with created(tmp_path, 2, capacity=30) as buffer:
+        for call in range(120):
+            seen.append(buffer._storage.changes)
+            buffer.add(**timestep(call, 2, rng))
+    assert len(told) > 5
+    assert all(told)
