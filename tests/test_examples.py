@@ -132,7 +132,7 @@ def test_prioritised_dqn_learns_while_it_plays_and_goes_on_where_it_stood(tmp_pa
     assert (tmp_path / "prioritized_dqn.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("num_envs", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_soft_actor_critic_keeps_the_newest_steps_and_goes_on_where_it_stood(tmp_path, num_envs):
     budget = ["--environment", "Pendulum-v1", "--num-envs", num_envs, "--warm-up", 240, "--capacity", 300]
     printed = run_well("sac", tmp_path, *budget, "--steps", 330)

@@ -55,7 +55,7 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
             assert LiveIndex.follows(selection, folders)
             followed.append((LiveIndex(selection, folders), selection, folders))
     made_anew = 0
-    for call in range(250):
+    for call in range(120):
         num_envs, told = 3, rng.random(3) < 0.1
         if call % 50 == 49:
             buffer.end_episodes()
@@ -78,7 +78,7 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
             made_anew += live._slot is not before
             folders.refresh()
             assert described(live) == described(selection.index(folders))
-    assert made_anew < 250 * len(followed) / 20
+    assert made_anew < 120 * len(followed) / 20
 
 
 def test_batches_drawn_while_steps_are_added_are_those_of_a_reader_that_looks_at_all(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_o
 
 def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: Path) -> None:
     seen = set()
-    for at in range(0, 400, 3):
+    for at in range(0, 400, 5):
         folder, rng = tmp_path / str(at), np.random.default_rng(0)
         buffer = created(folder, 2, capacity=6)
         plain = {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
