@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,6 +39,7 @@ from memmap_buffer.paths import path_of
 from memmap_buffer.writing import redo
 
 MAX_TRIED = 1000  # damaged records for which the byte that spoilt them is searched, a millisecond each
+WRITING_SECONDS = 0.05
 LAST = MAX_SERIAL - 1
 _HEADER = re.compile(rb"\{'descr': (.+), 'fortran_order': False, 'shape': \(([0-9, ]*)\), \}")
 _NUMBER = re.compile(r"'[<|]([biufcU])([0-9]{1,4})'")
@@ -224,6 +226,8 @@ class Survey(Storage):
         served = set(self.repaired.table.visible.tolist())
         for slot, word in self.spoilt.items():
             finding = self._record(slot, word, slot in served)
+            if finding is not None and word[GENERATION] & np.uint64(1):
+                time.sleep(WRITING_SECONDS)  # a writer that is at the slot ends
             if finding is not None and self.maps.words[slot].tobytes() == word.tobytes():
                 yield finding
 
