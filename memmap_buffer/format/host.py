@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
 
 
@@ -45,6 +46,11 @@ def file_system(path: Path) -> str:
     # mountinfo(5): field 4 is the mount point, the file system's type follows the separator "-"
     found = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
     return max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
+
+
+def overwrites_in_place(path: Path) -> bool:
+    """Whether a store into a block that is written already needs no other block, so that none can fail."""
+    return file_system(path) in IN_PLACE
 
 
 def network_filesystem(path: Path) -> str:

@@ -74,7 +74,8 @@ class LiveIndex:
         now = storage.changes
         if now == self.changes:
             return True
-        slots = storage.changed_since(self.changes) if self.changes >= 0 else None
+        before, self.changes = self.changes, -1  # until all is done: whatever interrupts it, it is made anew then
+        slots = storage.changed_since(before) if before >= 0 else None
         if slots is None or not (self._take_in_steps(slots) or self._take_in(slots)):
             return self._begin()
         self.changes = now

@@ -28,7 +28,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, EpisodeStateError, WriterLostError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.host import boot_id, file_system
+from memmap_buffer.format.host import boot_id, overwrites_in_place
 from memmap_buffer.format.layout import ArrayFile
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import (
@@ -60,7 +60,6 @@ WORDS = 16
 PAGE = 4096
 BLOCK_STEPS = 1 << 20  # steps that are stored together
 NEW = "it is new"
-IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")  # file systems that overwrite in place
 CHUNK_BITS, PAGE_BITS = 18, 9  # words in 2 MiB, and in 4 KiB
 
 
@@ -484,8 +483,8 @@ class Nodes:
 
     Shared: stores go to the file, and survive the process. Before the first one into a chunk of 2 MiB, the chunk and
     all that lies above it in the tree are written by `pwrite`, which raises where the disk is full; a later store into
-    a written block allocates nothing, where the file system overwrites in place (`IN_PLACE`). Elsewhere the map is
-    private: what was stored is in memory, and written by `pwrite` at `checkpoint`.
+    a written block allocates nothing, where the file system overwrites in place. Elsewhere the map is private: what was
+    stored is in memory, and written by `pwrite` at `checkpoint`.
 
     Chunks lie in the file at multiples of 2 MiB, and one that was a hole, as all but the first one are, is written by
     one call: then Linux keeps it in one large page, where it can (ext4 from 6.16 on), and an update of a large tree
@@ -502,7 +501,7 @@ class Nodes:
     """
 
     def __init__(self, folder: Folder, file: ArrayFile, leaves: int, *, minima: bool) -> None:
-        self.shared = file_system(folder.path) in IN_PLACE
+        self.shared = overwrites_in_place(folder.path)
         self.minima = minima
         self._file = file
         self._first = capacity_of(leaves)

@@ -15,14 +15,13 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.host import file_system, machine
+from memmap_buffer.format.host import machine, overwrites_in_place
 from memmap_buffer.format.layout import ArrayFile
 from memmap_buffer.format.records import EVERY_SLOT, JOURNAL, SHOWN, STATE_WORD, WORDS
 from memmap_buffer.format.syscalls import allocate, close_all
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
 from memmap_buffer.writing.episode import Episode
 
-IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")  # file systems that overwrite in place
 ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in the order in which they were made
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time
 LOOK_SECONDS = 0.05  # how often it is looked whether the folder is still at its path
@@ -52,8 +51,7 @@ class MappedFiles:
     @staticmethod
     def may_be_used(files: WriteHandles) -> bool:
         """Whether stores into maps are as good as writes here."""
-        in_place = file_system(files.storage.path) in IN_PLACE and machine() in ORDERED
-        return in_place and not files.power
+        return overwrites_in_place(files.storage.path) and machine() in ORDERED and not files.power
 
     def _mapped(self, array: ArrayFile) -> Array:
         fd, mapped = self._files.storage.folder.map_to_change(array.name, array.header, array.size, shared=True)
@@ -89,7 +87,7 @@ class Round:
         self.slots: IntArray = np.array([one.slot for one in slot_writers])
         self._t: IntArray = np.array([one.length for one in slot_writers])
         self._shown = self.slots * WORDS + SHOWN
-        # Neighbouring slots, and one alone, are assigned by slices, in a third of the time.
+        # One slot alone is assigned by plain numbers, in a third of the time.
         self._single = (int(self.slots[0]), int(self._t[0])) if len(self.slots) == 1 else None
         self._room = 0
         self._looked = 0.0

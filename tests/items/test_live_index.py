@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interruptions import interrupted
 
 from memmap_buffer import Field, NStep, Offsets, ReplayBuffer, Timestep, Trajectory, Window
 from memmap_buffer.items.live_index import LiveIndex
@@ -30,6 +31,14 @@ VIEWS = [
     Offsets({"observation": [-1, 0]}),
     Trajectory(),
 ]
+
+
+STEP = {
+    "observation": np.zeros((3, 2), np.float32),
+    "step": np.zeros(3, np.int64),
+    "terminated": np.zeros(3, np.bool_),
+    "truncated": np.zeros(3, np.bool_),
+}
 
 
 def described(index: Any) -> list[list[int]]:
@@ -124,3 +133,20 @@ def test_of_what_only_an_index_can_tell_batches_are_drawn_of_one(tmp_path: Path)
     assert not LiveIndex.follows(
         BatchReader(buffer._folders, {"timestep_level": True, "filter_fields": {"step": 3}}).selection, buffer._folders
     )
+
+
+def test_an_index_that_was_interrupted_while_it_followed_is_made_anew(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(tmp_path, 40, 100, FIELDS, circular=True, publish="step", spare_slots=4)
+    buffer.add(**STEP)
+    selection, folders = Selection(Timestep()), buffer._folders
+    live = LiveIndex(selection, folders)
+    assert live.follow()
+    places = set()
+    for at in range(60):
+        buffer.add(**{**STEP, "truncated": np.array([at % 9 == 8, False, False])})
+        error = interrupted(live.follow, at)
+        places.add(error is None or str(error))
+        assert live.follow()
+        folders.refresh()
+        assert described(live) == described(selection.index(folders)), error
+    assert len(places) > 20

@@ -28,7 +28,6 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority import tree_file
 from memmap_buffer.priority.priorities import Priorities
 from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.priority.tree_file import TreeFile
@@ -90,7 +89,7 @@ def powered(errors):
 def kind(request, monkeypatch):
     """Where the file system overwrites in place, and where it does not."""
     if request.param == "private":
-        monkeypatch.setattr(tree_file, "IN_PLACE", ())
+        monkeypatch.setattr(host, "IN_PLACE", ())
     return request.param
 
 
@@ -154,7 +153,7 @@ class Life(RuleBasedStateMachine):
 
     @initialize(private=st.booleans())
     def begin(self, private):
-        self.before, tree_file.IN_PLACE = tree_file.IN_PLACE, () if private else tree_file.IN_PLACE
+        self.before, host.IN_PLACE = host.IN_PLACE, () if private else host.IN_PLACE
         self.folder = Path(tempfile.mkdtemp())
         self.buffer, self.priorities = make(self.folder), opened(self.folder)
         self.want, self.highest, self.next, self.alpha = {}, 1.0, 0, ALPHA
@@ -209,7 +208,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "before"):
-            tree_file.IN_PLACE, SumTree.loops = self.before, None
+            host.IN_PLACE, SumTree.loops = self.before, None
             self.priorities.close()
             shutil.rmtree(self.folder)
 

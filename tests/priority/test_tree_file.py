@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memmap_buffer.format import host
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.syscalls import has_hole, is_hole
 from memmap_buffer.priority import tree_file
@@ -29,7 +30,7 @@ def test_all_that_a_store_to_a_leaf_changes_lies_in_the_blocks_that_are_made_rea
     leaves, minima = data.draw(st.integers(1, 3000)), data.draw(st.booleans())
     chosen = np.unique(data.draw(st.lists(st.integers(0, leaves - 1), min_size=1, max_size=5)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_file, "IN_PLACE", tree_file.IN_PLACE if in_place else ())
+        patch.setattr(host, "IN_PLACE", host.IN_PLACE if in_place else ())
         patch.setattr(tree_file, "CHUNK_BITS", data.draw(st.integers(5, 9)))
         patch.setattr(tree_file, "PAGE_BITS", data.draw(st.integers(5, 9)))
         one, _ = made(tmp_path_factory.mktemp("tree"), leaves, minima)
