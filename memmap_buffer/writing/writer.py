@@ -304,7 +304,7 @@ class Writer:
         else:
             slot_writer.write_final(episode.finals)
             self._commit(slot_writer, episode, flags, at_once=slot_writer.published)
-        if slot_writer.published:
+        if slot_writer.published and self.storage.layout.capacity is not None:
             self._give_up_if_empty(files, slot_writer.slot)
             self._give_back(files)
         episode.state, slot_writer.given = "published", True
