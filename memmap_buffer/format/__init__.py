@@ -7,7 +7,7 @@ The folder
     schema.json            what is in the folder; a folder without it is not a buffer
     episodes.npy           (slots,) records of 64 bytes: the only place where an episode becomes visible
     state.npy              (1,) record of 256 bytes, and a journal of 1,024 words
-    checksums.npy          (slots, columns) u4
+    checksums.npy          (slots, columns) u4: a checksum a field
     data/<field>.npy       (slots, max_timesteps, *shape); one more timestep with `final`; packed: (rows, *shape)
     meta/<field>.npy       (slots, *shape)
     priority/<name>.*      optional, one tree of priorities each: `priority.tree_file` tells their format
@@ -57,7 +57,7 @@ round        in which the last timestep was published, while flag 8 is set the f
 term         of the writer that published: a counter that every taking of the lock raises
 digest       with flag 32: CRC-32 of the first `columns` entries of the slot's row of checksums.npy, so that the row
              cannot be taken for another episode's. While flag 8 is set the row is not written: then it is of the
-             CRC-32s that the row will have, zeros where there is no field. Columns added later are not in it
+             checksums that the row will have, zeros where there is no field. Columns added later are not in it
 start, stop  the timesteps start … stop - 1 are shown: a ring forgets an episode's first ones, and an open episode has
              more than `length`. One aligned word, written by itself, and not part of the check
 check        a fold of the first six 8-byte words: h = 0x6D656D6D61706275;
@@ -74,6 +74,15 @@ A writer with a `capacity` keeps the sum of all stop - start at that, at most: w
 `start` where the oldest ones are. An episode of which no step is left, and to which none will be appended, gets an odd
 generation, and its rows may be given back. So does one that only `max_episodes` hides, or `base` is raised beyond it:
 as newer ones may leave before it, it would be seen again.
+
+checksums.npy
+-------------
+The checksum of a field is of the bytes of its rows from step 0 to `length`, the final observation included; that of a
+meta field is of its value. Each whole block of 4,096 bytes, counted from the first of these bytes, becomes the sum of
+its 512 words of 8 bytes modulo 2^64. The checksum is the CRC-32 (as zlib has it) of the sums, 8 bytes each, followed by
+the bytes behind the last whole block: of less than a block the CRC-32 itself. Any change within one word of 8 bytes is
+seen, and, but for one in 2^32, any block that was lost, is of something else or stands elsewhere. An exchange of words
+within a block is not.
 
 state.npy
 ---------
@@ -123,7 +132,7 @@ Creating, opening, trusting
 ---------------------------
 Creating and adding a field: the new schema as `schema.json.new`, the files (O_EXCL), then fsync, rename, fsync of the
 folders. What only a `.new` names, the next writer MAY remove under the lock. A field gets a column of checksums.npy
-that no record counts in; its CRC-32s are written before the rename. Dropping and renaming fields: the schema as it is
+that no record counts in; its checksums are written before the rename. Dropping and renaming fields: the schema as it is
 as `schema.json.old`, the other one as `.new`, a second link to each file that is renamed, rename of the schema; then
 what only `.old` names is removed, and `.old`, by the next writer if need be. `overwrite` removes the heads of
 priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -23,6 +21,7 @@ import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
+from memmap_buffer.format.checksums import checksum, checksum_row, digest_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray, visible_slots
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import boot_id
@@ -52,7 +51,6 @@ from memmap_buffer.paths import path_of
 
 log = logging.getLogger("memmap_buffer")
 
-crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
 MAX_VIEWS = 256  # of several rows as one item, that are kept
 VERIFY = ("auto", "always", "read", "never")
 _DELETED_WORD = np.uint64(DELETED << 32)
@@ -435,7 +433,7 @@ class Storage:
         length, flags = self.checked_length(slot), int(table.flags[slot])
         if not table.valid[slot] or not flags & CHECKED:
             return []
-        bad = self.mismatches(slot, flags, dict(self.column_crcs(slot, length, bool(flags & FINAL))))
+        bad = self.mismatches(slot, flags, self.checksums_of(slot, length, bool(flags & FINAL)))
         same = self.maps.words[slot, [GENERATION, CHECK]] == (table.generation[slot], table.check[slot])
         return bad if same.all() else []
 
@@ -443,35 +441,22 @@ class Storage:
         """The timesteps that the checksums of a slot are of: of an open episode fewer than are shown."""
         return self.maps.words.item(slot, EXTENT) & (2**32 - 1)
 
-    def mismatches(self, slot: int, flags: int, crcs: Mapping[str, int]) -> list[str]:
-        """The names of which the CRC-32s of a slot are not those that are stored."""
+    def mismatches(self, slot: int, flags: int, checksums: Mapping[str, int]) -> list[str]:
+        """The names of which the checksums of a slot are not those that are stored."""
         record, column_of = self.record(slot), self.layout.column_of
         if flags & OPEN and record["columns"] > self.layout.used_columns:
             return []  # its digest is of fields, too, that were added since this was opened
-        row = checksum_row(self.layout, crcs) if flags & OPEN else self.maps.checksums[slot].tobytes()
+        row = checksum_row(self.layout, checksums) if flags & OPEN else self.maps.checksums[slot].tobytes()
         stored = np.frombuffer(row, "<u4")
-        bad = [name for name, crc in crcs.items() if crc != stored[column_of[name]]]
+        bad = [name for name, value in checksums.items() if value != stored[column_of[name]]]
         if not bad and digest_of(row, record["columns"]) != record["digest"]:
             return ["/checksums"]  # the row is another episode's, or an open episode differs somewhere
         return bad
 
-    def column_crcs(self, slot: int, length: int, has_final: bool) -> Iterator[tuple[str, int]]:
-        """(name, CRC-32 over the visible rows) of every field and meta field of a slot."""
+    def checksums_of(self, slot: int, length: int, has_final: bool) -> dict[str, int]:
+        """The checksum of each field, over the first `length` rows of a slot, and of each meta field."""
+        found = {}
         for name, rows in self.maps.rows.items():
             first, final = self.start_of(name, slot), self.layout.schema.fields[name].final
-            yield name, crc32(rows[first : first + length + (final and has_final)])
-        for name, values in self.maps.meta.items():
-            yield name, crc32(values[slot : slot + 1])
-
-
-def checksum_row(layout: Layout, crcs: Mapping[str, int]) -> bytes:
-    """A slot's row of checksums.npy: each name's CRC-32 in its column, zeros in the spare ones."""
-    row, column_of = [0] * layout.columns, layout.column_of
-    for name, crc in crcs.items():
-        row[column_of[name]] = crc
-    return struct.pack(layout.checksum_format, *row)
-
-
-def digest_of(row: bytes, columns: int) -> int:
-    """What the record carries of its row of checksums.npy: CRC-32 of the first `columns` entries."""
-    return crc32(row[: 4 * columns])
+            found[name] = checksum(rows[first : first + length + (final and has_final)])
+        return found | {name: checksum(values[slot : slot + 1]) for name, values in self.maps.meta.items()}

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.storage import crc32
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders
 

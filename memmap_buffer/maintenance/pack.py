@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, StaleEpisodeError
+from memmap_buffer.format.checksums import EMPTY, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import (
@@ -31,7 +32,7 @@ from memmap_buffer.format.records import (
     check_of,
     seal,
 )
-from memmap_buffer.format.storage import Storage, checksum_row, crc32, digest_of
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import write_all
 from memmap_buffer.maintenance.snapshot import ROUNDS, counters, new_copy, visible, write_counters
 from memmap_buffer.paths import path_of
@@ -216,44 +217,46 @@ def _copy_episode(source: Storage, plan: _Plan, i: int, there: dict[str, int]) -
         return 0
     length, planned, now = int(plan.length[i]), int(plan.flags[i]), int(record["flags"])
     flags = (planned | CUT) & ~OPEN if planned & OPEN else now & ~DELETED  # an open one ends where it was
-    crcs = _copy_arrays(source, plan, i, bool(flags & FINAL), there)
+    checksums = _copy_arrays(source, plan, i, bool(flags & FINAL), there)
     bad = []
     if now & CHECKED and record["length"] == length and (now ^ planned) & OPEN == 0:
-        bad = source.mismatches(slot, now, crcs)
+        bad = source.mismatches(slot, now, checksums)
     if source.maps.words[slot, GENERATION] != generation:
         return 0
     if bad and source.maps.words[slot, CHECK] == word[CHECK]:
         source.check(np.array([slot]))
     if bad:
         return 0
-    _write_record(plan, i, word, flags, crcs, there)
+    _write_record(plan, i, word, flags, checksums, there)
     return generation
 
 
 def _copy_arrays(source: Storage, plan: _Plan, i: int, has_final: bool, there: dict[str, int]) -> dict[str, int]:
-    """Copy an episode's rows and meta, a chunk at a time; the CRC-32 of each by its name."""
-    slot, length, crcs = plan.slots[i], int(plan.length[i]), {}
+    """Copy an episode's rows and meta, a chunk at a time; the checksum of each by its name."""
+    slot, length, checksums = plan.slots[i], int(plan.length[i]), {}
     for name, field in plan.layout.schema.fields.items():
         first = int(source.first_row(slot[None], field.final)[0])
         offset = plan.layout.row_offset(name, int(plan.first[i]) + i * field.final)
-        stop, step, crc = length + (field.final and has_final), max(1, CHUNK // field.itemsize), 0
+        stop, step, sums = length + (field.final and has_final), max(1, CHUNK // field.itemsize), EMPTY
         for t in range(0, stop, step):
             rows = source.maps.rows[name][first + t : first + min(t + step, stop)]
             write_all(there[name], rows, offset + t * field.itemsize)
-            crc = crc32(rows, crc)
-        crcs[name] = crc
+            sums = add_rows(sums, rows)
+        checksums[name] = checksum_of(sums)
         if field.final and not has_final:  # the row is there all the same, and no hole
             write_all(there[name], bytes(field.itemsize), offset + length * field.itemsize)
     for name in plan.layout.schema.meta_fields:
         value = source.maps.meta[name][slot : slot + 1]
         write_all(there[name], value, plan.layout.arrays[name].offset(i))
-        crcs[name] = crc32(value)
-    return crcs
+        checksums[name] = checksum(value)
+    return checksums
 
 
-def _write_record(plan: _Plan, i: int, word: Words, flags: int, crcs: dict[str, int], there: dict[str, int]) -> None:
+def _write_record(
+    plan: _Plan, i: int, word: Words, flags: int, checksums: dict[str, int], there: dict[str, int]
+) -> None:
     layout, record = plan.layout, word.view(RECORD)[0]
-    row = checksum_row(layout, crcs)
+    row = checksum_row(layout, checksums)
     write_all(there["/checksums"], row, layout.arrays["/checksums"].offset(i))
     was_open = bool(record["flags"] & OPEN)  # then its round is that of its first step
     values = {name: int(record[name]) for name in RECORD.names or ()} | {

@@ -17,12 +17,13 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError
 from memmap_buffer.format import syscalls
+from memmap_buffer.format.checksums import checksum_row, digest_of
 from memmap_buffer.format.creation import LEFT_BEHIND, RESERVED
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import CHECKED, CUT, FINAL, GENERATION, MAX_SERIAL, OPEN, RECORD, seal
-from memmap_buffer.format.storage import Storage, checksum_row, digest_of
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import CAN_RESERVE, is_hole, read_at, write_all
 from memmap_buffer.maintenance.snapshot import write_counters
 from memmap_buffer.maintenance.verification import Finding, Survey
@@ -309,8 +310,8 @@ def _ended(survey: Survey, slot: int) -> dict[str, int]:
 
 def _checksums(survey: Survey, slot: int) -> bytes:
     """A visible slot's row of checksums.npy, of what stands there; zeros for what does not."""
-    crcs = survey.column_crcs(slot, int(survey.table.length[slot]), bool(survey.table.flags[slot] & FINAL))
-    return checksum_row(survey.layout, dict(crcs))
+    checksums = survey.checksums_of(slot, int(survey.table.length[slot]), bool(survey.table.flags[slot] & FINAL))
+    return checksum_row(survey.layout, checksums)
 
 
 def _exchange(place: Folder, survey: Survey, key: str, data: Array) -> None:

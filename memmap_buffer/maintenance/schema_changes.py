@@ -11,10 +11,10 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.checksums import checksum
 from memmap_buffer.format.creation import creating, replace
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import CHECKED, RECORD
-from memmap_buffer.format.storage import crc32
 from memmap_buffer.format.syscalls import write_all
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema
@@ -56,8 +56,8 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
                 if not hole:
                     write_all(fd, rows, array.offset(slot))
                 if table.flags[slot] & CHECKED:
-                    crc = np.uint32(crc32(rows)).tobytes()
-                    write_all(files.fd["/checksums"], crc, sums.offset(slot) + 4 * column)
+                    value = np.uint32(checksum(rows)).tobytes()
+                    write_all(files.fd["/checksums"], value, sums.offset(slot) + 4 * column)
         files.sync("/checksums")
     files.changed()
 

@@ -20,10 +20,11 @@ import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
+from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.records import FINAL
-from memmap_buffer.format.storage import Storage, crc32
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 

@@ -289,10 +289,10 @@ class Survey(Storage):
 
     def _checksum(self, slot: int, serial: int, name: str) -> Finding:
         table = self.table
-        crcs = dict(self.column_crcs(slot, self.checked_length(slot), bool(table.flags[slot] & FINAL)))
+        checksums = self.checksums_of(slot, self.checked_length(slot), bool(table.flags[slot] & FINAL))
         stored = int(self.maps.checksums[slot, self.layout.column_of[name]])
-        # No single bit of less than 512 MiB of data changes its CRC-32 in a single bit: the polynomial is primitive.
-        if (stored ^ crcs[name]).bit_count() == 1:
+        # Rows that were changed have another CRC-32 by one bit in one case of 10^8 only.
+        if (stored ^ checksums[name]).bit_count() == 1:
             return Finding("checksums.npy", f"one bit of the checksum of {name!r} is wrong", slot, serial, name)
         return Finding(self.layout.arrays[name].name, f"{name!r} fails its checksum", slot, serial, name)
 

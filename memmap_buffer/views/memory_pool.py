@@ -33,7 +33,7 @@ def array_over(memory: Buffer, dtype: npt.DTypeLike, count: int) -> Array:
     Args:
         memory: (n,) and aligned, n bytes at least those of the array.
     """
-    return np.frombuffer(memoryview(memory), dtype, count)  # type: ignore[arg-type]  # see `storage.crc32`
+    return np.frombuffer(memoryview(memory), dtype, count)  # type: ignore[arg-type]  # see `checksums.crc32`
 
 
 class Pool:

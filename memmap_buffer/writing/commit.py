@@ -5,13 +5,13 @@ Every way to write ends here, in `commit`. The order of the writes is in `format
 
 from __future__ import annotations
 
-import struct
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from memmap_buffer.dtypes import Array
+from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.lock import WriterLock
@@ -31,11 +31,11 @@ from memmap_buffer.format.records import (
     Words,
     seal,
 )
-from memmap_buffer.format.storage import Storage, crc32, digest_of
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import BLOCK, barrier, close_all, punch, write_all, write_word
 
 MEMORY = ("tmpfs", "ramfs")
-PIECE = 1 << 18  # bytes that are written, then read for their CRC-32 while the processor has them: 2/3 of the time
+PIECE = 1 << 18  # bytes that are written, then read for their checksum while the processor has them: 2/3 of the time
 
 
 class WriteHandles:
@@ -56,9 +56,9 @@ class WriteHandles:
         self.behind = False
         for key, array in arrays.items():
             self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
-        longest, column_of = self.layout.max_timesteps, self.layout.column_of
+        longest = self.layout.max_timesteps
         self._row = {
-            name: (self.fd[name], len(arrays[name].header), size, longest + field.final, column_of[name], piece)
+            name: (self.fd[name], len(arrays[name].header), size, longest + field.final, piece)
             for name, field in self.layout.schema.fields.items()
             for size in [field.itemsize]
             for piece in [max(1, PIECE // size) if checksum else longest + field.final]
@@ -119,8 +119,8 @@ class WriteHandles:
         write_word(self.fd["/episodes"], start | stop << 32, self._records + slot * RECORD.itemsize + 8 * SHOWN)
 
     def write_rows(
-        self, columns: Mapping[str, Array], rows: range, slot: int, t: int, crcs: list[int] | None
-    ) -> list[int]:
+        self, columns: Mapping[str, Array], rows: range, slot: int, t: int, sums: Mapping[str, Sums] | None
+    ) -> dict[str, Sums]:
         """Write some rows of fields' columns from timestep `t` of a slot on.
 
         Args:
@@ -128,24 +128,24 @@ class WriteHandles:
             rows: which of these.
             slot: where the episode is.
             t: the timestep of the first of them.
-            crcs: a CRC-32 for each column of checksums.npy, of the rows before these; None: they are not wanted.
+            sums: field -> of the rows before these, for their checksums; None: these are not wanted.
 
         Returns:
             The same, these rows included.
         """
-        checksum, stop = self.checksum and crcs is not None, rows.stop
-        crcs = [] if crcs is None else crcs.copy()
+        checksum, stop = self.checksum and sums is not None, rows.stop
+        sums = dict(sums or {})
         for name, array in columns.items():
-            fd, header, itemsize, stride, column, piece = self._row[name]
+            fd, header, itemsize, stride, piece = self._row[name]
             offset = header + (slot * stride + t - rows.start) * itemsize
             row = rows.start
             while row < stop:
                 data = array[row : stop if stop - row <= piece else row + piece]
                 write_all(fd, data, offset + row * itemsize)
                 if checksum:
-                    crcs[column] = crc32(data, crcs[column])
+                    sums[name] = add_rows(sums[name], data)
                 row += piece
-        return crcs
+        return sums
 
     @property
     def holes_are_harmless(self) -> bool:
@@ -215,9 +215,9 @@ class SlotWriter:
         self.published = False
         self.length = 0
         self.meta: dict[str, Array] = {}
-        # A CRC-32 for each column of checksums.npy: of the first `_summed` steps; of all and the final observation.
-        self._crcs, self._summed = [0] * files.layout.columns, 0
-        self._final_crcs: list[int] | None = None
+        # For the checksums: of the first `_summed` steps, and of all and the final observation.
+        self._sums, self._summed = dict.fromkeys(files.layout.schema.fields, EMPTY), 0
+        self._final_sums: dict[str, Sums] | None = None
         self._sealed = b""  # the last record
         self.given = False
         self.round = self.room = 0
@@ -245,37 +245,37 @@ class SlotWriter:
         return words
 
     @property
-    def crcs(self) -> list[int]:
-        """A CRC-32 of the steps that are written for each column of checksums.npy."""
+    def sums(self) -> dict[str, Sums]:
+        """Of the steps that are written, for the checksum of each field."""
         if self._summed < self.length and self.files.checksum:
-            storage, crcs = self.files.storage, self._crcs.copy()
+            storage, sums = self.files.storage, self._sums.copy()
             for name, rows in storage.maps.rows.items():
-                column, first = self.files.layout.column_of[name], storage.start_of(name, self.slot)
-                crcs[column] = crc32(rows[first + self._summed : first + self.length], crcs[column])
-            self._crcs, self._summed = crcs, self.length
-        return self._crcs
+                first = storage.start_of(name, self.slot)
+                sums[name] = add_rows(sums[name], rows[first + self._summed : first + self.length])
+            self._sums, self._summed = sums, self.length
+        return self._sums
 
-    def write(self, columns: Mapping[str, Array], base: int, stop: int, *, sums: bool = True) -> None:
+    def write(self, columns: Mapping[str, Array], base: int, stop: int, *, add: bool = True) -> None:
         """Write the timesteps up to `stop` that are not written yet, beyond what is visible.
 
         Args:
             columns: field -> its rows from timestep `base` on.
             base: see there.
             stop: how many timesteps are written then.
-            sums: take their CRC-32s now, while the processor has them; else when they are asked for.
+            add: add them to the sums now, while the processor has them; else when these are asked for.
         """
         self._begin()
         start = self.length
         if start < stop:
-            before = self.crcs if sums else None
-            crcs = self.files.write_rows(columns, range(start - base, stop - base), self.slot, start, before)
-            self.length, self._final_crcs = stop, None
-            if sums:
-                self._crcs, self._summed = crcs, stop
+            before = self.sums if add else None
+            sums = self.files.write_rows(columns, range(start - base, stop - base), self.slot, start, before)
+            self.length, self._final_sums = stop, None
+            if add:
+                self._sums, self._summed = sums, stop
 
     def append(self, columns: Mapping[str, Array], base: int, stop: int) -> None:
         """Write timesteps of an episode that is shown already, and show them, too."""
-        self.write(columns, base, stop, sums=False)
+        self.write(columns, base, stop, add=False)
         self.files.barriers(*self.files.layout.schema.fields)
         self.files.write_shown(self.slot, self.start, stop)
         self.files.barriers("/episodes")
@@ -284,7 +284,7 @@ class SlotWriter:
         """Write the observation after the last action behind the last step, for every field with `final`."""
         if final:
             rows = {name: value[None] for name, value in final.items()}
-            self._final_crcs = self.files.write_rows(rows, range(1), self.slot, self.length, self.crcs)
+            self._final_sums = self.files.write_rows(rows, range(1), self.slot, self.length, self.sums)
 
     def write_meta(self, meta: Mapping[str, Array]) -> None:
         """Write the meta fields, each of its declared shape."""
@@ -331,9 +331,9 @@ class SlotWriter:
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""
-        self.length, self._final_crcs = self.num_published, None
+        self.length, self._final_sums = self.num_published, None
         if self._summed > self.length:
-            self._crcs, self._summed = [0] * self.files.layout.columns, 0
+            self._sums, self._summed = dict.fromkeys(self._sums, EMPTY), 0
 
     def give_back(self) -> None:
         """Once all rows are written, give the space back that an episode before took beyond them."""
@@ -348,10 +348,9 @@ class SlotWriter:
 
     def _checksums(self) -> bytes:
         """The slot's row of checksums.npy."""
-        layout, crcs = self.files.layout, (self._final_crcs or self.crcs).copy()
-        for name, value in self.meta.items():
-            crcs[layout.column_of[name]] = crc32(value)
-        return struct.pack(layout.checksum_format, *crcs)
+        found = {name: checksum_of(sums) for name, sums in (self._final_sums or self.sums).items()}
+        found.update((name, checksum(value)) for name, value in self.meta.items())
+        return checksum_row(self.files.layout, found)
 
 
 def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.format.checksums import checksum_row, digest_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import anyone_may_rename, boot_id, host_name, network_filesystem
 from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, MAX_TERM, OPEN, RECORD, STATE_WORD, columns_of
-from memmap_buffer.format.storage import checksum_row, digest_of
 from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import WriteHandles
@@ -112,7 +112,7 @@ def close_abandoned(files: WriteHandles, slots: IntArray) -> None:
         if not storage.trust(np.array([slot])):
             continue  # its steps did not survive a crash of the machine
         flags, length, record = int(table.flags[slot]), int(table.length[slot]), storage.record(slot)
-        row = checksum_row(files.layout, dict(storage.column_crcs(slot, length, bool(flags & FINAL))))
+        row = checksum_row(files.layout, storage.checksums_of(slot, length, bool(flags & FINAL)))
         ended = {"flags": flags & ~OPEN | CUT, "length": length, "stop": length}
         ended |= {"round": (record["round"] + length - 1) % 2**32, "digest": digest_of(row, record["columns"])}
         # With barriers whatever the durability of this writer: that of the dead one may have been "power".

@@ -26,6 +26,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, crc32, digest_of
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import (
     CHECK,
@@ -39,7 +40,7 @@ from memmap_buffer.format.records import (
     check_of,
     seal,
 )
-from memmap_buffer.format.storage import Storage, crc32, digest_of
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
 
@@ -220,21 +221,22 @@ def plan_update(
     record = storage.record(slot)
     length, flags = record["length"], record["flags"]
     # Where none are kept, no row was ever written, and looking at a hole through a map kills on a full tmpfs.
-    crcs = storage.maps.checksums[slot].tolist() if flags & CHECKED and files.checksum else None
+    row = storage.maps.checksums[slot].tolist() if flags & CHECKED and files.checksum else None
+    sums: dict[str, Sums] = {}
     if not rows.keys().isdisjoint(layout.schema.ends):
         record["flags"] = flags & ~(TERMINATED | INNER_END) | _ending(storage, slot, length, rows)
     pieces: list[Piece] = []
     for name, new in rows.items():
         first, has_final = storage.start_of(name, slot), layout.schema.fields[name].final and bool(flags & FINAL)
         pieces.append((name, layout.row_offset(name, first), new.tobytes()))
-        if crcs is not None:
+        if row is not None:
             kept = storage.maps.rows[name][first + len(new) : first + length + has_final]
-            crcs[layout.column_of[name]] = crc32(kept, crc32(new))
+            sums[name] = add_rows(add_rows(EMPTY, new), kept)
     for name in finals or {}:
-        if crcs is not None:  # of the steps alone: an earlier call may have written the final observation already
+        if row is not None:  # of the steps alone: an earlier call may have written the final observation already
             first = storage.start_of(name, slot)
-            crcs[layout.column_of[name]] = crc32(storage.maps.rows[name][first : first + length])
-    return _planned(files, slot, record, pieces, crcs, finals or {}, meta)
+            sums[name] = add_rows(EMPTY, storage.maps.rows[name][first : first + length])
+    return _planned(files, slot, record, pieces, row, sums, finals or {}, meta)
 
 
 def plan_end(
@@ -252,11 +254,11 @@ def plan_end(
     written.give_back()
     record = files.storage.record(written.slot)
     record |= {"flags": flags, "length": record["stop"], "time": int(time.time()), "round": written.round % 2**32}
-    crcs = None
+    row, sums = None, {}
     if files.checksum:
         record |= {"flags": flags | CHECKED, "columns": files.layout.used_columns}
-        crcs = written.crcs.copy()
-    return _planned(files, written.slot, record, [], crcs, finals, meta)
+        row, sums = [0] * files.layout.columns, written.sums.copy()
+    return _planned(files, written.slot, record, [], row, sums, finals, meta)
 
 
 def _planned(
@@ -264,7 +266,8 @@ def _planned(
     slot: int,
     record: dict[str, int],
     pieces: list[Piece],
-    crcs: list[int] | None,
+    row: list[int] | None,
+    sums: dict[str, Sums],
     finals: Mapping[str, Array],
     meta: Mapping[str, Array],
 ) -> Rewrite:
@@ -274,16 +277,18 @@ def _planned(
         behind = slot * (layout.max_timesteps + 1) + record["length"]
         pieces.append((name, layout.row_offset(name, behind), value.tobytes()))
         record["flags"] |= FINAL
-        if crcs is not None:
-            crcs[layout.column_of[name]] = crc32(value, crcs[layout.column_of[name]])
+        if row is not None:
+            sums[name] = add_rows(sums[name], value)
     for name, value in meta.items():
         pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
-        if crcs is not None:
-            crcs[layout.column_of[name]] = crc32(value)
-    if crcs is not None:
-        row = struct.pack(layout.checksum_format, *crcs)
-        pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), row))
-        record["digest"] = digest_of(row, record["columns"])
+        if row is not None:
+            row[layout.column_of[name]] = checksum(value)
+    if row is not None:
+        for name, of in sums.items():
+            row[layout.column_of[name]] = checksum_of(of)
+        packed = struct.pack(layout.checksum_format, *row)
+        pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), packed))
+        record["digest"] = digest_of(packed, record["columns"])
     else:
         record |= {"flags": record["flags"] & ~CHECKED, "columns": 0, "digest": 0}
     record["generation"] = generation + 2

@@ -43,7 +43,7 @@ class WriteOptions:
         durability: "process": a published episode survives everything but a crash of the machine; "power": that too,
             by a barrier on each file.
         sync_every: with "power": publish so many episodes behind the same barriers; they become visible together.
-        checksum: "crc32", or None for none.
+        checksum: "crc32" (of sums of blocks: see `format`), or None for none.
         publish: "episode": an episode is visible when it is complete; "step": each step at once.
         stage: "ram": an open episode is in memory; "disk": it is written to its slot in chunks as it grows, for
             episodes too long for memory.

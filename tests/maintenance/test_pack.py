@@ -337,9 +337,9 @@ def after_each_episode(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], An
     real, counted = module._copy_arrays, iter(range(10**6))
 
     def slow(*arguments: Any) -> Any:
-        crcs = real(*arguments)
+        checksums = real(*arguments)
         work(next(counted))
-        return crcs
+        return checksums
 
     monkeypatch.setattr(module, "_copy_arrays", slow)
     yield

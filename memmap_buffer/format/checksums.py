@@ -1,0 +1,70 @@
+"""The checksum of a field's rows: a CRC-32 of the sums of their blocks, as `format` specifies it under checksums.npy.
+
+CRC-32 alone runs at 6 GiB/s, and was more than half of the time in which images are stored or verified; sums run at 40.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.format.layout import Layout
+
+BLOCK = 4096
+Sums = tuple[int, bytes]  # of rows so far: the CRC-32 of the sums of whole blocks, and the bytes behind these blocks
+EMPTY: Sums = (0, b"")
+
+crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
+
+
+def add_rows(sums: Sums, rows: Array) -> Sums:
+    """The sums of some rows and of these, which follow them.
+
+    Args:
+        sums: of the rows before.
+        rows: C-contiguous, of any shape and dtype.
+    """
+    crc, before = sums
+    data = rows.reshape(-1).view(np.uint8)
+    if before:
+        lacking = BLOCK - len(before)
+        before += data[:lacking].tobytes()
+        if len(before) < BLOCK:
+            return crc, before
+        crc, data = _add_blocks(crc, np.frombuffer(before, np.uint8)), data[lacking:]
+    whole = len(data) // BLOCK * BLOCK
+    if whole:
+        crc = _add_blocks(crc, data[:whole])
+    return crc, data[whole:].tobytes()
+
+
+def _add_blocks(crc: int, data: Array) -> int:
+    return crc32(np.add.reduce(data.view("<u8").reshape(-1, BLOCK // 8), axis=1), crc)
+
+
+def checksum_of(sums: Sums) -> int:
+    """The checksum of the rows that were summed."""
+    crc, rest = sums
+    return crc32(rest, crc)
+
+
+def checksum(rows: Array) -> int:
+    """The checksum of C-contiguous rows."""
+    return checksum_of(add_rows(EMPTY, rows))
+
+
+def checksum_row(layout: Layout, checksums: Mapping[str, int]) -> bytes:
+    """A slot's row of checksums.npy: each name's checksum in its column, zeros in the spare ones."""
+    row, column_of = [0] * layout.columns, layout.column_of
+    for name, value in checksums.items():
+        row[column_of[name]] = value
+    return struct.pack(layout.checksum_format, *row)
+
+
+def digest_of(row: bytes, columns: int) -> int:
+    """What the record carries of its row of checksums.npy: the CRC-32 of the first `columns` entries."""
+    return crc32(row[: 4 * columns])
