@@ -224,11 +224,12 @@ class Survey(Storage):
 
     def _records(self) -> Iterator[Finding]:
         served = set(self.repaired.table.visible.tolist())
-        for slot, word in self.spoilt.items():
-            finding = self._record(slot, word, slot in served)
-            if finding is not None and word[GENERATION] & np.uint64(1):
-                time.sleep(WRITING_SECONDS)  # a writer that is at the slot ends
-            if finding is not None and self.maps.words[slot].tobytes() == word.tobytes():
+        findings = {slot: self._record(slot, word, slot in served) for slot, word in self.spoilt.items()}
+        found = {slot: finding for slot, finding in findings.items() if finding is not None}
+        if any(self.spoilt[slot][GENERATION] & np.uint64(1) for slot in found):
+            time.sleep(WRITING_SECONDS)  # a writer that is at a slot ends
+        for slot, finding in found.items():
+            if self.maps.words[slot].tobytes() == self.spoilt[slot].tobytes():
                 yield finding
 
     def _record(self, slot: int, word: Words, served: bool) -> Finding | None:
