@@ -226,7 +226,7 @@ class Survey(Storage):
         served = set(self.repaired.table.visible.tolist())
         findings = {slot: self._record(slot, word, slot in served) for slot, word in self.spoilt.items()}
         found = {slot: finding for slot, finding in findings.items() if finding is not None}
-        if any(self.spoilt[slot][GENERATION] & np.uint64(1) for slot in found):
+        if any(finding.lost and self.spoilt[slot][GENERATION] & np.uint64(1) for slot, finding in found.items()):
             time.sleep(WRITING_SECONDS)  # a writer that is at a slot ends
         for slot, finding in found.items():
             if self.maps.words[slot].tobytes() == self.spoilt[slot].tobytes():

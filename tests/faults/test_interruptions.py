@@ -75,7 +75,7 @@ some_lines = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mar
 WAYS = (record, record_by_handle, record_batch, record_whole)
 EVERY = [pytest.param(mode, way, 1, marks=pytest.mark.slow) for mode in MODES for way in WAYS]
 SOME = [
-    ("whole", record, 1),
+    ("whole", record, 2),
     ("step", record, 7),
     ("group", record_by_handle, 2),
     ("disk", record_batch, 7),
