@@ -25,16 +25,6 @@ from memmap_buffer.views.view import View
 FloatArray = npt.NDArray[np.float64]
 
 
-class Episodes(NamedTuple):
-    """Visible episodes, all (E,): the steps start … stop - 1 are shown."""
-
-    slot: IntArray
-    serial: IntArray
-    start: IntArray
-    stop: IntArray
-    flags: npt.NDArray[np.uint32]
-
-
 @dataclass(frozen=True)
 class Selection:
     """The anchors that are wanted of the episodes that exist: a view, filters, a split.
@@ -162,6 +152,11 @@ class Selection:
         """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
         return self.top_k is None and self.weight_by is None and not self.has_callables
 
+    @property
+    def takes_every_episode(self) -> bool:
+        """Whether no episode is left out, whatever it is."""
+        return self.min_episode_len <= 1 and not self.filter_meta and self.split is None
+
     def runs_of(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         """The runs of some visible slots of a folder, those of each episode found by itself; see `by_episode`."""
         return self._cut(storage, table, self._passing(number, storage, table, slots))
@@ -204,7 +199,7 @@ class Selection:
         """The slots, of some that are visible, whose episodes pass."""
         if self.view.per_episode and table.whole is not table.visible:  # one that a ring has trimmed is none any more
             slots = slots[table.start[slots] == 0]
-        if self.min_episode_len <= 1 and not self.filter_meta and self.split is None:
+        if self.takes_every_episode:
             return slots
         keep = table.of(table.length, slots) - table.of(table.start, slots) >= self.min_episode_len
         for name, condition in self.filter_meta.items():
@@ -212,32 +207,6 @@ class Selection:
         if self.split is not None:
             keep &= self._in_part(table.serial[slots], number)
         return slots if keep.all() else slots[keep]
-
-    def single_runs(self, storage: Storage, episodes: Episodes, ends: Ends) -> tuple[IntArray, IntArray] | None:
-        """(first, count) of the anchors of visible episodes, none of them with an end in its middle, one run each.
-
-        Args:
-            storage: the folder.
-            episodes: some of it.
-            ends: of the view.
-
-        Returns:
-            None where runs have more to them.
-        """
-        slot, serial, start, stop, flags = episodes
-        has_final, length = flags & FINAL != 0, stop - start
-        ended = _ended(storage, slot, stop, flags, ends)
-        runs = Runs(slot, serial, np.zeros_like(slot), length)
-        runs = self.view.anchors(storage.layout.schema, runs, has_final, ended)
-        if runs.last is not None or self.split is not None or self.filter_meta:
-            return None
-        if self.view.per_episode:
-            return runs.first, np.where(start == 0, runs.count, 0)
-        first, count = runs.first, runs.count
-        if first.any() and start.any():  # nothing lies before the first step that is shown
-            skipped = np.minimum(-(-np.where(start > 0, np.maximum(-first, 0), 0) // self.view.stride), count)
-            first, count = first + skipped * self.view.stride, count - skipped
-        return first + start, count if self.min_episode_len <= 1 else np.where(length < self.min_episode_len, 0, count)
 
     def _cut(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         """The runs of anchors of some visible slots."""

@@ -19,10 +19,10 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
+from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, FloatArray, SumTree, with_zeros
 from memmap_buffer.priority.tree_file import TreeFile, steps_in
-from memmap_buffer.priority.visible_episodes import FEW, VisibleEpisodes
 
 REMEMBERED = 4096  # changes that a tree of anchors may be behind
 
@@ -254,7 +254,8 @@ class Priorities:
         """(the leaves of the steps that are there; (B,) whether each is, None for all). Raises SchemaError."""
         episodes, layout, loops = self._episodes, self.storage.layout, self.tree.loops
         if loops is not None and layout.rows is None and episodes.gapless:
-            leaves, (known, visible) = np.empty(len(serials), np.int64), episodes.order
+            leaves = np.empty(len(serials), np.int64)
+            known, visible = episodes.order[:, episodes.head : episodes.tail]
             pairs, oldest = self._file.pair_words, known.item(0)
             if loops.leaves(serials, t, oldest, visible, pairs, layout.max_timesteps, leaves):
                 return leaves, None

@@ -59,8 +59,9 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
     followed = []
     for reader in (buffer, beside):
         folders: Folders = reader._folders
-        for view in VIEWS:
-            selection = Selection(view, min_episode_len=2 if view is VIEWS[0] else 1)
+        halves = {"one": 0.5, "other": 0.5}
+        kinds = [Selection(view, min_episode_len=2 if view is VIEWS[0] else 1) for view in VIEWS]
+        for selection in [*kinds, Selection(NStep(1), split=halves, part="one"), Selection(Timestep())]:
             assert LiveIndex.follows(selection, folders)
             followed.append((LiveIndex(selection, folders), selection, folders))
     made_anew = 0
@@ -82,9 +83,9 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
             **({"next_observation": rng.random((num_envs, 2), dtype=np.float32)} if call % 2 else {}),
         )
         for live, selection, folders in followed if call % 3 == 0 else ():
-            before = live._slot if live.changes >= 0 else None
+            before = live.made
             assert live.follow()
-            made_anew += live._slot is not before
+            made_anew += live.made > before
             folders.refresh()
             assert described(live) == described(selection.index(folders))
     assert made_anew < 120 * len(followed) / 20

@@ -27,8 +27,9 @@ from memmap_buffer import (
     Window,
     compute_importance_weights,
 )
+from memmap_buffer.format import visible_episodes
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority import anchor_priorities, visible_episodes
+from memmap_buffer.priority import anchor_priorities
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
 
 pytestmark = pytest.mark.usefixtures("both_ways")

@@ -27,6 +27,11 @@ class VisibleEpisodes:
         table: what the records said by slot, in arrays of its own, changed in place; only columns are to be read.
         shown: (slots,) whether a slot holds a visible episode.
         num_steps: visible timesteps.
+        changes: the change counter of the folder to which they were followed; None in the middle of it.
+        order: (2, n) the serials and slots from `head` to `tail` are those of the episodes, by ascending serials, with
+            some that are gone. Entries behind them are added, and others taken off the front, until all is read anew.
+        moved: where the last `follow` found nothing but that episodes show other steps: (slot, by how many `start` is
+            higher, by how many `stop` is) of each; else None.
     """
 
     table: EpisodeTable
@@ -34,17 +39,17 @@ class VisibleEpisodes:
     num_steps = 0
 
     def __init__(self) -> None:
-        self._changes: int | None = None  # of the folder, up to which they are followed; None in the middle of it
+        self.changes: int | None = None
         self._num_damaged = 0
         self._num_episodes = 0
-        # By ascending serials, with some that are gone: the serials and slots from head to tail.
-        self._order: IntArray = np.empty((2, 0), np.int64)
-        self._head = self._tail = 0
+        self.order: IntArray = np.empty((2, 0), np.int64)
+        self.head = self.tail = 0
+        self.moved: list[tuple[int, int, int]] | None = None
         self._hidden = 0  # episodes of lower serials are not shown any more
 
     def is_current(self, storage: Storage) -> bool:
         """Whether nothing has changed since `follow`."""
-        return storage.changes == self._changes and storage.num_damaged == self._num_damaged
+        return storage.changes == self.changes and storage.num_damaged == self._num_damaged
 
     def follow(self, storage: Storage) -> IntArray | None:
         """Take in what changed in the folder.
@@ -52,20 +57,21 @@ class VisibleEpisodes:
         Returns:
             the slots whose record or visibility may have changed, each once; None where that may be any.
         """
-        if self.is_current(storage):
+        changes, before = storage.changes, self.changes
+        if changes == before and storage.num_damaged == self._num_damaged:
+            self.moved = []
             return NO_SLOTS
-        changes, before = storage.changes, self._changes
-        self._changes = None  # until all is done
+        self.changes = self.moved = None  # until all is done
         slots = None if before is None or not self._may_be_followed(storage) else storage.changed_since(before)
         changed = None if slots is None else self._take_in(storage, slots)
         if changed is None:
             changes = self._read(storage)
-        self._changes = changes
+        self.changes = changes
         return changed
 
     def places(self, serials: IntArray) -> tuple[IntArray, Any]:
         """(slots, whether each episode (B,) is visible)."""
-        known, slots = self._order[:, self._head : self._tail]
+        known, slots = self.order[:, self.head : self.tail]
         if not len(known):
             return np.zeros_like(serials), np.zeros(len(serials), np.bool_)
         if self.gapless:
@@ -77,14 +83,8 @@ class VisibleEpisodes:
     @property
     def gapless(self) -> bool:
         """Whether the serials of `order` follow one another."""
-        last = self._tail - 1
-        return last >= self._head and self._order.item(0, last) - self._order.item(0, self._head) == last - self._head
-
-    @property
-    def order(self) -> tuple[IntArray, IntArray]:
-        """(serials, slots), ascending; some of them may be gone."""
-        serials, slots = self._order[:, self._head : self._tail]
-        return serials, slots
+        last = self.tail - 1
+        return last >= self.head and self.order.item(0, last) - self.order.item(0, self.head) == last - self.head
 
     def _may_be_followed(self, storage: Storage) -> bool:
         return storage.layout.rows is None and not storage.in_doubt and not storage.num_damaged
@@ -93,11 +93,11 @@ class VisibleEpisodes:
         """Everything anew from the table; returns the change counter at which it was read."""
         table, self._num_damaged = storage.refresh(), storage.num_damaged
         self.shown, self.num_steps = table.shown.copy(), table.steps
-        self._head, self._tail, self._num_episodes = 0, len(table), len(table)
-        self._order = np.empty((2, len(table) + max(64, len(table.serial))), np.int64)
-        self._order[:, : self._tail] = table.serial[table.visible], table.visible
+        self.head, self.tail, self._num_episodes = 0, len(table), len(table)
+        self.order = np.empty((2, len(table) + max(64, len(table.serial))), np.int64)
+        self.order[:, : self.tail] = table.serial[table.visible], table.visible
         full = len(table) >= storage.layout.max_episodes
-        self._hidden = self._order.item(0, 0) if full else table.base
+        self._hidden = self.order.item(0, 0) if full else table.base
         columns = Columns._make([column.copy() for column in table.columns])
         self.table = replace(table, visible=NO_SLOTS, **columns._asdict())
         return table.changes
@@ -143,32 +143,29 @@ class VisibleEpisodes:
             if not (start < stop <= limit and (stop == length or (stop > length and words[EXTENT] >> 32 & OPEN))):
                 return False
             found.append((slot, start, stop))
-        for slot, start, stop in found:
-            self.num_steps += stop - start - table.length.item(slot) + table.start.item(slot)
+        moved = [(slot, start - table.start.item(slot), stop - table.length.item(slot)) for slot, start, stop in found]
+        for (slot, start, stop), (_, left, added) in zip(found, moved, strict=True):
+            self.num_steps += added - left
             table.start[slot], table.length[slot] = start, stop
+        self.moved = moved
         return True
 
     def _append(self, serials: IntArray, slots: IntArray) -> bool:
-        """Take in episodes that appeared; False unless they are newer than all the others."""
-        count = len(serials)
-        if self._tail + count > self._order.shape[1]:
-            kept = self._order[:, self._head : self._tail]
-            self._order = np.concatenate([kept, np.empty((2, kept.shape[1] + 64 + count), np.int64)], axis=1)
-            self._head, self._tail = 0, kept.shape[1]
-        order = np.argsort(serials)
-        last = self._order.item(0, self._tail - 1) if self._tail > self._head else -1
+        """Take in episodes that appeared; False where there is no room, or one is not newer than all the others."""
+        stop, order = self.tail + len(serials), np.argsort(serials)
+        last = self.order.item(0, self.tail - 1) if self.tail > self.head else -1
         serials, slots = serials[order], slots[order]
-        if serials[0] <= last or (serials[1:] == serials[:-1]).any():
+        if stop > self.order.shape[1] or serials[0] <= last or (serials[1:] == serials[:-1]).any():
             return False
-        self._order[:, self._tail : self._tail + count] = serials, slots
-        self._tail += count
+        self.order[:, self.tail : stop] = serials, slots
+        self.tail = stop
         return True
 
     def _retire(self, max_episodes: int) -> list[int]:
         """The oldest episodes leave where there are too many; returns their slots."""
         gone = []
-        while self._head < self._tail:
-            serial, slot = self._order[:, self._head].tolist()
+        while self.head < self.tail:
+            serial, slot = self.order[:, self.head].tolist()
             if self.shown[slot] and self.table.serial.item(slot) == serial:
                 if serial >= self._hidden and self._num_episodes <= max_episodes:
                     break
@@ -177,5 +174,5 @@ class VisibleEpisodes:
                 self._num_episodes -= 1
                 self._hidden = max(self._hidden, serial + 1)
                 gone.append(slot)
-            self._head += 1
+            self.head += 1
         return gone
