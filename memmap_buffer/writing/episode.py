@@ -20,6 +20,8 @@ from numpy import ndarray
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import EpisodeStateError, SchemaError
 from memmap_buffer.schema import Field
+from memmap_buffer.writing import validation
+from memmap_buffer.writing.validation import require_default
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -191,16 +193,47 @@ class Episode(Block):
             self._writer.append(self)
         return self._made(values)
 
+    def extend(self, **steps: Any) -> None:
+        """Append several timesteps at once; those before an error of the disk stay stored (`length` tells).
+
+        Args:
+            steps: field -> (T, *field); with `final` (T + 1, *field) to give the final observation; meta field ->
+                (*field).
+
+        Raises:
+            SchemaError: as `store_episode` raises it.
+            EpisodeStateError: the episode is over, longer than `max_timesteps`, or ends before the last timestep.
+            OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
+        """
+        columns, meta, finals, count = validation.whole_episode(self._schema, steps)
+        self._require_within(self.length + count)
+        ends = [name for name in self._schema.ends if np.count_nonzero(columns[name][: count - 1])]
+        if ends:
+            raise EpisodeStateError(f"extend: `{ends[0]}` is true before the last timestep; give each episode its own")
+        self.require_room(count)
+        if meta:
+            self.update(meta)
+        self.store_rows(columns, count)
+        if finals:
+            self.finals = finals
+
     def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
         """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
 
-        What is written in place is written step by step.
+        Of an episode that is written in place as many are stored at a time as are staged.
         """
         if count > 1 and not self.staged:
-            for t in range(count):
-                self.store_rows({name: column[t : t + 1] for name, column in rows.items()})
+            at = 0
+            while at < count:
+                self.require_room()
+                here = min(count - at, self._stop - self.length)
+                self._store_rows({name: column[at : at + here] for name, column in rows.items()}, here)
+                at += here
             return
         self.require_room(count)
+        self._store_rows(rows, count)
+
+    def _store_rows(self, rows: Mapping[str, Array], count: int) -> None:
         row = self.length - self.base
         for name, staged in self.columns.items():
             staged[row : row + count] = rows[name]
@@ -413,17 +446,6 @@ class Episode(Block):
                 if name not in full:
                     require_default(field, name, f"timestep {t}")
         return self._pick(full)
-
-
-def require_default(field: Field, name: str, where: str) -> Array:
-    """The default of a field that was left out. Raises SchemaError where it has none."""
-    if field.default is None:
-        raise SchemaError(
-            f"field {name!r}, {where}: missing, and it has no default; store it, or declare one: "
-            f"({field.dtype!r}, {field.shape}, default)",
-            field=name,
-        )
-    return field.fill
 
 
 @lru_cache(maxsize=64)

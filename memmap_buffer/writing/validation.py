@@ -10,8 +10,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import EpisodeIndexError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.schema import Schema
-from memmap_buffer.writing.episode import require_default
+from memmap_buffer.schema import Field, Schema
 
 
 def whole_episode(
@@ -49,6 +48,17 @@ def whole_episode(
         {name: np.array(columns[name][length], order="C") for name in longer},
         length,
     )
+
+
+def require_default(field: Field, name: str, where: str) -> Array:
+    """The default of a field that was left out. Raises SchemaError where it has none."""
+    if field.default is None:
+        raise SchemaError(
+            f"field {name!r}, {where}: missing, and it has no default; store it, or declare one: "
+            f"({field.dtype!r}, {field.shape}, default)",
+            field=name,
+        )
+    return field.fill
 
 
 def _column(schema: Schema, name: str, values: Any) -> Array:

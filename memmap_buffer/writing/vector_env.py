@@ -18,8 +18,9 @@ from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Field, Schema
-from memmap_buffer.writing.episode import Block, Episode, Held, require_default
+from memmap_buffer.writing.episode import Block, Episode, Held
 from memmap_buffer.writing.rounds import Round
+from memmap_buffer.writing.validation import require_default
 from memmap_buffer.writing.writer import Writer
 
 NEXT = "next_"

@@ -358,15 +358,16 @@ class Writer:
         self._slot_writers.pop(ref(episode), None)
 
     def append(self, episode: Episode) -> None:
-        """Publish the step that was just stored. On an error it is as if it had never been, unless it is visible."""
+        """Publish the steps that were just stored. On an error those that are not visible were never stored."""
         try:
             self._change(partial(self._show_steps, episode))
         except BaseException:
             slot_writer = self._slot_writers.get(ref(episode))
             if slot_writer is not None:
                 slot_writer.rewind()
-            if slot_writer is None or slot_writer.length < episode.length:
-                episode.drop_last()
+            visible = 0 if slot_writer is None else slot_writer.length
+            if visible < episode.length:
+                episode.drop_last(episode.length - visible)
             raise
 
     def _show_steps(self, episode: Episode, files: WriteHandles) -> None:

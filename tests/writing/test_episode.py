@@ -1,14 +1,17 @@
 """Episodes as they are recorded: what `store` takes and refuses, how they end, and that nothing else is ever seen."""
 
+import errno
 import gc
 import weakref
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fault_injection import flags_of, shown
+from fault_injection import flags_of, shown, system
 
-from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, SchemaError
+from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, SchemaError, verify
 from memmap_buffer.format.records import CUT, FINAL, TERMINATED
 from memmap_buffer.writing import episode as episodes
 
@@ -396,3 +399,65 @@ def test_a_full_buffer_refuses_to_begin_what_it_could_not_publish(tmp_path, monk
         full.clear()
         full.store_episode(**whole(3))
         assert rewards(full) == [[3]] and full.serials.tolist() == [2]
+
+
+@pytest.mark.parametrize("options", [{}, {"publish": "step"}, {"stage": "disk"}, {"publish": "step", "capacity": 9}])
+def test_timesteps_that_are_appended_together_are_those_that_are_stored_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(episodes, "CHUNK_BYTES", 60)  # several chunks
+    fields = {"x": Field("int", (2,), final=True), "done": "bool"}
+    found = []
+    for way in ("together", "one by one"):
+        sizes = {"max_episodes": 5, "max_timesteps": 30, "circular": True, "terminated": "done"}
+        with ReplayBuffer(
+            tmp_path / way, fields=fields, meta_fields={"m": ("int", (), 0)}, **sizes, **options
+        ) as buffer:
+            episode, at = buffer.begin_episode(), 0
+            for count in (1, 7, 3, 12):
+                x, done = np.arange(2 * at, 2 * (at + count)).reshape(-1, 2), np.zeros(count, np.bool_)
+                if way == "together":
+                    episode.extend(x=x, done=done, m=at)
+                else:
+                    for t in range(count):
+                        episode.store(x=x[t], done=done[t])
+                    episode["m"] = at
+                at += count
+                if options.get("publish"):
+                    assert buffer.num_steps == min(at, options.get("capacity", 99))
+            last = np.arange(2 * at, 2 * at + 4).reshape(2, 2)
+            if way == "together":
+                episode.extend(x=last, done=[True])
+            else:
+                episode.store(x=last[0], done=True)
+                episode.final(x=last[1])
+            episode.publish()
+            steps = buffer.batch(n_steps=1, return_indices=True)
+        assert verify(tmp_path / way) == []
+        found.append({key: values.tolist() for key, values in steps.items()})
+    assert found[0] == found[1]
+
+
+def test_an_end_before_the_last_of_the_timesteps_that_are_appended_is_refused(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path, 2, 9, {"x": "int", "terminated": "bool"}) as buffer:
+        episode = buffer.begin_episode()
+        episode.extend(x=[1, 2], terminated=[False, False])
+        with pytest.raises(EpisodeStateError, match="`terminated` is true before the last timestep"):
+            episode.extend(x=[3, 4], terminated=[True, False])
+        with pytest.raises(EpisodeStateError, match="longer than max_timesteps"):
+            episode.extend(x=range(8), terminated=[False] * 8)
+        with pytest.raises(SchemaError, match="terminated"):
+            episode.extend(x=[1])
+        assert episode.length == 2
+        episode.publish()
+
+
+def test_of_timesteps_that_are_appended_on_a_full_disk_those_that_are_visible_stay(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path, 2, 90, {"x": "int"}, publish="step") as buffer:
+        episode = buffer.begin_episode()
+        episode.extend(x=range(5))
+        with system(1, error=errno.ENOSPC), pytest.raises(OSError, match="No space"):
+            episode.extend(x=range(5, 9))
+        assert episode.length == buffer.num_steps == 5
+        episode.extend(x=range(5, 9))
+        assert buffer.batch(timestep_level=True)["x"].tolist() == list(range(9))
