@@ -35,7 +35,10 @@ LEFT_OUT = frozenset({"index", "done", "terminated", "truncated"})  # at the roo
 
 
 def to_tensordict(
-    source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer, *, schema: Schema | None = None
+    source: Mapping[str, Any] | ReplayBuffer | ConcatBuffer,
+    *,
+    schema: Schema | None = None,
+    names: Names | None = None,
 ) -> TensorDict:
     """A batch as a TensorDict over the same memory, or all steps of a buffer as one.
 
@@ -46,6 +49,7 @@ def to_tensordict(
     Args:
         source: a batch of any view, which is not copied; or a buffer, whose steps are copied, oldest first.
         schema: of the batch's buffer, if fields of other names than `terminated` and `truncated` end its episodes.
+        names: the keys that importers changed into names of fields, to be restored.
 
     Returns:
         A TensorDict of batch size (B,) or (steps,); that of a buffer has `_indices`, the serial and timestep of each.
@@ -64,7 +68,9 @@ def to_tensordict(
     of_next = _of_next(schema) if is_transition else {}
     # The reward of the following step does not belong to this transition, and torchrl has no place for it.
     later = {f"next_{name}" for name in (*OF_NEXT, *of_next)}
-    below = {tuple(_key(name, of_next)): value for name, value in tensors.items() if name not in later}
+    below = {
+        tuple(_key(name, of_next, names or Names())): value for name, value in tensors.items() if name not in later
+    }
     for key in below.keys() & {("next", name) for name in OF_NEXT}:
         below[key] = below[key].unsqueeze(-1) if below[key].ndim == 1 else below[key]
     ends = below.keys() & {("next", "terminated"), ("next", "truncated")}
@@ -108,7 +114,7 @@ def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **opt
     if length == len(next(iter(arrays.values()))):
         rows = np.roll(rows, -int(cursor))
     columns = {name: array[rows] for name, array in arrays.items()}
-    fields, after = _fields(columns)
+    fields, after = columns_of_steps(columns)
     bounds = _bounds(columns, length)
     specs = {name: Field(_dtype(column), column.shape[1:], final=name in after) for name, column in fields.items()}
 
@@ -141,10 +147,11 @@ def _of_next(schema: Schema | None) -> dict[str, str]:
     return names
 
 
-def _key(name: str, of_next: Mapping[str, str]) -> list[str]:
+def _key(name: str, of_next: Mapping[str, str], names: Names) -> list[Any]:
     if name in of_next:
         return ["next", of_next[name]]
-    return ["next", *name.removeprefix("next_").split(".")] if name.startswith("next_") else name.split(".")
+    below = name.removeprefix("next_")
+    return names.path(name) if below == name else ["next", *names.path(below)]
 
 
 def _json(path: Path) -> Any:
@@ -206,7 +213,7 @@ def _decoded(column: Any) -> Any:
     return (column["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _fields(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def columns_of_steps(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns that become fields; of those with a final entry also the one that follows each step."""
     groups = ("next.", "collector.")
     fields = {name: c for name, c in columns.items() if not name.startswith(groups) and name not in LEFT_OUT}

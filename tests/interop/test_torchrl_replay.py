@@ -1,0 +1,150 @@
+"""A replay buffer of torchrl in a folder gives the transitions that its own give, and goes on from the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrl", reason="torchrl is not installed")
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+from torchrl.envs import GymEnv, SerialEnv, step_mdp
+from torchrl.envs.transforms import RewardScaling
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss
+
+from memmap_buffer import NotEnoughDataError, Prioritized, SchemaError, SchemaMismatchError, verify
+from memmap_buffer.interop.torchrl_replay import DiskReplayBuffer
+
+
+def collected(num_envs: int, frames: int, total: int) -> list[TensorDict]:
+    """Batches as collectors give them: (frames,) of one environment, (B, frames / B) of several."""
+    torch.manual_seed(0)
+    env = GymEnv("CartPole-v1") if num_envs == 1 else SerialEnv(num_envs, lambda: GymEnv("CartPole-v1"))
+    env.set_seed(0)
+    now, ids, out = env.reset(), torch.arange(num_envs), []
+    for _ in range(total // frames):
+        batch = env.rollout(frames // num_envs, tensordict=now, auto_reset=False, break_when_any_done=False)
+        before = batch["next", "done"].reshape(num_envs, -1).long().cumsum(1).roll(1, 1)
+        after = before[:, :1].clone()
+        before[:, 0] = 0
+        batch["collector", "traj_ids"] = (ids[:, None] + num_envs * before).reshape(batch.batch_size)
+        ids = ids + num_envs * after[:, 0]
+        now = step_mdp(batch[..., -1])
+        if now["done"].any():
+            now = env.reset(now.set("_reset", now["done"].clone()))
+        out.append(batch.contiguous())
+    env.close()
+    return out
+
+
+def rows(data: TensorDict) -> set[tuple[float, ...]]:
+    """Transitions as a set."""
+    keys = [
+        "observation",
+        "action",
+        *[("next", name) for name in ("observation", "reward", "terminated", "truncated", "done")],
+    ]
+    parts = [data.get(key).reshape(data.numel(), -1).double() for key in keys]
+    return {tuple(row) for row in torch.cat(parts, 1).tolist()}
+
+
+def every(buffer: DiskReplayBuffer) -> set[tuple[float, ...]]:
+    return rows(buffer._told(dict(buffer.disk.batch(**buffer._draws()))))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_the_transitions_are_those_that_collectors_gave(tmp_path: Path, num_envs: int, flat: bool) -> None:
+    batches = collected(num_envs, 40, 160)
+    theirs = TensorDictReplayBuffer(storage=LazyMemmapStorage(1000, scratch_dir=tmp_path / "theirs"))
+    buffer = DiskReplayBuffer(tmp_path / "ours", 1000, batch_size=8, max_timesteps=15)
+    for batch in batches:
+        batch = batch.reshape(-1) if flat else batch
+        index = buffer.extend(batch)
+        theirs.extend(batch.reshape(-1))
+        assert index.shape == (*batch.batch_size, 2)
+        assert every(buffer) <= rows(theirs[:])
+    buffer.end_episodes()
+    assert every(buffer) == rows(theirs[:]) and len(buffer) == 160
+    assert verify(tmp_path / "ours") == []
+
+
+def test_a_batch_has_the_keys_shapes_and_dtypes_of_theirs_and_their_losses_take_it(tmp_path: Path) -> None:
+    (batch,) = collected(1, 60, 60)
+    theirs = TensorDictReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "theirs"), batch_size=16)
+    buffer = DiskReplayBuffer(tmp_path / "ours", 100, batch_size=16, prioritized=Prioritized(alpha=0.7, beta=0.5))
+    theirs.extend(batch)
+    buffer.extend(batch)
+    ours, expected = buffer.sample(), theirs.sample()
+    for key in ours.keys(True, True):
+        if key not in ("index", "priority_weight"):
+            assert (ours[key].shape, ours[key].dtype) == (expected[key].shape, expected[key].dtype), key
+    assert ours["index"].shape == (16, 2) and ours["priority_weight"].shape == (16,)
+    network = torch.nn.Linear(4, 2)
+    loss = DQNLoss(
+        QValueActor(network, spec=GymEnv("CartPole-v1").action_spec), action_space="one_hot", delay_value=False
+    )
+    loss(ours)["loss"].backward()
+    assert network.weight.grad is not None and ours["td_error"].shape == (16, 1)
+    buffer.update_tensordict_priority(ours)
+    found = buffer.disk.priorities(ours["index"].numpy())
+    newest = {tuple(index): float(error) for index, error in zip(ours["index"].tolist(), ours["td_error"], strict=True)}
+    given = np.array([newest[tuple(index)] for index in ours["index"].tolist()])
+    np.testing.assert_allclose(found, (np.abs(given) + 1e-6) ** 0.7, rtol=1e-5)
+
+
+def test_a_run_goes_on_from_its_folder(tmp_path: Path) -> None:
+    first, second = collected(1, 50, 100)
+    buffer = DiskReplayBuffer(tmp_path, 80, batch_size=4)
+    with pytest.raises(NotEnoughDataError, match="nothing was stored yet"):
+        buffer.sample()
+    buffer.extend(first)
+    buffer.close()
+    again = DiskReplayBuffer(tmp_path, 80, batch_size=4)
+    assert len(again) == 50 and every(again) == rows(first)
+    again.extend(second)
+    assert len(again) == 80 and again.sample(3).batch_size == (3,)
+    again.empty()
+    assert len(again) == 0
+    again.close()
+    with pytest.raises(SchemaMismatchError, match="capacity"):
+        DiskReplayBuffer(tmp_path, 81)
+
+
+def test_returns_of_several_steps_are_sums_of_rewards(tmp_path: Path) -> None:
+    (batch,) = collected(1, 40, 40)
+    buffer = DiskReplayBuffer(tmp_path, 100, n_steps=3, gamma=0.5)
+    buffer.extend(batch)
+    buffer.end_episodes()
+    data = buffer.sample(200)
+    steps = data["steps_to_next_obs"]
+    expected = torch.tensor([0.0, 1.0, 1.5, 1.75])[steps]
+    assert torch.equal(data["next", "reward"], expected) and steps.unique().tolist() == [1, 2, 3]
+    at = {tuple(row.tolist()): i for i, row in enumerate(batch["observation"])}
+    places = [at[tuple(row.tolist())] for row in data["observation"]]
+    last = torch.tensor(places)[:, None] + steps - 1
+    assert torch.equal(data["next", "observation"], batch["next", "observation"][last[:, 0]])
+    assert torch.equal(data["next", "terminated"], batch["next", "terminated"][last[:, 0]])
+
+
+def test_transforms_run_on_batches_and_backwards_on_what_is_stored(tmp_path: Path) -> None:
+    (batch,) = collected(1, 20, 20)
+    buffer = DiskReplayBuffer(tmp_path, 100, batch_size=8).append_transform(
+        RewardScaling(1.0, 2.0, [("next", "reward")])
+    )
+    buffer.extend(batch)
+    assert (buffer.sample()["next", "reward"] == 3).all()  # r * scale + loc, of rewards of 1
+    with pytest.raises(SchemaError, match="Transform of torchrl"):
+        buffer.append_transform(len)
+
+
+def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
+    buffer = DiskReplayBuffer(tmp_path, 10)
+    with pytest.raises(SchemaError, match=r"expected \(N,\) or \(B, T\)"):
+        buffer.extend(TensorDict({"x": torch.zeros(2, 2, 2)}, (2, 2, 2)))
+    with pytest.raises(SchemaError, match="no tensor"):
+        buffer.extend(TensorDict({"x": torch.zeros(2), "name": "a"}, (2,)))
