@@ -6,7 +6,7 @@ The packages, from the top floor down; imports between them go down this list on
     interop       data sets and libraries of others, on the public names alone
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
     maintenance   verify, repair, pack, snapshot, schema changes, statistics
-    loading       datasets, samplers, loaders, workers; torch begins here
+    loading       samplers, batches, datasets, loaders, workers; torch begins here
     priority      the sum tree on the disk, the priorities of items, importance weights
     items         which items exist, by filters and splits, and in which order they are given
     views         one batch: anchors, folders, views around them, the copy of their rows
@@ -14,8 +14,8 @@ The packages, from the top floor down; imports between them go down this list on
     format        the bytes: the specification, system calls, one folder open
 
 Above them: compat, functions that users of other systems look for. Below them: schema, dtypes, errors, and five that
-know no buffer: environments, names, paths, extras, progress. torch is imported by `loading.datasets`, `transport`,
-`prefetch` and `distributed` alone, which are loaded when a dataset, loader or batch is first asked for.
+know no buffer: environments, names, paths, extras, progress. torch is imported by `loading.tensors`, `datasets`,
+`transport`, `prefetch` and `distributed` alone, which are loaded when tensors or a loader are first asked for.
 """
 
 from memmap_buffer.api.buffer import ReplayBuffer

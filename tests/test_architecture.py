@@ -194,7 +194,7 @@ def test_nothing_is_unpickled_printed_or_left_to_a_finaliser(name: str) -> None:
 
 def test_torch_is_imported_by_the_datasets_and_what_only_they_load() -> None:
     users = {name for name, source in SOURCES.items() if "torch" in top_level_imports(source)}
-    assert users == {f"loading.{name}" for name in ("datasets", "distributed", "prefetch", "transport")}
+    assert users == {f"loading.{name}" for name in ("datasets", "distributed", "prefetch", "tensors", "transport")}
 
 
 def test_importing_the_package_does_not_import_torch_or_what_only_some_need() -> None:

@@ -205,7 +205,7 @@ class Collector:
         return {name: column.reshape((-1, *column.shape[2:])) for name, column in self._columns().items()}
 
     def _tensors(self, columns: dict[str, Array]) -> dict[str, Any]:
-        from memmap_buffer.loading.datasets import to_tensors
+        from memmap_buffer.loading.tensors import to_tensors
 
         return to_tensors({name: np.array(column) for name, column in columns.items()})
 

@@ -64,6 +64,11 @@ class ArraySpec(NamedTuple):
         )
         return cls((batch_size, *steps, *array.shape[2:]), dtype)
 
+    @property
+    def of_arrays(self) -> ArraySpec:
+        """The same for format="numpy"."""
+        return self._replace(dtype="float32") if self.dtype == "bfloat16" else self
+
 
 class BatchReader:
     """Reads batches of one kind.
@@ -204,7 +209,7 @@ class BatchReader:
                 return placed(parts, anchors.size)
             before, damaged = damaged, self._num_damaged()  # an episode that is found damaged is not drawn again
             if damaged == before and not patience.wait():
-                raise self._gone(anchors.serial[rest])
+                raise self.gone(anchors.serial[rest])
             chosen = rest if self.selection.mixes else rest[:size]
             anchors = anchors.replaced(chosen, self._again(anchors.where(chosen)))
             builder, columns, fresh = self._try(anchors.where(chosen))
@@ -263,7 +268,7 @@ class BatchReader:
         if not gone.size:
             return anchors
         if self.on_stale == "raise":
-            raise self._gone(anchors.serial[gone])
+            raise self.gone(anchors.serial[gone])
         index = self._index_now()
         self.require(index)
         others = draw_like(self.selection, self.folders, index, anchors.where(gone), np.random.default_rng())
@@ -278,7 +283,8 @@ class BatchReader:
             self._living = tables, self.index().living(self.folders) if thinned else self.selection.index(self.folders)
         return self._living[1]
 
-    def _gone(self, serials: IntArray) -> StaleEpisodeError:
+    def gone(self, serials: IntArray) -> StaleEpisodeError:
+        """The error for episodes that cannot be read any more."""
         gone = np.unique(serials).tolist()
         return StaleEpisodeError(
             f"{self.folders.storages[0].path}: episodes {gone[:5]} were overwritten or cleared before they were read; "

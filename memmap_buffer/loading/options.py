@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
 
 import numpy as np
 
@@ -72,12 +72,14 @@ class Options(TypedDict, total=False):
             Python's own words gets an underscore behind it: `return_`.
         expand_scalars: a key of one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1); not
             text, indices or masks.
+        format: "torch": tensors, text as lists of str; or "numpy": arrays, bfloat16 as float32, for which torch is not
+            imported.
         ragged: whole episodes, windows, `seq_` and the `next_` of a timeline come without padding, as jagged nested
-            tensors whose `unbind()` is a list; text as lists.
+            tensors whose `unbind()` is a list; text, and with format="numpy" all, as lists.
         transform: a function from batch to batch, or several, one after another. It is called with a dict of tensors
-            under their final keys, where the batch was read (a worker process, a prefetching thread), and must pickle
-            to be sent to a worker that is spawned. A parameter `rng` gets a numpy Generator that is fixed by the seed,
-            the epoch and the batch's place, for any number of workers.
+            (or arrays) under their final keys, where the batch was read (a worker process, a prefetching thread), and
+            must pickle to be sent to a worker that is spawned. A parameter `rng` gets a numpy Generator that is fixed
+            by the seed, the epoch and the batch's place, for any number of workers.
         hindsight: items get a goal that was achieved; see `Hindsight`.
         on_stale: when an episode is overwritten before its rows were read: "redraw" another item, or "raise".
         prioritized: items are drawn by priority, with replacement; see `Prioritized`.
@@ -113,6 +115,7 @@ class Options(TypedDict, total=False):
     fieldname_map: Mapping[str, str]
     to_named_tuple: Iterable[str]
     expand_scalars: bool
+    format: Literal["torch", "numpy"]
     ragged: bool
     transform: Transform | Sequence[Transform]
     hindsight: Hindsight
@@ -134,6 +137,7 @@ DEFAULTS: Options = {
     "return_episode_lens": True,
     "slice_by_episode_len": True,
     "expand_scalars": False,
+    "format": "torch",
     "ragged": False,
     "on_stale": "redraw",
 }
@@ -192,7 +196,14 @@ def _check(options: Options) -> None:
             f"transform: got {transform!r}, expected a function from batch to batch, or several",
             not all(map(callable, transforms)),
         ),
-        ("on_stale: expected 'redraw' or 'raise'", options["on_stale"] not in ("redraw", "raise")),
+        (
+            f"on_stale: got {options['on_stale']!r}, expected 'redraw' or 'raise'",
+            options["on_stale"] not in ("redraw", "raise"),
+        ),
+        (
+            f"format: got {options['format']!r}, expected 'torch' or 'numpy'",
+            options["format"] not in ("torch", "numpy"),
+        ),
         (
             f"{', '.join(_OF_N_STEPS)} go with n_steps",
             not by_n_steps and any(options.get(name) != DEFAULTS.get(name) for name in _OF_N_STEPS),
@@ -275,6 +286,7 @@ class Output:
         widened: the keys that get one more axis.
         ragged: key -> the key of the lengths to which it is cut.
         nested: whether some key names a group.
+        format: "torch" or "numpy".
     """
 
     meta: tuple[str, ...]
@@ -285,6 +297,7 @@ class Output:
     widened: frozenset[str] = frozenset()
     ragged: Mapping[str, str] = field(default_factory=dict)
     nested: bool = False
+    format: str = "torch"
 
     @classmethod
     def of(cls, options: Options, view: View, schema: Schema) -> Output:
@@ -329,6 +342,7 @@ class Output:
             widened=widened,
             ragged=ragged,
             nested=nested,
+            format=options["format"],
         )
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
