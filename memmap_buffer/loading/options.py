@@ -58,7 +58,8 @@ class Options(TypedDict, total=False):
         min_episode_len: the shortest episode that is read.
         top_k: (meta field, k): only the k episodes where it is highest are read.
         weight_by: a meta field, or "episode_lens": items are drawn in proportion to it.
-        split: name -> fraction of the episodes.
+        split: name -> fraction of the episodes, or name -> how many of the oldest, whole numbers; or a meta field,
+            whose values name the parts.
         part: the name of the split's part that is read.
         split_seed: which episodes each part gets.
         include_metadata: whether items have the meta fields.
@@ -104,8 +105,8 @@ class Options(TypedDict, total=False):
     min_episode_len: int
     top_k: tuple[str, int]
     weight_by: str
-    split: Mapping[str, float]
-    part: str
+    split: Mapping[str, float] | str
+    part: Any
     split_seed: int
     include_metadata: bool
     return_indices: bool
@@ -256,15 +257,16 @@ def selection_of(options: Options, schema: Schema, max_timesteps: int) -> Select
         hindsight.check(schema)
         if view.per_episode:
             raise SchemaError("hindsight needs a view of timesteps, with a goal for each item; give n_steps, say")
+    by_field = isinstance(options.get("split"), str)
     selection = Selection(
         view,
-        filter_meta=_flat(schema, options.get("filter_meta")),
+        filter_meta=_flat(schema, options.get("filter_meta")) | _split_by_field(schema, options),
         filter_fields=_flat(schema, options.get("filter_fields")),
         min_episode_len=options["min_episode_len"],
         top_k=options.get("top_k"),
         weight_by=options.get("weight_by"),
-        split=options.get("split"),
-        part=options.get("part"),
+        split=None if by_field else cast("Mapping[str, float] | None", options.get("split")),
+        part=None if by_field else options.get("part"),
         split_seed=options["split_seed"],
         random=view.random or hindsight is not None or any(map(takes_rng, transforms_of(options))),
         mixes=hindsight is not None and hindsight.strategy == "random",
@@ -383,6 +385,19 @@ def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
     return SchemaError(f"option {name!r} is unknown; {hint}")
+
+
+def _split_by_field(schema: Schema, options: Options) -> dict[str, Any]:
+    """The condition on episodes where a meta field says which part they are in."""
+    name, part = options.get("split"), options.get("part")
+    if not isinstance(name, str):
+        return {}
+    if name not in schema.meta_fields:
+        raise schema.unknown(name, "split", schema.meta_fields)
+    if part is None or name in (options.get("filter_meta") or {}):
+        why = "no value of it as part" if part is None else "a filter_meta of it too"
+        raise SchemaError(f"split: got the meta field {name!r} and {why}; give split={name!r}, part=value alone")
+    return {name: part}
 
 
 def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any]:
