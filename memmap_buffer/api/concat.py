@@ -10,6 +10,7 @@ from typing import Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.reading import Readable
+from memmap_buffer.choices import OnDamaged
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
@@ -53,7 +54,7 @@ class ConcatBuffer(Readable):
         root: str | PathLike[str],
         weights: Sequence[float] | None = None,
         *,
-        on_damaged: str = "raise",
+        on_damaged: OnDamaged = "raise",
     ) -> ConcatBuffer:
         """The buffers that are direct subfolders of `root`.
 

@@ -6,13 +6,14 @@ torch is loaded when a loader or a tensor is first asked for.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from memmap_buffer.choices import Shuffle, Tail
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
@@ -40,7 +41,8 @@ from memmap_buffer.writing.validation import positions_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from memmap_buffer.loading.datasets import EpisodeLoader
+    from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader
+    from memmap_buffer.loading.options import ArrayBatch, BatchOptions, LoaderOptions, TensorBatch
     from memmap_buffer.loading.prefetch import Device
 
 MAX_KEPT = 32  # sets of options whose sampler, with its index, is kept
@@ -220,7 +222,17 @@ class Readable:
 
     # Batches
 
-    def dataset(self, **options: Unpack[Options]) -> ItemDataset:
+    @overload
+    def dataset(
+        self,
+        *,
+        format: Literal["torch"] | None = None,
+        to_named_tuple: Iterable[str] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> EpisodeDataset: ...
+    @overload
+    def dataset(self, **options: Unpack[Options]) -> ItemDataset: ...
+    def dataset(self, **options: Any) -> ItemDataset:
         """A map-style dataset: PyTorch's, or with format="numpy" one that needs no torch.
 
         Args:
@@ -242,18 +254,18 @@ class Readable:
         self,
         batch_size: int,
         *,
-        shuffle: bool | str = False,
+        shuffle: Shuffle = False,
         drop_last: bool = False,
         seed: int | None = None,
         shuffle_window: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
-        tail: str = "pad",
+        tail: Tail = "pad",
         device: Device = None,
         prefetch: int = 0,
         dataset: ItemDataset | None = None,
         dataset_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> EpisodeLoader:
         """A PyTorch DataLoader whose batches are read whole; every epoch sees the episodes published since.
 
@@ -291,7 +303,9 @@ class Readable:
 
         own = {name: value for name, value in options.items() if name in Options.__annotations__}
         own |= dataset_kwargs or {}
-        loader_options = {name: value for name, value in options.items() if name not in Options.__annotations__}
+        loader_options: dict[str, Any] = {
+            name: value for name, value in options.items() if name not in Options.__annotations__
+        }
         check_loader_options(loader_options, [*Options.__annotations__, *signature(Readable.dataloader).parameters])
         check_count("batch_size", batch_size)
         check_count("prefetch", prefetch, 0)
@@ -340,6 +354,28 @@ class Readable:
             )
         return EpisodeLoader(dataset, sampler=sampler, device=device, prefetch=prefetch, **loader_options)
 
+    @overload
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        replacement: bool = True,
+        format: Literal["numpy"],
+        **options: Unpack[BatchOptions],
+    ) -> ArrayBatch: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        device: Device = None,
+        replacement: bool = True,
+        format: Literal["torch"] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> TensorBatch: ...
+    @overload
     def sample(
         self,
         batch_size: int,
@@ -348,6 +384,15 @@ class Readable:
         device: Device = None,
         replacement: bool = True,
         **options: Unpack[Options],
+    ) -> Any: ...
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        device: Device = None,
+        replacement: bool = True,
+        **options: Any,
     ) -> Any:
         """One batch drawn uniformly, without a loader: the same options, the same batch.
 
@@ -379,7 +424,22 @@ class Readable:
                 raise
         return self.sample(batch_size, seed=seed, device=device, replacement=replacement, **options)
 
-    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any:
+    @overload
+    def batch(
+        self, indices: Any = None, *, format: Literal["numpy"], **options: Unpack[BatchOptions]
+    ) -> ArrayBatch: ...
+    @overload
+    def batch(
+        self,
+        indices: Any = None,
+        *,
+        device: Device = None,
+        format: Literal["torch"] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> TensorBatch: ...
+    @overload
+    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any: ...
+    def batch(self, indices: Any = None, *, device: Device = None, **options: Any) -> Any:
         """The items of `dataset` at some positions, or those that were drawn before, as one batch.
 
         Args:

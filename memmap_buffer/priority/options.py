@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from memmap_buffer.choices import Normalizer, Reduce, Variant
 from memmap_buffer.dtypes import check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Schema
 
 NORMALIZE = ("batch", "buffer", None)
-VARIANTS = ("proportional", "rank")
+VARIANTS = get_args(Variant)
 REDUCE = (None, "first", "max", "mean")
 LOWEST = 1e-10  # probability: one of 0 has no finite weight
 
@@ -56,11 +57,11 @@ class Prioritized:
     beta: float = 0.4
     beta_steps: int | None = None
     epsilon: float = 1e-6
-    normalize: str | None = "batch"
+    normalize: Normalizer = "batch"
     stratified: bool = True
-    variant: str = "proportional"
+    variant: Variant = "proportional"
     name: str = "td"
-    reduce: str | None = None
+    reduce: Reduce = None
     sort_interval: int | None = None
     weight_field: str | None = None
 
