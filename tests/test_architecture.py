@@ -166,7 +166,7 @@ def test_only_the_modules_nearest_to_the_system_touch_it(name: str) -> None:
 def private_names(source: str, *allowed: str) -> list[str]:
     """The names that a source takes from the package and that are not public, but those of the allowed packages."""
     taken = [(module, name) for module, name in imports(ast.parse(source)) if module.split(".")[0] == NAME]
-    modules = ("choices", "interop", "environments", "extras", "names", "paths", "progress", *allowed)
+    modules = ("choices", "interop", "environments", "extras", "names", "paths", "pictures", "progress", *allowed)
     shared = tuple(f"{NAME}.{module}" for module in modules)
     theirs = [(module, name) for module, name in taken if not module.startswith(shared)]
     return [f"{module}.{name}" for module, name in theirs if name not in memmap_buffer.__all__]

@@ -53,6 +53,9 @@ class Collector:
         self._over = self._over_before = np.zeros(num_groups, np.bool_)  # whose last step ended an episode; and before
         self._storing: tuple[EpisodeStream, Steps] | None = None
 
+    def __repr__(self) -> str:
+        return f"<Collector of {self.num_groups} groups: {len(self)} steps, fields {', '.join(self._collected.fields)}>"
+
     def __len__(self) -> int:
         """T, the timesteps of each group."""
         return self._length

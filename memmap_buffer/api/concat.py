@@ -99,6 +99,10 @@ class ConcatBuffer(Readable):
             raise NotABufferError(f"{root}: no subfolder holds a buffer", path=root)
         return cls(folders, weights)
 
+    def __repr__(self) -> str:
+        held = f"{self.num_episodes} episodes, {self.num_steps} steps"
+        return f"<ConcatBuffer of {self._folders}: {held}, fields {', '.join(self.fieldnames)}>"
+
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where they are."""

@@ -31,6 +31,7 @@ from memmap_buffer.loading.prioritized import (
     update_priorities,
 )
 from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
+from memmap_buffer.pictures import Picture, picture_of, table_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.views.anchors import Anchors
@@ -163,6 +164,29 @@ class Readable:
         data = self._read_whole(indices, **options)
         known = self.schema.all
         return {key: decode(data[key], known[key].dtype) if key in known else data[key] for key in data}
+
+    def show(self, i: int = -1, fields: Sequence[str] | None = None) -> Picture:
+        """A picture of one episode: frames of its images, curves of its numbers. A notebook shows it.
+
+        Args:
+            i: its position, 0 the oldest, -1 the newest.
+            fields: the fields that are drawn; default: all that can be.
+
+        Raises:
+            EpisodeIndexError: there is no such episode; an IndexError.
+            SchemaError: a name is unknown, or nothing can be drawn.
+            ImportError: the extra `plot` is not installed.
+        """
+        names = self.schema.require(fields or self.fieldnames, "fields", self.schema.fields)
+        whole = self.episodes([_position(i)[0]], return_indices=True, fields=names)
+        length, data = int(whole["_lens"][0]), {name: whole[name][0] for name in names}
+        drawn = {name: self.schema.fields[name] for name in names}
+        serial = np.atleast_1d(whole["_index"][0]).tolist()
+        title = f"episode {', '.join(map(str, serial))}: {length} timesteps"
+        return picture_of(title, {name: values[:length] for name, values in data.items()}, drawn)
+
+    def _repr_html_(self) -> str:
+        return table_of(repr(self), self.schema.fields, self.schema.meta_fields)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""

@@ -21,7 +21,7 @@ from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
 from memmap_buffer.views.batch_builder import Ends
 from memmap_buffer.views.folders import Folders, id_of
-from memmap_buffer.views.view import View
+from memmap_buffer.views.view import View, described
 
 FloatArray = npt.NDArray[np.float64]
 MAX_BLOCK = 1000  # episodes among which a split deals out exactly
@@ -119,12 +119,14 @@ class Selection:
 
     def describe(self) -> str:
         """The view and the options that narrow it, for an error."""
-        narrowed = [
-            f"{name}={getattr(self, name)!r}"
-            for name in ("filter_meta", "filter_fields", "top_k", "split", "weight_by")
-        ]
-        given = [text for text in narrowed if not text.endswith(("={}", "=None"))]
-        return ", ".join([f"view {type(self.view).__name__}", f"min_episode_len={self.min_episode_len}", *given])
+        least = f"min_episode_len={self.min_episode_len}"
+        return ", ".join([f"view {type(self.view).__name__}", least, *self.narrowed])
+
+    @property
+    def narrowed(self) -> list[str]:
+        """The options by which episodes and timesteps are chosen, as `name=value`."""
+        names = ("filter_meta", "filter_fields", "top_k", "split", "part", "weight_by")
+        return [f"{name}={described(getattr(self, name))}" for name in names if getattr(self, name) not in (None, {})]
 
     @property
     def has_callables(self) -> bool:

@@ -26,6 +26,7 @@ from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.batch_builder import BatchBuilder, BFloat16Bits, Columns, cut, placed
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.hindsight import HindsightBuilder
+from memmap_buffer.views.view import described
 
 Splitter: TypeAlias = Callable[[Columns, int], list[dict[str, Any]]]  # columns (N, …) into batches of so many items
 PATIENCE = 30.0  # seconds in which nothing at all was read: no writer is so quick, so something else is wrong
@@ -117,6 +118,16 @@ class BatchReader:
             "_living": None,
         }
         return {**state, "_frozen": frozen, "_process": self._process}
+
+    def __repr__(self) -> str:
+        """Where it reads, and what."""
+        selection, output = self.selection, self.output
+        given = [f"{name}={described(value)}" for name, value in (("hindsight", self.hindsight),) if value is not None]
+        given += [f"prioritized={described(self.prioritized)}"] if self.prioritized is not None else []
+        given += [f"min_episode_len={selection.min_episode_len}"] if selection.min_episode_len > 1 else []
+        given += [f"transform={getattr(each, '__name__', type(each).__name__)}" for each, _ in output.transforms]
+        given += [f"format={output.format!r}"] if output.format != "torch" else []
+        return ", ".join([str(self.folders), described(selection.view), *selection.narrowed, *given])
 
     def index(self, refresh: bool = False) -> Index:
         """The anchors as of the last refresh; `refresh` looks for new episodes first."""

@@ -125,6 +125,10 @@ class Batch(Sequence[Any]):
     def __len__(self) -> int:
         return self._size
 
+    def __repr__(self) -> str:
+        held = ", ".join(self.data) if isinstance(self.data, dict) else type(self.data).__name__
+        return f"<Batch of {self._size} items: {held}>"
+
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[k] for k in range(*i.indices(self._size))]
@@ -174,6 +178,9 @@ class ItemDataset(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self.reader.index())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.reader}: {len(self)} items>"
 
     def refresh(self) -> None:
         """Look for episodes that were published since."""

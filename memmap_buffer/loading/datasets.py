@@ -117,6 +117,11 @@ class EpisodeLoader(DataLoader[Any]):
         """All but the loop that is under way, which is of this process."""
         return self.__dict__ | {"_ahead": None}
 
+    def __repr__(self) -> str:
+        order = self._order
+        how = f"{len(self)} batches of {self.batch_size}, shuffle={order.shuffle!r}, seed={order.seed}"
+        return f"<EpisodeLoader: {how}, num_workers={self.num_workers}, of {self.dataset!r}>"
+
     def __len__(self) -> int:
         """Batches of this rank's part of the next epoch."""
         return len(self._drawn)

@@ -78,6 +78,9 @@ class Statistics:
     last_serial: int
     num_episodes: int
 
+    def __repr__(self) -> str:
+        return f"<Statistics of {self.num_episodes} episodes, the newest {self.last_serial}: {', '.join(self.fields)}>"
+
     def __getitem__(self, name: str) -> FieldStatistics:
         return self.fields[name]
 
@@ -257,6 +260,9 @@ class RunningStatistics:
         self._moments, self._quantiles, self._exact = _Moments(shape), tuple(map(float, quantiles)), size == total
         self._sample: list[Array] = []
         self._seen = 0
+
+    def __repr__(self) -> str:
+        return f"<RunningStatistics: {self._seen} entries so far, of {len(self._chosen)} a sample is kept>"
 
     def add(self, rows: Array, valid: BoolArray | None = None) -> None:
         """Add the next entries.

@@ -281,6 +281,10 @@ class Offsets(View):
     def __hash__(self) -> int:
         return hash(self._value)
 
+    def __repr__(self) -> str:
+        how = f"boundary={self.boundary!r}, padding={self.padding!r}, stride={self.stride!r}"
+        return f"Offsets({self.offsets!r}, {how})"
+
     @property
     def _value(self) -> tuple[object, ...]:
         return tuple(self.offsets.items()), self.boundary, self.padding, self.stride
