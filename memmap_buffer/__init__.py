@@ -43,6 +43,7 @@ from memmap_buffer.maintenance.repair import repair
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.maintenance.verification import Finding, verify
 from memmap_buffer.priority.options import Prioritized, compute_importance_weights
+from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.hindsight import Hindsight
 from memmap_buffer.views.n_step import NStep
@@ -83,6 +84,7 @@ __all__ = [
     "SchemaMismatchError",
     "StaleEpisodeError",
     "Statistics",
+    "SumTree",
     "Timestep",
     "Trajectory",
     "View",

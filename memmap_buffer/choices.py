@@ -23,4 +23,5 @@ Strategy: TypeAlias = Literal["future", "final", "episode", "random", "geometric
 Variant: TypeAlias = Literal["proportional", "rank"]
 Normalizer: TypeAlias = Literal["batch", "buffer"] | None
 Reduce: TypeAlias = Literal["first", "max", "mean"] | None
+System: TypeAlias = Literal["memorax", "reagent", "nnabla-rl"]
 Scaling: TypeAlias = Literal["std", "range", "quantiles"]

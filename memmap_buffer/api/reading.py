@@ -582,7 +582,7 @@ class Readable:
     def _priorities_of(self, how: Prioritized) -> NamedPriorities:
         with self._opening.lock:
             priorities = self._named(how.name, alpha=how.alpha, epsilon=how.epsilon)
-            priorities.use(alpha=how.alpha, epsilon=how.epsilon)
+            priorities.use(how)
             return priorities
 
     def _named(self, name: str, **how: float) -> NamedPriorities:

@@ -236,7 +236,7 @@ class BatchReader:
         view.cut(builder)
         if output.meta:
             builder.put_meta(output.meta)
-        if output.indices or anchors.weight is not None:
+        if output.indices or output.weights or anchors.weight is not None:
             builder.batch |= self._told(builder.anchors)
         if output.rename:
             builder.batch = {output.rename.get(key, key): column for key, column in builder.batch.items()}
@@ -312,6 +312,8 @@ class BatchReader:
             out[self.output.indices] = columns[0].copy() if len(columns) == 1 else _side_by_side(columns)
         if anchors.weight is not None and anchors.probability is not None:
             out |= {"_weights": anchors.weight.copy(), "_probabilities": anchors.probability.copy()}
+        elif self.output.weights:
+            out["_weights"] = np.ones(anchors.size, np.float32)
         return out
 
     def _finished(self, columns: Columns) -> Columns:

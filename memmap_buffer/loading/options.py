@@ -72,6 +72,7 @@ class BatchOptions(TypedDict, total=False):
         include_metadata: whether items have the meta fields.
         return_indices: add `_index` (serial) to whole episodes, and `_indices` (serial, timestep) to other items; a
             `ConcatBuffer` puts the number of the folder first.
+        return_weights: add `_weights`, which are ones unless items are drawn by priority, so that one loss serves both.
         return_mask: add `_mask` to whole episodes: which timesteps are no padding.
         return_episode_lens: whether whole episodes have `_lens`.
         slice_by_episode_len: whether whole episodes are padded to the longest of the batch, or to `max_timesteps`.
@@ -113,6 +114,7 @@ class BatchOptions(TypedDict, total=False):
     split_seed: int | None
     include_metadata: bool | None
     return_indices: bool | None
+    return_weights: bool | None
     return_mask: bool | None
     return_episode_lens: bool | None
     slice_by_episode_len: bool | None
@@ -165,6 +167,7 @@ DEFAULTS: Options = {
     "split_seed": 0,
     "include_metadata": True,
     "return_indices": False,
+    "return_weights": False,
     "return_mask": False,
     "return_episode_lens": True,
     "slice_by_episode_len": True,
@@ -312,6 +315,7 @@ class Output:
     Args:
         meta: the meta fields that are added.
         indices: "_index", "_indices" or "".
+        weights: whether items that are not drawn by priority weigh 1.
         rename: key -> the key wanted.
         tuple_names: the keys of the named tuple, or ().
         transforms: each function of the user's, and whether it takes `rng`.
@@ -323,6 +327,7 @@ class Output:
 
     meta: tuple[str, ...]
     indices: str
+    weights: bool = False
     rename: Mapping[str, str] = field(default_factory=dict)
     tuple_names: tuple[str, ...] = ()
     transforms: tuple[tuple[Transform, bool], ...] = ()
@@ -338,7 +343,8 @@ class Output:
         by_priority = Prioritized.parse(options.get("prioritized"), schema) is not None
         wanted_indices = options["return_indices"] or by_priority
         indices = "" if not wanted_indices else "_index" if view.per_episode else "_indices"
-        keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_weights", "_probabilities"] * by_priority]
+        keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_probabilities"] * by_priority]
+        keys += ["_weights"] * (by_priority or options["return_weights"])
         keys += ["_goal"] * ("hindsight" in options)
         rename = dict(options.get("fieldname_map", {}))
         for name, new in rename.items():
@@ -368,6 +374,7 @@ class Output:
         output = cls(
             meta,
             indices,
+            options["return_weights"],
             rename,
             tuple_names=named,
             transforms=transforms,
