@@ -480,7 +480,7 @@ class Readable:
             StaleEpisodeError: an episode of `_indices` is gone; with on_stale="redraw" another item stands for it.
         """
         if indices is not None and to_numpy(indices).ndim == 2:
-            options = {"on_stale": "raise", **options}
+            options = {**options, "on_stale": options.get("on_stale") or "raise"}
         return batch_of(self._sampler_of(options).reader, indices, device)
 
     def batch_spec(self, batch_size: int | None = None, **options: Unpack[Options]) -> dict[str, ArraySpec]:

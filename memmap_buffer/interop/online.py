@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from memmap_buffer import ReplayBuffer, SchemaError
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.errors import SchemaError
 
 
 class OnlineBatches:
