@@ -160,7 +160,7 @@ def _at(data: dict[str, Any], key: str) -> Any:
     return value
 
 
-class ItemDataset(Sequence[Any]):
+class ItemDataset:
     """A map-style dataset of one view's items, oldest episode first.
 
     It pickles as a path, options and the index (36 bytes an episode), and each process maps the files itself. The
