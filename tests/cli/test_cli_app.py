@@ -292,7 +292,7 @@ def test_a_format_that_does_not_exist_is_told_from_those_that_do(capsys: pytest.
 
 
 def test_a_format_that_goes_one_way_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.main(["export", "memmap_replay_buffer", "replay_data", "there"]) == 2
+    assert app.main(["export", "torchrl", "replay_data", "there"]) == 2
     assert "only the other way is possible" in capsys.readouterr().err
     assert not Path("there").exists()
 
