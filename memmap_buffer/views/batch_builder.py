@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array, decode
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, START, STOP, TERMINATED, Words
 from memmap_buffer.schema import DECLARED, Field, Schema
@@ -185,6 +185,25 @@ class BatchBuilder:
     def first(self, final: bool) -> IntArray:
         """(B,) the row of step 0 of each anchor's episode, of fields with or without `final`."""
         return self._first + self.anchors.slot if final else self._first
+
+    # What an item is, where that is more or less than its episode from the anchor on
+
+    def pad_in_front(self, steps: int) -> None:
+        """Take each anchor for its episode's first step, and anchor items of fewer than `steps` steps before it."""
+        self._begin_at(self.t)
+        self.t = np.minimum(self.length - steps, 0)
+
+    def require_steps(self, steps: int) -> None:
+        """Raise NotEnoughDataError where an episode has fewer than `steps` steps from its anchor on."""
+        short = self.length - self.t < steps
+        short = short if self._there is None else short & self._there
+        if short.any():
+            serial, length = int(self.anchors.serial[short][0]), int(self.length[short][0])
+            raise NotEnoughDataError(
+                f"episode {serial} has {length} timesteps, fewer than the {steps} that were asked for; lower the "
+                "length, leave such episodes out by min_episode_len, or leave allow_short=True, which pads",
+                serial=serial,
+            )
 
     # The columns of a batch
 
