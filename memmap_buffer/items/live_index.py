@@ -60,7 +60,8 @@ class LiveIndex:
     def follows(selection: Selection, folders: Folders) -> bool:
         """Whether anchors of this kind can be followed: each episode has one run, whatever the others have."""
         narrowed = selection.filter_fields or selection.top_k is not None or selection.weight_by is not None
-        if narrowed or selection.has_callables or selection.random or selection.mixes or not folders.single:
+        follows_from_others = selection.has_callables or selection.mixes or selection.view.continues
+        if narrowed or follows_from_others or selection.random or not folders.single:
             return False
         storage = folders.storages[0]
         return storage.layout.writable and storage.trusted and not storage.num_damaged

@@ -16,6 +16,7 @@ from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import START, VALID, filtered, matches
 from memmap_buffer.items.index import FolderTable, Index, sums
+from memmap_buffer.items.streams import Stream, Streams
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
 from memmap_buffer.views.batch_builder import Ends
@@ -136,8 +137,14 @@ class Selection:
             before: an earlier index of the same folders; only episodes that changed since are looked at.
         """
         each = folders.by_number(folders.tables if tables is None else tables)
-        if self.top_k is not None:
-            parts = self._highest(each, *self.top_k)
+        streams = None
+        if self.top_k is not None or self.view.continues:  # other episodes tell which anchors one has
+            slots = [self._passing(*one, one[-1].visible) for one in each]
+            slots = slots if self.top_k is None else _highest(each, slots, *self.top_k)
+            parts = [self._cut(*one[1:], chosen) for one, chosen in zip(each, slots, strict=True)]
+            if self.view.continues:
+                streams = self._streams(each, slots)
+                parts = [streams.fitting(one[0], p, self.view.stride) for one, p in zip(each, parts, strict=True)]
         else:  # a callable may tell by all episodes which of them pass
             earlier = () if before is None or self.has_callables else before.by_folder()
             known = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
@@ -155,12 +162,22 @@ class Selection:
             last=runs.last if runs.slot.size else None,
             weight_sums=None if weight is None else sums(runs.count * weight[weight > 0]),
             tables=tuple([FolderTable(number, id_of(storage), table) for number, storage, table in each]),
+            streams=streams,
         )
+
+    def _streams(self, each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray]) -> Streams:
+        """Which episode follows which, of those that pass."""
+        name = self.view.stream
+        names = [
+            None if name is None else _episode_column(*one[1:], name, s) for one, s in zip(each, slots, strict=True)
+        ]
+        found = [Stream.of(one[-1], s, column) for one, s, column in zip(each, slots, names, strict=True)]
+        return Streams(self.view.continues, [(one[0], stream) for one, stream in zip(each, found, strict=True)])
 
     @property
     def by_episode(self) -> bool:
         """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
-        return self.top_k is None and self.weight_by is None and not self.has_callables
+        return not (self.top_k or self.weight_by or self.has_callables or self.view.continues)
 
     def runs_of(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         """The runs of some visible slots of a folder, those of each episode found by itself; see `by_episode`."""
@@ -189,16 +206,6 @@ class Selection:
         runs = Runs.joined([kept, self._cut(storage, table, slots)])
         in_order = not len(slots) or not len(stay) or kept.serial[-1] < table.serial[slots[0]]
         return runs if in_order else runs.where(np.argsort(runs.serial, kind="stable"))
-
-    def _highest(self, each: Sequence[tuple[int, Storage, EpisodeTable]], name: str, k: int) -> list[Runs]:
-        """The runs of the k episodes of all folders where a meta field is highest; of the newer one where equal."""
-        slots = [self._passing(*one, one[-1].visible) for one in each]
-        columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
-        values = np.concatenate([column.reshape(-1) for column in columns])
-        best = np.zeros(len(values), np.bool_)
-        best[np.argsort(values, kind="stable")[::-1][:k]] = True
-        masks = np.split(best, np.cumsum([len(chosen) for chosen in slots])[:-1])
-        return [self._cut(*one[1:], s[mask]) for one, s, mask in zip(each, slots, masks, strict=True)]
 
     def _passing(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
         """The slots, of some that are visible, whose episodes pass."""
@@ -273,6 +280,18 @@ class Selection:
         key = np.uint64((self.split_seed * GOLDEN + number * 0xD1B54A32D192ED03) % 2**64)
         u = splitmix(serial.astype(np.uint64) + key).astype(np.float64) / 2.0**64
         return np.asarray((u >= start) & (u < stop))
+
+
+def _highest(
+    each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray], name: str, k: int
+) -> list[IntArray]:
+    """Of the slots of all folders those of the k episodes where a meta field is highest; the newer ones where equal."""
+    columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
+    values = np.concatenate([column.reshape(-1) for column in columns])
+    best = np.zeros(len(values), np.bool_)
+    best[np.argsort(values, kind="stable")[::-1][:k]] = True
+    masks = np.split(best, np.cumsum([len(chosen) for chosen in slots])[:-1])
+    return [chosen[mask] for chosen, mask in zip(slots, masks, strict=True)]
 
 
 def _check_top_k(top_k: object, schema: Schema) -> None:

@@ -245,6 +245,10 @@ def selection_of(options: Options, schema: Schema, max_timesteps: int) -> Select
         hindsight.check(schema)
         if view.per_episode:
             raise SchemaError("hindsight needs a view of timesteps, with a goal for each item; give n_steps, say")
+        if view.continues:
+            raise SchemaError(
+                "hindsight: goals are of one episode, and boundary='continue' goes on in others; use 'pad'"
+            )
     selection = Selection(
         view,
         filter_meta=_flat(schema, options.get("filter_meta")),

@@ -158,9 +158,7 @@ class NStep(View):
 def require_terminated(schema: Schema, terminated: str | None) -> None:
     """Raise SchemaError where nothing was said of how episodes end: the last reward would be lost in silence."""
     if terminated == DECLARED and schema.terminated is None and schema.declared_ends["terminated"] is not None:
-        flags = [
-            name for name, field in schema.fields.items() if field.dtype == "bool" and field.shape in ((), (1,))
-        ]
+        flags = [name for name, field in schema.fields.items() if field.dtype == "bool" and field.shape in ((), (1,))]
         raise SchemaError(
             "gamma: the discount is 0 where an episode terminated, and there is no field `terminated`; name yours, "
             f"terminated={next((name for name in FLAGS if name in schema.fields), (flags or FLAGS)[0])!r}, or give "

@@ -264,9 +264,7 @@ class Window(View):
         stop = builder.run_on(self.length) if self.continues else builder.length
         names, at_start = self._names(schema)
         finals = [name for name in names if self.n_steps and schema.fields[name].final]
-        builder.put(
-            [name for name in names if name not in finals], steps, limit=builder.length, padding=self.padding
-        )
+        builder.put([name for name in names if name not in finals], steps, limit=builder.length, padding=self.padding)
         builder.put(finals, steps, padding=self.padding)
         builder.put_at(at_start, np.maximum(t, 0))
         rest = stop - t
