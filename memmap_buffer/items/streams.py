@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,9 @@ class Stream(NamedTuple):
         if names is None:
             number = np.zeros(len(slots), np.int64)
         else:
-            number = np.unique(names.reshape(len(slots), -1), axis=0, return_inverse=True)[1].reshape(-1)
+            number = np.unique(names.reshape(len(slots), math.prod(names.shape[1:])), axis=0, return_inverse=True)[
+                1
+            ].reshape(-1)
         order = np.argsort(number, kind="stable")
         slots, number = slots[order], number[order]
         place = np.zeros(len(table.serial), np.int64)

@@ -249,7 +249,9 @@ class BatchBuilder:
         ends[over, own[over] - 1] = True
         over = np.flatnonzero((end > lead) & whole & (flags & OPEN == 0))
         ends[item[over], end[over] - 1] = True
-        if self._ends.names and (not self._ends.marked or ((self._flags & INNER_END).any() | (flags & INNER_END).any())):
+        if self._ends.names and (
+            not self._ends.marked or ((self._flags & INNER_END).any() | (flags & INNER_END).any())
+        ):
             for name in self._ends.names:
                 values = self._copied(name, self._ranges(steps, self.schema.fields[name].final, self.length, "zero"))
                 ends |= values.any(axis=tuple(range(2, values.ndim)))

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import META, assert_indexed, assert_view, choices, few, fields_of, recorded, recordings
+from strategies import HOW, META, assert_indexed, assert_view, choices, few, fields_of, recorded, recordings
 
 from memmap_buffer import Field, NStep, Offsets, RandomCrop, ReplayBuffer, SchemaError, Timestep, Trajectory, Window
 
 SOME = ("observation.pixels", "reward", "note", "half")
+KEPT = [how for how in HOW if how != "open"]  # an episode that nobody holds any more is cut
 ALL = (*SOME, "observation.state", "action", "truncated", "terminated")
 
 
@@ -104,13 +105,32 @@ class TestAgainstTheSlowDefinition:
         st.sampled_from(["pad", "shift", "drop"]),
         st.sampled_from(["zero", "edge", "default"]),
         st.integers(0, 3),
+        st.none() | st.integers(0, 3),
+        st.booleans(),
     )
-    def test_windows_stay_within_their_episode(self, recording, choice, length, stride, boundary, padding, before):
-        before = min(before, length - 1) if boundary == "pad" else 0
-        how = {"stride": stride, "boundary": boundary, "padding": padding, "pad_before": before}
+    def test_windows_stay_within_their_episode(
+        self, recording, choice, length, stride, boundary, padding, before, after, front
+    ):
+        how = {"stride": stride, "boundary": boundary, "padding": padding}
+        if boundary == "pad":
+            how |= {"pad_before": 0 if front else min(before, length - 1)}
+            how |= {"pad_after": after if after is None else min(after, length - 1)}
+        front = front and boundary == "pad"
         with recorded(recording) as (buffer, reference):
-            items = reference.items(lambda episode: reference.windows(episode, length, ALL, **how), **choice)
-            assert_view(buffer, items, view=Window(length, fields=ALL, **how), **choice)
+
+            def cut(episode):
+                return reference.windows(episode, length, ALL, **how, front=front)
+
+            view = Window(length, fields=ALL, **how, pad_in_front=front)
+            assert_view(buffer, reference.items(cut, **choice), view=view, **choice)
+
+    @few
+    @given(recordings(how=KEPT), choices(by_step=True), st.integers(1, 10), st.sampled_from([None, "task_id", "label"]))
+    def test_continued_windows_go_on_in_the_next_episode_of_their_stream(self, recording, choice, length, stream):
+        with recorded(recording) as (buffer, reference):
+            items = reference.continued(length, ALL, stream, **choice)
+            view = Window(length, fields=ALL, boundary="continue", stream=stream)
+            assert_view(buffer, items, view=view, **choice)
 
     @few
     @given(
