@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Names = Iterable[str]
 
 Batch = dict[str, Any]
-Transform: TypeAlias = Callable[..., Batch]
+Transform: TypeAlias = Callable[..., Any]
 NUMBERS = frozenset({"n_step_lens", "_return", "_discount", "_weights", "_probabilities"})
 
 
@@ -74,10 +74,11 @@ class Options(TypedDict, total=False):
             text, indices or masks.
         ragged: whole episodes, windows, `seq_` and the `next_` of a timeline come without padding, as jagged nested
             tensors whose `unbind()` is a list; text as lists.
-        transform: a function from batch to batch, or several, one after another. It is called with a dict of tensors
-            under their final keys, where the batch was read (a worker process, a prefetching thread), and must pickle
-            to be sent to a worker that is spawned. A parameter `rng` gets a numpy Generator that is fixed by the seed,
-            the epoch and the batch's place, for any number of workers.
+        transform: a function of the batch, or several, each of what the one before returned. The first is called with a
+            dict of tensors under their final keys, where the batch was read (a worker process, a prefetching thread),
+            and must pickle to be sent to a worker that is spawned. What the last returns is the batch: a dict, or
+            anything else, such as a tuple of tensors. A parameter `rng` gets a numpy Generator that is fixed by the
+            seed, the epoch and the batch's place, for any number of workers.
         hindsight: items get a goal that was achieved; see `Hindsight`.
         on_stale: when an episode is overwritten before its rows were read: "redraw" another item, or "raise".
         prioritized: items are drawn by priority, with replacement; see `Prioritized`.
@@ -340,15 +341,20 @@ class Output:
                 raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
         return output
 
-    def transformed(self, batch: Batch, rng: Callable[[], np.random.Generator]) -> Batch:
-        """The batch as the user's transforms make it. Raises SchemaError where one gives no batch."""
+    def transformed(self, batch: Any, rng: Callable[[], np.random.Generator]) -> Any:
+        """The batch as the user's transforms make it. Raises SchemaError where one returns nothing."""
         if not self.transforms:
             return batch
         random = rng() if any(by_chance for _, by_chance in self.transforms) else None
         for transform, by_chance in self.transforms:
             batch = transform(batch, rng=random) if by_chance else transform(batch)
-            if not isinstance(batch, dict):
-                raise SchemaError(f"transform: it returned {type(batch).__name__}, expected a dict; return the batch")
+            if batch is None:
+                raise SchemaError(f"transform: {transform!r} returned None, expected the batch; return it")
+        if self.tuple_names and not isinstance(batch, dict):
+            raise SchemaError(
+                f"transform: it returned {type(batch).__name__}, and to_named_tuple makes its tuple of a dict; leave "
+                "one out"
+            )
         return batch
 
 
