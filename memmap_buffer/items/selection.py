@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import Array, check_count, decode
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
+from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED, TIME
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import START, VALID, filtered, matches
 from memmap_buffer.items.index import FolderTable, Index, sums
@@ -24,6 +24,8 @@ from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.view import View
 
 FloatArray = npt.NDArray[np.float64]
+Weigh: TypeAlias = Callable[[Any], Any]
+EPISODE_COLUMNS = ("episode_lens", "episode_time")  # timesteps; when it was published, in seconds since 1970
 
 
 class Episodes(NamedTuple):
@@ -42,15 +44,15 @@ class Selection:
 
     Args:
         view: how items are cut.
-        filter_meta: meta field (or "episode_lens") -> condition: a scalar (equal), a set or list (member), (low, high)
-            (low ≤ x < high, None is open), or a callable from the column to bools. All must hold.
+        filter_meta: meta field, or one of `EPISODE_COLUMNS` -> condition: a scalar (equal), a set or list (member),
+            (low, high) (low ≤ x < high, None is open), or a callable from the column to bools. All must hold.
         filter_fields: field -> condition on step t, where an item may begin; "_start" is t itself, so {"_start": 0}
             serves items that begin with their episode. Where a bool field `valid` of no shape was declared,
             {"valid": True} holds unless another condition on it is given; see `excluding`.
         min_episode_len: timesteps.
         top_k: (meta field, k): only the k episodes where it is highest.
-        weight_by: a meta field (or "episode_lens"): an episode's anchors are drawn in proportion to it, and not at all
-            where it is 0.
+        weight_by: a meta field, or one of `EPISODE_COLUMNS`: an episode's anchors are drawn in proportion to it, and
+            not at all where it is 0. Or (name, a function from the column to weights).
         split: name -> fraction of the episodes. An episode's part follows from its serial alone, so it never changes.
         part: the name of the split's part that is wanted.
         split_seed: which episodes each part gets.
@@ -66,7 +68,7 @@ class Selection:
     split: Mapping[str, float] | None = None
     part: str | None = None
     split_seed: int = 0
-    weight_by: str | None = None
+    weight_by: str | tuple[str, Weigh] | None = None
     random: bool = False
     mixes: bool = False
 
@@ -76,10 +78,10 @@ class Selection:
         if not isinstance(self.split_seed, int):
             raise SchemaError(f"split_seed: got {self.split_seed!r}, expected a whole number")
         _check_top_k(self.top_k, schema)
-        _check_number("weight_by", self.weight_by, schema)
+        _check_number("weight_by", _weighing(self.weight_by)[0], schema)
         for name in self.filter_meta:
-            if name != "episode_lens" and name not in schema.meta_fields:
-                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, "episode_lens"])
+            if name not in EPISODE_COLUMNS and name not in schema.meta_fields:
+                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, *EPISODE_COLUMNS])
         for name in self.filter_fields.keys() - {START}:
             if name not in schema.fields:
                 raise schema.unknown(name, "filter_fields", [*schema.fields, START])
@@ -111,7 +113,7 @@ class Selection:
         """The same without callables among the filters, so that it can be pickled."""
         meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
         fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
-        return replace(self, filter_meta=meta, filter_fields=fields)
+        return replace(self, filter_meta=meta, filter_fields=fields, weight_by=_weighing(self.weight_by)[0])
 
     def describe(self) -> str:
         """The view and the options that narrow it, for an error."""
@@ -124,7 +126,8 @@ class Selection:
 
     @property
     def has_callables(self) -> bool:
-        return any(map(callable, [*self.filter_meta.values(), *self.filter_fields.values()]))
+        weigh = _weighing(self.weight_by)[1]
+        return any(map(callable, [*self.filter_meta.values(), *self.filter_fields.values(), weigh]))
 
     def index(
         self, folders: Folders, tables: Sequence[EpisodeTable] | None = None, before: Index | None = None
@@ -151,7 +154,7 @@ class Selection:
             parts = [self._runs(*one, *known.get(one[0], ())) for one in each]
         weight = None
         if self.weight_by is not None:
-            weights = [_weights(*one[1:], part, self.weight_by) for one, part in zip(each, parts, strict=True)]
+            weights = _weights(each, parts, *_weighing(self.weight_by))
             parts = [part.where(np.flatnonzero(w)) for part, w in zip(parts, weights, strict=True)]
             weight = np.concatenate(weights)
         runs, sizes = Runs.joined(parts), [len(part.slot) for part in parts]
@@ -303,10 +306,10 @@ def _check_top_k(top_k: object, schema: Schema) -> None:
 
 
 def _check_number(where: str, name: str | None, schema: Schema) -> None:
-    if name in (None, "episode_lens"):
+    if name in (None, *EPISODE_COLUMNS):
         return
     if name not in schema.meta_fields:
-        raise schema.unknown(name, where, [*schema.meta_fields, "episode_lens"])
+        raise schema.unknown(name, where, [*schema.meta_fields, *EPISODE_COLUMNS])
     field = schema.meta_fields[name]
     if field.shape not in ((), (1,)) or field.storage.kind == "U":
         held = "holds text" if field.storage.kind == "U" else f"has shape {field.shape}"
@@ -324,24 +327,46 @@ def _check_split(split: object, part: str | None) -> None:
 
 
 def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
-    """A meta field, or the lengths as "episode_lens", of some slots."""
+    """A meta field, or one of `EPISODE_COLUMNS`, of some slots."""
     if name == "episode_lens":
         return table.length[slots] - table.start[slots]
+    if name == "episode_time":
+        return np.asarray(storage.maps.words.view(np.uint32)[slots, TIME].astype(np.int64))
     return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
 
 
-def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str) -> FloatArray:
-    """(R,) the weight of each run's episode: a meta field."""
-    weight = np.asarray(_episode_column(storage, table, name, runs.slot), np.float64).reshape(-1)
-    wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
-    if wrong.size:
-        serial = int(runs.serial[wrong[0]])
+def _weighing(weight_by: object) -> tuple[str | None, Weigh | None]:
+    """(the column, the function of it) by which items are weighed."""
+    if not isinstance(weight_by, tuple):
+        return weight_by, None  # type: ignore[return-value]
+    if len(weight_by) != 2 or not callable(weight_by[1]):
         raise SchemaError(
-            f"{storage.path}: weight_by: {name!r} of episode {serial} is {weight[wrong[0]]}, expected a number from 0; "
-            "filter such episodes out by filter_meta",
+            f"weight_by: got {weight_by!r}, expected a meta field, or (meta field, a function from its column to "
+            "weights)"
+        )
+    return weight_by
+
+
+def _weights(
+    each: Sequence[tuple[int, Storage, EpisodeTable]], parts: Sequence[Runs], name: str | None, weigh: Weigh | None
+) -> list[FloatArray]:
+    """(R,) the weight of each run's episode, folder by folder: a meta field, or what a function makes of all of it."""
+    columns = [_episode_column(*one[1:], str(name), p.slot).reshape(-1) for one, p in zip(each, parts, strict=True)]
+    every = np.concatenate(columns)
+    weight = np.asarray(every if weigh is None else weigh(every), np.float64)
+    if weight.shape != every.shape:
+        raise SchemaError(f"weight_by: the function of {name!r} gave shape {weight.shape}, expected {every.shape}")
+    wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
+    ends = np.cumsum([len(column) for column in columns])
+    if wrong.size:
+        part = int(np.searchsorted(ends, wrong[0], side="right"))
+        serial = int(np.concatenate([p.serial for p in parts])[wrong[0]])
+        raise SchemaError(
+            f"{each[part][1].path}: weight_by: {name!r} of episode {serial} is {weight[wrong[0]]}, expected a number "
+            "from 0; filter such episodes out by filter_meta",
             serial=serial,
         )
-    return weight
+    return np.split(weight, ends[:-1])
 
 
 class _Parts(NamedTuple):

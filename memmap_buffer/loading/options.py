@@ -52,12 +52,14 @@ class Options(TypedDict, total=False):
         stack: with `n_steps`: field -> how many timesteps stand for one, the latest last.
         padding: with `stack`: what stands for the timesteps before the episode: "zero", "edge" or "default".
         timeline: with `n_steps`: `next_` holds every successor up to the n-th, (B, n, *field).
-        filter_meta: meta field, or "episode_lens" -> a condition on an episode: a scalar (equal), a set or list
-            (member), (low, high) (low <= x < high, None is open), or a callable from the column to bools.
+        filter_meta: meta field, "episode_lens", or "episode_time" (seconds since 1970) -> a condition on an episode: a
+            scalar (equal), a set or list (member), (low, high) (low <= x < high, None is open), or a callable from the
+            column to bools.
         filter_fields: field, or "_start" -> a condition on the timestep at which an item begins.
         min_episode_len: the shortest episode that is read.
         top_k: (meta field, k): only the k episodes where it is highest are read.
-        weight_by: a meta field, or "episode_lens": items are drawn in proportion to it.
+        weight_by: a meta field, "episode_lens" or "episode_time": items are drawn in proportion to it. Or (name, a
+            function from its column to weights).
         split: name -> fraction of the episodes.
         part: the name of the split's part that is read.
         split_seed: which episodes each part gets.
@@ -102,7 +104,7 @@ class Options(TypedDict, total=False):
     filter_fields: Mapping[str, Any]
     min_episode_len: int
     top_k: tuple[str, int]
-    weight_by: str
+    weight_by: str | tuple[str, Callable[[Any], Any]]
     split: Mapping[str, float]
     part: str
     split_seed: int
