@@ -82,11 +82,13 @@ class Reference:
 
     # Choosing
 
-    def chosen(self, filter_meta=None, min_episode_len=1, top_k=None):
+    def chosen(self, filter_meta=None, min_episode_len=1, top_k=None, whole=False):
+        """Those that pass; `whole`: and of which a ring has forgotten nothing."""
         out = [
             episode
             for episode in self.episodes
             if episode.length >= max(1, min_episode_len)
+            and not (whole and episode.forgotten)
             and all(
                 holds({**episode.meta, "episode_lens": episode.length}[n], c) for n, c in (filter_meta or {}).items()
             )

@@ -50,7 +50,7 @@ class TestAgainstTheSlowDefinition:
     def test_whole_episodes_are_served_padded_to_the_longest_of_the_batch(self, recording, choice, batch_size):
         """S4-19, S4-24"""
         with recorded(recording) as (buffer, reference):
-            items = reference.items(lambda episode: reference.trajectory(episode, ALL), **choice)
+            items = reference.items(lambda episode: reference.trajectory(episode, ALL), whole=True, **choice)
             how = {"zeros": reference.zeros, "batch_size": batch_size}
             assert_view(buffer, items, fields=ALL, return_mask=True, **how, **choice)
             without = {key: {name: item[name] for name in SOME} for key, item in items.items()}
@@ -64,8 +64,6 @@ class TestAgainstTheSlowDefinition:
         with recorded(recording) as (buffer, reference):
 
             def cut(episode):
-                if episode.forgotten:
-                    return {}
                 steps = range(episode.length + 1)
                 pixels, _ = reference.around(episode, "observation.pixels", steps, final=True)
                 item = reference.trajectory(episode, ("reward",))[0] | {"observation.pixels": pixels}
@@ -73,7 +71,7 @@ class TestAgainstTheSlowDefinition:
                 return {0: {name: value for name, value in item.items() if name != "_mask"}}
 
             view = Trajectory(("observation.pixels", "reward"), final_observation=True)
-            items = reference.items(cut, **choice)
+            items = reference.items(cut, whole=True, **choice)
             assert_view(buffer, items, zeros=reference.zeros, view=view, **choice)
 
     @few
@@ -167,7 +165,7 @@ class TestAgainstTheSlowDefinition:
     def test_a_crop_is_a_window_at_a_start_that_chance_gives(self, recording, choice, length):
         """S4-22: one crop per episode and epoch, at any start at which it fits"""
         with recorded(recording) as (buffer, reference):
-            chosen = {episode.serial: episode for episode in reference.chosen(**choice) if not episode.forgotten}
+            chosen = {episode.serial: episode for episode in reference.chosen(whole=True, **choice)}
             if not chosen:
                 return
             options = {"window_length": length, "fields": ALL, "return_indices": True, **choice}
