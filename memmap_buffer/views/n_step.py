@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from memmap_buffer.dtypes import check_count, check_number
+from memmap_buffer.dtypes import Array, check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.views.anchors import BoolArray, Runs
-from memmap_buffer.views.batch_builder import BatchBuilder, Column, Ends, check_padding
+from memmap_buffer.views.batch_builder import BatchBuilder, Ends, check_padding
 from memmap_buffer.views.transforms import n_step_return
 from memmap_buffer.views.view import Names, View, named
 
@@ -166,7 +166,7 @@ def require_terminated(schema: Schema, terminated: str | None) -> None:
         )
 
 
-def step_returns(builder: BatchBuilder, steps: range, n: int, gamma: float, reward: str) -> dict[str, Column]:
+def step_returns(builder: BatchBuilder, steps: range, n: int, gamma: float, reward: str) -> dict[str, Array]:
     """The returns of n steps from each of `t + steps` on: `n_step_lens`, `_return` and `_discount`, all (B, K, …).
 
     As `NStep` gives them for a step by itself; 0 where a step has no successor, or does not exist.

@@ -208,7 +208,7 @@ class Window(View):
         )
         for text, broken in rules:
             if broken:
-                raise SchemaError(f"Window: {text}" if text[0] == "n" else text)
+                raise SchemaError(text)
 
     def keys(self, schema: Schema) -> list[str]:
         if self.stream is not None and self.stream not in schema.meta_fields:
@@ -222,9 +222,9 @@ class Window(View):
             *at_start,
             *["_lens", "_mask", "_start", "_reaches_episode_end"],
             *["_is_first", "_is_last"] * bool(self.continues),
-            *["_loss_mask"] * bool(self.burn_in or self.n_steps),
             *["n_step_lens", "_return", "_discount"] * bool(self.n_steps),
             *[f"_mask_{name}" for name in names if self.n_steps and schema.fields[name].final],
+            *["_loss_mask"] * bool(self.burn_in or self.n_steps),
         ]
 
     def _names(self, schema: Schema) -> tuple[list[str], tuple[str, ...]]:
@@ -277,15 +277,20 @@ class Window(View):
         }
         if self.continues:
             builder.put_ends("_is_first", "_is_last", steps)
-        learned = np.arange(self.length) >= self.burn_in
+        if self.burn_in or self.n_steps:
+            self._put_learned(builder, steps, mask, finals)
+
+    def _put_learned(self, builder: BatchBuilder, steps: range, exists: BoolArray, finals: list[str]) -> None:
+        """Put the returns of every entry, where fields with `final` exist, and which entries are learned from."""
+        entry = np.arange(self.length)
+        learned = exists & (entry >= self.burn_in)
         if self.n_steps:
-            learned &= np.arange(self.length) < self.length - self.n_steps
-            builder.batch |= step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward)
-            mask = mask & (builder.batch["n_step_lens"] > 0)  # type: ignore[operator]
+            found = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward)
+            builder.batch |= found
             for name in finals:
                 builder.batch[f"_mask_{name}"] = builder.exists(steps, builder.limit(True))
-        if self.burn_in or self.n_steps:
-            builder.batch["_loss_mask"] = mask & learned
+            learned &= (found["n_step_lens"] > 0) & (entry < self.length - self.n_steps)
+        builder.batch["_loss_mask"] = learned
 
 
 @dataclass(frozen=True)
