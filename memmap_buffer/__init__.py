@@ -47,13 +47,14 @@ from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.hindsight import Hindsight
 from memmap_buffer.views.n_step import NStep
-from memmap_buffer.views.transforms import Returns, Scale, discounted_returns
+from memmap_buffer.views.transforms import Advantages, Returns, Scale, advantages, discounted_returns
 from memmap_buffer.views.view import View
 from memmap_buffer.views.windows import Offsets, RandomCrop, Timestep, Trajectory, Window
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advantages",
     "BufferFullError",
     "BufferLockedError",
     "Collector",
@@ -90,6 +91,7 @@ __all__ = [
     "View",
     "Window",
     "WriterLostError",
+    "advantages",
     "compute_importance_weights",
     "discounted_returns",
     "pack",

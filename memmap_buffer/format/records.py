@@ -36,7 +36,7 @@ STATE = np.dtype(
 WORDS = RECORD.itemsize // 8
 # Words; EXTENT: the length, above it the flags and the columns; SHOWN: the first step that is shown, above it the stop.
 GENERATION, SERIAL, EXTENT, FIRST_ROW, SHOWN, CHECK = 0, 1, 2, 3, 6, 7
-FLAGS, START, STOP = 5, 12, 13  # half words; above the flags are the columns
+FLAGS, TIME, START, STOP = 5, 8, 12, 13  # half words; above the flags are the columns
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
 
 FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED, INNER_END = 1, 2, 4, 8, 16, 32, 64

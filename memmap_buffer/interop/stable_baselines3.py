@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         ValueError: `optimize_memory_usage`.
     """
 
-    publish = "step"
+    publish: Literal["episode", "step"] = "step"
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         ValueError: `copy_info_dict`, or a strategy that there is not.
     """
 
-    publish = "episode"
+    publish: Literal["episode", "step"] = "episode"
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         super().__init__(buffer_size, observation_space, action_space, *how, folder=folder, **options)
 
     def _draws(self) -> dict[str, Any]:
-        strategy = self.goal_selection_strategy.name.lower()
+        strategy: Any = self.goal_selection_strategy.name.lower()
         return {**super()._draws(), "hindsight": Hindsight(self._rewards, strategy=strategy, prob=self.her_ratio)}
 
     def _rewards(self, achieved: Array, goals: Array, _: Any) -> Array:

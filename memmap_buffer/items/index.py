@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.items.streams import Streams
 from memmap_buffer.views.anchors import Anchors, BoolArray, Runs
 from memmap_buffer.views.folders import Folders
 
@@ -47,6 +48,7 @@ class Index:
         last: (R,) or None.
         weight_sums: (R + 1,) the weight that the runs before have, in all; None where every anchor counts the same.
         tables: of each folder, by ascending numbers, what it was made of; () where that is not known.
+        streams: which episode follows which, where items run on; else None.
     """
 
     slot: IntArray
@@ -58,6 +60,7 @@ class Index:
     last: IntArray | None = None
     weight_sums: FloatArray | None = None
     tables: tuple[FolderTable, ...] = ()
+    streams: Streams | None = None
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -155,7 +158,11 @@ class Index:
         if self.last is not None:
             t = np.minimum(t, self.last.take(run))
         folder = None if self.folder is None else self.folder.take(run)
-        return Anchors(folder, self.slot.take(run), self.serial.take(run), t)
+        return self.followed(Anchors(folder, self.slot.take(run), self.serial.take(run), t))
+
+    def followed(self, anchors: Anchors) -> Anchors:
+        """Anchors of it, with the episodes that their items run on into, if they do."""
+        return anchors if self.streams is None else self.streams.followed(anchors)
 
     def find(self, folder: IntArray | None, serial: IntArray, t: IntArray) -> tuple[Anchors, BoolArray]:
         """(the anchors at timesteps of episodes, whether each is one); there must be runs.

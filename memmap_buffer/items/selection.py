@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,11 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import Array, check_count, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
+from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED, TIME
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import START, VALID, filtered, matches
 from memmap_buffer.items.index import FolderTable, Index, sums
+from memmap_buffer.items.streams import Stream, Streams
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
 from memmap_buffer.views.batch_builder import Ends
@@ -24,6 +25,8 @@ from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.view import View, described
 
 FloatArray = npt.NDArray[np.float64]
+Weigh: TypeAlias = Callable[[Any], Any]
+EPISODE_COLUMNS = ("episode_lens", "episode_time")  # timesteps; when it was published, in seconds since 1970
 MAX_BLOCK = 1000  # episodes among which a split deals out exactly
 
 
@@ -33,15 +36,15 @@ class Selection:
 
     Args:
         view: how items are cut.
-        filter_meta: meta field (or "episode_lens") -> condition: a scalar (equal), a set or list (member), (low, high)
-            (low ≤ x < high, None is open), or a callable from the column to bools. All must hold.
+        filter_meta: meta field, or one of `EPISODE_COLUMNS` -> condition: a scalar (equal), a set or list (member),
+            (low, high) (low ≤ x < high, None is open), or a callable from the column to bools. All must hold.
         filter_fields: field -> condition on step t, where an item may begin; "_start" is t itself, so {"_start": 0}
             serves items that begin with their episode. Where a bool field `valid` of no shape was declared,
             {"valid": True} holds unless another condition on it is given; see `excluding`.
         min_episode_len: timesteps.
         top_k: (meta field, k): only the k episodes where it is highest.
-        weight_by: a meta field (or "episode_lens"): an episode's anchors are drawn in proportion to it, and not at all
-            where it is 0.
+        weight_by: a meta field, or one of `EPISODE_COLUMNS`: an episode's anchors are drawn in proportion to it, and
+            not at all where it is 0. Or (name, a function from the column to weights).
         split: name -> fraction of the episodes: an episode's part follows from its serial alone, so it never changes.
             Or name -> number of episodes, out of the oldest, before any filter.
         part: the name of the split's part that is wanted.
@@ -59,7 +62,7 @@ class Selection:
     split: Mapping[str, float] | None = None
     part: str | None = None
     split_seed: int = 0
-    weight_by: str | None = None
+    weight_by: str | tuple[str, Weigh] | None = None
     random: bool = False
     mixes: bool = False
     members: Mapping[int, IntArray] | None = None
@@ -70,10 +73,10 @@ class Selection:
         if not isinstance(self.split_seed, int):
             raise SchemaError(f"split_seed: got {self.split_seed!r}, expected a whole number")
         _check_top_k(self.top_k, schema)
-        _check_number("weight_by", self.weight_by, schema)
+        _check_number("weight_by", _weighing(self.weight_by)[0], schema)
         for name in self.filter_meta:
-            if name != "episode_lens" and name not in schema.meta_fields:
-                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, "episode_lens"])
+            if name not in EPISODE_COLUMNS and name not in schema.meta_fields:
+                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, *EPISODE_COLUMNS])
         for name in self.filter_fields.keys() - {START}:
             if name not in schema.fields:
                 raise schema.unknown(name, "filter_fields", [*schema.fields, START])
@@ -105,7 +108,7 @@ class Selection:
         """The same without callables among the filters, so that it can be pickled."""
         meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
         fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
-        return replace(self, filter_meta=meta, filter_fields=fields)
+        return replace(self, filter_meta=meta, filter_fields=fields, weight_by=_weighing(self.weight_by)[0])
 
     def describe(self) -> str:
         """The view and the options that narrow it, for an error."""
@@ -120,7 +123,8 @@ class Selection:
 
     @property
     def has_callables(self) -> bool:
-        return any(map(callable, [*self.filter_meta.values(), *self.filter_fields.values()]))
+        weigh = _weighing(self.weight_by)[1]
+        return any(map(callable, [*self.filter_meta.values(), *self.filter_fields.values(), weigh]))
 
     def index(
         self, folders: Folders, tables: Sequence[EpisodeTable] | None = None, before: Index | None = None
@@ -135,15 +139,21 @@ class Selection:
         each = folders.by_number(folders.tables if tables is None else tables)
         if _counts(self.split):
             return replace(self, split=None, members=self._members(each)).index(folders, tables)
-        if self.top_k is not None:
-            parts = self._highest(each, *self.top_k)
+        streams = None
+        if self.top_k is not None or self.view.continues:  # other episodes tell which anchors one has
+            slots = [self._passing(*one, one[-1].visible) for one in each]
+            slots = slots if self.top_k is None else _highest(each, slots, *self.top_k)
+            parts = [self._cut(*one[1:], chosen) for one, chosen in zip(each, slots, strict=True)]
+            if self.view.continues:
+                streams = self._streams(each, slots)
+                parts = [streams.fitting(one[0], p, self.view.stride) for one, p in zip(each, parts, strict=True)]
         else:  # a callable may tell by all episodes which of them pass
             earlier = () if before is None or self.has_callables else before.by_folder()
             known = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
             parts = [self._runs(*one, *known.get(one[0], ())) for one in each]
         weight = None
         if self.weight_by is not None:
-            weights = [_weights(*one[1:], part, self.weight_by) for one, part in zip(each, parts, strict=True)]
+            weights = _weights(each, parts, *_weighing(self.weight_by))
             parts = [part.where(np.flatnonzero(w)) for part, w in zip(parts, weights, strict=True)]
             weight = np.concatenate(weights)
         runs, sizes = Runs.joined(parts), [len(part.slot) for part in parts]
@@ -154,12 +164,23 @@ class Selection:
             last=runs.last if runs.slot.size else None,
             weight_sums=None if weight is None else sums(runs.count * weight[weight > 0]),
             tables=tuple([FolderTable(number, id_of(storage), table) for number, storage, table in each]),
+            streams=streams,
         )
+
+    def _streams(self, each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray]) -> Streams:
+        """Which episode follows which, of those that pass."""
+        name = self.view.stream
+        names = [
+            None if name is None else _episode_column(*one[1:], name, s) for one, s in zip(each, slots, strict=True)
+        ]
+        found = [Stream.of(one[-1], s, column) for one, s, column in zip(each, slots, names, strict=True)]
+        return Streams(self.view.continues, [(one[0], stream) for one, stream in zip(each, found, strict=True)])
 
     @property
     def by_episode(self) -> bool:
         """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
-        return self.top_k is None and self.weight_by is None and not self.has_callables and not _counts(self.split)
+        follows = self.top_k or self.weight_by or self.has_callables or self.view.continues or _counts(self.split)
+        return not follows
 
     @property
     def takes_every_episode(self) -> bool:
@@ -193,16 +214,6 @@ class Selection:
         runs = Runs.joined([kept, self._cut(storage, table, slots)])
         in_order = not len(slots) or not len(stay) or kept.serial[-1] < table.serial[slots[0]]
         return runs if in_order else runs.where(np.argsort(runs.serial, kind="stable"))
-
-    def _highest(self, each: Sequence[tuple[int, Storage, EpisodeTable]], name: str, k: int) -> list[Runs]:
-        """The runs of the k episodes of all folders where a meta field is highest; of the newer one where equal."""
-        slots = [self._passing(*one, one[-1].visible) for one in each]
-        columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
-        values = np.concatenate([column.reshape(-1) for column in columns])
-        best = np.zeros(len(values), np.bool_)
-        best[np.argsort(values, kind="stable")[::-1][:k]] = True
-        masks = np.split(best, np.cumsum([len(chosen) for chosen in slots])[:-1])
-        return [self._cut(*one[1:], s[mask]) for one, s, mask in zip(each, slots, masks, strict=True)]
 
     def _passing(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
         """The slots, of some that are visible, whose episodes pass."""
@@ -281,6 +292,18 @@ class Selection:
         return splitmix(serial.astype(np.uint64) + key)
 
 
+def _highest(
+    each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray], name: str, k: int
+) -> list[IntArray]:
+    """Of the slots of all folders those of the k episodes where a meta field is highest; the newer ones where equal."""
+    columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
+    values = np.concatenate([column.reshape(-1) for column in columns])
+    best = np.zeros(len(values), np.bool_)
+    best[np.argsort(values, kind="stable")[::-1][:k]] = True
+    masks = np.split(best, np.cumsum([len(chosen) for chosen in slots])[:-1])
+    return [chosen[mask] for chosen, mask in zip(slots, masks, strict=True)]
+
+
 def _check_top_k(top_k: object, schema: Schema) -> None:
     if top_k is None:
         return
@@ -290,10 +313,10 @@ def _check_top_k(top_k: object, schema: Schema) -> None:
 
 
 def _check_number(where: str, name: str | None, schema: Schema) -> None:
-    if name in (None, "episode_lens"):
+    if name in (None, *EPISODE_COLUMNS):
         return
     if name not in schema.meta_fields:
-        raise schema.unknown(name, where, [*schema.meta_fields, "episode_lens"])
+        raise schema.unknown(name, where, [*schema.meta_fields, *EPISODE_COLUMNS])
     field = schema.meta_fields[name]
     if field.shape not in ((), (1,)) or field.storage.kind == "U":
         held = "holds text" if field.storage.kind == "U" else f"has shape {field.shape}"
@@ -329,24 +352,46 @@ def _block(*ends: float) -> int:
 
 
 def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
-    """A meta field, or the lengths as "episode_lens", of some slots."""
+    """A meta field, or one of `EPISODE_COLUMNS`, of some slots."""
     if name == "episode_lens":
         return table.length[slots] - table.start[slots]
+    if name == "episode_time":
+        return np.asarray(storage.maps.words.view(np.uint32)[slots, TIME].astype(np.int64))
     return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
 
 
-def _weights(storage: Storage, table: EpisodeTable, runs: Runs, name: str) -> FloatArray:
-    """(R,) the weight of each run's episode: a meta field."""
-    weight = np.asarray(_episode_column(storage, table, name, runs.slot), np.float64).reshape(-1)
-    wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
-    if wrong.size:
-        serial = int(runs.serial[wrong[0]])
+def _weighing(weight_by: object) -> tuple[str | None, Weigh | None]:
+    """(the column, the function of it) by which items are weighed."""
+    if not isinstance(weight_by, tuple):
+        return weight_by, None  # type: ignore[return-value]
+    if len(weight_by) != 2 or not callable(weight_by[1]):
         raise SchemaError(
-            f"{storage.path}: weight_by: {name!r} of episode {serial} is {weight[wrong[0]]}, expected a number from 0; "
-            "filter such episodes out by filter_meta",
+            f"weight_by: got {weight_by!r}, expected a meta field, or (meta field, a function from its column to "
+            "weights)"
+        )
+    return weight_by
+
+
+def _weights(
+    each: Sequence[tuple[int, Storage, EpisodeTable]], parts: Sequence[Runs], name: str | None, weigh: Weigh | None
+) -> list[FloatArray]:
+    """(R,) the weight of each run's episode, folder by folder: a meta field, or what a function makes of all of it."""
+    columns = [_episode_column(*one[1:], str(name), p.slot).reshape(-1) for one, p in zip(each, parts, strict=True)]
+    every = np.concatenate(columns)
+    weight = np.asarray(every if weigh is None else weigh(every), np.float64)
+    if weight.shape != every.shape:
+        raise SchemaError(f"weight_by: the function of {name!r} gave shape {weight.shape}, expected {every.shape}")
+    wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
+    ends = np.cumsum([len(column) for column in columns])
+    if wrong.size:
+        part = int(np.searchsorted(ends, wrong[0], side="right"))
+        serial = int(np.concatenate([p.serial for p in parts])[wrong[0]])
+        raise SchemaError(
+            f"{each[part][1].path}: weight_by: {name!r} of episode {serial} is {weight[wrong[0]]}, expected a number "
+            "from 0; filter such episodes out by filter_meta",
             serial=serial,
         )
-    return weight
+    return np.split(weight, ends[:-1])
 
 
 class _Parts(NamedTuple):

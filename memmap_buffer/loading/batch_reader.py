@@ -23,7 +23,7 @@ from memmap_buffer.loading.options import Output, parse, selection_of
 from memmap_buffer.loading.read_ahead import ANSWER_SECONDS, Disk
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.views.anchors import Anchors, BoolArray
-from memmap_buffer.views.batch_builder import BatchBuilder, BFloat16Bits, Columns, cut, placed
+from memmap_buffer.views.batch_builder import BatchBuilder, BFloat16Bits, Columns, cut, find_following, placed
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.hindsight import HindsightBuilder
 from memmap_buffer.views.view import described
@@ -275,7 +275,10 @@ class BatchReader:
         """The anchors to try next: an episode that was updated is read again, one that is gone is replaced."""
         self.folders.refresh()
         now = self.folders.find(anchors, trusted=False).anchors
-        gone = np.flatnonzero((now.length == 0) | (now.t >= now.length))  # the second: of a shard that was made anew
+        lost = (now.length == 0) | (now.t >= now.length)  # the second: of a shard that was made anew
+        item, following = find_following(self.folders, anchors)
+        lost[item[following.anchors.length == 0]] = True
+        gone = np.flatnonzero(lost)
         if not gone.size:
             return anchors
         if self.on_stale == "raise":

@@ -79,7 +79,7 @@ def _stay(batch: Any, device: object) -> Any:
 
 def read(
     reader: BatchReader, anchors: Anchors | PlannedBatch | CurrentBatch, rng: Callable[[], np.random.Generator]
-) -> dict[str, Any]:
+) -> Any:
     """A batch as (nested) arrays or tensors, ragged where the options say so, and transformed.
 
     Args:
@@ -109,9 +109,7 @@ class Batch(Sequence[Any]):
         kind: of dict that an item is.
     """
 
-    def __init__(
-        self, data: dict[str, Any], size: int, names: tuple[str, ...] = (), kind: type[dict[str, Any]] = Item
-    ) -> None:
+    def __init__(self, data: Any, size: int, names: tuple[str, ...] = (), kind: type[dict[str, Any]] = Item) -> None:
         self.data = data
         self._size = size
         self._names = names
@@ -134,19 +132,27 @@ class Batch(Sequence[Any]):
             return [self[k] for k in range(*i.indices(self._size))]
         if not -self._size <= i < self._size:
             raise IndexError(i)
-        return named(self._kind(_item(self.data, i % self._size)), self._names)
+        item = _item(self.data, i % self._size)
+        return named(self._kind(item), self._names) if isinstance(item, dict) else item
 
 
 def _item(data: Any, i: int) -> Any:
     if isinstance(data, dict):
         return {key: _item(value, i) for key, value in data.items()}
+    if isinstance(data, tuple):  # a transform may return anything
+        values = [_item(value, i) for value in data]
+        return data._make(values) if hasattr(data, "_make") else tuple(values)
+    if isinstance(data, list) and data and not isinstance(data[0], (str, list)):  # else text, one entry an item
+        return [_item(value, i) for value in data]
+    if not hasattr(data, "__getitem__") or getattr(data, "ndim", 1) == 0:
+        return data
     if getattr(data, "is_nested", False):  # before PyTorch 2.6 it has no items
         start, stop = data.offsets()[i : i + 2].tolist()
         return data.values()[start:stop]
     return data[i]
 
 
-def named(data: dict[str, Any], names: tuple[str, ...]) -> Any:
+def named(data: Any, names: tuple[str, ...]) -> Any:
     """A batch or an item as a named tuple of these keys, if there are any."""
     return make_tuple(names, [_at(data, key) for key in names]) if names else data
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Any]
 Parsed: TypeAlias = dict[str, Any]  # `Options` with the defaults of those that were left out
-Transform: TypeAlias = Callable[..., Batch]
+Transform: TypeAlias = Callable[..., Any]
 NUMBERS = frozenset({"n_step_lens", "_return", "_discount", "_weights", "_probabilities"})
 
 
@@ -59,12 +59,14 @@ class BatchOptions(TypedDict, total=False):
         stack: with `n_steps`: field -> how many timesteps stand for one, the latest last.
         padding: with `stack`: what stands for the timesteps before the episode: "zero", "edge" or "default".
         timeline: with `n_steps`: `next_` holds every successor up to the n-th, (B, n, *field).
-        filter_meta: meta field, or "episode_lens" -> a condition on an episode: a scalar (equal), a set or list
-            (member), (low, high) (low <= x < high, None is open), or a callable from the column to bools.
+        filter_meta: meta field, "episode_lens", or "episode_time" (seconds since 1970) -> a condition on an episode: a
+            scalar (equal), a set or list (member), (low, high) (low <= x < high, None is open), or a callable from the
+            column to bools.
         filter_fields: field, or "_start" -> a condition on the timestep at which an item begins.
         min_episode_len: the shortest episode that is read.
         top_k: (meta field, k): only the k episodes where it is highest are read.
-        weight_by: a meta field, or "episode_lens": items are drawn in proportion to it.
+        weight_by: a meta field, "episode_lens" or "episode_time": items are drawn in proportion to it. Or (name, a
+            function from its column to weights).
         split: name -> fraction of the episodes, or name -> how many of the oldest, whole numbers; or a meta field,
             whose values name the parts.
         part: the name of the split's part that is read.
@@ -81,10 +83,11 @@ class BatchOptions(TypedDict, total=False):
             text, indices or masks.
         ragged: whole episodes, windows, `seq_` and the `next_` of a timeline come without padding, as jagged nested
             tensors whose `unbind()` is a list; text, and with format="numpy" all, as lists.
-        transform: a function from batch to batch, or several, one after another. It is called with a dict of tensors
-            (or arrays) under their final keys, where the batch was read (a worker process, a prefetching thread), and
-            must pickle to be sent to a worker that is spawned. A parameter `rng` gets a numpy Generator that is fixed
-            by the seed, the epoch and the batch's place, for any number of workers.
+        transform: a function of the batch, or several, each of what the one before returned. The first is called with a
+            dict of tensors (or arrays) under their final keys, where the batch was read (a worker process, a
+            prefetching thread), and must pickle to be sent to a worker that is spawned. What the last returns is the batch: a dict, or
+            anything else, such as a tuple of tensors. A parameter `rng` gets a numpy Generator that is fixed by the
+            seed, the epoch and the batch's place, for any number of workers.
         hindsight: items get a goal that was achieved; see `Hindsight`.
         on_stale: when an episode is overwritten before its rows were read: "redraw" another item, or "raise".
         prioritized: items are drawn by priority, with replacement; see `Prioritized`.
@@ -108,7 +111,7 @@ class BatchOptions(TypedDict, total=False):
     filter_fields: Mapping[str, Any] | None
     min_episode_len: int | None
     top_k: tuple[str, int] | None
-    weight_by: str | None
+    weight_by: str | tuple[str, Callable[[Any], Any]] | None
     split: Mapping[str, float] | str | None
     part: Any
     split_seed: int | None
@@ -290,6 +293,10 @@ def selection_of(options: Parsed, schema: Schema, max_timesteps: int) -> Selecti
         hindsight.check(schema)
         if view.per_episode:
             raise SchemaError("hindsight needs a view of timesteps, with a goal for each item; give n_steps, say")
+        if view.continues:
+            raise SchemaError(
+                "hindsight: goals are of one episode, and boundary='continue' goes on in others; use 'pad'"
+            )
     by_field = isinstance(options.get("split"), str)
     selection = Selection(
         view,
@@ -389,15 +396,20 @@ class Output:
                 raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
         return output
 
-    def transformed(self, batch: Batch, rng: Callable[[], np.random.Generator]) -> Batch:
-        """The batch as the user's transforms make it. Raises SchemaError where one gives no batch."""
+    def transformed(self, batch: Any, rng: Callable[[], np.random.Generator]) -> Any:
+        """The batch as the user's transforms make it. Raises SchemaError where one returns nothing."""
         if not self.transforms:
             return batch
         random = rng() if any(by_chance for _, by_chance in self.transforms) else None
         for transform, by_chance in self.transforms:
             batch = transform(batch, rng=random) if by_chance else transform(batch)
-            if not isinstance(batch, dict):
-                raise SchemaError(f"transform: it returned {type(batch).__name__}, expected a dict; return the batch")
+            if batch is None:
+                raise SchemaError(f"transform: {transform!r} returned None, expected the batch; return it")
+        if self.tuple_names and not isinstance(batch, dict):
+            raise SchemaError(
+                f"transform: it returned {type(batch).__name__}, and to_named_tuple makes its tuple of a dict; leave "
+                "one out"
+            )
         return batch
 
 

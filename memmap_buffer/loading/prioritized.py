@@ -173,7 +173,7 @@ class PrioritizedDraws:
             self.num_drawn += not alone
         folder = None if places is None else numbers[places]
         anchors = Anchors(folder, slot, serial, t, weight.astype(np.float32), probability)
-        return self.reader.crop(anchors, lambda: rng)
+        return self.reader.crop(self.reader.index().followed(anchors), lambda: rng)
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
         """Raises SchemaError: draws by priority are with replacement."""

@@ -305,7 +305,7 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _check_shuffle(shuffle: object, window: object, weight_by: str | None) -> None:
+def _check_shuffle(shuffle: object, window: object, weight_by: object) -> None:
     if shuffle not in SHUFFLES:
         raise SchemaError(f"shuffle: got {shuffle!r}, expected one of {', '.join(map(repr, SHUFFLES))}")
     if window is not None and (shuffle != "block" or type(window) is not int or window < 1):

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -85,7 +86,9 @@ class Statistics:
     def __getitem__(self, name: str) -> FieldStatistics:
         return self.fields[name]
 
-    def normalize(self, *names: str, by: Scaling = "std", eps: float = 1e-6) -> Normalize:
+    def normalize(
+        self, *names: str, by: Scaling = "std", eps: float = 1e-6, add_eps: bool = False, keep_padding: bool = False
+    ) -> Normalize:
         """A transform of batches to mean 0 and standard deviation 1, or to -1 … 1.
 
         Args:
@@ -93,6 +96,8 @@ class Statistics:
             by: "std", "range" (minimum and maximum become -1 and 1) or "quantiles" (the lowest and the highest quantile
                 become -1 and 1; values beyond are not clipped).
             eps: an entry that varies less than this is only shifted.
+            add_eps: every entry is divided by its deviation + `eps` instead, as CORL and d3rlpy do.
+            keep_padding: timesteps that do not exist stay 0; see `Normalize`.
 
         Returns:
             The transform.
@@ -105,8 +110,8 @@ class Statistics:
         unknown = [name for name in names if name not in self.fields]
         if unknown:
             raise SchemaError(f"normalize: got {unknown[0]!r}, there are statistics of {', '.join(self.fields)}")
-        scales = {name: _shift_and_scale(self.fields[name], by, eps) for name in names or self.fields}
-        return Normalize(scales)
+        scales = {name: _shift_and_scale(self.fields[name], by, eps, add_eps) for name in names or self.fields}
+        return Normalize(scales, keep_padding)
 
 
 @dataclass(frozen=True)
@@ -117,17 +122,29 @@ class Normalize:
 
     Attributes:
         scales: dotted name -> (shift, scale).
+        keep_padding: timesteps that do not exist are 0 afterwards, as told by the batch's `_mask`, `_mask_<field>`,
+            `_lens` or `n_step_lens`.
     """
 
     scales: Mapping[str, tuple[Array, Array]]
+    keep_padding: bool = False
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A new batch with the fields normalised.
 
         Args:
             batch: of tensors or arrays.
+
+        Raises:
+            SchemaError: `keep_padding`, and the batch does not tell which of its timesteps exist.
         """
-        return _mapped(batch, self.scales, lambda x, shift, scale: (x - shift) / scale)
+        out = _mapped(batch, self.scales, lambda x, shift, scale: (x - shift) / scale)
+        if not self.keep_padding:
+            return out
+        for name, (shift, _) in self.scales.items():
+            for prefix in ("", "next_", "seq_"):
+                out = _changed(out, prefix + name, partial(_with_zeros, batch, prefix, name, np.ndim(shift)))
+        return out
 
     def inverse(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A new batch with the fields scaled back: x · scale + shift.
@@ -357,12 +374,12 @@ def _plan_blocks(episodes: Iterable[tuple[int, int]], most: int) -> Iterator[lis
         yield block
 
 
-def _shift_and_scale(found: FieldStatistics, by: str, eps: float) -> tuple[Array, Array]:
+def _shift_and_scale(found: FieldStatistics, by: str, eps: float, add_eps: bool) -> tuple[Array, Array]:
     low, high = found.min, found.max
     if by == "quantiles":
         low, high = found.quantiles[min(found.quantiles)], found.quantiles[max(found.quantiles)]
     shift, scale = (found.mean, found.std) if by == "std" else ((low + high) / 2, (high - low) / 2)
-    return shift, np.where(scale > eps, scale, 1.0)
+    return shift, scale + eps if add_eps else np.where(scale > eps, scale, 1.0)
 
 
 def _mapped(batch: Mapping[str, Any], scales: Mapping[str, tuple[Array, Array]], change: Any) -> dict[str, Any]:
@@ -380,6 +397,34 @@ def _changed(batch: dict[str, Any], name: str, change: Any) -> dict[str, Any]:
     if key not in batch:
         return batch
     return {**batch, key: _changed(batch[key], rest, change) if rest else change(batch[key])}
+
+
+def _value(batch: Mapping[str, Any], name: str) -> Any:
+    """The value of a key, dotted within groups; None where there is none."""
+    key, _, rest = name.partition(".")
+    return _value(batch[key], rest) if rest and key in batch else batch.get(key)
+
+
+def _with_zeros(batch: Mapping[str, Any], prefix: str, name: str, axes: int, values: Any) -> Any:
+    """Values (B, T, *field) with zeros at the timesteps that do not exist; others than those as they are."""
+    if values.ndim != axes + 2:
+        return values
+    own = None if prefix else _value(batch, f"_mask_{name}")
+    mask = batch.get("_mask") if own is None and not prefix else own
+    if mask is None or mask.shape[1] != values.shape[1]:
+        lens = batch.get("n_step_lens" if prefix else "_lens")
+        steps = 0 if lens is None else int(lens.max()) if mask is None else mask.shape[1]
+        finals = not prefix and "_has_final" in batch and values.shape[1] > steps  # one more entry than steps
+        if lens is None or (finals and values.shape[1] > steps + 1):
+            raise SchemaError(
+                f"normalize: keep_padding: the batch does not tell which timesteps of {prefix + name!r} exist; leave "
+                "keep_padding out, or let it have `_mask` or `_lens`, as windows, offsets and whole episodes do"
+            )
+        lens = lens.reshape(-1) + batch["_has_final"] * 1 if finals else lens.reshape(-1)
+        every = np.arange(values.shape[1])
+        mask = (every if isinstance(values, np.ndarray) else lens.new_tensor(every)) < lens[:, None]
+    values[~mask] = 0  # they are a copy
+    return values
 
 
 def _computed(value: Any, shift: Array, scale: Array, change: Any) -> Any:

@@ -27,6 +27,8 @@ class Anchors(NamedTuple):
         t: a timestep of it.
         weight, probability: of a draw by priority; else None.
         chance: uint64 random numbers, for the draws within an item, or None.
+        following: (B, M, 2) the slot and the serial of each episode that an item runs on into, -1 for none; None where
+            all items stay in theirs.
         words: (B, 8) the records of the episodes as they were looked up, or None; all zeros where an episode is gone.
     """
 
@@ -37,6 +39,7 @@ class Anchors(NamedTuple):
     weight: npt.NDArray[np.float32] | None = None
     probability: npt.NDArray[np.float64] | None = None
     chance: npt.NDArray[np.uint64] | None = None
+    following: IntArray | None = None
     words: Words | None = None
 
     @property
@@ -51,7 +54,7 @@ class Anchors(NamedTuple):
     @staticmethod
     def joined(parts: Sequence[Anchors]) -> Anchors:
         """Several batches of anchors as one; all have the same columns."""
-        columns = zip(*parts, strict=True)
+        columns = zip(*_alike(parts), strict=True)
         return Anchors._make([None if column[0] is None else np.concatenate(column) for column in columns])
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
@@ -59,8 +62,9 @@ class Anchors(NamedTuple):
 
         The records of all of them must be looked up again.
         """
-        out = Anchors(*(None if column is None else column.copy() for column in self[:7]))  # type: ignore[arg-type]
-        for column, new in zip(out[:7], others[:7], strict=True):
+        one, others = _alike([self, others])
+        out = Anchors(*(None if column is None else column.copy() for column in one[:8]))  # type: ignore[arg-type]
+        for column, new in zip(out[:8], others[:8], strict=True):
             if column is not None:
                 column[chosen] = 0 if new is None else new
         return out
@@ -109,6 +113,19 @@ class Runs:
             return parts[0]
         columns = zip(*map(_COLUMNS, parts), strict=True)
         return Runs(*[None if column[0] is None else np.concatenate(column) for column in columns])  # type: ignore[arg-type]
+
+
+def _alike(parts: Sequence[Anchors]) -> Sequence[Anchors]:
+    """The same with room for as many following episodes in each."""
+    most = max((0 if part.following is None else part.following.shape[1] for part in parts), default=0)
+    if not most:
+        return parts
+    room = ((0, 0), (0, most), (0, 0))
+    wide = [
+        part.following if part.following is None else np.pad(part.following, room, constant_values=-1)[:, :most]
+        for part in parts
+    ]
+    return [part._replace(following=following) for part, following in zip(parts, wide, strict=True)]
 
 
 def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

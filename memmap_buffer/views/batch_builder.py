@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from memmap_buffer.choices import Padding
 from memmap_buffer.dtypes import Array, decode
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, START, STOP, TERMINATED, Words
+from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
 from memmap_buffer.schema import DECLARED, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import Folders, Found
 from memmap_buffer.views.memory_pool import SMALL
-from memmap_buffer.views.row_ranges import RowRanges
+from memmap_buffer.views.row_ranges import Further, RowRanges
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # memory that it takes to find one row
@@ -71,6 +71,31 @@ class RowGather(NamedTuple):
     padding: str = "zero"
 
 
+class Following(NamedTuple):
+    """The episodes that items run on into, all (P,), item by item.
+
+    Attributes:
+        item: whose.
+        found: their records.
+        start: the first step of each that is shown.
+        lead, end: the entries of the item that it has: lead … end - 1.
+    """
+
+    item: IntArray
+    found: Found
+    start: IntArray
+    lead: IntArray
+    end: IntArray
+
+    def rows(self, final: bool) -> Further:
+        """The rows of those entries, of fields with or without `final`."""
+        anchors = self.found.anchors
+        row = anchors.words.view(np.int64)[:, FIRST_ROW] + self.start  # type: ignore[union-attr]
+        row = row + anchors.slot if final else row
+        needed = self.end > self.lead
+        return Further(self.item[needed], row[needed], self.lead[needed], self.end[needed])
+
+
 Column: TypeAlias = Array | RowGather | RowRanges  # as it is; rows to copy; the mask of the rows that exist
 Columns: TypeAlias = dict[str, Array]
 
@@ -95,7 +120,8 @@ class BatchBuilder:
         self.found: Found = folders.find(anchors, since=since)
         self.anchors = self.found.anchors
         self.batch: dict[str, Column] = {}
-        self._pool = folders.pool
+        self._pool, self._folders = folders.pool, folders
+        self._following: Following | None = None
         self._ends, self._parted = ends, False
         words: Words = self.anchors.words  # type: ignore[assignment]
         halves: npt.NDArray[np.uint32] = words.view(np.uint32)
@@ -186,6 +212,64 @@ class BatchBuilder:
     def first(self, final: bool) -> IntArray:
         """(B,) the row of step 0 of each anchor's episode, of fields with or without `final`."""
         return self._first + self.anchors.slot if final else self._first
+
+    # What an item is, where that is more or less than its episode from the anchor on
+
+    def pad_in_front(self, steps: int) -> None:
+        """Take each anchor for its episode's first step, and anchor items of fewer than `steps` steps before it."""
+        self._begin_at(self.t)
+        self.t = np.minimum(self.length - steps, 0)
+
+    def run_on(self, steps: int) -> IntArray:
+        """Let ranges of `steps` rows from the anchors on go on in the episodes that follow.
+
+        Returns:
+            (B,) the timesteps that exist are below it; those beyond the episode are of others.
+        """
+        item, found = find_following(self._folders, self.anchors)
+        halves: npt.NDArray[np.uint32] = found.anchors.words.view(np.uint32)  # type: ignore[union-attr]
+        start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
+        sums = np.append(0, np.cumsum(stop - start))
+        # Behind the item's own steps, and those of the episodes before it.
+        before = sums[:-1] - sums[np.searchsorted(item, item)]
+        lead = np.minimum((self.length - self.t)[item] + before, steps)
+        end = np.minimum(lead + stop - start, steps)
+        self._following = Following(item, found, start, lead, end)
+        return self.length + np.bincount(item, stop - start, len(self.t)).astype(np.int64)
+
+    def put_ends(self, first: str, last: str, steps: range) -> None:
+        """Put (B, K) where episodes begin in an item that runs on, and its own first step; and where they end."""
+        item, found, start, lead, end = self._following  # type: ignore[misc]
+        flags = found.anchors.words.view(np.uint32)[:, FLAGS]  # type: ignore[union-attr]
+        begins, ends = np.zeros((2, len(self.t), len(steps)), np.bool_)
+        begins[:, 0] = True
+        begins[item[end > lead], lead[end > lead]] = True
+        own, whole = self.length - self.t, found.anchors.length - start == end - lead
+        # What is still appended to an episode follows its last step of now.
+        over = np.flatnonzero((own <= len(steps)) & (self._flags & OPEN == 0))
+        ends[over, own[over] - 1] = True
+        over = np.flatnonzero((end > lead) & whole & (flags & OPEN == 0))
+        ends[item[over], end[over] - 1] = True
+        if self._ends.names and (
+            not self._ends.marked or ((self._flags & INNER_END).any() | (flags & INNER_END).any())
+        ):
+            for name in self._ends.names:
+                values = self._copied(name, self._ranges(steps, self.schema.fields[name].final, self.length, "zero"))
+                ends |= values.any(axis=tuple(range(2, values.ndim)))
+            begins[:, 1:] |= ends[:, :-1]
+        self.batch |= {first: begins, last: ends}
+
+    def require_steps(self, steps: int) -> None:
+        """Raise NotEnoughDataError where an episode has fewer than `steps` steps from its anchor on."""
+        short = self.length - self.t < steps
+        short = short if self._there is None else short & self._there
+        if short.any():
+            serial, length = int(self.anchors.serial[short][0]), int(self.length[short][0])
+            raise NotEnoughDataError(
+                f"episode {serial} has {length} timesteps, fewer than the {steps} that were asked for; lower the "
+                "length, leave such episodes out by min_episode_len, or leave allow_short=True, which pads",
+                serial=serial,
+            )
 
     # The columns of a batch
 
@@ -312,7 +396,8 @@ class BatchBuilder:
         lead = np.minimum(np.maximum(-begin, 0), steps)
         stop = np.maximum(np.minimum(limit - begin, steps), 0)
         nearest = np.minimum(np.maximum(begin, 0), limit - 1)
-        return RowRanges(self.first(final) + nearest, lead, stop, steps, padding)
+        further = None if self._following is None else self._following.rows(final)
+        return RowRanges(self.first(final) + nearest, lead, stop, steps, padding, further)
 
     # The copy
 
@@ -361,6 +446,8 @@ class BatchBuilder:
     def fresh(self) -> BoolArray:
         """(B,) whether the rows that were copied are those of the anchors; true only after all copying."""
         same = self.found.unchanged()
+        if self._following is not None:
+            same[self._following.item[~self._following.found.unchanged()]] = False
         return same if self._there is None else same & self._there
 
     def kept(self, columns: Columns, chosen: BoolArray, fitted: bool) -> Columns:
@@ -384,7 +471,7 @@ class BatchBuilder:
             if type(column) is RowGather:
                 name, rows = column.name, column.rows
                 if isinstance(rows, RowRanges):
-                    yield name, rows.row, rows.row + np.maximum(rows.stop - rows.lead, 1)
+                    yield name, *rows.rows()
                 else:
                     yield name, rows.ravel(), rows.ravel() + 1
 
@@ -403,6 +490,15 @@ class BatchBuilder:
             f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
             f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
         )
+
+
+def find_following(folders: Folders, anchors: Anchors) -> tuple[IntArray, Found]:
+    """(whose, the records of) the episodes that items run on into; those that are gone have a length of 0."""
+    following = np.empty((anchors.size, 0, 2), np.int64) if anchors.following is None else anchors.following
+    item, place = np.nonzero(following[..., 1] >= 0)
+    slot, serial = following[item, place].T.copy()
+    folder = None if anchors.folder is None else anchors.folder[item]
+    return item, folders.find(Anchors(folder, slot, serial, np.zeros_like(slot)))
 
 
 def array_of(offsets: IntArray | range) -> IntArray:

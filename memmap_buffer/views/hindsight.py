@@ -112,7 +112,6 @@ class HindsightBuilder(BatchBuilder):
     def __init__(self, folders: Folders, anchors: Anchors, ends: Ends, how: Hindsight, reach: int) -> None:
         super().__init__(folders, anchors, ends)
         self._how = how
-        self._entries = self.limit(self.schema.fields[how.achieved].final)
         whole = (self._entries > self.length) | (self.t + reach < self.length)
         item, t, there = self._drawn()
         self._chosen = (self.anchors.uniform(1) < how.prob) & whole & there
@@ -120,6 +119,11 @@ class HindsightBuilder(BatchBuilder):
         columns = [self.anchors.serial[item], t + np.broadcast_to(self.begin, t.shape)[item]]
         columns = columns if self.anchors.folder is None else [self.anchors.folder[item], *columns]
         self.batch["_goal"] = np.where(self._chosen[:, None], np.stack(columns, axis=1), -1)
+
+    @property
+    def _entries(self) -> IntArray:
+        """(B,) how many goals each item's episode achieved."""
+        return self.limit(self.schema.fields[self._how.achieved].final)
 
     def _drawn(self) -> tuple[IntArray, IntArray, BoolArray]:
         """(of which item's episode, at which timestep, whether there is one) the goal of each item was achieved."""

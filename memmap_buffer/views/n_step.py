@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from memmap_buffer.choices import Padding
-from memmap_buffer.dtypes import check_count, check_number
+from memmap_buffer.dtypes import Array, check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
@@ -99,7 +99,7 @@ class NStep(View):
     def keys(self, schema: Schema) -> list[str]:
         if self.gamma is not None:
             schema.require([self.reward], "reward", schema.fields)
-            self._require_terminated(schema)
+            require_terminated(schema, self.terminated)
         if self.terminated:
             schema.require([self.terminated], "terminated", schema.fields)
         schema.require(dict(self.stack), "stack", schema.fields)
@@ -110,18 +110,6 @@ class NStep(View):
             "n_step_lens",
             *["_return", "_discount"] * (self.gamma is not None),
         ]
-
-    def _require_terminated(self, schema: Schema) -> None:
-        """Raise SchemaError where nothing was said of how episodes end: the last reward would be lost in silence."""
-        if self.terminated == DECLARED and schema.terminated is None and schema.declared_ends["terminated"] is not None:
-            flags = [
-                name for name, field in schema.fields.items() if field.dtype == "bool" and field.shape in ((), (1,))
-            ]
-            raise SchemaError(
-                "gamma: the discount is 0 where an episode terminated, and there is no field `terminated`; name yours, "
-                f"terminated={next((name for name in FLAGS if name in schema.fields), (flags or FLAGS)[0])!r}, or give "
-                "terminated=None if nothing ever terminates; here, or to ReplayBuffer, which keeps it"
-            )
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         return episodes.replaced(count=episodes.count - ~(has_final | terminated))
@@ -166,3 +154,36 @@ class NStep(View):
             before = range(1 - stacks[name], 1)
             offsets = before if t is builder.t else (t - builder.t)[:, None] + np.array(before)
             builder.put([name], offsets, prefix=prefix, padding=self.padding)
+
+
+def require_terminated(schema: Schema, terminated: str | None) -> None:
+    """Raise SchemaError where nothing was said of how episodes end: the last reward would be lost in silence."""
+    if terminated == DECLARED and schema.terminated is None and schema.declared_ends["terminated"] is not None:
+        flags = [name for name, field in schema.fields.items() if field.dtype == "bool" and field.shape in ((), (1,))]
+        raise SchemaError(
+            "gamma: the discount is 0 where an episode terminated, and there is no field `terminated`; name yours, "
+            f"terminated={next((name for name in FLAGS if name in schema.fields), (flags or FLAGS)[0])!r}, or give "
+            "terminated=None if nothing ever terminates; here, or to ReplayBuffer, which keeps it"
+        )
+
+
+def step_returns(builder: BatchBuilder, steps: range, n: int, gamma: float, reward: str) -> dict[str, Array]:
+    """The returns of n steps from each of `t + steps` on: `n_step_lens`, `_return` and `_discount`, all (B, K, …).
+
+    As `NStep` gives them for a step by itself; 0 where a step has no successor, or does not exist.
+    """
+    t = builder.t[:, None] + np.arange(steps.start, steps.stop)
+    rest = builder.length[:, None] - t - ~builder.goes_on[:, None]
+    k = np.where(t < 0, 0, np.clip(rest, 0, n))
+    every = builder.look(reward, range(steps.start, steps.stop + n - 1), limit=builder.length)
+    rewards = np.moveaxis(np.lib.stride_tricks.sliding_window_view(every, n, axis=1), -1, 2)
+    last = t + k == builder.length[:, None]
+    ended = (builder.terminated | ~builder.has_final)[:, None] & last | (k == 0)
+    flat = rewards.reshape(-1, *rewards.shape[2:])
+    returns, discount = n_step_return(flat, k.ravel(), ended.ravel(), gamma)
+    returns[k.ravel() == 0] = 0
+    return {
+        "n_step_lens": k,
+        "_return": returns.reshape(*k.shape, *returns.shape[1:]),
+        "_discount": discount.reshape(*k.shape, *discount.shape[1:]),
+    }

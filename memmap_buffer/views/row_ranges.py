@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,24 @@ LARGE = 1 << 20  # bytes from which memory that is used again outweighs a call f
 Item: TypeAlias = tuple[int, int, int, int]  # number, row, lead, stop
 
 
+class Further(NamedTuple):
+    """Ranges that items have besides their first: (P,) the number of the item, and what a range is, see `RowRanges`."""
+
+    item: IntArray
+    row: IntArray
+    lead: IntArray
+    stop: IntArray
+
+    def among(self, chosen: Any, count: int) -> Further:
+        """Those of some of `count` items, by their new numbers."""
+        place = np.full(count, -1)
+        items = np.arange(count)[chosen]
+        place[items] = np.arange(len(items))
+        item = place[self.item]
+        kept = item >= 0
+        return Further(item[kept], self.row[kept], self.lead[kept], self.stop[kept])
+
+
 class RowRanges:
     """Rows to copy: item b has K of them; those from `lead[b]` until `stop[b]` exist, and lie from row `row[b]` on.
 
@@ -25,14 +43,30 @@ class RowRanges:
         row, lead, stop: (B,) int64, 0 ≤ lead ≤ stop ≤ K; where none exists, `row` is the nearest that does.
         steps: K.
         padding: what stands where no row exists: "zero", "edge" (the nearest that does) or "default".
+        further: ranges that stand in the place of padding behind the first, or None.
     """
 
-    def __init__(self, row: IntArray, lead: IntArray, stop: IntArray, steps: int, padding: str) -> None:
+    def __init__(
+        self, row: IntArray, lead: IntArray, stop: IntArray, steps: int, padding: str, further: Further | None = None
+    ) -> None:
         self.row, self.lead, self.stop, self.steps, self.padding = row, lead, stop, steps, padding
+        self.further = further
 
     def __getitem__(self, chosen: Any) -> RowRanges:
         """Some of the items."""
-        return RowRanges(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding)
+        further = None if self.further is None else self.further.among(chosen, len(self.row))
+        return RowRanges(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding, further)
+
+    def rows(self) -> tuple[IntArray, IntArray]:
+        """(first rows, ends) of the ranges, as many of each item; one of fewer has its first again."""
+        row, stop = self.row, self.row + np.maximum(self.stop - self.lead, 1)
+        if self.further is None or not len(self.further.item):
+            return row, stop
+        item, begin, lead, end = self.further
+        place = 1 + np.arange(len(item)) - np.searchsorted(item, item)
+        rows = np.repeat(np.stack([row, stop])[..., None], place.max() + 1, axis=2)
+        rows[:, item, place] = begin, begin + end - lead
+        return rows[0].ravel(), rows[1].ravel()
 
     def exist(self) -> npt.NDArray[np.bool_]:
         """(B, K) which rows exist."""
@@ -52,14 +86,17 @@ class RowRanges:
         else:  # one index for all; those of which some row does not exist are copied anew
             out = storage.slices_of(name, self.steps)[self._begin].view(rows.dtype).reshape(shape)
             items = self._cut
-        self._copy_each(rows, out, items)
+        self._copy_each(rows, out, items, zero=self.padding == "zero")
         if self.padding != "zero":
             self._pad(rows, out, items, storage.layout.schema.fields[name].fill)
+        if self.further is not None:
+            columns = (column.tolist() for column in self.further)
+            self._copy_each(rows, out, list(zip(*columns, strict=True)), zero=False)
         return out
 
-    def _copy_each(self, rows: Array, out: Array, items: list[Item]) -> None:
+    def _copy_each(self, rows: Array, out: Array, items: list[Item], zero: bool) -> None:
         """Some items, as bytes: numpy copies and zeroes these with the least to think about."""
-        width, zero = rows.itemsize * math.prod(rows.shape[1:]), self.padding == "zero"
+        width = rows.itemsize * math.prod(rows.shape[1:])
         origin, target, size = rows.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8), self.steps * width
         for b, row, lead, stop in items:
             at = b * size

@@ -106,6 +106,103 @@ class Returns:
         return {**batch, self.name: discounted_returns(rewards, self.gamma, axis=1)}
 
 
+def advantages(
+    rewards: Any, values: Any, terminated: Any, gamma: float = 0.99, lambda_: float = 0.95, *, lens: Any = None
+) -> tuple[Any, Any]:
+    """The generalised advantage estimate A of every timestep of whole episodes, and its TD(λ) return, A + V.
+
+    δ_t = r_t + γ V_{t+1} (1 - d_t) - V_t; A_t = δ_t + γ λ (1 - d_t) A_{t+1}, from the last step back, in V's dtype.
+
+    Args:
+        rewards: an array or a tensor (B, T).
+        values: V of the same timesteps (B, T), or (B, T + 1) with the one that follows each episode's last step; where
+            that is not known it is 0.
+        terminated: d (B, T), true where nothing follows.
+        gamma: γ, 0 … 1.
+        lambda_: λ, 0 … 1.
+        lens: (B,) the timesteps of each episode, behind which both results are 0; default: T.
+
+    Returns:
+        (A, TD(λ) return), both (B, T).
+
+    Raises:
+        SchemaError: γ or λ is no number from 0 to 1, or the shapes do not fit.
+
+    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16;
+        TD(λ): Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 12.2.
+    """
+    check_number("gamma", gamma)
+    check_number("lambda_", lambda_)
+    shapes = tuple(tuple(column.shape) for column in (rewards, values, terminated))
+    extra = shapes[1][1] - shapes[0][1] if {len(shape) for shape in shapes} == {2} else -1
+    if extra not in (0, 1) or shapes[0] != shapes[2] or shapes[0][0] != shapes[1][0]:
+        raise SchemaError(
+            "advantages: got rewards {}, values {} and terminated {}, expected (B, T), (B, T) or (B, T + 1), and "
+            "(B, T)".format(*shapes)
+        )
+    rewards, values, ends = (_in_dtype_of(values, column).T for column in (rewards, values, terminated))
+    estimates, returns, following = rewards * 1.0, rewards * 1.0, rewards[0] * 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        after = values[t + 1] * 1.0 if t + 1 < len(values) else values[0] * 0.0
+        if lens is not None and not extra:
+            after[t + 1 >= lens] = 0.0  # padding
+        goes_on = 1.0 - ends[t]
+        delta = rewards[t] + gamma * after * goes_on - values[t]
+        following = delta + gamma * lambda_ * goes_on * following
+        estimates[t], returns[t] = following, following + values[t]
+        if lens is not None:
+            for column in (following, estimates[t], returns[t]):
+                column[t >= lens] = 0.0
+    return estimates.T, returns.T
+
+
+def _in_dtype_of(like: Any, column: Any) -> Any:
+    """An array or tensor in the floating dtype of another, float32 where that has none."""
+    if hasattr(column, "double"):
+        return column.to(like.dtype) if like.is_floating_point() else column.float()
+    return column.astype(like.dtype if like.dtype.kind == "f" else np.float32)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """A transform that adds the advantages and the TD(λ) returns of all timesteps to batches of whole episodes.
+
+    V is a field that was stored, or a key that another transform adds before. With `Trajectory(final_observation=True)`
+    and a V declared `final`, an episode that was cut short goes on with the V of its final observation; see
+    `advantages`.
+
+    Args:
+        value: the key of V, (B, T) or (B, T + 1).
+        reward: the key of the rewards (B, T).
+        terminated: the key that is true where nothing follows; None: nothing terminates.
+        gamma: γ.
+        lambda_: λ.
+        name: the key of the advantages, which is added.
+        returns: the key of the TD(λ) returns, likewise.
+
+    Raises:
+        SchemaError: a batch without one of the keys.
+    """
+
+    value: str = "value"
+    reward: str = "reward"
+    terminated: str | None = "terminated"
+    gamma: float = 0.99
+    lambda_: float = 0.95
+    name: str = "advantage"
+    returns: str = "lambda_return"
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        rewards, values = (_changed(batch, key, lambda column: column)[1] for key in (self.reward, self.value))
+        over = rewards * 0 if self.terminated is None else _changed(batch, self.terminated, lambda c: c)[1]
+        lens, has_final = batch.get("_lens"), batch.get("_has_final")
+        if lens is not None and has_final is not None and values.shape[1] > rewards.shape[1]:
+            values = values * 1.0
+            values[~has_final, lens[~has_final]] = 0.0  # what a network makes of padding
+        found = advantages(rewards, values, over, self.gamma, self.lambda_, lens=lens)
+        return {**batch, self.name: found[0], self.returns: found[1]}
+
+
 @dataclass(frozen=True)
 class Scale:
     """A transform that gives fields of whole numbers, such as images, as float32 divided by a number.

@@ -26,6 +26,7 @@ class View(ABC):
     stride: int = 1
     per_episode: ClassVar[bool] = False
     random: ClassVar[bool] = False
+    stream: str | None = None  # the meta field by which episodes follow one another; see `continues`
     one_per_step: ClassVar[bool] = False  # whether a step more or less of an episode is an anchor more or less
 
     @abstractmethod
@@ -84,6 +85,11 @@ class View(ABC):
     @property
     def before(self) -> int:
         """How many timesteps before the anchor an item may have of the same episode."""
+        return 0
+
+    @property
+    def continues(self) -> int:
+        """How many timesteps an item has, where it runs on into the episodes that follow; 0: it stays in its own."""
         return 0
 
     def _keep_names(self, *arguments: str) -> None:

@@ -9,16 +9,17 @@ from typing import ClassVar, get_args
 import numpy as np
 
 from memmap_buffer.choices import Boundary, Padding, WindowBoundary
-from memmap_buffer.dtypes import check_count
+from memmap_buffer.dtypes import check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.schema import Schema
+from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.views.anchors import BoolArray, Runs
-from memmap_buffer.views.batch_builder import BatchBuilder, check_padding
+from memmap_buffer.views.batch_builder import BatchBuilder, Ends, check_padding
+from memmap_buffer.views.n_step import require_terminated, step_returns
 from memmap_buffer.views.view import FloatArray, Names, View, named
 
 BOUNDARIES = get_args(Boundary)
-REPEAT = "repeat"
+REPEAT, CONTINUE = "repeat", "continue"
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,10 @@ class Timestep(View):
 
 @dataclass(frozen=True)
 class Window(View):
-    """Windows of `length` consecutive timesteps that begin every `stride` steps and never leave their episode.
+    """Windows of `length` consecutive timesteps that begin every `stride` steps; only "continue" leaves the episode.
 
     A batch: fields (B, L, *field), `_lens` (B,) existing steps, `_mask` (B, L), `_start` (B,), `_reaches_episode_end`
-    (B,).
+    (B,). Entry k is timestep `_start + k`.
 
     Args:
         length: L.
@@ -127,12 +128,34 @@ class Window(View):
         fields: the fields of a batch; default all.
         boundary: "pad": every start, padded behind the end; "shift": a window that would pass the end is moved back
             to end there; "repeat": likewise, but every start gives one, so item i begins at step i of all, or where
-            its window just fits; "drop": only windows that lie inside.
+            its window just fits; "drop": only windows that lie inside; "continue": a window runs on into the episode
+            that follows in its stream, and every start whose L steps exist there gives one.
         padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         pad_before: windows may begin this many steps before the episode, padded in front.
+        pad_after: windows may end this many steps behind the episode; default: all but their first step.
+        pad_in_front: a window that has fewer steps than L ends with them, behind its padding.
+        allow_short: with "shift" and "repeat", whether an episode shorter than L gives a padded window, or an error
+            where one is drawn.
+        stream: with "continue", the meta field that names the environment of an episode. The next episode of the same
+            one follows; without, that of the next serial. Only episodes that pass the filters count. A batch has
+            `_is_first` (B, L), true where a window or an episode begins, and `_is_last` (B, L), where an episode ends.
+        burn_in: so many entries of a window only warm up a recurrent state: `_loss_mask` (B, L) leaves them out.
+        n_steps: n, with `gamma`: a batch has the returns and discounts of n steps from every entry on, as `NStep` gives
+            them, `_return` (B, L) and `_discount` (B, L), and `n_step_lens` (B, L), k of each, 0 where no step has a
+            successor. Fields with `final` show the final observation behind the last step, told by `_mask_<field>`, so
+            that an entry's successor is entry + k; `_loss_mask` leaves out the last n entries, whose may lie beyond.
+        gamma: γ.
+        reward: the field of the rewards.
+        terminated: the field that is true where nothing follows; default: the one that the buffer declared.
+        start_fields: fields that are given at the first existing step of a window alone, (B, *field): the recurrent
+            state that was stored there.
 
     Raises:
-        SchemaError: a value that is not one of these.
+        SchemaError: a value that is not one of these, or two that exclude each other; later, an unknown field.
+        NotEnoughDataError: later, an episode is shorter than L, and `allow_short` is False.
+
+    Source of `burn_in` and `start_fields`: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed
+        Reinforcement Learning".
     """
 
     length: int
@@ -141,51 +164,134 @@ class Window(View):
     boundary: WindowBoundary = "pad"
     padding: Padding = "zero"
     pad_before: int = 0
+    pad_after: int | None = None
+    pad_in_front: bool = False
+    allow_short: bool = True
+    stream: str | None = None
+    burn_in: int = 0
+    n_steps: int | None = None
+    gamma: float | None = None
+    reward: str = "reward"
+    terminated: str | None = DECLARED
+    start_fields: Names = ()
 
     def __post_init__(self) -> None:
-        self._keep_names("fields")
+        self._keep_names("fields", "start_fields")
         check_count("length", self.length)
         check_count("stride", self.stride)
-        _check_boundary(self.boundary, (*BOUNDARIES, REPEAT))
+        _check_boundary(self.boundary, (*BOUNDARIES, REPEAT, CONTINUE))
         check_padding(self.padding)
-        check_count("pad_before", self.pad_before, 0)
-        if self.pad_before >= self.length:
-            raise SchemaError(
-                f"pad_before: got {self.pad_before}, expected 0 … length - 1, so that a window has a step"
-            )
-        if self.pad_before and self.boundary != "pad":
-            raise SchemaError(f"pad_before pads, and boundary={self.boundary!r} does not; leave one out")
+        for name in ("pad_before", "pad_after", "burn_in"):
+            steps = getattr(self, name)
+            check_count(name, steps or 0, 0)
+            if (steps or 0) >= self.length:
+                raise SchemaError(f"{name}: got {steps}, expected 0 … length - 1, so that a window has a step")
+        if self.n_steps is not None:
+            check_count("n_steps", self.n_steps)
+            check_number("gamma", self.gamma)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        boundary = f"boundary={self.boundary!r}"
+        rules = (
+            *[
+                (f"{name} pads, and {boundary} does not; leave one out", getattr(self, name) and self.boundary != "pad")
+                for name in ("pad_before", "pad_after", "pad_in_front")
+            ],
+            ("pad_before and pad_in_front exclude each other; leave one out", self.pad_before and self.pad_in_front),
+            (
+                f"allow_short=False goes with 'shift' and 'repeat', got {boundary}; 'drop' leaves short episodes out",
+                not self.allow_short and self.boundary not in ("shift", REPEAT),
+            ),
+            (f"stream goes with boundary='continue', got {boundary}", self.stream and self.boundary != CONTINUE),
+            ("gamma goes with n_steps; give both", (self.gamma is None) != (self.n_steps is None)),
+            ("n_steps ends with its episode, and boundary='continue' does not", self.n_steps and self.continues),
+        )
+        for text, broken in rules:
+            if broken:
+                raise SchemaError(text)
 
     def keys(self, schema: Schema) -> list[str]:
-        return [*named(schema, self.fields, "fields"), "_lens", "_mask", "_start", "_reaches_episode_end"]
+        if self.stream is not None and self.stream not in schema.meta_fields:
+            raise schema.unknown(self.stream, "stream", schema.meta_fields)
+        if self.n_steps:
+            schema.require([self.reward], "reward", schema.fields)
+            require_terminated(schema, self.terminated)
+        names, at_start = self._names(schema)
+        return [
+            *names,
+            *at_start,
+            *["_lens", "_mask", "_start", "_reaches_episode_end"],
+            *["_is_first", "_is_last"] * bool(self.continues),
+            *["n_step_lens", "_return", "_discount"] * bool(self.n_steps),
+            *[f"_mask_{name}" for name in names if self.n_steps and schema.fields[name].final],
+            *["_loss_mask"] * bool(self.burn_in or self.n_steps),
+        ]
+
+    def _names(self, schema: Schema) -> tuple[list[str], tuple[str, ...]]:
+        """(the fields that every entry has, those that a window has once)"""
+        at_start = named(schema, self.start_fields, "start_fields")
+        return [name for name in named(schema, self.fields, "fields") if name not in at_start], at_start
 
     def sequences(self, schema: Schema) -> dict[str, str]:
-        names = () if self.pad_before else named(schema, self.fields, "fields")
-        return dict.fromkeys(names, "_lens")
+        padded_behind = not (self.pad_before or self.pad_in_front or self.continues or self.n_steps)
+        return dict.fromkeys(self._names(schema)[0], "_lens") if padded_behind else {}
 
     @property
     def reach(self) -> int:
-        return self.length
+        return self.length + (self.n_steps or 1) - 1
+
+    @property
+    def continues(self) -> int:
+        return self.length if self.boundary == CONTINUE else 0
+
+    def ends(self, schema: Schema) -> Ends:
+        return Ends.of(schema, self.terminated, after=0 if self.continues else self.reach)
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         stop = episodes.count - (self.length - 1)
-        if self.boundary == REPEAT:
+        if self.boundary in (REPEAT, CONTINUE):
             every = _inside(episodes, 0, 0, stop, "pad", self.stride)
-            return every.replaced(last=np.maximum(stop - 1, 0))
-        return _inside(episodes, -self.pad_before, 0, stop, self.boundary, self.stride)
+            return every if self.continues else every.replaced(last=np.maximum(stop - 1, 0))
+        end = episodes.count if self.pad_after is None else stop + self.pad_after
+        return _inside(episodes, -self.pad_before, 0, stop, self.boundary, self.stride, end)
 
     def cut(self, builder: BatchBuilder) -> None:
-        steps, t = range(self.length), builder.t
-        builder.put(named(builder.schema, self.fields, "fields"), steps, limit=builder.length, padding=self.padding)
-        rest = builder.length - t
-        lens = np.minimum(rest, self.length) + np.minimum(t, 0)
-        ends = rest <= self.length
+        if not self.allow_short:
+            builder.require_steps(self.length)
+        if self.pad_in_front:
+            builder.pad_in_front(self.length)
+        steps, t, schema = range(self.length), builder.t, builder.schema
+        stop = builder.run_on(self.length) if self.continues else builder.length
+        names, at_start = self._names(schema)
+        finals = [name for name in names if self.n_steps and schema.fields[name].final]
+        builder.put([name for name in names if name not in finals], steps, limit=builder.length, padding=self.padding)
+        builder.put(finals, steps, padding=self.padding)
+        builder.put_at(at_start, np.maximum(t, 0))
+        rest = stop - t
+        mask = builder.exists(steps, stop)
         builder.batch |= {
-            "_lens": lens,
-            "_mask": builder.exists(steps),
+            "_lens": np.minimum(rest, self.length) + np.minimum(t, 0),
+            "_mask": mask,
             "_start": t + builder.begin,
-            "_reaches_episode_end": ends,
+            "_reaches_episode_end": builder.length - t <= self.length,
         }
+        if self.continues:
+            builder.put_ends("_is_first", "_is_last", steps)
+        if self.burn_in or self.n_steps:
+            self._put_learned(builder, steps, mask, finals)
+
+    def _put_learned(self, builder: BatchBuilder, steps: range, exists: BoolArray, finals: list[str]) -> None:
+        """Put the returns of every entry, where fields with `final` exist, and which entries are learned from."""
+        entry = np.arange(self.length)
+        learned = exists & (entry >= self.burn_in)
+        if self.n_steps:
+            found = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward)
+            builder.batch |= found
+            for name in finals:
+                builder.batch[f"_mask_{name}"] = builder.exists(steps, builder.limit(True))
+            learned &= (found["n_step_lens"] > 0) & (entry < self.length - self.n_steps)
+        builder.batch["_loss_mask"] = learned
 
 
 @dataclass(frozen=True)
@@ -245,6 +351,7 @@ class Offsets(View):
             padded item of an episode that is too short.
         padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         stride: steps between anchors.
+        drop_last: so many of an episode's last timesteps give no item, however it is padded.
         fields: the same as `offsets`, by keyword.
 
     Raises:
@@ -259,6 +366,7 @@ class Offsets(View):
         boundary: Boundary = "pad",
         padding: Padding = "zero",
         stride: int = 1,
+        drop_last: int = 0,
         **fields: Iterable[int],
     ) -> None:
         given = {**(offsets or {}), **fields}
@@ -273,7 +381,8 @@ class Offsets(View):
         _check_boundary(boundary)
         check_padding(padding)
         check_count("stride", stride)
-        self.boundary, self.padding, self.stride = boundary, padding, stride
+        check_count("drop_last", drop_last, 0)
+        self.boundary, self.padding, self.stride, self.drop_last = boundary, padding, stride, drop_last
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Offsets) and self._value == other._value
@@ -287,7 +396,7 @@ class Offsets(View):
 
     @property
     def _value(self) -> tuple[object, ...]:
-        return tuple(self.offsets.items()), self.boundary, self.padding, self.stride
+        return tuple(self.offsets.items()), self.boundary, self.padding, self.stride, self.drop_last
 
     def keys(self, schema: Schema) -> list[str]:
         names = [name for group in self.offsets for name in schema.require([group], "offsets", schema.fields)]
@@ -308,7 +417,7 @@ class Offsets(View):
             for name in schema.require([group], "offsets", schema.fields):
                 exist = episodes.count + has_final if schema.fields[name].final else episodes.count
                 stop = np.minimum(stop, exist - max(0, *values))
-        return _inside(episodes, 0, low, stop, self.boundary, self.stride)
+        return _inside(episodes, 0, low, stop, self.boundary, self.stride, episodes.count - self.drop_last)
 
     def cut(self, builder: BatchBuilder) -> None:
         for group, values in self.offsets.items():
@@ -320,11 +429,16 @@ class Offsets(View):
                 )
 
 
-def _inside(episodes: Runs, start: int, low: int, stop: IntArray, boundary: str, stride: int) -> Runs:
-    """Anchors from `start` on, every `stride` steps; the offsets of those from -low to stop - 1 all exist."""
-    length = episodes.count
+def _inside(
+    episodes: Runs, start: int, low: int, stop: IntArray, boundary: str, stride: int, end: IntArray | None = None
+) -> Runs:
+    """Anchors from `start` on, every `stride` steps, before `end`, by default the episode's.
+
+    The offsets of those from -low to stop - 1 all exist.
+    """
+    length, end = episodes.count, episodes.count if end is None else end
     first = np.full_like(length, start if boundary == "pad" else max(start, -low))
-    stop = length if boundary == "pad" else stop
+    stop = end if boundary == "pad" else np.minimum(stop, end)
     count = np.maximum(-(-(stop - first) // stride), 0)
     if boundary != "shift":
         return episodes.replaced(first=first, count=count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -210,6 +211,8 @@ class TestFilters:
             ({"min_episode_len": 2.5}, "min_episode_len: got 2.5"),
             ({"split": {"a": 1.0}, "part": "a", "split_seed": "x"}, "split_seed: got 'x', expected a whole number"),
             ({"weight_by": "name"}, "weight_by: 'name' holds text; give a field of one number"),
+            ({"weight_by": ("score", 3)}, r"weight_by: got \('score', 3\), expected a meta field, or"),
+            ({"weight_by": ("score", lambda column: column[:1])}, r"the function of 'score' gave shape \(1,\)"),
             ({"top_k": ("scor", 1)}, r"top_k: got 'scor', which was not declared.*; did you mean 'score'"),
             ({"top_k": ("pair", 1)}, r"top_k: 'pair' has shape \(2,\)"),
             ({"top_k": ("score", 0)}, "top_k: got .*0"),
@@ -574,6 +577,33 @@ class TestWeights:
         first = indices[indices[:, 0] == 0]
         begins = np.cumsum([0, *buffer.episode_lens])
         self.assert_shares(begins[first[:, 1]] + first[:, 2], self.expected(buffer, "score"))
+
+    def test_a_function_of_a_column_tells_how_much_an_older_item_counts(self, buffer, tmp_path):
+        """Staleness in updates: 1 / (1 + age), and none of those that are older than asked."""
+        newest = len(buffer) - 1
+        buffer.update(score=np.arange(6.0))
+        by_age = ("score", lambda version: 1 / (1 + version.max() - version))
+        shares = np.repeat(1 / (1 + newest - np.arange(6)), buffer.episode_lens)
+        kept = {"timestep_level": True, "weight_by": by_age}
+        self.assert_shares(buffer.sample(40_000, seed=1, **kept)["x"].numpy(), shares / shares.sum())
+        shares[np.repeat(np.arange(6), buffer.episode_lens) < 3] = 0
+        young = {**kept, "filter_meta": {"score": (newest - 2, None)}}
+        self.assert_shares(buffer.sample(9000, seed=1, **young)["x"].numpy(), shares / shares.sum())
+        alone = buffer.dataloader(5, shuffle=True, seed=2, **kept)
+        workers = buffer.dataloader(5, shuffle=True, seed=2, num_workers=1, **kept)
+        assert [b["x"].tolist() for b in workers] == [b["x"].tolist() for b in alone]
+
+    def test_the_time_of_publication_is_a_column_too(self, buffer):
+        """Staleness in seconds."""
+        now = int(time.time())
+        kept = {"timestep_level": True, "weight_by": ("episode_time", lambda published: 1 + 0 * published)}
+        for low, high, count in ((now - 3600, now + 60, 27), (now + 60, None, 0), (None, now - 3600, 0)):
+            kept["filter_meta"] = {"episode_time": (low, high)}
+            if not count:
+                with pytest.raises(NotEnoughDataError, match="episode_time"):
+                    buffer.dataset(**kept)
+            else:
+                assert len(buffer.dataset(**kept)) == count
 
     @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
     def test_a_weight_that_is_none_names_the_episode(self, buffer, wrong):

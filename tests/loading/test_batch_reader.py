@@ -65,6 +65,11 @@ def read(dataset, anchors):
     return flat(dataset.__getitems__(anchors).data)
 
 
+def anchors_table(anchors):
+    """(B, 2) serials and timesteps."""
+    return np.stack([anchors.anchors.serial, anchors.anchors.t], axis=1)
+
+
 def serials(batch):
     return batch["_index"].tolist() if "_index" in batch else batch["_indices"][:, -2].tolist()
 
@@ -123,6 +128,39 @@ def test_without_the_check_rows_of_other_episodes_are_served(scene, monkeypatch,
     in_the_middle(scene.overwrite)
     with pytest.raises(AssertionError, match=r"."):
         assert_of_one_episode(read(dataset, anchors))
+
+
+@pytest.mark.parametrize("what", ["overwrite", "delete"])
+@pytest.mark.parametrize("when", ["before", "in the middle"])
+def test_a_window_that_runs_on_is_drawn_again_where_any_of_its_episodes_is_gone(scene, in_the_middle, when, what):
+    dataset, anchors = drawn(scene.buffer, view=Window(7, boundary="continue"))
+
+    def delete():
+        scene.buffer.delete([2])  # windows from episode 0 stay, those from 1 went on in it
+
+    happen = scene.overwrite if what == "overwrite" else delete
+    happen() if when == "before" else in_the_middle(happen)
+    batch = read(dataset, anchors)
+    assert len(batch["number"]) == len(anchors) == 14
+    assert batch["_mask"].all() and batch["number"][:, 0].tolist() == serials(batch)
+    assert set(batch["number"].flatten().tolist()) <= scene.live
+    if what == "delete":
+        assert (batch["_indices"][:4] == anchors_table(anchors)[:4]).all()
+    for numbers, t, first, start in zip(batch["number"], batch["t"], batch["_is_first"], batch["_start"], strict=True):
+        new = np.append(True, np.diff(numbers.numpy()) > 0)
+        assert new.tolist() == first.tolist()
+        assert t.tolist() == [
+            start + k if not new[1 : k + 1].any() else k - np.flatnonzero(new[: k + 1])[-1] for k in range(7)
+        ]
+
+
+def test_a_window_that_runs_on_raises_where_a_later_episode_is_gone(scene):
+    dataset, anchors = drawn(scene.buffer, view=Window(7, boundary="continue"), on_stale="raise")
+    scene.buffer.delete([2])
+    kept = anchors.anchors.where(slice(4))
+    assert serials(read(dataset, kept)) == [0] * 4
+    with pytest.raises(StaleEpisodeError, match="were overwritten or cleared"):
+        read(dataset, anchors)
 
 
 @pytest.mark.parametrize("on_stale", ["redraw", "raise"])

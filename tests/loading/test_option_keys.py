@@ -12,7 +12,19 @@ import pytest
 import torch
 from conftest import assert_same
 
-from memmap_buffer import Hindsight, Normalize, NStep, Offsets, RandomCrop, Returns, Scale, Timestep, Trajectory, Window
+from memmap_buffer import (
+    Advantages,
+    Hindsight,
+    Normalize,
+    NStep,
+    Offsets,
+    RandomCrop,
+    Returns,
+    Scale,
+    Timestep,
+    Trajectory,
+    Window,
+)
 from memmap_buffer.api import reading
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.option_keys import key_of
@@ -57,6 +69,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "Normalize": lambda: {"transform": normalize(), **STEPS},
     "Scale": lambda: {"transform": [Scale(["t"]), Scale("number", 2)], **STEPS},
     "Returns": lambda: {"transform": Returns(gamma=0.9)},
+    "Advantages": lambda: {"transform": Advantages("reward", terminated=None)},
     "a lambda": lambda: {"transform": lambda batch: batch | {"twice": batch["reward"] * 2}, **STEPS},
     "a partial": lambda: {"transform": partial(lambda batch, number: plus(batch, number), number=3), **STEPS},
     "Timestep of a list": lambda: {"view": Timestep(["t", "reward"])},
@@ -64,7 +77,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "Timestep of a name": lambda: {"view": Timestep("reward")},
     "Timestep of a generator": lambda: {"view": Timestep(name for name in ("t", "reward"))},
     "NStep of lists": lambda: {"view": NStep(2, ["t"], ["t"], ["reward"], 0.9, stack={"camera": 2})},
-    "Window of a list": lambda: {"view": Window(3, fields=["t"])},
+    "Window of a list": lambda: {"view": Window(3, fields=["t"], start_fields=["reward"], boundary="continue")},
     "Trajectory of a list": lambda: {"view": Trajectory(["t"], return_mask=True)},
     "Crop of a list": lambda: {"view": RandomCrop(20, ["t"])},
     "Offsets": lambda: {"view": Offsets(t=[-1, 0])},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -120,6 +121,21 @@ def noisy(batch, rng):
     return batch | {"reward": batch["reward"] + torch.from_numpy(rng.normal(size=len(batch["reward"])))}
 
 
+Pair = namedtuple("Pair", "t reward name")
+
+
+def in_a_tuple(batch):
+    return batch["t"], {"twice": batch["reward"]}, batch["name"]
+
+
+def in_a_named_tuple(batch):
+    return Pair(*in_a_tuple(batch))
+
+
+def in_a_list(batch):
+    return [*in_a_tuple(batch)]
+
+
 class TestTransforms:
     def test_each_of_several_gets_what_the_one_before_it_gave(self, recorded):
         """S5-06"""
@@ -168,6 +184,41 @@ class TestTransforms:
             torch.manual_seed(seed)
             values.append(dataset[3]["reward"].item())
         assert values[0] == values[1] != values[2]
+
+    @pytest.mark.parametrize("transform", [in_a_tuple, in_a_named_tuple, in_a_list])
+    def test_the_batch_is_whatever_the_last_of_them_returns(self, recorded, transform):
+        buffer = recorded()
+        how = {"timestep_level": True, "transform": [doubled, transform]}
+        plain = buffer.batch(timestep_level=True)
+        for got in (buffer.batch(**how), buffer.batch(**how, device="cpu"), *buffer.dataloader(18, **how)):
+            assert type(got) is type(transform(plain))
+            assert torch.equal(got[0], plain["t"]) and torch.equal(got[1]["twice"], 2 * plain["reward"])
+            assert got[2] == plain["name"]
+        want = list(buffer.dataloader(4, **how))
+        for more in ({"num_workers": 1}, {"prefetch": 2}):
+            for one, other in zip(buffer.dataloader(4, **how, **more), want, strict=True):
+                assert type(one) is type(other) and torch.equal(one[0], other[0])
+        item = buffer.dataset(**how)[5]
+        assert type(item) is type(want[0])
+        assert (item[0], item[1]["twice"], item[2]) == (plain["t"][5], 2 * plain["reward"][5], plain["name"][5])
+
+    def test_a_number_for_the_whole_batch_is_that_of_each_item(self, recorded):
+        dataset = recorded().dataset(timestep_level=True, transform=lambda batch: (batch["t"], 0.5, torch.tensor(3)))
+        assert dataset[2] == (2, 0.5, 3)
+
+    @pytest.mark.parametrize(
+        ("how", "match"),
+        [
+            ({"transform": lambda batch: None}, r"transform: .* returned None, expected the batch; return it"),
+            (
+                {"transform": in_a_tuple, "to_named_tuple": ["t"]},
+                "it returned tuple, and to_named_tuple makes its tuple",
+            ),
+        ],
+    )
+    def test_no_batch_and_a_tuple_of_a_tuple_are_refused(self, recorded, how, match):
+        with pytest.raises(SchemaError, match=match):
+            recorded().sample(3, timestep_level=True, **how)
 
     @pytest.mark.parametrize("given", [3, [doubled, None], "doubled", {doubled}])
     def test_what_is_no_function_is_refused(self, recorded, given):

@@ -34,6 +34,7 @@ VIEWS = {
     "timestep": {"timestep_level": True},
     "crop": {"window_length": 3},
     "window": {"view": Window(4)},
+    "continue": {"view": Window(6, boundary="continue")},
     "n-step": OPTIONS,
 }
 

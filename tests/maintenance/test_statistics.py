@@ -13,10 +13,13 @@ from memmap_buffer import (
     ConcatBuffer,
     Field,
     NotEnoughDataError,
+    Offsets,
     ReplayBuffer,
     RunningStatistics,
     SchemaError,
     Statistics,
+    Trajectory,
+    Window,
 )
 from memmap_buffer.format.records import STATE_WORD
 from memmap_buffer.format.storage import Storage
@@ -299,6 +302,70 @@ def test_a_large_mean_leaves_no_bias(tmp_path, dtype):
         if dtype in ("float32", "float64", "int64"):
             arrays = normalize({"x": batch["x"].numpy()})["x"]
             assert isinstance(arrays, np.ndarray) and (arrays == out.numpy()).all()
+
+
+def test_padding_stays_zero_on_request_in_every_kind_of_sequence(recorded_statistics):
+    buffer, found = recorded_statistics
+    normalize = found.normalize("observation.x", "reward", keep_padding=True)
+    every = found.normalize("observation.x", "reward")
+    for how, told in (
+        ({}, lambda b: {"reward": steps(b["_lens"], 7), "x": steps(b["_lens"], 7)}),
+        (
+            {"view": Trajectory(final_observation=True)},
+            lambda b: {"reward": steps(b["_lens"], 7), "x": steps(b["_lens"] + b["_has_final"].int(), 8)},
+        ),
+        (
+            {"view": Trajectory(to_length=8, final_observation=True, return_mask=True)},
+            lambda b: {"reward": b["_mask"], "x": steps(b["_lens"] + b["_has_final"].int(), 9)},
+        ),
+        ({"view": Window(4, pad_before=2)}, lambda b: {"reward": b["_mask"], "x": b["_mask"]}),
+        (
+            {"view": Offsets({"observation.x": range(-1, 3), "reward": (0, 2)})},
+            lambda b: {"reward": b["_mask_reward"], "x": b["_mask_observation"]["x"]},
+        ),
+    ):
+        plain, got = (buffer.batch(**how, transform=transform) for transform in (every, normalize))
+        for name, mask in told(plain).items():
+            (before, after) = (b["observation"]["x"] if name == "x" else b["reward"] for b in (plain, got))
+            assert torch.equal(after[mask], before[mask]) and not after[~mask].any() and before[~mask].any()
+    transitions = {"n_steps": 3, "sequence_fields": ["reward"], "timeline": True, "transform": normalize}
+    got = buffer.batch(**transitions)
+    exist = steps(got["n_step_lens"], 3)
+    assert not got["seq_reward"][~exist].any() and not got["next_observation"]["x"][~exist].any()
+    assert torch.equal(
+        buffer.batch(timestep_level=True, transform=normalize)["reward"],
+        every(buffer.batch(timestep_level=True))["reward"],
+    )
+    arrays = normalize({"reward": np.ones((2, 3)), "_lens": np.array([3, 1])})["reward"]
+    assert (arrays[1, 1:] == 0).all() and arrays[1, 0] == arrays[0, 2] != 0
+
+
+def test_padding_that_nothing_tells_of_is_refused(recorded_statistics):
+    buffer, found = recorded_statistics
+    normalize = found.normalize("observation.x", keep_padding=True)
+    for how in (
+        {"n_steps": 1, "stack": {"observation.x": 2}},
+        {"view": Trajectory(to_length=12, final_observation=True)},
+    ):
+        with pytest.raises(SchemaError, match=r"does not tell which timesteps of 'observation.x' exist"):
+            buffer.batch(**how, transform=normalize)
+
+
+def test_eps_is_added_on_request(recorded_statistics):
+    _, found = recorded_statistics
+    out = found.normalize("reward", eps=0.5, add_eps=True)({"reward": torch.ones(1, dtype=torch.float64)})["reward"]
+    assert out.item() == (1 - found["reward"].mean) / (found["reward"].std + 0.5)
+
+
+def steps(lens, length):
+    return torch.arange(length) < lens[:, None]
+
+
+@pytest.fixture
+def recorded_statistics(tmp_path):
+    with ReplayBuffer(tmp_path, 9, 8, FIELDS, meta_fields=META) as buffer:
+        record(buffer, np.random.default_rng(0))
+        yield buffer, buffer.statistics()
 
 
 def test_what_does_not_vary_is_only_shifted_and_an_unknown_name_is_refused(tmp_path):

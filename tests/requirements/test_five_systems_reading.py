@@ -695,6 +695,8 @@ def test_S5_20_a_portion_at_a_global_step_is_shifted_back_to_end_with_its_episod
         Window(0, boundary="repeat")
     with pytest.raises(ValueError, match="expected positions"):
         buffer.batch([], view=view)
+    with pytest.raises(RuntimeError, match=r"timesteps, fewer than the \d+ that were asked for"):
+        buffer.sample(1, view=Window(max(LENGTHS) + 1, boundary="repeat", allow_short=False))
 
 
 def test_S5_21_weights_and_the_future_index_come_with_each_sample(goals):

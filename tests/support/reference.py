@@ -5,7 +5,7 @@ Every view gives its items as {(serial, t): item}, in the order in which an unsh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -82,11 +82,13 @@ class Reference:
 
     # Choosing
 
-    def chosen(self, filter_meta=None, min_episode_len=1, top_k=None):
+    def chosen(self, filter_meta=None, min_episode_len=1, top_k=None, whole=False):
+        """Those that pass; `whole`: and of which a ring has forgotten nothing."""
         out = [
             episode
             for episode in self.episodes
             if episode.length >= max(1, min_episode_len)
+            and not (whole and episode.forgotten)
             and all(
                 holds({**episode.meta, "episode_lens": episode.length}[n], c) for n, c in (filter_meta or {}).items()
             )
@@ -155,19 +157,61 @@ class Reference:
             items[t] = item
         return items
 
-    def windows(self, episode, length, fields, stride=1, boundary="pad", padding="zero", pad_before=0):
+    def windows(
+        self,
+        episode,
+        length,
+        fields,
+        stride=1,
+        boundary="pad",
+        padding="zero",
+        pad_before=0,
+        pad_after=None,
+        front=False,
+    ):
         starts = list(range(-pad_before, episode.length, stride))
+        if pad_after is not None:  # how far a window may reach beyond the end
+            starts = [t for t in starts if t + length <= episode.length + pad_after]
         if boundary != "pad":
             inside = [t for t in range(episode.length) if t + length <= episode.length]
             starts = spread(inside, stride, [0], boundary)
         items = {}
         for start in starts:
-            steps = range(start, start + length)
+            missing = max(0, start + length - episode.length) if front else 0
+            first = start - missing  # of a window whose padding stands in front
+            steps = range(first, first + length)
+            if missing:
+                left = replace(episode, steps={n: rows[start:] for n, rows in episode.steps.items()})
+                cut = self.windows(left, length, fields, padding=padding, pad_before=missing)[-missing]
+                items[start] = {**cut, "_start": np.int64(first)}
+                continue
             item = {name: self.around(episode, name, steps, padding)[0] for name in fields}
             mask = np.array([0 <= t < episode.length for t in steps])
             item |= {"_mask": mask, "_lens": np.int64(mask.sum()), "_start": np.int64(start)}
             items[start] = {**item, "_reaches_episode_end": np.bool_(start + length >= episode.length)}
         return items
+
+    def continued(self, length, fields, stream=None, filter_fields=None, **choice):
+        """{(serial, t): item} of windows that go on in the next episode, of the same value of `stream` where given."""
+        chosen, out = self.chosen(**choice), {}
+        for i, episode in enumerate(chosen):
+            line = [e for e in chosen[i:] if stream is None or e.meta[stream] == episode.meta[stream]]
+            steps = [(e, t) for e in line for t in range(e.length)]
+            conditions = dict(filter_fields or {})
+            starts = conditions.pop("_start", (None, None))
+            for t in range(episode.length):
+                passes = all(holds(episode.steps[n][t], c) for n, c in conditions.items())
+                window = steps[t : t + length]
+                if len(window) < length or not passes or not holds(t + episode.forgotten, starts):
+                    continue
+                item = {name: np.array([e.steps[name][s] for e, s in window]) for name in fields}
+                item |= {"_lens": np.int64(length), "_mask": np.ones(length, bool)}
+                item |= {"_start": np.int64(t + episode.forgotten)}
+                item |= {"_reaches_episode_end": np.bool_(t + length >= episode.length)}
+                item |= {"_is_first": np.array([k == 0 or s == 0 for k, (_, s) in enumerate(window)])}
+                item |= {"_is_last": np.array([s == e.length - 1 and not e.is_open for e, s in window])}
+                out[episode.serial, t + episode.forgotten] = {**item, **episode.meta}
+        return out
 
     def crop(self, episode, start, length, fields):
         item = self.windows(episode, length, fields)[start]

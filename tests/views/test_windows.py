@@ -9,11 +9,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import META, assert_indexed, assert_view, choices, few, fields_of, recorded, recordings
+from strategies import HOW, META, assert_indexed, assert_view, choices, few, fields_of, recorded, recordings
 
-from memmap_buffer import Field, NStep, Offsets, RandomCrop, ReplayBuffer, SchemaError, Timestep, Trajectory, Window
+from memmap_buffer import (
+    Field,
+    Hindsight,
+    NStep,
+    Offsets,
+    RandomCrop,
+    ReplayBuffer,
+    SchemaError,
+    Timestep,
+    Trajectory,
+    Window,
+)
 
 SOME = ("observation.pixels", "reward", "note", "half")
+KEPT = [how for how in HOW if how != "open"]  # an episode that nobody holds any more is cut
 ALL = (*SOME, "observation.state", "action", "truncated", "terminated")
 
 
@@ -38,7 +50,7 @@ class TestAgainstTheSlowDefinition:
     def test_whole_episodes_are_served_padded_to_the_longest_of_the_batch(self, recording, choice, batch_size):
         """S4-19, S4-24"""
         with recorded(recording) as (buffer, reference):
-            items = reference.items(lambda episode: reference.trajectory(episode, ALL), **choice)
+            items = reference.items(lambda episode: reference.trajectory(episode, ALL), whole=True, **choice)
             how = {"zeros": reference.zeros, "batch_size": batch_size}
             assert_view(buffer, items, fields=ALL, return_mask=True, **how, **choice)
             without = {key: {name: item[name] for name in SOME} for key, item in items.items()}
@@ -52,8 +64,6 @@ class TestAgainstTheSlowDefinition:
         with recorded(recording) as (buffer, reference):
 
             def cut(episode):
-                if episode.forgotten:
-                    return {}
                 steps = range(episode.length + 1)
                 pixels, _ = reference.around(episode, "observation.pixels", steps, final=True)
                 item = reference.trajectory(episode, ("reward",))[0] | {"observation.pixels": pixels}
@@ -61,7 +71,7 @@ class TestAgainstTheSlowDefinition:
                 return {0: {name: value for name, value in item.items() if name != "_mask"}}
 
             view = Trajectory(("observation.pixels", "reward"), final_observation=True)
-            items = reference.items(cut, **choice)
+            items = reference.items(cut, whole=True, **choice)
             assert_view(buffer, items, zeros=reference.zeros, view=view, **choice)
 
     @few
@@ -104,13 +114,32 @@ class TestAgainstTheSlowDefinition:
         st.sampled_from(["pad", "shift", "drop"]),
         st.sampled_from(["zero", "edge", "default"]),
         st.integers(0, 3),
+        st.none() | st.integers(0, 3),
+        st.booleans(),
     )
-    def test_windows_stay_within_their_episode(self, recording, choice, length, stride, boundary, padding, before):
-        before = min(before, length - 1) if boundary == "pad" else 0
-        how = {"stride": stride, "boundary": boundary, "padding": padding, "pad_before": before}
+    def test_windows_stay_within_their_episode(
+        self, recording, choice, length, stride, boundary, padding, before, after, front
+    ):
+        how = {"stride": stride, "boundary": boundary, "padding": padding}
+        if boundary == "pad":
+            how |= {"pad_before": 0 if front else min(before, length - 1)}
+            how |= {"pad_after": after if after is None else min(after, length - 1)}
+        front = front and boundary == "pad"
         with recorded(recording) as (buffer, reference):
-            items = reference.items(lambda episode: reference.windows(episode, length, ALL, **how), **choice)
-            assert_view(buffer, items, view=Window(length, fields=ALL, **how), **choice)
+
+            def cut(episode):
+                return reference.windows(episode, length, ALL, **how, front=front)
+
+            view = Window(length, fields=ALL, **how, pad_in_front=front)
+            assert_view(buffer, reference.items(cut, **choice), view=view, **choice)
+
+    @few
+    @given(recordings(how=KEPT), choices(by_step=True), st.integers(1, 10), st.sampled_from([None, "task_id", "label"]))
+    def test_continued_windows_go_on_in_the_next_episode_of_their_stream(self, recording, choice, length, stream):
+        with recorded(recording) as (buffer, reference):
+            items = reference.continued(length, ALL, stream, **choice)
+            view = Window(length, fields=ALL, boundary="continue", stream=stream)
+            assert_view(buffer, items, view=view, **choice)
 
     @few
     @given(
@@ -136,7 +165,7 @@ class TestAgainstTheSlowDefinition:
     def test_a_crop_is_a_window_at_a_start_that_chance_gives(self, recording, choice, length):
         """S4-22: one crop per episode and epoch, at any start at which it fits"""
         with recorded(recording) as (buffer, reference):
-            chosen = {episode.serial: episode for episode in reference.chosen(**choice) if not episode.forgotten}
+            chosen = {episode.serial: episode for episode in reference.chosen(whole=True, **choice)}
             if not chosen:
                 return
             options = {"window_length": length, "fields": ALL, "return_indices": True, **choice}
@@ -409,3 +438,66 @@ class TestEveryView:
     def test_a_view_that_cannot_be_meant_is_refused(self, make, match):
         with pytest.raises(SchemaError, match=match):
             make()
+
+
+class TestPaddingInFront:
+    @pytest.mark.parametrize("length", [3, 8])
+    def test_goals_and_rewards_are_those_of_windows_padded_behind(self, tmp_path, length):
+        place = Field("float", 2, final=True)
+        fields = {"observation": {"achieved_goal": place, "desired_goal": place}, "reward": "float"}
+        with ReplayBuffer(tmp_path, 10, 20, fields) as buffer:
+            for n in (2, 5, 9):
+                walk = np.random.default_rng(n).random((n + 1, 2))
+                buffer.store_episode(observation={"achieved_goal": walk, "desired_goal": walk + 9}, reward=-np.ones(n))
+            how = {"hindsight": Hindsight(distance, prob=0.9), "seed": 3, "return_indices": True}
+            behind = buffer.sample(64, view=Window(length), **how)
+            front = buffer.sample(64, view=Window(length, pad_in_front=True), **how)
+            assert torch.equal(front["_goal"], behind["_goal"]) and (front["_goal"][:, 0] >= 0).any()
+            assert torch.equal(front["_indices"], behind["_indices"])
+            assert torch.equal(front["_start"] + length - front["_lens"], behind["_start"])
+            for key in ("reward", "_mask"):
+                for i, n in enumerate(behind["_lens"].tolist()):
+                    assert torch.equal(front[key][i], behind[key][i].roll(length - n)), key
+
+    def test_goals_and_windows_that_run_on_exclude_each_other(self, tmp_path):
+        place = Field("float", 2, final=True)
+        fields = {"observation": {"achieved_goal": place, "desired_goal": place}, "reward": "float"}
+        buffer = buffer_of(tmp_path, fields=fields)
+        with pytest.raises(SchemaError, match="goals are of one episode"):
+            buffer.dataset(view=Window(3, boundary="continue"), hindsight=Hindsight(distance))
+        buffer.close()
+
+
+def distance(achieved, goal, info):
+    return -np.abs(achieved - goal).sum(axis=1)
+
+
+def test_an_epoch_of_windows_that_run_on_is_resumed_though_more_was_published(tmp_path):
+    with ReplayBuffer(tmp_path, 10, 20, {"x": "int"}) as buffer:
+        for first in (0, 5, 10):
+            buffer.store_episode(x=np.arange(first, first + 5))
+        options = {"view": Window(7, boundary="continue"), "shuffle": True, "seed": 4}
+        loader = buffer.dataloader(2, **options)
+        want = [batch["x"].tolist() for batch in loader]
+        assert sorted(row[0] for batch in want for row in batch) == list(range(9))
+        loader = buffer.dataloader(2, **options)
+        next(iter(loader))
+        state = loader.state_dict()
+        buffer.store_episode(x=np.arange(15, 20))
+        rest = buffer.dataloader(2, **options)
+        rest.load_state_dict(state)
+        assert [batch["x"].tolist() for batch in rest] == want[1:]
+        assert len(list(rest)) == 7  # the next one has the windows that the new episode makes whole
+
+
+def test_a_ring_that_turns_shows_no_window_of_what_is_gone(tmp_path):
+    with ReplayBuffer(tmp_path, 20, 20, {"x": "int", "terminated": "bool"}, capacity=12) as buffer:
+        view = Window(5, boundary="continue")
+        for x in range(60):
+            buffer.add(x=x, terminated=x % 4 == 3)
+            if x > 10:
+                seen = buffer.sample(64, view=view)["x"]
+                assert (seen.diff(dim=1) == 1).all()
+                low, high = int(seen.min()), int(seen.max())
+                newest = 4 * (x // 4) + 3 if x % 4 == 3 else 4 * (x // 4) - 1
+                assert newest - 12 < low and high <= newest
