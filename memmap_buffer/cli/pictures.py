@@ -19,12 +19,12 @@ from memmap_buffer.cli.folders import new_file, opened
 from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.terminal import Episode, Episodes, Fields, FolderArgument, Problem, Reward, Yes, progress
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.video import CHANNELS, frames_of, pillow_images, write_gif, write_mp4
 from memmap_buffer.schema import Field
 
 MAX_LINES = 32  # lines in one panel
 SHEET = 16  # frames of a contact sheet
 SMOOTH = 20  # episodes over which returns are averaged
-CHANNELS = (1, 3, 4)
 NEWEST = 10  # episodes that are shown, if none are named
 LOOPBACK = "127.0.0.1"
 SIGNALS = 64  # entries a step that are drawn as lines
@@ -68,7 +68,7 @@ def video(
     yes: Yes = False,
 ) -> None:
     """Write one episode's images as a film (.mp4, .gif) or as a contact sheet (.png)."""
-    write = {".mp4": _write_mp4, ".gif": _write_gif, ".png": _write_sheet}.get(out.suffix.lower())
+    write = {".mp4": write_mp4, ".gif": write_gif, ".png": _write_sheet}.get(out.suffix.lower())
     if write is None:
         raise Problem(f"--out {out}: expected a name that ends in .mp4, .gif or .png")
     with opened(folder) as buffer:
@@ -115,33 +115,6 @@ def is_image(field: Field) -> bool:
         shape = (*shape[1:], shape[0])
     flat = len(shape) == 2 or (len(shape) == 3 and shape[2] in CHANNELS)
     return flat and min(shape[:2]) >= 8 and (field.dtype in ("uint8", "bool") or field.dtype.startswith("float"))
-
-
-def frames_of(values: Array, name: str) -> Array:
-    """Images as the frames of a film.
-
-    Args:
-        values: (T, H, W), (T, H, W, C) or (T, C, H, W) with C of 1, 3 or 4; bytes, bools, or floats from 0 to 1.
-        name: of the field.
-
-    Returns:
-        (T, H, W, 3) uint8.
-
-    Raises:
-        Problem: they are no images.
-    """
-    images = values[..., None] if values.ndim == 3 else values
-    if images.ndim == 4 and images.shape[3] not in CHANNELS:
-        images = np.moveaxis(images, 1, 3)
-    if images.ndim != 4 or images.shape[3] not in CHANNELS or images.dtype.kind not in "uifb":
-        raise Problem(
-            f"field {name!r}: {values.dtype} {values.shape[1:]} is no image; expected (H, W), (H, W, C) or (C, H, W) "
-            "with C of 1, 3 or 4"
-        )
-    if images.dtype != np.uint8:
-        scale = 1 if images.dtype.kind in "ui" else 255
-        images = np.clip(np.nan_to_num(images.astype(np.float64)) * scale, 0, 255).round().astype(np.uint8)
-    return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images[..., :3]
 
 
 def _image_field(buffer: ReplayBuffer, wanted: str | None) -> str:
@@ -212,25 +185,6 @@ def _lines(values: Any) -> Array | None:
 # Films
 
 
-def _write_mp4(place: Path, frames: Array, fps: int) -> None:
-    with extra("video"):
-        import av
-    height, width = frames.shape[1:3]
-    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # H.264 halves the colours
-    with av.open(str(place), "w") as film, progress("frames", len(frames)) as tell:
-        stream = film.add_stream("libx264", rate=fps)
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
-        for count, frame in enumerate(frames):
-            film.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
-            tell(count + 1)
-        film.mux(stream.encode())
-
-
-def _write_gif(place: Path, frames: Array, fps: int) -> None:
-    first, *others = _pillow_images(frames)
-    first.save(place, save_all=True, append_images=others, duration=1000 / fps, loop=0)
-
-
 def _write_sheet(place: Path, frames: Array, fps: int) -> None:
     """Frames spread over the episode, in rows from left to right."""
     chosen = frames[np.linspace(0, len(frames) - 1, min(SHEET, len(frames))).round().astype(int)]
@@ -240,13 +194,7 @@ def _write_sheet(place: Path, frames: Array, fps: int) -> None:
     sheet[: len(chosen)] = chosen
     height, width = chosen.shape[1:3]
     sheet = sheet.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
-    _pillow_images(sheet[None])[0].save(place)
-
-
-def _pillow_images(frames: Array) -> list[Any]:
-    with extra("video"):
-        from PIL import Image
-    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
+    pillow_images(sheet[None])[0].save(place)
 
 
 # Rerun

@@ -428,3 +428,36 @@ def batch_of(reader: BatchReader, indices: Any, device: Device) -> Any:
         raise SchemaError(f"batch: got {indices!r}, expected positions (B,) of items, whole numbers, at least one")
     data = EpisodeDataset(reader).at(positions).whole
     return data if device is None else to_device(data, device)
+
+
+class RowsDataset(Dataset[dict[str, Any]]):
+    """The rows of columns in memory.
+
+    Args:
+        columns: name -> (n, *field), as tensors.
+        names: the columns of the named tuple that a row becomes, or ().
+    """
+
+    def __init__(self, columns: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        self._columns, self._names = columns, names
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def __getitem__(self, i: int) -> Any:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> Batch:
+        return Batch({name: column[rows] for name, column in self._columns.items()}, len(rows), self._names)
+
+
+def loader_of(
+    columns: Mapping[str, Array], batch_size: int, names: tuple[str, ...], device: Device, **options: Any
+) -> DataLoader[Any]:
+    """A PyTorch DataLoader over the rows of columns in memory, (n, *field) each; batches go to `device`."""
+    rows = RowsDataset({name: to_tensor(np.array(column)) for name, column in columns.items()}, names)
+    return DataLoader(rows, batch_size, collate_fn=partial(_collated, device), **options)
+
+
+def _collated(device: Device, batch: Batch) -> Any:
+    return batch.whole if device is None else to_device(batch.whole, device)
