@@ -13,7 +13,8 @@ The packages, from the top floor down; imports between them go down this list on
     writing       episodes, the slot that each goes to, the commit, recovery
     format        the bytes: the specification, system calls, one folder open
 
-Above them: compat, functions that users of other systems look for. Below them: schema, dtypes, errors, and five that
+Above them: compat, functions that users of other systems look for; memmap_replay_buffer and memmap_replay_datasets, the
+names of that package. Below them: schema, dtypes, errors, and five that
 know no buffer: environments, names, paths, extras, progress. torch is imported by `loading.datasets`, `transport`,
 `prefetch` and `distributed` alone, which are loaded when a dataset, loader or batch is first asked for.
 """

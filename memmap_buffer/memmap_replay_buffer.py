@@ -9,7 +9,9 @@ all the same, and why, stands in docs/migration.md. The dataset classes load tor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from threading import get_ident
@@ -77,13 +79,47 @@ class EpisodeIndex(int):
     episode: Episode
 
 
+class Part(np.ndarray[Any, Any]):
+    """What was read from a `Column`: what is assigned to it, or computed in place, is assigned to the column, too."""
+
+    _assign: Callable[[Any, Any], None] | None = None  # to what was read, where it changed
+    _whole: Any = None  # all that was read, of which this is a part
+
+    def __array_finalize__(self, source: Any) -> None:
+        self._assign, self._whole = getattr(source, "_assign", None), getattr(source, "_whole", None)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with self._written():
+            super().__setitem__(key, value)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
+        plain = [value.view(np.ndarray) if isinstance(value, Part) else value for value in inputs]
+        with ExitStack() as written:
+            if out:
+                for part in (one for one in out if isinstance(one, Part)):
+                    written.enter_context(part._written())
+                options["out"] = tuple(one.view(np.ndarray) if isinstance(one, Part) else one for one in out)
+            result = getattr(ufunc, method)(*plain, **options)
+        return out[0] if len(out) == 1 else result
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """What changes in the block is assigned, and no more: the rest may be another meanwhile."""
+        if self._assign is None or not np.may_share_memory(self, self._whole):  # it is a copy of a part
+            yield
+            return
+        before, now = self._whole.copy(), self._whole
+        yield
+        self._assign(now, ~((before == now) | ((before != before) & (now != now))))
+
+
 class Column:
     """A field of all episodes, (episodes, max_timesteps, *field), or a meta field, (episodes, *field), on the disk.
 
-    What is read by an index is a copy. What is assigned by one is written as by `update`, each episode at once or not
-    at all; timesteps behind an episode's end read as zeros, and are not kept. The first index names episodes: a whole
-    number or a slice by position, 0 the oldest, and an array by serial, as `_index` and `_indices` of a batch do. The
-    open episode is at `episode_index`.
+    What is assigned by an index is written as by `update`, each episode at once or not at all; and so is what is
+    assigned to an array that was read by one. Timesteps behind an episode's end read as the default, else as zeros, and
+    are not kept. The first index names episodes: a whole number or a slice by position, 0 the oldest, and an array by
+    serial, as `_index` of a batch does. The open episode is at `episode_index`.
 
     Args:
         buffer: the buffer.
@@ -94,7 +130,8 @@ class Column:
         self._buffer, self._name = buffer, name
         self._meta = name in buffer.meta_fieldnames
         self._field = buffer.schema.all[name]
-        self.dtype = decode(self._field.fill, self._field.dtype).dtype
+        self._fill = decode(self._field.fill, self._field.dtype)
+        self.dtype = self._fill.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,16 +158,28 @@ class Column:
 
     def __getitem__(self, key: Any) -> Any:
         episodes, key = self._resolved(key)
-        return self._read(episodes)[0][key]
+        values = self._read(episodes)[0][key]
+        if not isinstance(values, np.ndarray):
+            return values
+        part = values.view(Part)
+        part._assign, part._whole = partial(self._assign, episodes, key), values
+        return part
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        with self._buffer._turn:
+            self._assign(*self._resolved(key), value)
+
+    def _assign(self, episodes: list[Episode | int], key: tuple[Any, ...], value: Any, where: Any = True) -> None:
         array = to_numpy(value)
         given = decode(encode(array, self._field.dtype, (), array.ndim), self._field.dtype)  # refuses what is lossy
         with self._buffer._turn:
-            episodes, key = self._resolved(key)
+            # A part may have been read while its episode was open.
+            episodes = [one if isinstance(one, int) or one.state == "open" else one.serial for one in episodes]
             rows, ends = self._read(episodes)
             if not self._meta and len(key) > 1 and isinstance(key[1], int | np.integer):
                 self._require_within(int(key[1]), ends)
+            if where is not True:
+                given = np.where(where, given, rows[key])
             rows[key] = given
             self._write(episodes, rows, ends)
 
@@ -171,7 +220,9 @@ class Column:
 
     def _read(self, episodes: list[Episode | int]) -> tuple[Array, list[int]]:
         """Rows (E, *row), and up to which timestep each can be assigned to."""
-        rows = np.zeros((len(episodes), *self._row), self.dtype)  # of pages that are not touched until they are filled
+        rows = np.zeros((len(episodes), *self._row), self.dtype)  # pages that are not touched take no memory
+        if any(self._fill.tobytes()):
+            rows[...] = self._fill
         data = self._buffer._of_serials([one for one in episodes if isinstance(one, int)], self._name)
         found, ends = zip(data[self._name], data["_lens"].tolist(), strict=True), []
         for k, one in enumerate(episodes):
@@ -191,7 +242,7 @@ class Column:
         stored = episode.columns[self._name][:length] if length else np.empty((0, *self._field.shape), self.dtype)
         if length == self._buffer.max_timesteps:
             return decode(stored, self._field.dtype), length
-        ahead = following.get(self._name, np.zeros(self._field.shape, self.dtype))
+        ahead = following.get(self._name, self._fill)
         return np.concatenate([decode(stored, self._field.dtype), ahead[None]]), length + 1
 
     def _require_within(self, t: int, ends: list[int]) -> None:
@@ -219,7 +270,7 @@ class Column:
         length = episode.length
         if length:
             episode.columns[self._name][:length] = self._field.encode(values[:length], lead=1)
-        if length < len(values) and values[length].any():
+        if length < len(values) and values[length].tobytes() != self._fill.tobytes():
             self._buffer._ahead.setdefault(episode, {})[self._name] = values[length]
 
 
@@ -307,8 +358,8 @@ class ReplayBuffer(api.ReplayBuffer):
         return self.timestep_index == 0
 
     def _opened(self) -> list[Episode]:
-        """The episode that `store` stores to, or those of `store_batch`, unless they are written in place."""
-        if self.read_only or not self._writer.holds or self._writer.how.in_place:
+        """The episode that `store` stores to, or those of `store_batch`."""
+        if self.read_only or not self._writer.holds:
             return []
         found = self._open_ones()
         if len(found) != 1:
@@ -316,8 +367,11 @@ class ReplayBuffer(api.ReplayBuffer):
         return found[0].episodes if isinstance(found[0], EpisodeGroup) else found  # type: ignore[return-value]
 
     def _open_at(self, position: int | np.integer[Any]) -> Episode | None:
-        """The open episode that is meant by what `episode_index` gave, or by a position behind the newest."""
-        opened = self._opened()
+        """The open episode that is meant by what `episode_index` gave, or by a position behind the newest.
+
+        One that is written in place is none: its timesteps are on the disk.
+        """
+        opened = [] if self._writer.how.in_place else self._opened()
         if isinstance(position, EpisodeIndex):
             return position.episode if position.episode in opened else None
         k = int(position) - self.num_episodes
@@ -416,8 +470,8 @@ class ReplayBuffer(api.ReplayBuffer):
         ahead = [self._ahead.pop(episode, {}) for episode in group.episodes] if self._ahead else []
         zeros = {name: np.broadcast_to(zero, (len(group), *zero.shape)) for name, zero in self._zeros.items()}
         for name in {name for one in ahead for name in one}:
-            blank = self.schema.fields[name].fill
-            zeros[name] = np.stack([one.get(name, decode(blank, self.schema.fields[name].dtype)) for one in ahead])
+            field = self.schema.fields[name]
+            zeros[name] = np.stack([one.get(name, decode(field.fill, field.dtype)) for one in ahead])
         return {**zeros, **given}
 
     def store_episode(self, **arrays: Any) -> None:
