@@ -6,7 +6,8 @@
                           (its `get_add_args_signature`),
                           `storage_spec` (its `get_storage_signature`)
 
-The names of memmap-replay-buffer are methods of `ReplayBuffer`; docs/five-systems.md has every name of five systems.
+The names of memmap-replay-buffer are in `memmap_buffer.memmap_replay_buffer`; docs/five-systems.md has every name of
+five systems.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class StorageSpec(NamedTuple):
 
 
 def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_episodes: int = 1) -> bool:
-    """Whether so many timesteps and episodes are visible; `sample` itself says why it has nothing.
+    """Whether so many timesteps and episodes are visible, or as many as fit; `sample` itself says why it has nothing.
 
     Args:
         buffer: what would be sampled from.
@@ -69,7 +70,9 @@ def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_e
     """
     check_count("min_steps", min_steps, 0)
     check_count("min_episodes", min_episodes, 0)
-    return buffer.num_steps >= min_steps and buffer.num_episodes >= min_episodes
+    steps, episodes, capacity = buffer.num_steps, buffer.num_episodes, getattr(buffer, "capacity", None)
+    full = episodes >= buffer.max_episodes or (capacity is not None and steps >= capacity)
+    return full or (steps >= min_steps and episodes >= min_episodes)
 
 
 def add_count(buffer: ReplayBuffer | ConcatBuffer) -> int:

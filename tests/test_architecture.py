@@ -18,7 +18,7 @@ NAME = PACKAGE.name
 SYSTEM = {"os", "mmap", "fcntl", "posix"}
 NEAR_THE_SYSTEM = {"format.syscalls", "format.folder"}
 SLOW = {"torch", "gymnasium", "matplotlib", "pandas", "tqdm"}
-ROOF = {"", "__main__", "compat"}
+ROOF = {"", "__main__", "compat", "memmap_replay_buffer", "memmap_replay_datasets"}
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 

@@ -148,7 +148,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         sizes = {"max_episodes": max_episodes, "spare_slots": spare_slots}
         differences = opened.layout.differences(layout, [name for name, size in sizes.items() if size is None])
         if differences:
-            text = "\n  ".join([f"{place.path} holds a buffer of another schema:", *differences])
+            text = "\n  ".join([f"{place.path} holds a buffer of a different configuration:", *differences])
             hint = "\nOpen it with from_folder, give the stored values, or pass overwrite=True to replace it."
             raise SchemaMismatchError(text + hint, differences=differences)
         self._setup(opened, lock, how)

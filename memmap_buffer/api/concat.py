@@ -32,6 +32,8 @@ class ConcatBuffer(Readable):
         SchemaError: there is no source, they are no list, or the weights do not fit.
     """
 
+    _refusal: type[ReadOnlyError] = ReadOnlyError
+
     def __init__(
         self, sources: Sequence[str | PathLike[str] | ReplayBuffer], weights: Sequence[float] | None = None
     ) -> None:
@@ -139,7 +141,7 @@ class ConcatBuffer(Readable):
         return statistics(self._present, names, quantiles, seed=seed)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise ReadOnlyError("a ConcatBuffer only reads; write to one of its sources")
+        raise self._refusal("a ConcatBuffer only reads; write to one of its sources")
 
     one_episode = begin_episode = batched_episode = store = store_batch = store_meta_batch = _refuse
     store_episode = store_datapoint = store_meta_datapoint = advance_episode = update = clear = reset_ = _refuse

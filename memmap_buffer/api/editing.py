@@ -347,7 +347,7 @@ def _values_of(storage: Storage, slots: IntArray, single: bool, data: Mapping[st
         if not meta and len(slots) and values.shape[1] > length.max():
             raise SchemaError(
                 f"update, field {name!r}: got {values.shape[1]} timesteps, "
-                f"the longest of these episodes has {length.max()}"
+                f"the longest of these episodes has {length.max()}; max_timesteps is {storage.layout.max_timesteps}"
             )
         ends = [None] * len(slots) if meta else length.tolist()
         out[name] = [np.ascontiguousarray(v if n is None else v[:n]) for v, n in zip(values, ends, strict=True)]

@@ -19,6 +19,7 @@ from memmap_buffer.cli.folders import new_file, opened
 from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.terminal import Episode, Episodes, Fields, FolderArgument, Problem, Reward, Yes, progress
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.video import pillow_images, write_gif, write_mp4
 from memmap_buffer.pictures import MAX_LINES, frames_of, is_image, lines_of
 
 SHEET = 16  # frames of a contact sheet
@@ -66,7 +67,7 @@ def video(
     yes: Yes = False,
 ) -> None:
     """Write one episode's images as a film (.mp4, .gif) or as a contact sheet (.png)."""
-    write = {".mp4": _write_mp4, ".gif": _write_gif, ".png": _write_sheet}.get(out.suffix.lower())
+    write = {".mp4": write_mp4, ".gif": write_gif, ".png": _write_sheet}.get(out.suffix.lower())
     if write is None:
         raise Problem(f"--out {out}: expected a name that ends in .mp4, .gif or .png")
     with opened(folder) as buffer:
@@ -166,25 +167,6 @@ def _panels_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None)
 # Films
 
 
-def _write_mp4(place: Path, frames: Array, fps: int) -> None:
-    with extra("video"):
-        import av
-    height, width = frames.shape[1:3]
-    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # H.264 halves the colours
-    with av.open(str(place), "w") as film, progress("frames", len(frames)) as tell:
-        stream = film.add_stream("libx264", rate=fps)
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
-        for count, frame in enumerate(frames):
-            film.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
-            tell(count + 1)
-        film.mux(stream.encode())
-
-
-def _write_gif(place: Path, frames: Array, fps: int) -> None:
-    first, *others = _pillow_images(frames)
-    first.save(place, save_all=True, append_images=others, duration=1000 / fps, loop=0)
-
-
 def _write_sheet(place: Path, frames: Array, fps: int) -> None:
     """Frames spread over the episode, in rows from left to right."""
     chosen = frames[np.linspace(0, len(frames) - 1, min(SHEET, len(frames))).round().astype(int)]
@@ -194,13 +176,7 @@ def _write_sheet(place: Path, frames: Array, fps: int) -> None:
     sheet[: len(chosen)] = chosen
     height, width = chosen.shape[1:3]
     sheet = sheet.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
-    _pillow_images(sheet[None])[0].save(place)
-
-
-def _pillow_images(frames: Array) -> list[Any]:
-    with extra("video"):
-        from PIL import Image
-    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
+    pillow_images(sheet[None])[0].save(place)
 
 
 # Rerun

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.collate import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.loading.batch_group import BatchGroup, PlannedBatch
 from memmap_buffer.loading.batches import Batch, Item, ItemDataset
@@ -21,6 +23,7 @@ from memmap_buffer.loading.options import NamedBatch, make_tuple, unknown_option
 from memmap_buffer.loading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.loading.prioritized import PrioritizedSampler
 from memmap_buffer.loading.samplers import EpochSampler
+from memmap_buffer.loading.tensors import to_tensor
 from memmap_buffer.loading.transport import Arrivals, Carrier, Tasks, unchanged
 from memmap_buffer.views.anchors import Anchors
 
@@ -188,3 +191,36 @@ def check_loader_options(options: Mapping[str, Any], known: Iterable[str]) -> No
             raise SchemaError(
                 f"{name}: the order is the library's here; give dataset() to a DataLoader of your own for another"
             )
+
+
+class RowsDataset(Dataset[dict[str, Any]]):
+    """The rows of columns in memory.
+
+    Args:
+        columns: name -> (n, *field), as tensors.
+        names: the columns of the named tuple that a row becomes, or ().
+    """
+
+    def __init__(self, columns: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        self._columns, self._names = columns, names
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def __getitem__(self, i: int) -> Any:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> Batch:
+        return Batch({name: column[rows] for name, column in self._columns.items()}, len(rows), self._names)
+
+
+def loader_of(
+    columns: Mapping[str, Array], batch_size: int, names: tuple[str, ...], device: Device, **options: Any
+) -> DataLoader[Any]:
+    """A PyTorch DataLoader over the rows of columns in memory, (n, *field) each; batches go to `device`."""
+    rows = RowsDataset({name: to_tensor(np.array(column)) for name, column in columns.items()}, names)
+    return DataLoader(rows, batch_size, collate_fn=partial(_collated, device), **options)
+
+
+def _collated(device: Device, batch: Batch) -> Any:
+    return batch.whole if device is None else to_device(batch.whole, device)

@@ -85,9 +85,9 @@ class BatchOptions(TypedDict, total=False):
             tensors whose `unbind()` is a list; text, and with format="numpy" all, as lists.
         transform: a function of the batch, or several, each of what the one before returned. The first is called with a
             dict of tensors (or arrays) under their final keys, where the batch was read (a worker process, a
-            prefetching thread), and must pickle to be sent to a worker that is spawned. What the last returns is the batch: a dict, or
-            anything else, such as a tuple of tensors. A parameter `rng` gets a numpy Generator that is fixed by the
-            seed, the epoch and the batch's place, for any number of workers.
+            prefetching thread), and must pickle to be sent to a worker that is spawned. What the last returns is the
+            batch: a dict, or anything else, such as a tuple of tensors. A parameter `rng` gets a numpy Generator that
+            is fixed by the seed, the epoch and the batch's place, for any number of workers.
         hindsight: items get a goal that was achieved; see `Hindsight`.
         on_stale: when an episode is overwritten before its rows were read: "redraw" another item, or "raise".
         prioritized: items are drawn by priority, with replacement; see `Prioritized`.

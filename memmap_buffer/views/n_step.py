@@ -37,7 +37,8 @@ class NStep(View):
 
     Args:
         n: the most steps.
-        current_fields: the fields at t; default all.
+        current_fields: the fields at t; default all but those that are called as a successor is, such as a stored
+            `next_state` beside that of `state`.
         next_fields: the fields at t + k; default all.
         sequence_fields: the fields at t … t + k - 1; default none.
         gamma: γ; None leaves return and discount out.
@@ -104,12 +105,20 @@ class NStep(View):
             schema.require([self.terminated], "terminated", schema.fields)
         schema.require(dict(self.stack), "stack", schema.fields)
         return [
-            *named(schema, self.current_fields, "current_fields"),
+            *self._current(schema),
             *[f"next_{name}" for name in named(schema, self.next_fields, "next_fields")],
             *[f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")],
             "n_step_lens",
             *["_return", "_discount"] * (self.gamma is not None),
         ]
+
+    def _current(self, schema: Schema) -> tuple[str, ...]:
+        """The fields at t. A field that is called as a successor of another is given only where it is asked for."""
+        names = named(schema, self.current_fields, "current_fields")
+        if self.current_fields is not None:
+            return names
+        successors = {f"next_{name}" for name in named(schema, self.next_fields, "next_fields")}
+        return tuple(name for name in names if name not in successors)
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         return episodes.replaced(count=episodes.count - ~(has_final | terminated))
@@ -120,7 +129,7 @@ class NStep(View):
             k = np.ones(len(t), np.int64)
         else:
             k = np.minimum(np.maximum(length - t - ~builder.goes_on, 1), self.n)
-        current = named(schema, self.current_fields, "current_fields")
+        current = self._current(schema)
         following = named(schema, self.next_fields, "next_fields")
         put_at = partial(self._put_stacked, builder) if self.stack else builder.put_at
         put_at(current, t)

@@ -222,7 +222,7 @@ def test_another_schema_is_refused_with_each_difference_and_nothing_is_touched(t
     make(tmp_path).close()
     before = listing(tmp_path)
     fields = {"obs": Field("float64", 2, final=True), "reward": ("float", (), 1.0), "action": "int"}
-    with pytest.raises(SchemaMismatchError, match="another schema") as caught:
+    with pytest.raises(SchemaMismatchError, match="different configuration") as caught:
         make(tmp_path, 9, 6, fields, {"task": "int"}, circular=True, capacity=50)
     lines = "\n".join(caught.value.differences)
     assert str(caught.value).count("stored") == len(caught.value.differences) + str(caught.value).count("stored values")

@@ -172,7 +172,7 @@ def test_an_interrupted_picture_is_not_there(case: Case, tmp_path: Path, monkeyp
         place.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pictures, "_write_gif", interrupted)
+    monkeypatch.setattr(pictures, "write_gif", interrupted)
     assert main("video", case.folder, "4", "--out", tmp_path / "film.gif") == 130
     assert [path.name for path in tmp_path.iterdir()] == ["buffer"]
 

@@ -137,7 +137,7 @@ def test_numpy_integers_are_sizes() -> None:
 
 def test_another_schema_lists_what_differs(tmp_path: Path) -> None:
     ReplayBuffer(tmp_path, 4, 5, {"a": "float", "b": "int"}, {"m": "int"}).close()
-    with pytest.raises(SchemaMismatchError, match="holds a buffer of another schema") as caught:
+    with pytest.raises(SchemaMismatchError, match="holds a buffer of a different configuration") as caught:
         ReplayBuffer(tmp_path, 8, 5, {"a": ("float", 2), "c": "int"}, {"m": "int"}, circular=True)
     assert [line.split(":")[0] for line in caught.value.differences] == [
         *("max_episodes", "circular", "fields 'a'", "fields 'b'", "fields 'c'"),

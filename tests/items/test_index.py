@@ -417,12 +417,14 @@ class TestOptions:
             with pytest.raises(ValueError, match=match):
                 read(**options)
 
-    def test_a_field_named_like_a_successor_is_refused_when_the_view_is_built(self, tmp_path):
+    def test_a_field_named_like_a_successor_is_left_out_and_where_it_is_asked_for_refused(self, tmp_path):
         buffer = ReplayBuffer(tmp_path, max_episodes=2, max_timesteps=4, fields={"x": "int", "next_x": "int"})
-        buffer.store_episode(x=[1, 2], next_x=[2, 3])
+        buffer.store_episode(x=[1, 2], next_x=[20, 30])
         with pytest.raises(SchemaError, match="two keys of the batch would be 'next_x'"):
-            buffer.dataset(n_steps=1)
-        assert buffer.sample(1, n_steps=1, next_fields=[])["next_x"].tolist() == [2]
+            buffer.dataset(n_steps=1, current_fields=["x", "next_x"])
+        assert buffer.sample(1, n_steps=1, next_fields=[])["next_x"].tolist() == [20]
+        for names in (None, ["x"]):
+            assert buffer.sample(1, n_steps=1, next_fields=names)["next_x"].tolist() == [2]
 
     def test_the_options_of_memmap_replay_buffer_keep_their_names(self):
         theirs = "n_steps timestep_level window_length fields current_fields next_fields sequence_fields filter_meta "

@@ -108,6 +108,14 @@ def test_S1_04_and_S1_12_sampling_waits_for_a_minimum(buffer):
         assert can_sample(buffer, min_steps=max(8, 2 * 3), min_episodes=2) == (t == 9)
 
 
+@pytest.mark.parametrize("sizes", [{"max_episodes": 2}, {"max_episodes": 9, "capacity": 4}], ids=str)
+def test_S1_12_a_full_ring_can_be_sampled_whatever_the_minimum(tmp_path, sizes):
+    with ReplayBuffer(tmp_path, max_timesteps=2, fields={"x": "int"}, circular=True, **sizes) as ring:
+        for number in range(3):
+            assert can_sample(ring, min_steps=100, min_episodes=100) == (number == 2)
+            ring.store_episode(x=[number] * 2)
+
+
 def test_S1_05_sizes_that_cannot_be_are_refused_when_it_is_made(tmp_path):
     bad = [{"max_timesteps": 0}, {"max_episodes": 0}, {"capacity": 0}]
     for options in bad:

@@ -246,7 +246,7 @@ ERRORS = {
     "full": (lambda b: [record(b) for _ in range(2)], "is full"),
     "full batch": (lambda b: b.batched_episode(2).__enter__(), "is full"),
     "same names": (lambda b: ours(b.folder / "a", meta_fields={"reward": "int"}), "'reward'"),
-    "another schema": (lambda b: ours(b.folder, meta_fields={}), "another schema"),
+    "another schema": (lambda b: ours(b.folder, meta_fields={}), "different configuration"),
     "no folder": (lambda b: ReplayBuffer.from_folder(b.folder / "a"), "no such folder"),
     "read only": (lambda b: ReplayBuffer.from_folder(b.folder, read_only=True).clear(), "read_only"),
 }
