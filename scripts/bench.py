@@ -51,7 +51,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "n-step": read.n_step,
         "generation-check": scale.generation_check,
     },
-    "online": {"online": online.add_and_sample},
+    "online": {"online": online.add_and_sample, "online-frames": online.add_and_sample_frames},
     "workers": {"loader-workers": read.workers, "loader-prefetch": read.prefetched},
     "cold": {"cold-image": cold.cold_batches, "cold-stream": cold.cold_stream},
     "scale": {"open": scale.opening, "growth": scale.growth},

@@ -1,15 +1,18 @@
-"""Draw how each view cuts an episode, from what it really reads, into docs/pictures/.
+"""Draw how each view cuts an episode, from what it really reads, and learning curves, into docs/pictures/.
 
     python scripts/pictures.py [FOLDER]
 
 The episode has ten steps and a final observation, and every value is the number of its timestep: what a batch holds
-tells where it came from. Dashed cells are padding.
+tells where it came from. Dashed cells are padding. A curve is drawn from the numbers in the `.csv` of its name:
+program, seed, steps, and the mean return of the episodes that ended since the row before.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,9 @@ from memmap_buffer import Field, NStep, Offsets, ReplayBuffer, Timestep, Traject
 LENGTH, CELL, LEFT, GAP = 10, 40, 190, 12
 COLOURS = {"observation": "#4477aa", "action": "#cc6677", "reward": "#b8860b"}
 INK, PAPER = "#333333", "#ffffff"
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+CURVES = {"sac": "SAC on Hopper-v5: mean return of the episodes of 1,000 steps, three seeds and their mean"}
+WIDTH, HEIGHT, TICKS = 640, 300, 200  # of a curve's axes; a tick every so many of the return
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,14 @@ def drawing(title: str, lines: list[Line]) -> str:
         parts.append(_text(left - GAP + CELL * min(0, first), y + CELL * 0.62, line.key, anchor="end"))
         parts += [_cell(left + CELL * cell.column, y, line.field, cell, faint=number < 3) for cell in line.cells]
         y += CELL + GAP // 2
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + GAP}" font-family="sans-serif"'
-    paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
     caption = _text(GAP, top - GAP, "one episode, by timestep; the last observation is its final one", anchor="start")
-    return "\n".join([f'{head} font-size="14">', paper, caption, *parts, "</svg>", ""])
+    return _svg(width, y + GAP, [caption, *parts])
+
+
+def _svg(width: float, height: float, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
+    paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
+    return "\n".join([f'{head} font-size="14">', paper, *parts, "</svg>", ""])
 
 
 def _cell(x: float, y: float, field: str, cell: Cell, *, faint: bool) -> str:
@@ -136,15 +146,52 @@ def pictures(buffer: ReplayBuffer) -> Iterator[tuple[str, str]]:
         yield name, drawing(title, list(lines_of(item, t, offsets)))
 
 
+def curve(name: str, title: str) -> str:
+    """An SVG of the returns over steps that a `.csv` holds: a thin line each seed, a bold one their mean."""
+    found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    with (PICTURES / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found[row["program"]][row["seed"]][int(row["steps"])] = float(row["return"])
+    lines = [line for seeds in found.values() for line in seeds.values()]
+    longest, highest = max(max(line) for line in lines), max(max(line.values()) for line in lines)
+    top = TICKS * (int(highest) // TICKS + 1)
+    left, low = 6 * GAP, 4 * GAP + HEIGHT
+
+    def place(steps: float, value: float) -> tuple[float, float]:
+        return left + steps / longest * WIDTH, low - value / top * HEIGHT
+
+    parts = [_text(GAP, 2 * GAP, title, anchor="start")]
+    for value in range(0, top + 1, TICKS):
+        x, y = place(0, value)
+        parts += [_path([(x, y), place(longest, value)], INK, 0.5), _text(x - GAP / 2, y + 5, str(value), anchor="end")]
+    for steps in range(0, longest + 1, longest // 3):
+        parts.append(_text(place(steps, 0)[0], low + 2 * GAP, f"{steps:,}"))
+    for number, ((program, seeds), colour) in enumerate(zip(found.items(), COLOURS.values(), strict=False)):
+        every = sorted(set.intersection(*(set(line) for line in seeds.values())))
+        mean = [(steps, float(np.mean([line[steps] for line in seeds.values()]))) for steps in every]
+        parts += [_path([place(*point) for point in line.items()], colour, 1) for line in seeds.values()]
+        parts.append(_path([place(*point) for point in mean], colour, 3))
+        y = 5 * GAP + number * 2 * GAP
+        parts += [_path([(left + GAP, y), (left + 4 * GAP, y)], colour, 3)]
+        parts.append(_text(left + 5 * GAP, y + 5, program, anchor="start"))
+    return _svg(left + WIDTH + 3 * GAP, low + 3 * GAP, parts)
+
+
+def _path(points: list[tuple[float, float]], colour: str, width: float) -> str:
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-    parser.add_argument("folder", nargs="?", type=Path, default=default)
+    parser.add_argument("folder", nargs="?", type=Path, default=PICTURES)
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place, recorded(Path(place) / "buffer") as buffer:
         for name, text in pictures(buffer):
             (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+    for name, title in CURVES.items():
+        (folder / f"{name}.svg").write_text(curve(name, title), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pictures in docs/ show what the views really cut."""
+"""The pictures in docs/ show what the views really cut, and curves the numbers beside them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ DRAWN = {
     "window-end": ["8 9 -0 -0", "8 9 -0 -0", "8 9 -0 -0"],
     "offsets": ["-0 -0 0 1", "1 2 3 4 5"],
 }
+CURVES = ("sac",)
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def cells_of(path: Path) -> list[str]:
@@ -36,8 +38,16 @@ def cells_of(path: Path) -> list[str]:
 def test_the_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "pictures.py", tmp_path], check=True)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert drawn == {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").iterdir()}
-    assert {Path(name).stem for name in drawn} == DRAWN.keys()
+    assert drawn == {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert {Path(name).stem for name in drawn} == {*DRAWN, *CURVES}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_a_curve_has_a_point_for_each_number(name: str) -> None:
+    rows = (ROOT / "docs" / "pictures" / f"{name}.csv").read_text().splitlines()[1:]
+    lines = ElementTree.parse(ROOT / "docs" / "pictures" / f"{name}.svg").getroot().iter(f"{SVG}polyline")
+    points = [len(line.get("points", "").split()) for line in lines if line.get("stroke-width") == "1"]
+    assert sum(points) == len(rows)
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -47,7 +57,7 @@ def test_a_picture_shows_the_steps_of_its_view(name: str) -> None:
     assert rows[3:] == DRAWN[name]
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", [*DRAWN, *CURVES])
 def test_every_picture_is_on_a_page(name: str) -> None:
     pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     assert any(f"pictures/{name}.svg)" in page for page in pages)

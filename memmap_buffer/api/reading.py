@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -21,7 +22,7 @@ from memmap_buffer.format.lock import Turn
 from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
 from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, form_of, sample
-from memmap_buffer.loading.option_keys import key_of
+from memmap_buffer.loading.option_keys import key_of, key_of_dicts
 from memmap_buffer.loading.options import Options
 from memmap_buffer.loading.prioritized import (
     NamedPriorities,
@@ -502,11 +503,14 @@ class Readable:
 
     def _sampler_of(self, options: Mapping[str, Any]) -> UniformSampler | PrioritizedDraws:
         """The sampler of these options, kept for the next time."""
-        try:
-            sampler = self._samplers.get(tuple(options.items()))  # most options are their own key
-        except TypeError:
-            sampler = None
-        if sampler is not None and sampler.reader.folders is self._folders:
+        sampler, dicts = None, False
+        with suppress(TypeError):
+            try:
+                sampler = self._samplers.get(tuple(options.items()))  # most options are their own key
+            except TypeError:
+                sampler, dicts = self._samplers.get(key_of_dicts(options)), True
+        known = sampler is not None and sampler.reader.folders is self._folders
+        if sampler is not None and known and (not dicts or sampler.reader.given == options):  # a dict may have changed
             return sampler
         key = key_of(options)
         sampler = self._samplers.get(key)

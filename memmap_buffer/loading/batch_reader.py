@@ -193,10 +193,12 @@ class BatchReader:
     def _try(self, anchors: Anchors, since: int | None = None) -> tuple[BatchBuilder, Columns, BoolArray]:
         """(the builder of a batch; its columns; (B,) whether each item was copied as its anchor meant)."""
         builder, disk, begun = self.build(anchors, since), self._disk, perf_counter()
-        if disk.slow:
-            disk.ask(builder)
+        if disk.watches:
+            disk.watch()
+            if disk.slow:
+                disk.ask(builder)
         columns, seconds = builder.copy(), perf_counter() - begun
-        if disk.slow or seconds > ANSWER_SECONDS:
+        if disk.watches or seconds > ANSWER_SECONDS:
             disk.took(seconds)
         return builder, columns, builder.fresh()
 

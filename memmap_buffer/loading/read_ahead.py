@@ -32,10 +32,15 @@ class Disk(threading.local):
 
     Attributes:
         slow: whether the disk was read for the last batch; True before the first.
+        watches: whether it is to be found out for the next batch: after one that was slow, or took long.
     """
 
     def __init__(self) -> None:
-        self.slow = True
+        self.slow = self.watches = True
+        self._reads = 0
+
+    def watch(self) -> None:
+        """Take in what was read before a batch, as by steps that this thread wrote to fresh pages."""
         self._reads = disk_reads()
 
     def ask(self, builder: BatchBuilder) -> None:
@@ -54,9 +59,9 @@ class Disk(threading.local):
 
     def took(self, seconds: float) -> None:
         """Take in how long a batch took to be asked for and copied."""
-        if self.slow or seconds > ANSWER_SECONDS:
-            before, self._reads = self._reads, disk_reads()
-            self.slow = self._reads != before
+        if self.watches:
+            self.slow = disk_reads() != self._reads
+        self.watches = self.slow or seconds > ANSWER_SECONDS
 
 
 class Readahead:

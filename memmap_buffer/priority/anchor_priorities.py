@@ -333,7 +333,7 @@ class AnchorPriorities:
         with priorities.lock:  # others update them
             behind, seen = priorities.num_changes - self._seen, priorities.num_changes
             changes = list(priorities.changes)
-        whole = [NO_SLOTS]
+        whole: list[IntArray] = []
         if behind > len(changes):
             whole = [np.arange(len(self._anchors.serial))]
             behind = 0
@@ -342,8 +342,9 @@ class AnchorPriorities:
                 whole.append(slots)
             else:
                 self._update(slots, t)
-        for slots, t in self._each(self._anchors.runs(np.unique(np.concatenate(whole)))):
-            self._put(slots, t)
+        if whole:
+            for slots, t in self._each(self._anchors.runs(np.unique(np.concatenate(whole)))):
+                self._put(slots, t)
         self._seen = seen
 
     def _update(self, slots: IntArray, t: IntArray) -> None:

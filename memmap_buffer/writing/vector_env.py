@@ -185,6 +185,9 @@ class EpisodeStream(EpisodeGroup):
 
     def go_on(self, step: Mapping[str, Any]) -> bool:
         """Append one timestep in which no episode begins or ends; False where that is not so, and nothing was done."""
+        if self._skips_resets and not self._cut and self.over.all():
+            self.over[:], self._following = False, {}  # a reset of every environment, which is no timestep
+            return True
         if self._round is None or self._round.left <= 1:
             return False
         columns = self._encoded(step)

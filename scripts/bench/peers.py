@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.data import LONGEST, SCHEMAS, Arrays, Run, episodes, lengths
+from bench.frames import ALPHA, BETA, GAMMA, SIDE, STACK, Frames, N, errors_of
 from bench.measure import Call
 
 if TYPE_CHECKING:
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 Checked = tuple[Any, Any, Any]  # the observations, next observations and rewards of a batch
 
 
-def contenders(run: Run, kind: str, how: str, data: Any = None) -> dict[str, Call]:
-    """The calls of the installed peers that have a method `how`, by name."""
+def contenders(run: Run, kind: str, how: str, *data: Any) -> dict[str, Call]:
+    """The calls of the installed peers that have a method `how`, by name; not of those where it gives none."""
     calls: dict[str, Call] = {}
     for peer in PEERS if run.peers else ():
         if hasattr(peer, how) and run.once(("installed", peer.name), partial(installed, peer)):
             made = run.once(("peer", kind, peer.name), partial(peer, run, kind))
-            calls[peer.name] = getattr(made, how)(*(() if data is None else (data,)))
-    return calls
+            calls[peer.name] = getattr(made, how)(*data)
+    return {name: call for name, call in calls.items() if call is not None}
 
 
 def installed(peer: type[Peer]) -> bool:
@@ -70,6 +71,14 @@ class Peer:
 def with_successor(arrays: Arrays) -> Arrays:
     observation = arrays["observation"]
     return {**arrays, "next_observation": np.concatenate([observation[1:], observation[-1:]])}
+
+
+def stacked(loop: Frames, t: int) -> Arrays:
+    """A step of one environment as a wrapper that stacks frames gives it, the latest one last."""
+    step, env = loop.step(t), np.zeros(1, int)
+    now = loop.frames[loop.stacked(np.array([t]), env)][0].transpose(1, 2, 0)
+    following = np.concatenate([now[..., 1:], loop.frames[t + 1, 0][..., None]], axis=-1)
+    return {"obs": now, "next_obs": following, "act": step["action"], "rew": step["reward"], "done": step["terminated"]}
 
 
 def in_turn(things: list[Any]) -> Any:
@@ -125,6 +134,37 @@ class Cpprb(Peer):
             buffer.add(**next(steps))
             batch = buffer.sample(256)
             return batch["observation"], batch["next_observation"], batch["reward"]
+
+        return add_and_sample
+
+    def online_frames(self, loop: Frames, size: int) -> Call | None:
+        """Its stacks and n-step returns are of one stream of steps, so it takes one environment."""
+        if loop.num_envs > 1:
+            return None
+        stack = {"shape": (SIDE, SIDE, STACK), "dtype": np.uint8}
+        buffer = self.library.PrioritizedReplayBuffer(
+            loop.fill,
+            {"obs": stack, "next_obs": stack, "act": {"dtype": np.int64}, "rew": {}, "done": {"dtype": np.bool_}},
+            alpha=ALPHA,
+            stack_compress="obs",
+            Nstep={"size": N, "gamma": GAMMA, "rew": "rew", "next": "next_obs"},
+        )
+
+        def add(step: Arrays) -> None:
+            buffer.add(**step)
+            if step["done"]:
+                buffer.on_episode_end()
+
+        for t in range(loop.fill):
+            add(stacked(loop, t))
+        steps = iter([stacked(loop, t) for t in range(loop.fill, loop.fill + loop.rounds)])
+        errors = errors_of(size)
+
+        def add_and_sample() -> Checked:
+            add(next(steps))
+            batch = buffer.sample(size, beta=BETA)
+            buffer.update_priorities(batch["indexes"], errors)
+            return batch["obs"].transpose(0, 3, 1, 2), batch["next_obs"].transpose(0, 3, 1, 2), batch["rew"]
 
         return add_and_sample
 
@@ -280,6 +320,45 @@ class Tianshou(Peer):
                 buffer.add(batch(step))
 
         return all_steps
+
+    def online_frames(self, loop: Frames, size: int) -> Call:
+        """As its DQN draws them: a batch of single transitions, then the returns, and the batch N steps later."""
+        import torch
+        from tianshou.algorithm.algorithm_base import Algorithm
+
+        count = loop.num_envs
+        buffer = self.library.PrioritizedVectorReplayBuffer(
+            loop.fill * count, count, alpha=ALPHA, beta=BETA, stack_num=STACK, ignore_obs_next=True
+        )
+
+        def add(step: Arrays) -> None:
+            batch = self.library.Batch(
+                obs=step["observation"],
+                act=step["action"],
+                rew=step["reward"],
+                terminated=step["terminated"],
+                truncated=step["truncated"],
+            )
+            buffer.add(batch)
+
+        for step in loop.filling:
+            add(step)
+        steps, errors = iter(loop.steps), errors_of(size)
+
+        def add_and_sample() -> Checked:
+            add(next(steps))
+            batch, rows = buffer.sample(size)
+            later = []
+
+            def value(buffer: Any, rows: Any) -> Any:
+                later.append(buffer[rows].obs_next)
+                return torch.zeros(size)
+
+            batch = Algorithm.compute_nstep_return(batch, buffer, rows, value, GAMMA, N)
+            buffer.update_weight(rows, errors)
+            return batch.obs, later[0], batch.returns
+
+        return add_and_sample
 
 
 class MemmapReplayBuffer(Peer):

@@ -172,6 +172,22 @@ def test_a_list_that_was_changed_is_another_option(recorded):
     assert set(buffer.sample(2, fields=["t"], include_metadata=False, **STEPS)) == {"t"}
 
 
+def test_a_dict_of_plain_values_is_found_without_making_a_key(recorded, monkeypatch):
+    buffer, stack = recorded(), {"t": 2}
+    for padding in ("zero", "edge", "zero"):
+        assert buffer.sample(2, n_steps=1, stack=stack, padding=padding)["t"].shape == (2, 2)
+    monkeypatch.setattr(reading, "key_of", None)
+    assert buffer.sample(2, n_steps=1, stack={"t": 2}, padding="edge")["t"].shape == (2, 2)
+
+
+def test_a_dict_that_was_changed_is_another_option(recorded):
+    buffer, stack = recorded(), {"t": 2}
+    for steps in (2, 3, 2):
+        stack["t"] = steps
+        assert buffer.sample(4, n_steps=1, stack=stack)["t"].shape == (4, steps)
+        assert buffer.sample(4, n_steps=1, stack={"t": 2})["t"].shape == (4, 2)
+
+
 def test_a_transform_that_can_be_changed_is_called_as_it_is_now(recorded):
     buffer, transform = recorded(), Plus(0)
     plain = buffer.batch(**STEPS)["reward"]

@@ -197,6 +197,16 @@ def test_the_disk_is_not_asked_any_more_once_nothing_had_to_be_read(buffer, even
     assert rows_of(events, "ask") == {}
 
 
+def test_what_this_thread_reads_between_batches_does_not_count(buffer, events, disk):
+    disk.busy = False
+    buffer.sample(8, n_steps=1)
+    events.clear()
+    for _ in range(20):
+        disk.count += 1  # a step that is written to a fresh page, say
+        buffer.sample(8, n_steps=1)
+    assert rows_of(events, "ask") == {}
+
+
 def test_what_this_thread_has_the_disk_read_is_counted(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
