@@ -59,7 +59,8 @@ class ReplayBuffer(Editing, Recording, Readable):
     Changing    update, store_datapoint, store_meta_datapoint: values; delete, clear, reset_: episodes; add_field,
                 drop_field, rename_field, recompute: columns
     Looking     num_episodes, num_steps, episode_lens, serials, refresh; schema, fieldnames, meta_fieldnames,
-                batch_spec, show; folder, read_only; capacity, max_episodes, max_timesteps, circular, spare_slots; statistics
+                batch_spec, show, statistics; folder, read_only; capacity, max_episodes, max_timesteps, circular,
+                spare_slots
 
     Args:
         folder: where it is; made if it is missing. As in every path, `~` is the home folder.
