@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import numpy as np
@@ -104,21 +104,15 @@ class NStep(View):
         if self.terminated:
             schema.require([self.terminated], "terminated", schema.fields)
         schema.require(dict(self.stack), "stack", schema.fields)
+        current = named(schema, self.current_fields, "current_fields")
+        following = named(schema, self.next_fields, "next_fields")
         return [
-            *self._current(schema),
-            *[f"next_{name}" for name in named(schema, self.next_fields, "next_fields")],
+            *(_without_successors(current, following) if self.current_fields is None else current),
+            *[f"next_{name}" for name in following],
             *[f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")],
             "n_step_lens",
             *["_return", "_discount"] * (self.gamma is not None),
         ]
-
-    def _current(self, schema: Schema) -> tuple[str, ...]:
-        """The fields at t. A field that is called as a successor of another is given only where it is asked for."""
-        names = named(schema, self.current_fields, "current_fields")
-        if self.current_fields is not None:
-            return names
-        successors = {f"next_{name}" for name in named(schema, self.next_fields, "next_fields")}
-        return tuple(name for name in names if name not in successors)
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         return episodes.replaced(count=episodes.count - ~(has_final | terminated))
@@ -129,8 +123,10 @@ class NStep(View):
             k = np.ones(len(t), np.int64)
         else:
             k = np.minimum(np.maximum(length - t - ~builder.goes_on, 1), self.n)
-        current = self._current(schema)
+        current = named(schema, self.current_fields, "current_fields")
         following = named(schema, self.next_fields, "next_fields")
+        if self.current_fields is None:
+            current = _without_successors(current, following)
         put_at = partial(self._put_stacked, builder) if self.stack else builder.put_at
         put_at(current, t)
         if self.timeline:
@@ -196,3 +192,10 @@ def step_returns(builder: BatchBuilder, steps: range, n: int, gamma: float, rewa
         "_return": returns.reshape(*k.shape, *returns.shape[1:]),
         "_discount": discount.reshape(*k.shape, *discount.shape[1:]),
     }
+
+
+@lru_cache(maxsize=64)
+def _without_successors(names: tuple[str, ...], following: tuple[str, ...]) -> tuple[str, ...]:
+    """The fields at t where all are wanted: one that is called as the successor of another gives way to it."""
+    taken = {f"next_{name}" for name in following}
+    return tuple(name for name in names if name not in taken)
