@@ -12,6 +12,7 @@ NEEDS = {
     "interop.record": ("gymnasium", "gymnasium"),
     "interop.minari": ("minari", "minari"),
     "interop.lerobot": ("pyarrow", "lerobot"),
+    "interop.lerobot_dataset": ("pyarrow", "lerobot"),
     "interop.parquet": ("pyarrow", "parquet"),
     "interop.d4rl": ("h5py", "hdf5"),
     "interop.robomimic": ("h5py", "hdf5"),
