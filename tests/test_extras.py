@@ -18,6 +18,7 @@ NEEDS = {
     "interop.robomimic": ("h5py", "hdf5"),
     "interop.ray": ("ray", "ray"),
     "interop.d3rlpy": ("d3rlpy", "d3rlpy"),
+    "interop.lightning": ("lightning", "lightning"),
 }
 
 

@@ -30,6 +30,8 @@ def in_text(word, text):
 
 @every_page
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # Lightning's, with torch 2.13
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|fewer than the logging interval):UserWarning")
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_blocks(page).count == page.read_text().count("```python\n")
