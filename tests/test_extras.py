@@ -12,10 +12,13 @@ NEEDS = {
     "interop.record": ("gymnasium", "gymnasium"),
     "interop.minari": ("minari", "minari"),
     "interop.lerobot": ("pyarrow", "lerobot"),
+    "interop.lerobot_dataset": ("pyarrow", "lerobot"),
     "interop.parquet": ("pyarrow", "parquet"),
     "interop.d4rl": ("h5py", "hdf5"),
     "interop.robomimic": ("h5py", "hdf5"),
     "interop.ray": ("ray", "ray"),
+    "interop.d3rlpy": ("d3rlpy", "d3rlpy"),
+    "interop.lightning": ("lightning", "lightning"),
 }
 
 

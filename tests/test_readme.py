@@ -15,7 +15,7 @@ from memmap_buffer.api.recording import Recording
 from memmap_buffer.loading.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN = {"ray.md"}  # run by ray_cases.py, in a process of their own
+OWN = {"ray.md", "d3rlpy.md"}  # run by ray_cases.py in a process of its own, and by test_d3rlpy.py
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -30,6 +30,8 @@ def in_text(word, text):
 
 @every_page
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # Lightning's, with torch 2.13
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|fewer than the logging interval):UserWarning")
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_blocks(page).count == page.read_text().count("```python\n")
@@ -150,7 +152,7 @@ def test_every_file_that_contributing_names_is_there():
 
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
-    linked = re.findall(r"^\| \[[^]]*\]\(([a-z-]+\.md)\)", index, re.MULTILINE)
+    linked = re.findall(r"^\| \[[^]]*\]\(([a-z0-9-]+\.md)\)", index, re.MULTILINE)
     assert sorted(linked) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from os import PathLike
@@ -93,7 +93,7 @@ def import_lerobot(
                 yield {**rows, "task": tasks.get(number, "")}
 
     texts = [tasks[number] for number in range(len(tasks)) if number in tasks]  # LeRobot finds a text by its place
-    facts = {key: info.get(key) for key in ("fps", "robot_type", "features")}
+    facts = {key: info.get(key) for key in ("fps", "robot_type", "features")} | {"stats": _statistics(root, lengths)}
     return import_episodes(
         folder,
         episodes(),
@@ -132,30 +132,30 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
     for name, field in buffer.schema.fields.items():
         if len(field.shape) > MAX_AXES:
             raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
-    known, tasks = imported.get("features") or {}, _Tasks(buffer, imported)
-    statistics = _FeatureStatistics(buffer.num_steps)
+    known, tasks = imported.get("features") or {}, Tasks(buffer, imported)
+    statistics = FeatureStatistics(buffer.num_steps)
     features: dict[str, Any] = {}
     with ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in _exported(buffer, known, float(rate), tasks):
+        for row, columns in exported(buffer, known, float(rate), tasks):
             data.write(pa.table({name: _arrow(column) for name, column in columns.items()}))
             episodes.add(row | statistics.add(columns))
-            features = features or {name: _feature(column, known.get(name)) for name, column in columns.items()}
+            features = features or {name: feature_of(column, known.get(name)) for name, column in columns.items()}
     pq.write_table(tasks.table(), root / TASKS)
     counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
     _write_json(root / "meta/stats.json", statistics.whole())
     _write_json(root / "meta/info.json", _info_of(counts, float(rate), imported.get("robot_type"), features))
 
 
-def _exported(
-    buffer: ReplayBuffer, known: Mapping[str, Any], rate: float, tasks: _Tasks
+def exported(
+    buffer: ReplayBuffer, known: Mapping[str, Any], rate: float, tasks: Tasks
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(row of `meta/episodes`, features of shape (length, *shape), of images the channels last) of each episode."""
     names = read_names(buffer)
     for i, (rows, episode) in enumerate(exported_episodes(buffer)):
         length = len(rows)
-        columns = {_feature_name(name, names): episode[name][:length] for name in buffer.fieldnames}
-        columns = {name: _shaped(column, known.get(name)) for name, column in columns.items()}
+        columns = {feature_name(name, names): episode[name][:length] for name in buffer.fieldnames}
+        columns = {name: shaped(column, known.get(name)) for name, column in columns.items()}
         columns.setdefault("timestamp", np.arange(length, dtype=np.float32) / np.float32(rate))
         columns["task_index"] = tasks.numbers(episode, length)
         columns |= zip(COUNTERS, (np.arange(rows.start, rows.stop), np.arange(length), np.full(length, i)), strict=True)
@@ -174,7 +174,7 @@ def _exported(
         yield row, columns
 
 
-class _Tasks:
+class Tasks:
     """The texts of tasks by their numbers; those of an imported data set, if the buffer has its `task_index`."""
 
     def __init__(self, buffer: ReplayBuffer, imported: Mapping[str, Any]) -> None:
@@ -241,7 +241,7 @@ class _Table:
             self._writer.close()
 
 
-class _FeatureStatistics:
+class FeatureStatistics:
     """The statistics in `meta/stats.json` and `meta/episodes`; those of text are left out.
 
     As in LeRobot, they are by channel for images, whose values are scaled to 0 … 1, and by the last axis for others.
@@ -282,7 +282,7 @@ def _blocks(column: Any) -> Iterator[Any]:
     step = max(1, BLOCK_BYTES // (8 * max(1, column[0].size)))
     for start in range(0, len(column), step):
         block = column[start : start + step].astype(np.float64)
-        yield block.reshape(-1, block.shape[-1] if block.ndim > 1 else 1) / (255 if _is_image(column) else 1)
+        yield block.reshape(-1, block.shape[-1] if block.ndim > 1 else 1) / (255 if is_image(column) else 1)
 
 
 def _stats(running: RunningStatistics, column: Any, frames: int) -> dict[str, Any]:
@@ -291,14 +291,14 @@ def _stats(running: RunningStatistics, column: Any, frames: int) -> dict[str, An
     values = {"mean": result.mean, "std": result.std}
     values |= {f"q{round(100 * q):02d}": value for q, value in result.quantiles.items()}
     values |= {"min": result.min, "max": result.max}
-    if _is_image(column):  # LeRobot writes three channels for every image
+    if is_image(column):  # LeRobot writes three channels for every image
         values = {which: np.broadcast_to(value, 3).reshape(3, 1, 1) for which, value in values.items()}
     elif column.dtype.kind in "biu":
         values |= {which: values[which].astype(column.dtype) for which in ("min", "max")}
     return {which: value.tolist() for which, value in values.items()} | {"count": [frames]}
 
 
-def _is_image(column: Any) -> bool:
+def is_image(column: Any) -> bool:
     """Whether a feature, (frames, *shape), is of images with their channels last."""
     return bool(column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3))
 
@@ -335,6 +335,14 @@ def _info(root: Path) -> dict[str, Any]:
             path=path,
         )
     return info
+
+
+def _statistics(root: Path, lengths: Sequence[int]) -> dict[str, Any] | None:
+    """Its `meta/stats.json`, and how many episodes and frames they are of; None where there are none."""
+    path = root / "meta" / "stats.json"
+    if not path.exists():
+        return None
+    return {"of": [len(lengths), sum(lengths)], "features": json.loads(path.read_text(encoding="utf-8"))}
 
 
 def _tasks(root: Path) -> dict[int, str]:
@@ -384,23 +392,23 @@ def _field(column: Any) -> Field:
     return Field(dtype, column.shape[1:])
 
 
-def _feature_name(name: str, names: Names) -> str:
+def feature_name(name: str, names: Names) -> str:
     known = {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}
     return known.get(name) or names.key(name)
 
 
-def _shaped(column: Any, known: Mapping[str, Any] | None) -> Any:
+def shaped(column: Any, known: Mapping[str, Any] | None) -> Any:
     """A feature as LeRobot has it: one number a frame without an axis, the channels of images last."""
     if column.shape[1:] == (1,):
         return column[:, 0]
-    if known and known["dtype"] == "image" and not _is_image(column) and column.ndim == 4:
+    if known and known["dtype"] == "image" and not is_image(column) and column.ndim == 4:
         return column.transpose(0, 2, 3, 1)
     return column
 
 
 def _arrow(column: Any) -> Any:
     """A column as Arrow has it: images as PNG, vectors as lists of a fixed length."""
-    if _is_image(column):
+    if is_image(column):
         return pa.array([{"bytes": _png(image), "path": None} for image in column], IMAGE)
     return column_of(column)
 
@@ -411,10 +419,10 @@ def _png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def _feature(column: Any, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def feature_of(column: Any, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The entry of a feature in `meta/info.json`: that of the imported data set, as long as it still fits."""
     shape, kind, names = list(column.shape[1:]) or [1], column.dtype.name, None
-    if _is_image(column):
+    if is_image(column):
         kind, names = "image", ["height", "width", "channels"]
     elif column.dtype.kind == "U":
         kind = "string"

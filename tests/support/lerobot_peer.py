@@ -1,6 +1,6 @@
 """What LeRobot itself writes and reads; run in an interpreter of its own, as it logs, warns and looks for its hub.
 
-python lerobot_peer.py write ROOT | append ROOT | read ROOT OUT.npz
+python lerobot_peer.py write ROOT | append ROOT | read ROOT OUT.npz | compare ROOT FOLDER
 """
 
 from __future__ import annotations
@@ -76,6 +76,41 @@ def read(root: str, out: str) -> None:
     np.savez(out, **found)
 
 
+DELTAS = {
+    "observation.state": [-0.1, 0],
+    "observation.images.top": [-0.05, 0],
+    "observation.images.side": [0, 0.5],
+    "observation.matrix": [0.05],
+    "action": [i / FPS for i in range(-3, 8)],
+    "next.reward": [0, 0.05],
+}
+
+
+def compare(root: str, folder: str) -> None:
+    """Import the data set, and hold its items and metadata beside LeRobot's."""
+    import torch
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    from memmap_buffer.interop.lerobot import import_lerobot
+    from memmap_buffer.interop.lerobot_dataset import DiskLeRobotDataset
+
+    import_lerobot(root, folder).close()
+    for options in ({}, {"delta_timestamps": DELTAS}, {"episodes": [0, 2]}):
+        theirs, ours = LeRobotDataset("some/name", root=root, **options), DiskLeRobotDataset("n", folder, **options)
+        assert (len(theirs), theirs.num_episodes) == (len(ours), ours.num_episodes)
+        for i in range(len(theirs)):
+            wanted, got = theirs[i], ours[i]
+            assert wanted.keys() == got.keys()
+            for name, value in wanted.items():
+                same = torch.equal(value, got[name]) if isinstance(value, torch.Tensor) else value == got[name]
+                assert same and getattr(value, "dtype", None) == getattr(got[name], "dtype", None), (i, name)
+    for name in ("fps", "robot_type", "total_episodes", "total_frames", "total_tasks", "camera_keys", "features"):
+        assert getattr(theirs.meta, name) == getattr(ours.meta, name), name
+    for name, stats in theirs.meta.stats.items():
+        for which, value in stats.items():
+            np.testing.assert_array_equal(ours.meta.stats[name][which], value)
+
+
 def _record(dataset: Any, arrays: dict[str, Any], tasks: tuple[str, ...]) -> None:
     for t, task in enumerate(tasks):
         frame = {name: str(array[t]) if name == "note" else array[t] for name, array in arrays.items()}
@@ -85,4 +120,4 @@ def _record(dataset: Any, arrays: dict[str, Any], tasks: tuple[str, ...]) -> Non
 
 if __name__ == "__main__":
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(Path(sys.argv[2]).parent / "hub")}
-    {"write": write, "append": append, "read": read}[sys.argv[1]](*sys.argv[2:])
+    {"write": write, "append": append, "read": read, "compare": compare}[sys.argv[1]](*sys.argv[2:])

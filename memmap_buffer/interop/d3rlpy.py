@@ -1,0 +1,455 @@
+"""d3rlpy: a data set over a folder, which its algorithms train from without a copy.
+
+    CQLConfig().create().fit(DiskDataset("data"), n_steps=100_000)
+
+Batches are equal to those of its `MDPDataset` of the same episodes and random numbers. Rows are read when a batch is
+drawn; in memory lie the bounds of the episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.api.concat import ConcatBuffer
+from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
+from memmap_buffer.extras import extra
+from memmap_buffer.schema import Schema
+
+with extra("d3rlpy"):
+    from d3rlpy import constants
+    from d3rlpy.dataset import (
+        BasicTrajectorySlicer,
+        BasicTransitionPicker,
+        Episode,
+        FrameStackTrajectorySlicer,
+        FrameStackTransitionPicker,
+        MultiStepTransitionPicker,
+        SparseRewardTransitionPicker,
+        TrajectoryMiniBatch,
+        Transition,
+        TransitionMiniBatch,
+    )
+    from d3rlpy.dataset import ReplayBuffer as MemoryReplayBuffer
+
+Array = npt.NDArray[Any]
+T = TypeVar("T")
+PICKERS = (BasicTransitionPicker, FrameStackTransitionPicker, MultiStepTransitionPicker, SparseRewardTransitionPicker)
+SLICERS = (BasicTrajectorySlicer, FrameStackTrajectorySlicer)
+SCANNED = 1 << 20  # timesteps whose episodes are looked up at once
+
+
+class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
+    """A data set for `fit` whose episodes lie in a folder; in the place of `MDPDataset`.
+
+    It has the episodes that were visible when it was made, or at the last `refresh`. Episodes of `episodes` are read
+    whole when they are looked at, as scalers and evaluators do, and for transition pickers and trajectory slicers
+    that are not d3rlpy's own.
+
+    Args:
+        folder: where it is; or a buffer that is open, such as a `ConcatBuffer` over several folders.
+        observation: the field of observations; several become a tuple observation.
+        action: the field of actions; whole numbers without a shape are discrete actions.
+        reward: the field of rewards.
+        terminated: the field that is true where an episode terminated; default: the one that the folder names. Where
+            there is none, no episode did.
+        transition_picker: as for `MDPDataset`.
+        trajectory_slicer: as for `MDPDataset`.
+        action_space: as for `MDPDataset`; default: that of the first episode's actions.
+        action_size: as for `MDPDataset`; default: of discrete actions one more than the largest, for which all
+            actions are read.
+
+    Attributes:
+        disk: the `memmap_buffer.ReplayBuffer` or `ConcatBuffer`.
+
+    Raises:
+        NotABufferError: there is no buffer in the folder.
+        NotEnoughDataError: there is no transition.
+        SchemaError: a field is unknown.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str] | ReplayBuffer | ConcatBuffer,
+        *,
+        observation: str | Sequence[str] = "observation",
+        action: str = "action",
+        reward: str = "reward",
+        terminated: str | None = None,
+        transition_picker: Any = None,
+        trajectory_slicer: Any = None,
+        action_space: constants.ActionSpace | None = None,
+        action_size: int | None = None,
+    ) -> None:
+        self.disk = _opened(folder)
+        schema: Schema = self.disk.schema
+        self._rows = _Rows(
+            self.disk,
+            (observation,) if isinstance(observation, str) else tuple(observation),
+            action,
+            reward,
+            schema.terminated if terminated is None else terminated,
+        )
+        episode = self._rows.episodes[0]
+        space = action_space or _action_space(episode.actions)
+        if action_size is None:
+            discrete = space == constants.ActionSpace.DISCRETE
+            largest = self.disk.statistics([action])[action].max if discrete else None
+            action_size = int(np.asarray(largest).max()) + 1 if discrete else episode.actions.shape[1]
+        super().__init__(
+            self._rows,
+            transition_picker=transition_picker,
+            trajectory_slicer=trajectory_slicer,
+            observation_signature=episode.observation_signature,
+            action_signature=episode.action_signature,
+            reward_signature=episode.reward_signature,
+            action_space=space,
+            action_size=action_size,
+            cache_size=1,
+        )
+
+    def refresh(self) -> None:
+        """See the episodes that were published since, and no longer those that left."""
+        self._rows.refresh()
+
+    def sample_transition_batch(self, batch_size: int) -> TransitionMiniBatch:
+        """Transitions drawn uniformly, by numpy's global random numbers.
+
+        Args:
+            batch_size: B.
+
+        Returns:
+            Arrays of float32: observations and next observations (B, *shape), actions and next actions (B, *shape),
+            rewards, terminals and intervals (B, 1).
+        """
+        if type(self.transition_picker) not in PICKERS:
+            return self._again(super().sample_transition_batch, batch_size)
+        return self._again(self._transitions, batch_size)
+
+    def sample_trajectory_batch(self, batch_size: int, length: int) -> TrajectoryMiniBatch:
+        """Parts of episodes that end at timesteps drawn uniformly, by numpy's global random numbers.
+
+        Args:
+            batch_size: B.
+            length: L; shorter parts are padded with zeros in front.
+
+        Returns:
+            Arrays of float32: observations and actions (B, L, *shape), rewards, returns to go and terminals (B, L, 1),
+            timesteps from 1 and masks (B, L).
+        """
+        if type(self.trajectory_slicer) not in SLICERS:
+            return self._again(super().sample_trajectory_batch, batch_size, length)
+        return self._again(self._trajectories, batch_size, length)
+
+    def _again(self, draw: Callable[..., T], *args: Any) -> T:
+        """A batch; of the episodes that are there now, where one that was drawn has been overwritten."""
+        try:
+            return draw(*args)
+        except StaleEpisodeError:
+            self.refresh()
+            return draw(*args)
+
+    def _transitions(self, batch_size: int) -> TransitionMiniBatch:
+        picker, rows = self.transition_picker, self._rows
+        at = rows.located(np.random.randint(rows.transition_count, size=batch_size))
+        several = type(picker) is MultiStepTransitionPicker
+        interval = np.minimum(picker._n_steps if several else 1, at.rest - ~at.terminated)
+        terminal = interval == at.rest
+        before = np.arange(1 - _frames(picker, FrameStackTransitionPicker), 1)
+        now, following = at.t[:, None] + before, (at.t + interval)[:, None] + before
+        exists = np.stack([now >= 0, (following >= 0) & ~terminal[:, None]])
+        place = at.start[:, None] + np.maximum([now, np.minimum(following, at.length[:, None] - 1)], 0)
+        observations, actions = rows.steps(place, exists)
+        observations = [_stacked(x) for x in observations]
+        actions = actions[:, :, -1]
+        rewards = rows.rewards(at.start + at.t, interval)
+        rewards = _returns(rewards, interval, picker._gamma) if several else rewards[:, 0]
+        now_observed, next_observed = (_one([_float(x[i]) for x in observations]) for i in range(2))
+        return TransitionMiniBatch(
+            observations=now_observed,
+            actions=_float(actions[0]),
+            rewards=_float(rewards),
+            next_observations=next_observed,
+            next_actions=_float(actions[1]),
+            terminals=_float(terminal[:, None]),
+            intervals=_float(interval[:, None]),
+            transitions=_Transitions(picker, rows, at, observations, actions, rewards, terminal, interval),
+        )
+
+    def _trajectories(self, batch_size: int, length: int) -> TrajectoryMiniBatch:
+        rows, frames = self._rows, _frames(self.trajectory_slicer, FrameStackTrajectorySlicer)
+        at = rows.located(np.random.randint(rows.transition_count, size=batch_size))
+        t = at.t[:, None] + np.arange(2 - length - frames, 1)
+        observations, actions = rows.steps(at.start[:, None] + np.maximum(t, 0), t >= 0)
+        if frames > 1:
+            windows = [np.moveaxis(sliding_window_view(x, frames, axis=1), -1, 2) for x in observations]
+            observations = [_stacked(x) for x in windows]
+        t = t[:, frames - 1 :]
+        begin = t[:, 0].clip(0)
+        rewards = rows.rewards(at.start + begin, at.length - begin)
+        scores, to_go = (np.zeros((batch_size, length, *rewards.shape[2:]), rewards.dtype) for _ in range(2))
+        for i, (n, rest) in enumerate(zip((at.t + 1 - begin).tolist(), (at.length - begin).tolist(), strict=True)):
+            own = rewards[i, :rest]
+            scores[i, length - n :] = own[:n]
+            to_go[i, length - n :] = (np.sum(own) - np.cumsum(own, axis=0) + own)[:n]  # in the order of d3rlpy
+        terminals = np.zeros((batch_size, length, 1))
+        terminals[:, -1, 0] = at.terminated & (at.rest == 1)
+        return TrajectoryMiniBatch(
+            observations=_one([_float(x) for x in observations]),
+            actions=_float(actions[:, frames - 1 :]),
+            rewards=_float(scores),
+            returns_to_go=_float(to_go),
+            terminals=_float(terminals),
+            timesteps=_float((t + 1).clip(0)),
+            masks=_float(t >= 0),
+            length=length,
+        )
+
+    def append(self, observation: Any, action: Any, reward: Any) -> None:
+        """Refused: record by `memmap_buffer.ReplayBuffer`, then `refresh`."""
+        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
+
+    def append_episode(self, episode: Any) -> None:
+        """Refused: store it by `memmap_buffer.ReplayBuffer.store_episode`, then `refresh`."""
+        raise NotImplementedError("DiskDataset is only read; use memmap_buffer.ReplayBuffer.store_episode, refresh()")
+
+    def clip_episode(self, terminated: bool) -> None:
+        """Refused, as `append`."""
+        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
+
+
+@dataclass(frozen=True)
+class _Located:
+    """Where timesteps are: arrays (B,) of the first row and the length of their episodes, and of their own time."""
+
+    start: Array
+    length: Array
+    terminated: Array
+    t: Array
+
+    @property
+    def rest(self) -> Array:
+        """The timesteps from each on."""
+        return self.length - self.t
+
+
+class _Rows:
+    """A folder as d3rlpy's `BufferProtocol`: the timesteps of all episodes in one line, read by their place in it."""
+
+    def __init__(
+        self, disk: Any, observation: tuple[str, ...], action: str, reward: str, terminated: str | None
+    ) -> None:
+        self._disk = disk
+        self._keys = [f"{i}" for i in range(len(observation))]
+        self._named = {**dict(zip(observation, self._keys, strict=True)), action: "action"}
+        self._reward, self._terminated = reward, terminated
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look up the bounds of episodes."""
+        ends = [self._reward] if self._terminated is None else [self._reward, self._terminated]
+        while True:  # until no episode comes or goes meanwhile
+            serials = self._disk.serials
+            self._steps, self._rewards = self._timesteps([*self._named]), self._timesteps([self._reward])
+            last = self._timesteps(ends, return_indices=True)
+            lengths = self._disk.episode_lens
+            same = len(self._steps) == len(self._rewards) == len(last)
+            if same and np.array_equal(serials, self._disk.serials):
+                break
+        self.lengths = lengths if lengths.sum() == len(last) else _lengths_of(last)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.terminated = np.zeros(len(self.lengths), np.bool_)
+        if self._terminated is not None:
+            flags = last.at(self.starts + self.lengths - 1).data
+            self.terminated = _at(flags, self._terminated).numpy().reshape(len(self.lengths), -1)[:, 0].astype(np.bool_)
+        self._stops = np.cumsum(self.lengths - ~self.terminated)
+        if not self.transition_count:
+            raise NotEnoughDataError("there are episodes, but no transition: each has one timestep and is truncated")
+
+    def _timesteps(self, fields: list[str], **options: Any) -> Any:
+        every = {"valid": {True, False}} if "valid" in self._disk.fieldnames else None
+        return self._disk.dataset(
+            timestep_level=True,
+            fields=fields,
+            filter_fields=every,
+            include_metadata=False,
+            on_stale="raise",
+            fieldname_map={name: key for name, key in self._named.items() if name in fields},
+            **options,
+        )
+
+    # Rows
+
+    def located(self, index: Array) -> _Located:
+        """Where transitions are, by their numbers."""
+        i = np.searchsorted(self._stops, index, side="right")
+        before = np.where(i > 0, self._stops[i - 1], 0)
+        return _Located(self.starts[i], self.lengths[i], self.terminated[i], index - before)
+
+    def steps(self, place: Array, exists: Array) -> tuple[list[Array], Array]:
+        """Observations, one by one, and actions of timesteps: (*place, *shape), zero where they do not exist."""
+        found = self._steps.at(place.reshape(-1)).data
+        missing = ~exists.reshape(-1)
+
+        def column(key: str) -> Array:
+            values = _at_least_2d(_numpy(found[key]))
+            values[missing] = 0
+            return values.reshape(*place.shape, *values.shape[1:])
+
+        return [column(key) for key in self._keys], column("action")
+
+    def rewards(self, place: Array, count: Array) -> Array:
+        """Rewards (B, max(count), *shape) of so many timesteps from each place on; more are of other timesteps."""
+        places = np.minimum(place[:, None] + np.arange(count.max()), len(self._rewards) - 1)
+        found = _at_least_2d(_numpy(_at(self._rewards.at(places.reshape(-1)).data, self._reward)))
+        return found.reshape(*places.shape, *found.shape[1:])
+
+    # BufferProtocol
+
+    def append(self, episode: Any, index: int) -> None:
+        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
+
+    @property
+    def episodes(self) -> _Episodes:
+        return _Episodes(self)
+
+    @property
+    def transition_count(self) -> int:
+        return int(self._stops[-1])
+
+    def __len__(self) -> int:
+        return self.transition_count
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        at = self.located(np.array([index % len(self)]))
+        return self.episodes[int(np.searchsorted(self.starts, at.start[0]))], int(at.t[0])
+
+
+class _Episodes(Sequence[Any]):
+    """The episodes, each read when it is asked for."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows.starts)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        rows, i = self._rows, range(len(self))[i]
+        place, length = rows.starts[i] + np.arange(rows.lengths[i]), rows.lengths[i : i + 1]
+        observations, actions = rows.steps(place, np.ones_like(place, np.bool_))
+        rewards = rows.rewards(place[:1], length)[0]
+        return Episode(_one(observations), actions, rewards, bool(rows.terminated[i]))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclass(frozen=True)
+class _Transitions(Sequence[Any]):
+    """The transitions of a batch, as d3rlpy's objects, made when they are asked for."""
+
+    picker: Any
+    rows: _Rows
+    at: _Located
+    observations: list[Array]
+    actions: Array
+    rewards: Array
+    terminal: Array
+    interval: Array
+
+    def __len__(self) -> int:
+        return len(self.interval)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        at, picker = self.at, self.picker
+        to_go = self.rows.rewards((at.start + at.t)[i : i + 1], at.rest[i : i + 1])[0]
+        if type(picker) is SparseRewardTransitionPicker and np.all(to_go == picker._step_reward):
+            to_go = np.array([[picker._failure_return]], np.float32)
+        return Transition(
+            observation=_one([x[0, i] for x in self.observations]),
+            action=self.actions[0, i],
+            reward=self.rewards[i],
+            next_observation=_one([x[1, i] for x in self.observations]),
+            next_action=self.actions[1, i],
+            terminal=float(self.terminal[i]),
+            interval=int(self.interval[i]),
+            rewards_to_go=to_go,
+        )
+
+
+def _opened(folder: Any) -> Any:
+    is_open = isinstance(folder, (ReplayBuffer, ConcatBuffer))
+    return folder if is_open else ReplayBuffer.from_folder(folder, read_only=True)
+
+
+def _action_space(actions: Array) -> constants.ActionSpace:
+    whole = bool(np.all(actions.astype(np.int32) == actions))
+    return constants.ActionSpace.DISCRETE if whole else constants.ActionSpace.CONTINUOUS
+
+
+def _lengths_of(timesteps: Any) -> Array:
+    """How many timesteps each episode has, where those of trimmed episodes are among them."""
+    parts = range(0, len(timesteps), SCANNED)
+    found = [
+        timesteps.at(np.arange(at, min(at + SCANNED, len(timesteps)))).data["_indices"][:, :-1].numpy() for at in parts
+    ]
+    owner = np.concatenate(found)
+    begins = np.flatnonzero(np.r_[True, (owner[1:] != owner[:-1]).any(axis=1)])
+    return np.diff(np.r_[begins, len(owner)])
+
+
+def _returns(rewards: Array, interval: Array, gamma: float) -> Array:
+    """Discounted sums (B, *shape) float64 of the first so many rewards; those of one length at once."""
+    out = np.zeros((len(rewards), *rewards.shape[2:]))
+    for n in np.unique(interval).tolist():
+        own = rewards[interval == n, :n]
+        discounts = (gamma ** np.arange(n)).reshape(n, *[1] * (rewards.ndim - 2))
+        out[interval == n] = np.sum(own * discounts, axis=1)
+    return out
+
+
+def _at(batch: Any, name: str) -> Any:
+    for part in name.split("."):
+        batch = batch[part]
+    return batch
+
+
+def _numpy(values: Any) -> Array:
+    return np.asarray((values.float() if str(values.dtype) == "torch.bfloat16" else values).numpy())
+
+
+def _at_least_2d(values: Array) -> Array:
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _frames(how: Any, kind: Any) -> int:
+    """How many frames stand for one, where a picker or slicer stacks them."""
+    return int(how._n_frames) if type(how) is kind else 1
+
+
+def _stacked(x: Array) -> Array:
+    """(A, B, frames, channels, …) as (A, B, frames · channels, …)."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def _float(values: Array) -> Array:
+    return values.astype(np.float32)
+
+
+def _one(values: list[Array]) -> Any:
+    return values[0] if len(values) == 1 else values

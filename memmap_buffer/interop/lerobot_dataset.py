@@ -1,0 +1,382 @@
+"""LeRobot: a folder with the face of its `LeRobotDataset`, which its policies train from without an export.
+
+Fields have the names and shapes that `export_lerobot` would give them; those of an imported data set are its own.
+Nothing of LeRobot is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.interop.columns import flatten
+from memmap_buffer.interop.episodes import read_extra, read_names
+from memmap_buffer.interop.lerobot import (
+    COUNTERS,
+    VERSION,
+    FeatureStatistics,
+    Tasks,
+    exported,
+    feature_name,
+    feature_of,
+    shaped,
+)
+from memmap_buffer.schema import Field
+from memmap_buffer.views.windows import Offsets
+
+Array = npt.NDArray[Any]
+
+
+class DiskLeRobotDataset:
+    """A `LeRobotDataset` whose frames lie in a folder.
+
+    An item is a dict of tensors by the names of features: images float32 (C, H, W) between 0 and 1, other numbers
+    float32 or int64, and `task`, a text. A feature in `delta_timestamps` has an axis of time in front, the nearest
+    frame of the episode where there is none, and `<feature>_is_pad`. It has the episodes that were there when it was
+    made. It pickles for the workers of a DataLoader, which reads each batch at once.
+
+    Args:
+        repo_id: a name for the data set.
+        root: the folder; or a buffer that is open.
+        episodes: positions of the episodes that are wanted; default: all.
+        image_transforms: a function from images to images, called for each camera of each item.
+        delta_timestamps: feature -> seconds from the frame's time, such as those of `resolve_delta_timestamps`.
+        tolerance_s: how far these may be from whole frames, in seconds.
+        fps: frames a second; default: those of the imported data set.
+
+    Attributes:
+        meta: what is known of the data set, see `DiskLeRobotMetadata`.
+        episodes: as given.
+        delta_indices: feature -> frames from the item's frame, or None.
+
+    Raises:
+        NotABufferError: there is no buffer in the folder.
+        NotEnoughDataError: there are no episodes.
+        SchemaError: no `fps` is known, a feature of `delta_timestamps` is not there, or a `capacity` forgot the first
+            frames of an episode.
+        ValueError: `delta_timestamps` are not of whole frames.
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        root: str | PathLike[str] | ReplayBuffer,
+        episodes: Sequence[int] | None = None,
+        image_transforms: Callable[[Any], Any] | None = None,
+        delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+        tolerance_s: float = 1e-4,
+        *,
+        fps: float | None = None,
+    ) -> None:
+        disk = root if isinstance(root, ReplayBuffer) else ReplayBuffer.from_folder(root, read_only=True)
+        self.repo_id, self.root, self.episodes = repo_id, disk.folder, None if episodes is None else list(episodes)
+        self.image_transforms, self.delta_timestamps, self.tolerance_s = image_transforms, delta_timestamps, tolerance_s
+        self.meta = DiskLeRobotMetadata(repo_id, disk, fps)
+        self.delta_indices = _frames_of(delta_timestamps, self.meta.fps, tolerance_s) if delta_timestamps else None
+        for name in self.delta_indices or {}:
+            if name not in self.meta.stored:
+                raise SchemaError(f"delta_timestamps: got {name!r}, expected one of {', '.join(self.meta.stored)}")
+        offsets = {ours: (self.delta_indices or {}).get(name, [0]) for name, ours in self.meta.stored.items()}
+        self._frames: Any = disk.dataset(
+            view=Offsets(offsets, padding="edge"),
+            filter_fields={"valid": {True, False}} if "valid" in disk.fieldnames else {},
+            include_metadata=False,
+            return_indices=True,
+            on_stale="raise",
+            transform=_AsFrames(self.meta, disk.schema.fields, self.delta_indices or {}),
+        )
+        if len(self._frames) != self.meta.total_frames:
+            raise SchemaError(
+                f"{disk.folder}: got {len(self._frames)} frames, and {self.meta.total_frames} in whole episodes; a "
+                "`capacity` or a writer has changed them meanwhile; make a snapshot"
+            )
+        bounds = self.meta.bounds
+        chosen = [np.arange(*bounds[i]) for i in self.episodes or ()]
+        self._positions = None if self.episodes is None else np.concatenate([np.zeros(0, np.int64), *chosen])
+
+    @property
+    def num_frames(self) -> int:
+        """How many frames the wanted episodes have."""
+        return self.meta.total_frames if self._positions is None else len(self._positions)
+
+    @property
+    def num_episodes(self) -> int:
+        """How many episodes are wanted."""
+        return self.meta.total_episodes if self.episodes is None else len(self.episodes)
+
+    @property
+    def fps(self) -> float:
+        """Frames a second."""
+        return float(self.meta.info["fps"])
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Name -> `dtype`, `shape` and `names` of each feature."""
+        return self.meta.features
+
+    def __len__(self) -> int:
+        return self.num_frames
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        """The item of one frame, by its place among those of the wanted episodes."""
+        item: dict[str, Any] = self.__getitems__([idx])[0]
+        return item
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Many items, read at once."""
+        batch = self._frames.__getitems__(indices if self._positions is None else self._positions[list(indices)])
+        return batch if self.image_transforms is None else [self._transformed(item) for item in batch]
+
+    def _transformed(self, item: dict[str, Any]) -> dict[str, Any]:
+        assert self.image_transforms is not None
+        item.update({name: self.image_transforms(item[name]) for name in self.meta.camera_keys})
+        return item
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({{\n"
+            f"    Repository ID: {self.repo_id!r},\n"
+            f"    Number of selected episodes: '{self.num_episodes}',\n"
+            f"    Number of selected samples: '{self.num_frames}',\n"
+            f"    Features: '{list(self.features)}',\n"
+            "})"
+        )
+
+
+class DiskLeRobotMetadata:
+    """What LeRobot's `LeRobotDatasetMetadata` says of a data set.
+
+    Args:
+        repo_id: a name for the data set.
+        disk: the buffer.
+        fps: frames a second; default: those of the imported data set.
+
+    Attributes:
+        stored: name of a feature -> the field that holds it.
+        info: what `meta/info.json` says.
+        episodes: a row for each episode, and columns by their names.
+        bounds: (episodes, 2) int64 the first frame of each episode and the one after its last.
+        texts: the tasks.
+
+    Raises:
+        NotEnoughDataError: there are no episodes.
+        SchemaError: no `fps` is known.
+    """
+
+    def __init__(self, repo_id: str, disk: ReplayBuffer, fps: float | None = None) -> None:
+        self.repo_id, self.root, self._disk = repo_id, disk.folder, disk
+        imported = read_extra(disk, "lerobot") or {}
+        rate = fps or imported.get("fps")
+        if rate is None:
+            raise SchemaError(f"{disk.folder}: it does not say how many steps a second has; pass fps=…")
+        if not disk.num_episodes:
+            raise NotEnoughDataError(f"{disk.folder}: there are no episodes")
+        self.serials, lengths = disk.serials, disk.episode_lens
+        ends = np.cumsum(lengths)
+        self.bounds = np.stack([ends - lengths, ends], axis=1)
+        names, known = read_names(disk), imported.get("features") or {}
+        self.stored = {feature_name(field, names): field for field in disk.fieldnames if field != "valid"}
+        self._tasks_of(imported)
+        self._imported, self._stats = imported, _read_stats(imported, len(lengths), int(ends[-1]))
+        self.info: dict[str, Any] = {
+            "codebase_version": VERSION,
+            "robot_type": imported.get("robot_type"),
+            "total_episodes": len(lengths),
+            "total_frames": int(ends[-1]),
+            "total_tasks": len(self.texts),
+            "fps": int(rate) if float(rate).is_integer() else float(rate),
+            "features": self._features(known),
+        }
+        columns = {
+            "episode_index": np.arange(len(lengths)),
+            "length": lengths,
+            "dataset_from_index": self.bounds[:, 0],
+            "dataset_to_index": self.bounds[:, 1],
+        }
+        self.episodes = _Table({name: column.tolist() for name, column in columns.items()})
+
+    def _tasks_of(self, imported: Mapping[str, Any]) -> None:
+        """Find the tasks: of frames where the imported data set has them by number, else of episodes."""
+        self.by_frame = bool(imported.get("tasks")) and "task_index" in self._disk.fieldnames
+        self.texts: list[str] = list(imported["tasks"]) if self.by_frame else [""]
+        self.task_of = np.zeros(len(self.serials), np.int64)
+        if not self.by_frame and "task" in self._disk.meta_fieldnames:
+            first = self._disk.fieldnames[0]
+            texts = self._disk.dataset(timestep_level=True, fields=[first]).at(self.bounds[:, 0]).data["task"]
+            self.texts = list(dict.fromkeys(map(str, texts)))
+            numbers = {text: i for i, text in enumerate(self.texts)}
+            self.task_of = np.array([numbers[str(text)] for text in texts])
+
+    def _features(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """The features as an export would declare them."""
+        fields = self._disk.schema.fields
+        columns = {name: _example(fields[ours], known.get(name)) for name, ours in self.stored.items()}
+        columns.setdefault("timestamp", np.zeros(1, np.float32))
+        columns |= {name: np.zeros(1, np.int64) for name in ("task_index", *COUNTERS)}
+        found = {name: dict(feature_of(column, known.get(name))) for name, column in columns.items()}
+        return {name: {**about, "shape": tuple(about["shape"])} for name, about in found.items()}
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Name -> `dtype`, `shape` and `names` of each feature."""
+        features: dict[str, Any] = self.info["features"]
+        return features
+
+    @property
+    def stats(self) -> dict[str, dict[str, Array]]:
+        """Statistics of each feature: those of the imported data set as long as it has as many frames, else computed.
+
+        To compute them reads every frame once.
+        """
+        return self.compute_stats() if self._stats is None else self._stats
+
+    @stats.setter
+    def stats(self, stats: dict[str, dict[str, Array]]) -> None:
+        self._stats = stats
+
+    def compute_stats(self) -> dict[str, dict[str, Array]]:
+        """Compute `stats` of the frames that are there, as after a change of values; every frame is read once."""
+        statistics = FeatureStatistics(self.total_frames)
+        tasks = Tasks(self._disk, self._imported)
+        for _, columns in exported(self._disk, self._imported.get("features") or {}, float(self.fps), tasks):
+            statistics.add(columns)
+        self._stats = _arrays(statistics.whole())
+        return self._stats
+
+    @property
+    def tasks(self) -> Any:
+        """A pandas table of the tasks: their texts are its index, `task_index` its column."""
+        from memmap_buffer.extras import extra
+
+        with extra("pandas"):
+            import pandas
+
+        return pandas.DataFrame({"task_index": range(len(self.texts))}, index=self.texts)
+
+    fps = property(lambda self: self.info["fps"])
+    robot_type = property(lambda self: self.info["robot_type"])
+    total_episodes = property(lambda self: self.info["total_episodes"])
+    total_frames = property(lambda self: self.info["total_frames"])
+    total_tasks = property(lambda self: self.info["total_tasks"])
+    image_keys = property(lambda self: [name for name, about in self.features.items() if about["dtype"] == "image"])
+    camera_keys = image_keys
+    video_keys = property(lambda self: [])
+    names = property(lambda self: {name: about["names"] for name, about in self.features.items()})
+    shapes = property(lambda self: {name: about["shape"] for name, about in self.features.items()})
+
+
+class _Table:
+    """Rows by number and columns by name, as those of a Hugging Face data set."""
+
+    def __init__(self, columns: Mapping[str, list[Any]]) -> None:
+        self._columns = dict(columns)
+        self.column_names = list(columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self._columns[key]
+        return {name: column[key] for name, column in self._columns.items()}
+
+
+class _AsFrames:
+    """A transform: a batch of offsets as LeRobot's items have it. It pickles without the buffer."""
+
+    def __init__(
+        self, meta: DiskLeRobotMetadata, fields: Mapping[str, Field], deltas: Mapping[str, Sequence[int]]
+    ) -> None:
+        self._serials, self._starts = meta.serials, meta.bounds[:, 0]
+        self._by_frame, self._texts, self._task_of, self._fps = meta.by_frame, meta.texts, meta.task_of, meta.fps
+        self._deltas = dict(deltas)
+        self._features = {
+            name: _Feature(ours, _layout(meta.features[name], fields[ours]), name in deltas)
+            for name, ours in meta.stored.items()
+        }
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        found = flatten(batch)
+        out: dict[str, Any] = {}
+        for name, feature in self._features.items():
+            out[name] = feature.of(found[feature.field])
+            if name in self._deltas:
+                out[f"{name}_is_pad"] = ~found[f"_mask_{feature.field}"]
+        indices = found["_indices"]
+        episode = np.searchsorted(self._serials, indices[:, -2].numpy())
+        counters = (indices[:, -1].numpy() + self._starts[episode], indices[:, -1].numpy(), episode)
+        out |= {name: indices.new_tensor(x) for name, x in zip(COUNTERS, counters, strict=True)}
+        if "timestamp" not in out:
+            out["timestamp"] = out["frame_index"].float() / self._fps
+        if not self._by_frame:
+            out["task_index"] = indices.new_tensor(self._task_of[episode])
+        now = out["task_index"].reshape(len(indices), -1)[:, -1].tolist()
+        out["task"] = [self._texts[number] for number in now]
+        return out
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """How the rows of a field become a feature: the field, the layout of its images, whether it keeps its time axis."""
+
+    field: str
+    layout: str
+    over_time: bool
+
+    def of(self, rows: Any) -> Any:
+        """Rows (B, K, *shape) as (B, K, *feature), or (B, *feature) without an axis of time."""
+        if isinstance(rows, list):
+            return rows if self.over_time else [row[0] for row in rows]
+        rows = rows if self.over_time else rows[:, 0]
+        if self.layout == "scalar":
+            rows = rows[..., 0]
+        if self.layout == "last":
+            rows = rows.movedim(-1, -3).contiguous()
+        if self.layout in ("first", "last"):
+            return rows.float().div(255)
+        if rows.dtype.is_floating_point:
+            return rows.float()
+        return rows if str(rows.dtype) == "torch.bool" else rows.long()
+
+
+def _layout(about: Mapping[str, Any], field: Field) -> str:
+    """Where the channels of an image are; "scalar" for one number with an axis, "" for other features."""
+    if about["dtype"] == "image":
+        declared_first = tuple(about["shape"]) == field.shape and "channel" in (about["names"] or [""])[0]
+        return "first" if declared_first or field.shape[-1] not in (1, 3) else "last"
+    return "scalar" if field.shape == (1,) else ""
+
+
+def _example(field: Field, known: Mapping[str, Any] | None) -> Array:
+    """One frame of a feature, of zeros."""
+    dtype = np.float32 if str(field.dtype) == "bfloat16" else field.dtype
+    return np.asarray(shaped(np.zeros((1, *field.shape), dtype), known))
+
+
+def _frames_of(deltas: Mapping[str, Sequence[float]], fps: float, tolerance: float) -> dict[str, list[int]]:
+    """Seconds as frames.
+
+    Raises:
+        ValueError: some are farther than the tolerance from a whole frame.
+    """
+    for name, seconds in deltas.items():
+        off = [s for s in seconds if abs(s * fps - round(s * fps)) / fps > tolerance]
+        if off:
+            raise ValueError(f"delta_timestamps: got {off} for {name!r}, expected multiples of 1/{fps} ± {tolerance} s")
+    return {name: [round(s * fps) for s in seconds] for name, seconds in deltas.items()}
+
+
+def _read_stats(imported: Mapping[str, Any], episodes: int, frames: int) -> dict[str, dict[str, Array]] | None:
+    stats = imported.get("stats")
+    return _arrays(stats["features"]) if stats and stats["of"] == [episodes, frames] else None
+
+
+def _arrays(stats: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Array]]:
+    return {name: {which: np.array(value) for which, value in of.items()} for name, of in stats.items()}
