@@ -6,16 +6,17 @@ The packages, from the top floor down; imports between them go down this list on
     interop       data sets and libraries of others, on the public names alone
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
     maintenance   verify, repair, pack, snapshot, schema changes, statistics
-    loading       datasets, samplers, loaders, workers; torch begins here
+    loading       samplers, batches, datasets, loaders, workers; torch begins here
     priority      the sum tree on the disk, the priorities of items, importance weights
     items         which items exist, by filters and splits, and in which order they are given
     views         one batch: anchors, folders, views around them, the copy of their rows
     writing       episodes, the slot that each goes to, the commit, recovery
     format        the bytes: the specification, system calls, one folder open
 
-Above them: compat, functions that users of other systems look for. Below them: schema, dtypes, errors, and five that
-know no buffer: environments, names, paths, extras, progress. torch is imported by `loading.datasets`, `transport`,
-`prefetch` and `distributed` alone, which are loaded when a dataset, loader or batch is first asked for.
+Above them: compat, functions that users of other systems look for. Below them: schema, dtypes, errors, and seven
+that know no buffer: choices, environments, names, paths, pictures, extras, progress. torch is imported by
+`loading.tensors`, `datasets`, `transport`, `prefetch` and `distributed` alone, which are loaded when tensors or a
+loader are first asked for.
 """
 
 from memmap_buffer.api.buffer import ReplayBuffer
@@ -42,6 +43,7 @@ from memmap_buffer.maintenance.repair import repair
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.maintenance.verification import Finding, verify
 from memmap_buffer.priority.options import Prioritized, compute_importance_weights
+from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.hindsight import Hindsight
 from memmap_buffer.views.n_step import NStep
@@ -82,6 +84,7 @@ __all__ = [
     "SchemaMismatchError",
     "StaleEpisodeError",
     "Statistics",
+    "SumTree",
     "Timestep",
     "Trajectory",
     "View",

@@ -2,7 +2,8 @@
 
     memorax               `can_sample`
     functional JAX        `add_and_sample`
-    ReAgent               `set_valid` (its `set_index_valid_status`), `step_spec` (its `get_add_args_signature`),
+    ReAgent               `add_count`, `is_empty`, `is_full`, `set_valid` (its `set_index_valid_status`), `step_spec`
+                          (its `get_add_args_signature`),
                           `storage_spec` (its `get_storage_signature`)
 
 The names of memmap-replay-buffer are methods of `ReplayBuffer`; docs/five-systems.md has every name of five systems.
@@ -69,6 +70,26 @@ def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_e
     check_count("min_steps", min_steps, 0)
     check_count("min_episodes", min_episodes, 0)
     return buffer.num_steps >= min_steps and buffer.num_episodes >= min_episodes
+
+
+def add_count(buffer: ReplayBuffer | ConcatBuffer) -> int:
+    """How many episodes were ever published, those that are gone included.
+
+    ReAgent counts timesteps, and blanks between episodes; timesteps that were overwritten are counted nowhere here.
+    """
+    return sum(storage.state("next") for storage in buffer._folders.storages if not storage.withdrawn)
+
+
+def is_empty(buffer: ReplayBuffer | ConcatBuffer) -> bool:
+    """Whether no timestep is visible."""
+    return buffer.num_steps == 0
+
+
+def is_full(buffer: ReplayBuffer) -> bool:
+    """Whether the next timestep, or without a `capacity` the next episode, overwrites the oldest or does not fit."""
+    if buffer.capacity is not None and buffer.num_steps >= buffer.capacity:
+        return True
+    return len(buffer._storage.refresh()) >= buffer.max_episodes
 
 
 def add_and_sample(buffer: ReplayBuffer, step: Mapping[str, Any], batch_size: int, **options: Any) -> Any:

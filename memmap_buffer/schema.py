@@ -138,6 +138,9 @@ class Schema:
                     field=end,
                 )
 
+    def __repr__(self) -> str:
+        return f"Schema({self.fields!r}, {self.meta_fields!r})"
+
     @classmethod
     def from_example(cls, step: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Schema:
         """The schema of one step as it would be stored.

@@ -166,7 +166,7 @@ def test_only_the_modules_nearest_to_the_system_touch_it(name: str) -> None:
 def private_names(source: str, *allowed: str) -> list[str]:
     """The names that a source takes from the package and that are not public, but those of the allowed packages."""
     taken = [(module, name) for module, name in imports(ast.parse(source)) if module.split(".")[0] == NAME]
-    modules = ("interop", "environments", "extras", "names", "paths", "progress", *allowed)
+    modules = ("choices", "interop", "environments", "extras", "names", "paths", "pictures", "progress", *allowed)
     shared = tuple(f"{NAME}.{module}" for module in modules)
     theirs = [(module, name) for module, name in taken if not module.startswith(shared)]
     return [f"{module}.{name}" for module, name in theirs if name not in memmap_buffer.__all__]
@@ -194,7 +194,7 @@ def test_nothing_is_unpickled_printed_or_left_to_a_finaliser(name: str) -> None:
 
 def test_torch_is_imported_by_the_datasets_and_what_only_they_load() -> None:
     users = {name for name, source in SOURCES.items() if "torch" in top_level_imports(source)}
-    assert users == {f"loading.{name}" for name in ("datasets", "distributed", "prefetch", "transport")}
+    assert users == {f"loading.{name}" for name in ("datasets", "distributed", "prefetch", "tensors", "transport")}
 
 
 def test_importing_the_package_does_not_import_torch_or_what_only_some_need() -> None:

@@ -14,6 +14,7 @@ from memmap_buffer.api.collector import Collector
 from memmap_buffer.api.editing import Editing
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.api.recording import Recording
+from memmap_buffer.choices import Checksum, Durability, Publish, Shard, Stage, Verify
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
 from memmap_buffer.format import creation, storage
 from memmap_buffer.format.episode_table import IntArray
@@ -115,14 +116,14 @@ class ReplayBuffer(Editing, Recording, Readable):
         *,
         capacity: int | None = None,
         spare_slots: int | None = None,
-        durability: str = "process",
+        durability: Durability = "process",
         sync_every: int = 1,
-        checksum: str | None = "crc32",
-        publish: str = "episode",
-        stage: str = "ram",
-        verify: str = "auto",
+        checksum: Checksum = "crc32",
+        publish: Publish = "episode",
+        stage: Stage = "ram",
+        verify: Verify = "auto",
         reserve: bool = False,
-        shard: str | None = None,
+        shard: Shard | None = None,
         terminated: str | None = "terminated",
         truncated: str | None = "truncated",
     ) -> None:
@@ -158,12 +159,12 @@ class ReplayBuffer(Editing, Recording, Readable):
         folder: str | PathLike[str],
         read_only: bool = False,
         *,
-        durability: str = "process",
+        durability: Durability = "process",
         sync_every: int = 1,
-        checksum: str | None = "crc32",
-        publish: str = "episode",
-        stage: str = "ram",
-        verify: str = "auto",
+        checksum: Checksum = "crc32",
+        publish: Publish = "episode",
+        stage: Stage = "ram",
+        verify: Verify = "auto",
     ) -> Self:
         """Open an existing folder with the schema that it holds.
 
@@ -198,7 +199,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         max_timesteps: int | None = None,
         capacity: int | None = None,
         spare_slots: int | None = None,
-        publish: str | None = None,
+        publish: Publish | None = None,
         fields: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Self:

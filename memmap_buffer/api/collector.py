@@ -53,6 +53,9 @@ class Collector:
         self._over = self._over_before = np.zeros(num_groups, np.bool_)  # whose last step ended an episode; and before
         self._storing: tuple[EpisodeStream, Steps] | None = None
 
+    def __repr__(self) -> str:
+        return f"<Collector of {self.num_groups} groups: {len(self)} steps, fields {', '.join(self._collected.fields)}>"
+
     def __len__(self) -> int:
         """T, the timesteps of each group."""
         return self._length
@@ -205,7 +208,7 @@ class Collector:
         return {name: column.reshape((-1, *column.shape[2:])) for name, column in self._columns().items()}
 
     def _tensors(self, columns: dict[str, Array]) -> dict[str, Any]:
-        from memmap_buffer.loading.datasets import to_tensors
+        from memmap_buffer.loading.tensors import to_tensors
 
         return to_tensors({name: np.array(column) for name, column in columns.items()})
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.reading import Readable
+from memmap_buffer.choices import OnDamaged
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
@@ -53,7 +54,7 @@ class ConcatBuffer(Readable):
         root: str | PathLike[str],
         weights: Sequence[float] | None = None,
         *,
-        on_damaged: str = "raise",
+        on_damaged: OnDamaged = "raise",
     ) -> ConcatBuffer:
         """The buffers that are direct subfolders of `root`.
 
@@ -97,6 +98,10 @@ class ConcatBuffer(Readable):
         if not folders:
             raise NotABufferError(f"{root}: no subfolder holds a buffer", path=root)
         return cls(folders, weights)
+
+    def __repr__(self) -> str:
+        held = f"{self.num_episodes} episodes, {self.num_steps} steps"
+        return f"<ConcatBuffer of {self._folders}: {held}, fields {', '.join(self.fieldnames)}>"
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -1,26 +1,26 @@
 """The reading half of every buffer: what it holds, its episodes, datasets, loaders, samples.
 
-torch is loaded when a dataset, loader, batch or tensor is first asked for.
+torch is loaded when a loader or a tensor is first asked for.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from inspect import signature
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from memmap_buffer.choices import Shuffle, Tail
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
+from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, form_of, sample
 from memmap_buffer.loading.option_keys import key_of
 from memmap_buffer.loading.options import Options
 from memmap_buffer.loading.prioritized import (
@@ -31,6 +31,7 @@ from memmap_buffer.loading.prioritized import (
     update_priorities,
 )
 from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
+from memmap_buffer.pictures import Picture, picture_of, table_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.views.anchors import Anchors
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader
+    from memmap_buffer.loading.options import ArrayBatch, BatchOptions, LoaderOptions, TensorBatch
     from memmap_buffer.loading.prefetch import Device
 
 MAX_KEPT = 32  # sets of options whose sampler, with its index, is kept
@@ -62,13 +64,6 @@ class Readable:
         self._samplers: dict[Any, UniformSampler | PrioritizedDraws] = {}
         self._priorities: dict[str, NamedPriorities] = {}
         self._opening = Turn()
-
-    @cached_property
-    def _torch(self) -> ModuleType:
-        """The module `datasets`: an import statement at each `sample` would take longer than some batches' copies."""
-        from memmap_buffer.loading import datasets
-
-        return datasets
 
     # What is there
 
@@ -170,9 +165,32 @@ class Readable:
         known = self.schema.all
         return {key: decode(data[key], known[key].dtype) if key in known else data[key] for key in data}
 
+    def show(self, i: int = -1, fields: Sequence[str] | None = None) -> Picture:
+        """A picture of one episode: frames of its images, curves of its numbers. A notebook shows it.
+
+        Args:
+            i: its position, 0 the oldest, -1 the newest.
+            fields: the fields that are drawn; default: all that can be.
+
+        Raises:
+            EpisodeIndexError: there is no such episode; an IndexError.
+            SchemaError: a name is unknown, or nothing can be drawn.
+            ImportError: the extra `plot` is not installed.
+        """
+        names = self.schema.require(fields or self.fieldnames, "fields", self.schema.fields)
+        whole = self.episodes([_position(i)[0]], return_indices=True, fields=names)
+        length, data = int(whole["_lens"][0]), {name: whole[name][0] for name in names}
+        drawn = {name: self.schema.fields[name] for name in names}
+        serial = np.atleast_1d(whole["_index"][0]).tolist()
+        title = f"episode {', '.join(map(str, serial))}: {length} timesteps"
+        return picture_of(title, {name: values[:length] for name, values in data.items()}, drawn)
+
+    def _repr_html_(self) -> str:
+        return table_of(repr(self), self.schema.fields, self.schema.meta_fields)
+
     def __getitem__(self, i: int) -> dict[str, Any]:
         """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
-        from memmap_buffer.loading.datasets import Batch, to_tensors
+        from memmap_buffer.loading.tensors import to_tensors
 
         item: dict[str, Any] = Batch(to_tensors(self._read_whole(_position(i))), 1)[0]
         return item
@@ -196,8 +214,8 @@ class Readable:
         Raises:
             SchemaError: a name is unknown.
         """
-        from memmap_buffer.loading.datasets import to_tensors
         from memmap_buffer.loading.prefetch import to_device
+        from memmap_buffer.loading.tensors import to_tensors
 
         every = fields is None and meta_fields is None
         names = self.fieldnames if every else self.schema.require(fields or (), "fields", self.schema.fields)
@@ -228,8 +246,18 @@ class Readable:
 
     # Batches
 
-    def dataset(self, **options: Unpack[Options]) -> EpisodeDataset:
-        """A map-style PyTorch dataset.
+    @overload
+    def dataset(
+        self,
+        *,
+        format: Literal["torch"] | None = None,
+        to_named_tuple: Iterable[str] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> EpisodeDataset: ...
+    @overload
+    def dataset(self, **options: Unpack[Options]) -> ItemDataset: ...
+    def dataset(self, **options: Any) -> ItemDataset:
+        """A map-style dataset: PyTorch's, or with format="numpy" one that needs no torch.
 
         Args:
             options: those of `Options`.
@@ -238,28 +266,30 @@ class Readable:
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there is nothing to read.
         """
-        from memmap_buffer.loading.datasets import EpisodeDataset
-
         reader = BatchReader(self._folders, options)
         reader.require(reader.index(refresh=True))
+        if reader.output.format == "numpy":
+            return ItemDataset(reader, self._weights)
+        from memmap_buffer.loading.datasets import EpisodeDataset
+
         return EpisodeDataset(reader, self._weights)
 
     def dataloader(
         self,
         batch_size: int,
         *,
-        shuffle: bool | str = False,
+        shuffle: Shuffle = False,
         drop_last: bool = False,
         seed: int | None = None,
         shuffle_window: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
-        tail: str = "pad",
+        tail: Tail = "pad",
         device: Device = None,
         prefetch: int = 0,
-        dataset: EpisodeDataset | None = None,
+        dataset: ItemDataset | None = None,
         dataset_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> EpisodeLoader:
         """A PyTorch DataLoader whose batches are read whole; every epoch sees the episodes published since.
 
@@ -291,12 +321,15 @@ class Readable:
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there is no batch to give.
         """
-        from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader, check_loader_options, torch_seed
+        from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader, check_loader_options
         from memmap_buffer.loading.distributed import ranks_of
+        from memmap_buffer.loading.tensors import torch_seed
 
         own = {name: value for name, value in options.items() if name in Options.__annotations__}
         own |= dataset_kwargs or {}
-        loader_options = {name: value for name, value in options.items() if name not in Options.__annotations__}
+        loader_options: dict[str, Any] = {
+            name: value for name, value in options.items() if name not in Options.__annotations__
+        }
         check_loader_options(loader_options, [*Options.__annotations__, *signature(Readable.dataloader).parameters])
         check_count("batch_size", batch_size)
         check_count("prefetch", prefetch, 0)
@@ -305,8 +338,12 @@ class Readable:
             raise SchemaError(
                 f"options: a dataset has its own; give {', '.join(given)} to dataset(), or leave it out here"
             )
-        dataset = dataset or EpisodeDataset(BatchReader(self._folders, own))
-        reader, ranks = dataset.reader, ranks_of(rank, world_size)
+        reader = BatchReader(self._folders, own) if dataset is None else dataset.reader
+        if not isinstance(dataset, EpisodeDataset):
+            dataset = EpisodeDataset(reader)
+        if device is not None and reader.output.format == "numpy":
+            raise SchemaError(f"device: got {device!r} with format='numpy'; arrays stay where they are; leave one out")
+        ranks = ranks_of(rank, world_size)
         reader.require(reader.index(refresh=True))
         if seed is None:
             if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
@@ -341,6 +378,28 @@ class Readable:
             )
         return EpisodeLoader(dataset, sampler=sampler, device=device, prefetch=prefetch, **loader_options)
 
+    @overload
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        replacement: bool = True,
+        format: Literal["numpy"],
+        **options: Unpack[BatchOptions],
+    ) -> ArrayBatch: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        device: Device = None,
+        replacement: bool = True,
+        format: Literal["torch"] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> TensorBatch: ...
+    @overload
     def sample(
         self,
         batch_size: int,
@@ -349,13 +408,22 @@ class Readable:
         device: Device = None,
         replacement: bool = True,
         **options: Unpack[Options],
+    ) -> Any: ...
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        device: Device = None,
+        replacement: bool = True,
+        **options: Any,
     ) -> Any:
         """One batch drawn uniformly, without a loader: the same options, the same batch.
 
         Args:
             batch_size: how many items.
             seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on from
-                a seed that torch's generator gave at the first call.
+                a seed that torch's generator gave at the first call, or numpy's if that was for arrays.
             device: move the batch there.
             replacement: whether an item may be drawn twice.
             options: those of `Options`.
@@ -370,21 +438,38 @@ class Readable:
             check_count("seed", seed, 0)
             rng = np.random.default_rng(seed)
         elif self._rng is None:
-            rng = self._rng = self._torch.torch_seeded_rng()
+            rng = self._rng = form_of(sampler.reader.output.format).rng()
         else:
             rng = self._rng
         try:
-            return self._torch.sample(sampler, batch_size, rng, device, seed is not None, replacement)
+            return sample(sampler, batch_size, rng, device, seed is not None, replacement)
         except SchemaMismatchError:  # perhaps by another thread, with this object
             if self._settled() is folders:
                 raise
         return self.sample(batch_size, seed=seed, device=device, replacement=replacement, **options)
 
-    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any:
-        """The items of `dataset` at some positions, as one batch.
+    @overload
+    def batch(
+        self, indices: Any = None, *, format: Literal["numpy"], **options: Unpack[BatchOptions]
+    ) -> ArrayBatch: ...
+    @overload
+    def batch(
+        self,
+        indices: Any = None,
+        *,
+        device: Device = None,
+        format: Literal["torch"] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> TensorBatch: ...
+    @overload
+    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any: ...
+    def batch(self, indices: Any = None, *, device: Device = None, **options: Any) -> Any:
+        """The items of `dataset` at some positions, or those that were drawn before, as one batch.
 
         Args:
-            indices: (B,) positions, negative ones from the end; None for all items.
+            indices: (B,) positions, negative ones from the end; or the `_indices` of a batch, (B, 2) of (serial,
+                timestep), of a `ConcatBuffer` (B, 3), which are cut again. Of whole episodes and crops these have one
+                column less: `_index[:, None]`. None for all items.
             device: move the batch there.
             options: those of `Options`.
 
@@ -392,9 +477,10 @@ class Readable:
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there are no items.
             IndexError: there are not so many.
+            StaleEpisodeError: an episode of `_indices` is gone; with on_stale="redraw" another item stands for it.
         """
-        from memmap_buffer.loading.datasets import batch_of
-
+        if indices is not None and to_numpy(indices).ndim == 2:
+            options = {"on_stale": "raise", **options}
         return batch_of(self._sampler_of(options).reader, indices, device)
 
     def batch_spec(self, batch_size: int | None = None, **options: Unpack[Options]) -> dict[str, ArraySpec]:
@@ -410,7 +496,9 @@ class Readable:
         Raises:
             SchemaError: options contradict each other or the schema.
         """
-        return BatchReader(self._folders, options).batch_spec(batch_size)
+        reader = BatchReader(self._folders, options)
+        spec = reader.batch_spec(batch_size)
+        return spec if reader.output.format == "torch" else {key: one.of_arrays for key, one in spec.items()}
 
     def _sampler_of(self, options: Mapping[str, Any]) -> UniformSampler | PrioritizedDraws:
         """The sampler of these options, kept for the next time."""
@@ -494,7 +582,7 @@ class Readable:
     def _priorities_of(self, how: Prioritized) -> NamedPriorities:
         with self._opening.lock:
             priorities = self._named(how.name, alpha=how.alpha, epsilon=how.epsilon)
-            priorities.use(alpha=how.alpha, epsilon=how.epsilon)
+            priorities.use(how)
             return priorities
 
     def _named(self, name: str, **how: float) -> NamedPriorities:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import Verify
 from memmap_buffer.cli.minimal import agreed, say
 from memmap_buffer.cli.terminal import Problem, is_terminal, progress
 from memmap_buffer.errors import MemmapBufferError
@@ -20,7 +21,7 @@ from memmap_buffer.errors import MemmapBufferError
 POLL = 0.2  # seconds between two updates of a copy's bar
 
 
-def opened(folder: Path, *, verify: str = "auto") -> ReplayBuffer:
+def opened(folder: Path, *, verify: Verify = "auto") -> ReplayBuffer:
     """A folder, opened to be read, and closed by `with`."""
     return ReplayBuffer.from_folder(folder, read_only=True, verify=verify)
 

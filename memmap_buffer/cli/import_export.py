@@ -40,7 +40,7 @@ FORMATS = {
     "lerobot": Format("a LeRobot v3 data set (folder)"),
     "parquet": Format("a folder of two Parquet tables (export only)"),
     "torchrl": Format("a folder that a LazyMemmapStorage of torchrl dumped (import only)"),
-    "memmap_replay_buffer": Format("a folder of memmap-replay-buffer (import only)"),
+    "memmap_replay_buffer": Format("a folder of memmap-replay-buffer; out in its HDF5 layout"),
 }
 OF_BUFFERS = ("max_episodes", "max_timesteps", "circular", "capacity", "spare_slots", "durability", "reserve")
 LIST = ", ".join(f"{name}: {form.what}" for name, form in FORMATS.items())

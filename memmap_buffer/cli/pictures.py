@@ -19,12 +19,10 @@ from memmap_buffer.cli.folders import new_file, opened
 from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.terminal import Episode, Episodes, Fields, FolderArgument, Problem, Reward, Yes, progress
 from memmap_buffer.extras import extra
-from memmap_buffer.schema import Field
+from memmap_buffer.pictures import MAX_LINES, frames_of, is_image, lines_of
 
-MAX_LINES = 32  # lines in one panel
 SHEET = 16  # frames of a contact sheet
 SMOOTH = 20  # episodes over which returns are averaged
-CHANNELS = (1, 3, 4)
 NEWEST = 10  # episodes that are shown, if none are named
 LOOPBACK = "127.0.0.1"
 SIGNALS = 64  # entries a step that are drawn as lines
@@ -108,42 +106,6 @@ def view(
             _open_viewer(place, web, port)
 
 
-def is_image(field: Field) -> bool:
-    """Whether a field looks like an image: (H, W), (H, W, channels) or (channels, H, W), of bytes, bools or floats."""
-    shape = field.shape
-    if len(shape) == 3 and shape[2] not in CHANNELS:
-        shape = (*shape[1:], shape[0])
-    flat = len(shape) == 2 or (len(shape) == 3 and shape[2] in CHANNELS)
-    return flat and min(shape[:2]) >= 8 and (field.dtype in ("uint8", "bool") or field.dtype.startswith("float"))
-
-
-def frames_of(values: Array, name: str) -> Array:
-    """Images as the frames of a film.
-
-    Args:
-        values: (T, H, W), (T, H, W, C) or (T, C, H, W) with C of 1, 3 or 4; bytes, bools, or floats from 0 to 1.
-        name: of the field.
-
-    Returns:
-        (T, H, W, 3) uint8.
-
-    Raises:
-        Problem: they are no images.
-    """
-    images = values[..., None] if values.ndim == 3 else values
-    if images.ndim == 4 and images.shape[3] not in CHANNELS:
-        images = np.moveaxis(images, 1, 3)
-    if images.ndim != 4 or images.shape[3] not in CHANNELS or images.dtype.kind not in "uifb":
-        raise Problem(
-            f"field {name!r}: {values.dtype} {values.shape[1:]} is no image; expected (H, W), (H, W, C) or (C, H, W) "
-            "with C of 1, 3 or 4"
-        )
-    if images.dtype != np.uint8:
-        scale = 1 if images.dtype.kind in "ui" else 255
-        images = np.clip(np.nan_to_num(images.astype(np.float64)) * scale, 0, 255).round().astype(np.uint8)
-    return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images[..., :3]
-
-
 def _image_field(buffer: ReplayBuffer, wanted: str | None) -> str:
     if wanted is not None:
         (name, *more) = buffer.schema.require([wanted], "--field", buffer.fieldnames)
@@ -186,7 +148,7 @@ def _panels_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None)
     serial = serial_of(buffer, episode)
     chosen = buffer.schema.require(fields or buffer.fieldnames, "--field", buffer.fieldnames)
     data = read_episode(buffer, serial)
-    lines = {name: _lines(data[name]) for name in chosen}
+    lines = {name: lines_of(data[name]) for name in chosen}
     drawn = {name: values for name, values in lines.items() if values is not None}
     if not drawn:
         raise Problem(f"--field: {', '.join(chosen)}: no numbers of at most {MAX_LINES} entries a step; try `video`")
@@ -199,14 +161,6 @@ def _panels_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None)
         return draw
 
     return [panel(name) for name in drawn]
-
-
-def _lines(values: Any) -> Array | None:
-    """(T, lines) of a field that can be drawn as lines."""
-    array = np.asarray(values)
-    if array.dtype.kind not in "biuf" or np.prod(array.shape[1:]) > MAX_LINES:
-        return None
-    return array.reshape(len(array), -1).astype(np.float64)
 
 
 # Films

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.choices import Verify
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.checksums import checksum, checksum_row, digest_of
@@ -52,7 +53,7 @@ from memmap_buffer.paths import path_of
 log = logging.getLogger("memmap_buffer")
 
 MAX_VIEWS = 256  # of several rows as one item, that are kept
-VERIFY = ("auto", "always", "read", "never")
+VERIFY = get_args(Verify)
 _DELETED_WORD = np.uint64(DELETED << 32)
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 

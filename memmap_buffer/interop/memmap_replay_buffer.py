@@ -1,4 +1,4 @@
-"""Folders of memmap-replay-buffer, of any of its versions on PyPI, in its memmap and its HDF5 layout. In only.
+"""Folders of memmap-replay-buffer, of any of its versions on PyPI: in, of its memmap and its HDF5 layout; out, of HDF5.
 
 Its configuration is a pickle, which is read without unpickling; a folder whose pickle holds more than plain values is
 refused. Its first versions wrote none: then the names of the files are the names of the fields.
@@ -17,13 +17,14 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.episodes import import_episodes
-from memmap_buffer.interop.safe_pickle import safe_loads
+from memmap_buffer.interop.episodes import exported_episodes, import_episodes
+from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
 from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
 
 LENGTHS = "episode_lens"
 INTERNAL = frozenset({LENGTHS, "_initted"})
+KINDS: dict[str, Any] = {"bool": np.bool_, "uint8": np.uint8, "int": np.int32, "float": np.float32}
 MAX_CONFIG = 1 << 20  # bytes; a configuration of a thousand fields takes less than a tenth
 
 
@@ -68,6 +69,83 @@ def import_memmap_replay_buffer(
             lengths=[max_timesteps] * max_episodes,
             options={"circular": bool(config.get("circular")), **options},
         )
+
+
+def export_memmap_replay_buffer(
+    buffer: ReplayBuffer, path: str | PathLike[str], *, max_episodes: int | None = None, compression: str | None = None
+) -> None:
+    """Copy a buffer into a new folder in the HDF5 layout, which `ReplayBufferH5PY.from_folder` opens.
+
+    That layout has no final observations, so these are left out.
+
+    Args:
+        buffer: of numbers that it knows: bool, uint8, whole numbers (stored as int32) and floats (as float32).
+        path: the folder.
+        max_episodes: of the new buffer; default: as many as there are.
+        compression: of h5py, such as "gzip"; None for none.
+
+    Raises:
+        SchemaError: a name or a dtype that it does not know, or a number that int32 does not hold.
+        OSError: there is a folder already.
+    """
+    with extra("hdf5"):
+        import h5py
+    schema, count = buffer.schema, max_episodes or max(1, buffer.num_episodes)
+    if count < buffer.num_episodes:
+        raise SchemaError(f"max_episodes: got {count}, the buffer has {buffer.num_episodes} episodes; give more")
+    kinds = {name: _kind_of(name, field) for name, field in schema.all.items()}
+    told = {name: (kinds[name], field.shape, *_plain(field.default)) for name, field in schema.all.items()}
+    config = {
+        "max_episodes": count,
+        "max_timesteps": buffer.max_timesteps,
+        "fields": {name: told[name] for name in schema.fields},
+        "meta_fields": {name: told[name] for name in schema.meta_fields},
+        "circular": buffer.circular,
+        "h5py_compression": compression,
+        "h5py_compression_opts": None,
+    }
+    folder = path_of(path)
+    folder.mkdir(parents=True)
+    with h5py.File(folder / "data.h5", "x") as file:
+        for name, field in schema.all.items():
+            steps = () if name in schema.meta_fields else (buffer.max_timesteps,)
+            place, chunks = f"{'data' if steps else 'meta'}_{name}", (*[1] * (1 + len(steps)), *field.shape)
+            how = {"chunks": chunks, "compression": compression} if compression else {}
+            file.create_dataset(place, (count, *steps, *field.shape), KINDS[kinds[name]], **how)
+        file.create_dataset(f"meta_{LENGTHS}", (count,), np.int32)
+        file.create_dataset("meta__initted", (count,), np.bool_)
+        for i, (rows, episode) in enumerate(exported_episodes(buffer)):
+            length = rows.stop - rows.start
+            for name in schema.fields:
+                file[f"data_{name}"][i, :length] = _narrowed(name, episode[name][:length], kinds[name])
+            for name in schema.meta_fields:
+                file[f"meta_{name}"][i] = _narrowed(name, episode[name], kinds[name])
+            file[f"meta_{LENGTHS}"][i], file["meta__initted"][i] = length, True
+        stored = buffer.num_episodes
+        file.attrs.update({"num_episodes": stored, "episode_index": stored % count, "timestep_index": 0})
+    (folder / "metadata.pkl").write_bytes(safe_dumps(config))
+
+
+def _kind_of(name: str, field: Field) -> str:
+    """How memmap-replay-buffer spells a field's dtype."""
+    spelling = {"bool": "bool", "uint8": "uint8", "bfloat16": "float"}.get(field.dtype)
+    spelling = spelling or {"i": "int", "u": "int", "f": "float"}.get(field.storage.kind)
+    if spelling is None or "." in name:
+        raise SchemaError(
+            f"field {name!r}: got {field.dtype}, expected numbers, and no groups; leave it out by drop_field"
+        )
+    return spelling
+
+
+def _narrowed(name: str, values: Any, kind: str) -> Any:
+    array = np.asarray(values)
+    if kind == "int" and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
+        raise SchemaError(f"field {name!r}: got {array.min()} … {array.max()}, more than int32 holds")
+    return array.astype(KINDS[kind])
+
+
+def _plain(default: Any) -> tuple[Any, ...]:
+    return (default,) if isinstance(default, (bool, int, float)) else ()
 
 
 def _config(source: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import Publish
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.extras import extra
 from memmap_buffer.names import Names
@@ -64,7 +65,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         ValueError: `optimize_memory_usage`.
     """
 
-    publish = "step"
+    publish: Publish = "step"
 
     def __init__(
         self,
@@ -317,7 +318,7 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         super().__init__(buffer_size, observation_space, action_space, *how, folder=folder, **options)
 
     def _draws(self) -> dict[str, Any]:
-        strategy = self.goal_selection_strategy.name.lower()
+        strategy: Any = self.goal_selection_strategy.name.lower()
         return {**super()._draws(), "hindsight": Hindsight(self._rewards, strategy=strategy, prob=self.her_ratio)}
 
     def _rewards(self, achieved: Array, goals: Array, _: Any) -> Array:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.views.anchors import Anchors, Runs
+from memmap_buffer.views.anchors import Anchors, BoolArray, Runs
 from memmap_buffer.views.folders import Folders
 
 FloatArray = npt.NDArray[np.float64]
@@ -157,6 +157,34 @@ class Index:
         folder = None if self.folder is None else self.folder.take(run)
         return Anchors(folder, self.slot.take(run), self.serial.take(run), t)
 
+    def find(self, folder: IntArray | None, serial: IntArray, t: IntArray) -> tuple[Anchors, BoolArray]:
+        """(the anchors at timesteps of episodes, whether each is one); there must be runs.
+
+        Args:
+            folder: (B,) the number of each folder; None for a single folder.
+            serial, t: (B,) int64.
+        """
+        if folder is None:
+            run = np.searchsorted(self.serial, serial, side="right") - 1
+        else:
+            run = _first(self.serial, serial + 1, self.cuts(folder), self.cuts(folder + 1)) - 1
+        run = np.maximum(run, 0)
+        since = t - self.first.take(run)
+        if since.min() < 0 and run.any():  # perhaps of an earlier run of the episode: filters leave several
+            low = np.searchsorted(self.serial, serial) if folder is None else self.cuts(folder)
+            low = low if folder is None else _first(self.serial, serial, low, self.cuts(folder + 1))
+            run = np.clip(_first(self.first, t + 1, low, run + 1) - 1, 0, None)
+            since = t - self.first.take(run)
+        number = since if self.stride == 1 else -(-since // self.stride)
+        there = (since >= 0) & (number < self.starts.take(run + 1) - self.starts.take(run))
+        there &= self.serial.take(run) == serial
+        if self.stride != 1 or self.last is not None:
+            last = t if self.last is None else self.last.take(run)
+            there &= (t <= last) & ((number * self.stride == since) | ((t == last) & (self.last is not None)))
+        if folder is not None:
+            there &= self.folder.take(run) == folder  # type: ignore[union-attr]
+        return Anchors(folder, self.slot.take(run), serial, t), there
+
     def _runs(self, i: IntArray) -> IntArray:
         """The run of each of many anchors: a few steps on from the first of its bucket."""
         shift, first = self._buckets
@@ -176,6 +204,15 @@ class Index:
         shift = (len(self) // max(1, len(self.slot))).bit_length()
         before = np.bincount(-(-self.starts[1:-1] >> shift), minlength=(len(self) >> shift) + 1)
         return shift, np.cumsum(before, dtype=np.int32)
+
+
+def _first(values: IntArray, wanted: IntArray, low: IntArray, high: IntArray) -> IntArray:
+    """The first places (B,) in low … high - 1 where ascending values are not below those wanted; else high."""
+    while (low < high).any():
+        middle = (low + high) >> 1
+        below = (values.take(middle, mode="clip") < wanted) & (low < high)
+        low, high = np.where(below, middle + 1, low), np.where(below, high, middle)
+    return low
 
 
 def sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from memmap_buffer.choices import Tail
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 
-TAILS = ("pad", "drop", "uneven")
+TAILS = get_args(Tail)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array, check_count, decode
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
 from memmap_buffer.format.storage import Storage
@@ -20,9 +21,10 @@ from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
 from memmap_buffer.views.batch_builder import Ends
 from memmap_buffer.views.folders import Folders, id_of
-from memmap_buffer.views.view import View
+from memmap_buffer.views.view import View, described
 
 FloatArray = npt.NDArray[np.float64]
+MAX_BLOCK = 1000  # episodes among which a split deals out exactly
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,13 @@ class Selection:
         top_k: (meta field, k): only the k episodes where it is highest.
         weight_by: a meta field (or "episode_lens"): an episode's anchors are drawn in proportion to it, and not at all
             where it is 0.
-        split: name -> fraction of the episodes. An episode's part follows from its serial alone, so it never changes.
+        split: name -> fraction of the episodes: an episode's part follows from its serial alone, so it never changes.
+            Or name -> number of episodes, out of the oldest, before any filter.
         part: the name of the split's part that is wanted.
         split_seed: which episodes each part gets.
         random: whether each item is given random numbers.
         mixes: whether an item holds rows of other items of its batch, so that batches cannot be read together.
+        members: the number of a folder -> the serials of its episodes that are in the part, where `split` counts them.
     """
 
     view: View
@@ -58,6 +62,7 @@ class Selection:
     weight_by: str | None = None
     random: bool = False
     mixes: bool = False
+    members: Mapping[int, IntArray] | None = None
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
@@ -104,12 +109,14 @@ class Selection:
 
     def describe(self) -> str:
         """The view and the options that narrow it, for an error."""
-        narrowed = [
-            f"{name}={getattr(self, name)!r}"
-            for name in ("filter_meta", "filter_fields", "top_k", "split", "weight_by")
-        ]
-        given = [text for text in narrowed if not text.endswith(("={}", "=None"))]
-        return ", ".join([f"view {type(self.view).__name__}", f"min_episode_len={self.min_episode_len}", *given])
+        least = f"min_episode_len={self.min_episode_len}"
+        return ", ".join([f"view {type(self.view).__name__}", least, *self.narrowed])
+
+    @property
+    def narrowed(self) -> list[str]:
+        """The options by which episodes and timesteps are chosen, as `name=value`."""
+        names = ("filter_meta", "filter_fields", "top_k", "split", "part", "weight_by")
+        return [f"{name}={described(getattr(self, name))}" for name in names if getattr(self, name) not in (None, {})]
 
     @property
     def has_callables(self) -> bool:
@@ -126,6 +133,8 @@ class Selection:
             before: an earlier index of the same folders; only episodes that changed since are looked at.
         """
         each = folders.by_number(folders.tables if tables is None else tables)
+        if _counts(self.split):
+            return replace(self, split=None, members=self._members(each)).index(folders, tables)
         if self.top_k is not None:
             parts = self._highest(each, *self.top_k)
         else:  # a callable may tell by all episodes which of them pass
@@ -150,12 +159,12 @@ class Selection:
     @property
     def by_episode(self) -> bool:
         """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
-        return self.top_k is None and self.weight_by is None and not self.has_callables
+        return self.top_k is None and self.weight_by is None and not self.has_callables and not _counts(self.split)
 
     @property
     def takes_every_episode(self) -> bool:
         """Whether no episode is left out, whatever it is."""
-        return self.min_episode_len <= 1 and not self.filter_meta and self.split is None
+        return self.min_episode_len <= 1 and not self.filter_meta and self.split is None and self.members is None
 
     def runs_of(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         """The runs of some visible slots of a folder, those of each episode found by itself; see `by_episode`."""
@@ -206,6 +215,8 @@ class Selection:
             keep &= matches(_episode_column(storage, table, name, slots), condition, name)
         if self.split is not None:
             keep &= self._in_part(table.serial[slots], number)
+        if self.members is not None:
+            keep &= np.isin(table.serial[slots], self.members[number])
         return slots if keep.all() else slots[keep]
 
     def _cut(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
@@ -233,15 +244,41 @@ class Selection:
         return runs if keep.all() else runs.where(np.flatnonzero(keep))
 
     def _in_part(self, serial: IntArray, number: int) -> BoolArray:
-        """Whether a hash of (seed, folder, serial) falls into the part's share of [0, 1)."""
-        shares = dict(self.split or {})
-        names = list(shares)
-        edges = np.concatenate([[0.0], np.cumsum([shares[name] for name in names])])
+        """Whether episodes fall into the part's share of [0, 1), by a hash of (seed, folder, serial).
+
+        Of so many successive serials as make every share a whole number, each part gets exactly its share.
+        """
+        edges, start = self._edges()
+        block = _block(*edges.tolist())
         edges[edges > 1 - 1e-9] = np.inf  # all that is left, though a sum of fractions may miss 1 by a bit
-        start, stop = edges[names.index(self.part or "") :][:2]
+        blocks, place = np.unique(serial // block, return_inverse=True)
+        chance = self._chance(blocks[:, None] * block + np.arange(block), number)
+        rank = np.argsort(np.argsort(chance, axis=1), axis=1)
+        u = (rank[place, serial % block] + 0.5) / block
+        return np.asarray((u >= edges[start]) & (u < edges[start + 1]))
+
+    def _members(self, each: Sequence[tuple[int, Storage, EpisodeTable]]) -> dict[int, IntArray]:
+        """The serials of the part, folder by folder, where the split counts episodes."""
+        edges, start = self._edges()
+        serials = [table.serial[table.visible] for *_, table in each]
+        numbers = np.repeat([number for number, *_ in each], [len(part) for part in serials])
+        count, every = int(edges[-1]), np.concatenate(serials)
+        if len(every) < count:
+            text = f"split: {dict(self.split or {})} takes {count} episodes, there are {len(every)}; give lower numbers"
+            raise NotEnoughDataError(f"{each[0][1].path}: {text}, or fractions", episodes=len(every))
+        chance = [self._chance(part, number) for (number, *_), part in zip(each, serials, strict=True)]
+        order = np.argsort(np.concatenate(chance)[:count], kind="stable")[int(edges[start]) : int(edges[start + 1])]
+        return {number: every[order[numbers[order] == number]] for number, *_ in each}
+
+    def _edges(self) -> tuple[FloatArray, int]:
+        """The sums of the shares, from 0 to that of all, and which of them the part begins at."""
+        shares = dict(self.split or {})
+        return np.cumsum([0.0, *shares.values()]), [*shares].index(self.part or "")
+
+    def _chance(self, serial: IntArray, number: int) -> npt.NDArray[np.uint64]:
+        """A random number for each episode of a folder."""
         key = np.uint64((self.split_seed * GOLDEN + number * 0xD1B54A32D192ED03) % 2**64)
-        u = splitmix(serial.astype(np.uint64) + key).astype(np.float64) / 2.0**64
-        return np.asarray((u >= start) & (u < stop))
+        return splitmix(serial.astype(np.uint64) + key)
 
 
 def _check_top_k(top_k: object, schema: Schema) -> None:
@@ -264,13 +301,31 @@ def _check_number(where: str, name: str | None, schema: Schema) -> None:
 
 
 def _check_split(split: object, part: str | None) -> None:
-    fractions = list(split.values()) if isinstance(split, Mapping) else []
-    numbers = all(isinstance(fraction, (int, float, np.number)) for fraction in fractions)
-    if not fractions or not numbers or part not in split or min(fractions) < 0 or sum(fractions) > 1 + 1e-9:  # type: ignore[operator]
+    shares = list(split.values()) if isinstance(split, Mapping) else []
+    numbers = all(isinstance(share, (int, float, np.number)) and not isinstance(share, bool) for share in shares)
+    most = np.inf if _counts(split) else 1 + 1e-9
+    if not shares or not numbers or part not in split or min(shares) < 0 or sum(shares) > most:  # type: ignore[operator]
         raise SchemaError(
-            f"split: got {split!r} and part={part!r}, expected fractions of at most 1 in all and the name of one of "
-            "them, such as split={'train': 0.9, 'val': 0.1}, part='train'"
+            f"split: got {split!r} and part={part!r}, expected fractions of at most 1 in all, or whole numbers of "
+            "episodes, and the name of one of them, such as split={'train': 0.9, 'val': 0.1}, part='train'"
         )
+
+
+def _counts(split: object) -> bool:
+    """Whether a split says how many episodes each part has, and not which fraction of them."""
+    shares = split.values() if isinstance(split, Mapping) else ()
+    return bool(shares) and all(isinstance(share, (int, np.integer)) for share in shares)
+
+
+@lru_cache(maxsize=32)
+def _block(*ends: float) -> int:
+    """The smallest number of episodes of which every share is a whole number; else of which each part gets one."""
+    edges = np.array(ends)
+    for count in range(1, MAX_BLOCK):
+        if (np.abs(edges * count - np.rint(edges * count)) < 1e-6).all():
+            return count
+    shares = np.diff(edges)
+    return int(min(MAX_BLOCK, np.ceil(2 / shares[shares > 0].min())))
 
 
 def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:

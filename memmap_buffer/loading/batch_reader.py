@@ -26,6 +26,7 @@ from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.batch_builder import BatchBuilder, BFloat16Bits, Columns, cut, placed
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.hindsight import HindsightBuilder
+from memmap_buffer.views.view import described
 
 Splitter: TypeAlias = Callable[[Columns, int], list[dict[str, Any]]]  # columns (N, …) into batches of so many items
 PATIENCE = 30.0  # seconds in which nothing at all was read: no writer is so quick, so something else is wrong
@@ -63,6 +64,11 @@ class ArraySpec(NamedTuple):
             "bfloat16" if isinstance(array, BFloat16Bits) else "str" if array.dtype.kind == "U" else array.dtype.name
         )
         return cls((batch_size, *steps, *array.shape[2:]), dtype)
+
+    @property
+    def of_arrays(self) -> ArraySpec:
+        """The same for format="numpy"."""
+        return self._replace(dtype="float32") if self.dtype == "bfloat16" else self
 
 
 class BatchReader:
@@ -112,6 +118,16 @@ class BatchReader:
             "_living": None,
         }
         return {**state, "_frozen": frozen, "_process": self._process}
+
+    def __repr__(self) -> str:
+        """Where it reads, and what."""
+        selection, output = self.selection, self.output
+        given = [f"{name}={described(value)}" for name, value in (("hindsight", self.hindsight),) if value is not None]
+        given += [f"prioritized={described(self.prioritized)}"] if self.prioritized is not None else []
+        given += [f"min_episode_len={selection.min_episode_len}"] if selection.min_episode_len > 1 else []
+        given += [f"transform={getattr(each, '__name__', type(each).__name__)}" for each, _ in output.transforms]
+        given += [f"format={output.format!r}"] if output.format != "torch" else []
+        return ", ".join([str(self.folders), described(selection.view), *selection.narrowed, *given])
 
     def index(self, refresh: bool = False) -> Index:
         """The anchors as of the last refresh; `refresh` looks for new episodes first."""
@@ -204,7 +220,7 @@ class BatchReader:
                 return placed(parts, anchors.size)
             before, damaged = damaged, self._num_damaged()  # an episode that is found damaged is not drawn again
             if damaged == before and not patience.wait():
-                raise self._gone(anchors.serial[rest])
+                raise self.gone(anchors.serial[rest])
             chosen = rest if self.selection.mixes else rest[:size]
             anchors = anchors.replaced(chosen, self._again(anchors.where(chosen)))
             builder, columns, fresh = self._try(anchors.where(chosen))
@@ -220,7 +236,7 @@ class BatchReader:
         view.cut(builder)
         if output.meta:
             builder.put_meta(output.meta)
-        if output.indices or anchors.weight is not None:
+        if output.indices or output.weights or anchors.weight is not None:
             builder.batch |= self._told(builder.anchors)
         if output.rename:
             builder.batch = {output.rename.get(key, key): column for key, column in builder.batch.items()}
@@ -263,7 +279,7 @@ class BatchReader:
         if not gone.size:
             return anchors
         if self.on_stale == "raise":
-            raise self._gone(anchors.serial[gone])
+            raise self.gone(anchors.serial[gone])
         index = self._index_now()
         self.require(index)
         others = draw_like(self.selection, self.folders, index, anchors.where(gone), np.random.default_rng())
@@ -278,7 +294,8 @@ class BatchReader:
             self._living = tables, self.index().living(self.folders) if thinned else self.selection.index(self.folders)
         return self._living[1]
 
-    def _gone(self, serials: IntArray) -> StaleEpisodeError:
+    def gone(self, serials: IntArray) -> StaleEpisodeError:
+        """The error for episodes that cannot be read any more."""
         gone = np.unique(serials).tolist()
         return StaleEpisodeError(
             f"{self.folders.storages[0].path}: episodes {gone[:5]} were overwritten or cleared before they were read; "
@@ -295,6 +312,8 @@ class BatchReader:
             out[self.output.indices] = columns[0].copy() if len(columns) == 1 else _side_by_side(columns)
         if anchors.weight is not None and anchors.probability is not None:
             out |= {"_weights": anchors.weight.copy(), "_probabilities": anchors.probability.copy()}
+        elif self.output.weights:
+            out["_weights"] = np.ones(anchors.size, np.float32)
         return out
 
     def _finished(self, columns: Columns) -> Columns:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, get_args
 
 import numpy as np
 
+from memmap_buffer.choices import Format, OnStale, Padding
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.priority.options import Prioritized
@@ -23,15 +24,21 @@ from memmap_buffer.views.view import View, names_of
 from memmap_buffer.views.windows import RandomCrop, Timestep, Trajectory
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
     Names = Iterable[str]
+    TensorBatch: TypeAlias = dict[str, torch.Tensor]
+    ArrayBatch: TypeAlias = dict[str, npt.NDArray[Any]]
 
 Batch = dict[str, Any]
+Parsed: TypeAlias = dict[str, Any]  # `Options` with the defaults of those that were left out
 Transform: TypeAlias = Callable[..., Batch]
 NUMBERS = frozenset({"n_step_lens", "_return", "_discount", "_weights", "_probabilities"})
 
 
-class Options(TypedDict, total=False):
-    """The keyword options of `dataset`, `dataloader`, `sample`, `batch` and `batch_spec`.
+class BatchOptions(TypedDict, total=False):
+    """`Options`, but for those that decide what kind of object a batch is.
 
     Items are whole episodes, unless `view`, `n_steps`, `timestep_level` or `window_length` says otherwise. To give None
     is to leave an option out.
@@ -58,66 +65,96 @@ class Options(TypedDict, total=False):
         min_episode_len: the shortest episode that is read.
         top_k: (meta field, k): only the k episodes where it is highest are read.
         weight_by: a meta field, or "episode_lens": items are drawn in proportion to it.
-        split: name -> fraction of the episodes.
+        split: name -> fraction of the episodes, or name -> how many of the oldest, whole numbers; or a meta field,
+            whose values name the parts.
         part: the name of the split's part that is read.
         split_seed: which episodes each part gets.
         include_metadata: whether items have the meta fields.
         return_indices: add `_index` (serial) to whole episodes, and `_indices` (serial, timestep) to other items; a
             `ConcatBuffer` puts the number of the folder first.
+        return_weights: add `_weights`, which are ones unless items are drawn by priority, so that one loss serves both.
         return_mask: add `_mask` to whole episodes: which timesteps are no padding.
         return_episode_lens: whether whole episodes have `_lens`.
         slice_by_episode_len: whether whole episodes are padded to the longest of the batch, or to `max_timesteps`.
         fieldname_map: key of the batch -> the key wanted.
-        to_named_tuple: give batches and items as named tuples of these keys, without leading underscores; one of
-            Python's own words gets an underscore behind it: `return_`.
         expand_scalars: a key of one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1); not
             text, indices or masks.
         ragged: whole episodes, windows, `seq_` and the `next_` of a timeline come without padding, as jagged nested
-            tensors whose `unbind()` is a list; text as lists.
+            tensors whose `unbind()` is a list; text, and with format="numpy" all, as lists.
         transform: a function from batch to batch, or several, one after another. It is called with a dict of tensors
-            under their final keys, where the batch was read (a worker process, a prefetching thread), and must pickle
-            to be sent to a worker that is spawned. A parameter `rng` gets a numpy Generator that is fixed by the seed,
-            the epoch and the batch's place, for any number of workers.
+            (or arrays) under their final keys, where the batch was read (a worker process, a prefetching thread), and
+            must pickle to be sent to a worker that is spawned. A parameter `rng` gets a numpy Generator that is fixed
+            by the seed, the epoch and the batch's place, for any number of workers.
         hindsight: items get a goal that was achieved; see `Hindsight`.
         on_stale: when an episode is overwritten before its rows were read: "redraw" another item, or "raise".
         prioritized: items are drawn by priority, with replacement; see `Prioritized`.
     """
 
-    view: View
-    n_steps: int
-    timestep_level: bool
-    window_length: int
-    fields: Names
-    current_fields: Names
-    next_fields: Names
-    sequence_fields: Names
-    gamma: float
-    reward: str
+    view: View | None
+    n_steps: int | None
+    timestep_level: bool | None
+    window_length: int | None
+    fields: Names | None
+    current_fields: Names | None
+    next_fields: Names | None
+    sequence_fields: Names | None
+    gamma: float | None
+    reward: str | None
     terminated: str | None
-    stack: Mapping[str, int]
-    padding: str
-    timeline: bool
-    filter_meta: Mapping[str, Any]
-    filter_fields: Mapping[str, Any]
-    min_episode_len: int
-    top_k: tuple[str, int]
-    weight_by: str
-    split: Mapping[str, float]
-    part: str
-    split_seed: int
-    include_metadata: bool
-    return_indices: bool
-    return_mask: bool
-    return_episode_lens: bool
-    slice_by_episode_len: bool
-    fieldname_map: Mapping[str, str]
-    to_named_tuple: Iterable[str]
-    expand_scalars: bool
-    ragged: bool
-    transform: Transform | Sequence[Transform]
-    hindsight: Hindsight
-    on_stale: str
-    prioritized: Prioritized | bool
+    stack: Mapping[str, int] | None
+    padding: Padding | None
+    timeline: bool | None
+    filter_meta: Mapping[str, Any] | None
+    filter_fields: Mapping[str, Any] | None
+    min_episode_len: int | None
+    top_k: tuple[str, int] | None
+    weight_by: str | None
+    split: Mapping[str, float] | str | None
+    part: Any
+    split_seed: int | None
+    include_metadata: bool | None
+    return_indices: bool | None
+    return_weights: bool | None
+    return_mask: bool | None
+    return_episode_lens: bool | None
+    slice_by_episode_len: bool | None
+    fieldname_map: Mapping[str, str] | None
+    expand_scalars: bool | None
+    ragged: bool | None
+    transform: Transform | Sequence[Transform] | None
+    hindsight: Hindsight | None
+    on_stale: OnStale | None
+    prioritized: Prioritized | bool | None
+
+
+class Options(BatchOptions, total=False):
+    """The keyword options of `dataset`, `dataloader`, `sample`, `batch` and `batch_spec`: `BatchOptions`, and these.
+
+    Args:
+        to_named_tuple: give batches and items as named tuples of these keys, without leading underscores; one of
+            Python's own words gets an underscore behind it: `return_`.
+        format: "torch": tensors, text as lists of str; or "numpy": arrays, bfloat16 as float32, for which torch is not
+            imported.
+    """
+
+    to_named_tuple: Iterable[str] | None
+    format: Format | None
+
+
+class LoaderOptions(Options, total=False):
+    """The keyword options of `dataloader`: `Options`, and arguments of `torch.utils.data.DataLoader`."""
+
+    num_workers: int
+    collate_fn: Callable[[Any], Any] | None
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
 
 
 DEFAULTS: Options = {
@@ -130,10 +167,12 @@ DEFAULTS: Options = {
     "split_seed": 0,
     "include_metadata": True,
     "return_indices": False,
+    "return_weights": False,
     "return_mask": False,
     "return_episode_lens": True,
     "slice_by_episode_len": True,
     "expand_scalars": False,
+    "format": "torch",
     "ragged": False,
     "on_stale": "redraw",
 }
@@ -145,7 +184,7 @@ _TYPES: tuple[tuple[str, type, str], ...] = (
 )
 
 
-def parse(given: Mapping[str, Any]) -> Options:
+def parse(given: Mapping[str, Any]) -> Parsed:
     """The options with their defaults.
 
     Raises:
@@ -154,14 +193,12 @@ def parse(given: Mapping[str, Any]) -> Options:
     for name in given:
         if name not in Options.__annotations__:
             raise unknown_option(name, [*Options.__annotations__])
-    options = cast(
-        Options, {**DEFAULTS, **{name: v for name, v in given.items() if v is not None or name == "terminated"}}
-    )
+    options = {**DEFAULTS, **{name: v for name, v in given.items() if v is not None or name == "terminated"}}
     _check(options)
     return options
 
 
-def _check(options: Options) -> None:
+def _check(options: Parsed) -> None:
     for name, kind, expected in _TYPES:
         value = options.get(name)
         if value is not None and not isinstance(value, kind):
@@ -192,7 +229,14 @@ def _check(options: Options) -> None:
             f"transform: got {transform!r}, expected a function from batch to batch, or several",
             not all(map(callable, transforms)),
         ),
-        ("on_stale: expected 'redraw' or 'raise'", options["on_stale"] not in ("redraw", "raise")),
+        (
+            f"on_stale: got {options['on_stale']!r}, expected 'redraw' or 'raise'",
+            options["on_stale"] not in get_args(OnStale),
+        ),
+        (
+            f"format: got {options['format']!r}, expected 'torch' or 'numpy'",
+            options["format"] not in get_args(Format),
+        ),
         (
             f"{', '.join(_OF_N_STEPS)} go with n_steps",
             not by_n_steps and any(options.get(name) != DEFAULTS.get(name) for name in _OF_N_STEPS),
@@ -203,16 +247,17 @@ def _check(options: Options) -> None:
             raise SchemaError(f"options: {text}")
 
 
-def transforms_of(options: Options) -> tuple[Transform, ...]:
+def transforms_of(options: Parsed) -> tuple[Transform, ...]:
     """The functions of `transform`."""
     given = options.get("transform", ())
     return (given,) if callable(given) else tuple(given)
 
 
-def view_of(options: Options, max_timesteps: int) -> View:
+def view_of(options: Parsed, max_timesteps: int) -> View:
     """The view that the options name."""
     if "view" in options:
-        return options["view"]
+        view: View = options["view"]
+        return view
     if "n_steps" in options:
         return NStep(
             options["n_steps"],
@@ -234,7 +279,7 @@ def view_of(options: Options, max_timesteps: int) -> View:
     return Trajectory(options.get("fields"), options["return_mask"], options["return_episode_lens"], length)
 
 
-def selection_of(options: Options, schema: Schema, max_timesteps: int) -> Selection:
+def selection_of(options: Parsed, schema: Schema, max_timesteps: int) -> Selection:
     """The items that the options ask for.
 
     Raises:
@@ -245,15 +290,16 @@ def selection_of(options: Options, schema: Schema, max_timesteps: int) -> Select
         hindsight.check(schema)
         if view.per_episode:
             raise SchemaError("hindsight needs a view of timesteps, with a goal for each item; give n_steps, say")
+    by_field = isinstance(options.get("split"), str)
     selection = Selection(
         view,
-        filter_meta=_flat(schema, options.get("filter_meta")),
+        filter_meta=_flat(schema, options.get("filter_meta")) | _split_by_field(schema, options),
         filter_fields=_flat(schema, options.get("filter_fields")),
         min_episode_len=options["min_episode_len"],
         top_k=options.get("top_k"),
         weight_by=options.get("weight_by"),
-        split=options.get("split"),
-        part=options.get("part"),
+        split=None if by_field else options.get("split"),
+        part=None if by_field else options.get("part"),
         split_seed=options["split_seed"],
         random=view.random or hindsight is not None or any(map(takes_rng, transforms_of(options))),
         mixes=hindsight is not None and hindsight.strategy == "random",
@@ -269,31 +315,36 @@ class Output:
     Args:
         meta: the meta fields that are added.
         indices: "_index", "_indices" or "".
+        weights: whether items that are not drawn by priority weigh 1.
         rename: key -> the key wanted.
         tuple_names: the keys of the named tuple, or ().
         transforms: each function of the user's, and whether it takes `rng`.
         widened: the keys that get one more axis.
         ragged: key -> the key of the lengths to which it is cut.
         nested: whether some key names a group.
+        format: "torch" or "numpy".
     """
 
     meta: tuple[str, ...]
     indices: str
+    weights: bool = False
     rename: Mapping[str, str] = field(default_factory=dict)
     tuple_names: tuple[str, ...] = ()
     transforms: tuple[tuple[Transform, bool], ...] = ()
     widened: frozenset[str] = frozenset()
     ragged: Mapping[str, str] = field(default_factory=dict)
     nested: bool = False
+    format: str = "torch"
 
     @classmethod
-    def of(cls, options: Options, view: View, schema: Schema) -> Output:
+    def of(cls, options: Parsed, view: View, schema: Schema) -> Output:
         """The keys that the options ask for. Raises SchemaError where two coincide, or one is unknown."""
         meta = tuple(schema.meta_fields) if options["include_metadata"] else ()
         by_priority = Prioritized.parse(options.get("prioritized"), schema) is not None
         wanted_indices = options["return_indices"] or by_priority
         indices = "" if not wanted_indices else "_index" if view.per_episode else "_indices"
-        keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_weights", "_probabilities"] * by_priority]
+        keys = [*view.keys(schema), *meta, *[indices] * bool(indices), *["_probabilities"] * by_priority]
+        keys += ["_weights"] * (by_priority or options["return_weights"])
         keys += ["_goal"] * ("hindsight" in options)
         rename = dict(options.get("fieldname_map", {}))
         for name, new in rename.items():
@@ -323,12 +374,14 @@ class Output:
         output = cls(
             meta,
             indices,
+            options["return_weights"],
             rename,
             tuple_names=named,
             transforms=transforms,
             widened=widened,
             ragged=ragged,
             nested=nested,
+            format=options["format"],
         )
         groups = {key.split(".")[0] for key in wanted}
         for name in output.tuple_names:
@@ -369,6 +422,19 @@ def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
     return SchemaError(f"option {name!r} is unknown; {hint}")
+
+
+def _split_by_field(schema: Schema, options: Parsed) -> dict[str, Any]:
+    """The condition on episodes where a meta field says which part they are in."""
+    name, part = options.get("split"), options.get("part")
+    if not isinstance(name, str):
+        return {}
+    if name not in schema.meta_fields:
+        raise schema.unknown(name, "split", schema.meta_fields)
+    if part is None or name in (options.get("filter_meta") or {}):
+        why = "no value of it as part" if part is None else "a filter_meta of it too"
+        raise SchemaError(f"split: got the meta field {name!r} and {why}; give split={name!r}, part=value alone")
+    return {name: part}
 
 
 def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any]:

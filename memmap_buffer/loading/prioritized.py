@@ -44,12 +44,16 @@ class NamedPriorities:
     Args:
         folders: the folders.
         name, alpha, epsilon: see `Priorities.open`.
+
+    Attributes:
+        error_clip: see `Prioritized`.
     """
 
     def __init__(
         self, folders: Folders, name: str, *, alpha: float | None = None, epsilon: float | None = None
     ) -> None:
         self._folders, self._name, self._alpha, self._epsilon = folders, name, alpha, epsilon
+        self.error_clip: tuple[float, float] | None = None
         self._opened: dict[Storage, Priorities] = {}
         self._opening = Turn()  # threads open each once
 
@@ -93,11 +97,11 @@ class NamedPriorities:
         """Whether the indices of a batch begin with the number of the folder."""
         return not self._folders.single
 
-    def use(self, *, alpha: float, epsilon: float) -> None:
-        """Go on with another α or ε; see `Priorities.use`."""
-        self._alpha, self._epsilon = alpha, epsilon
+    def use(self, how: Prioritized) -> None:
+        """Go on with another α or ε, see `Priorities.use`, and another clip of errors."""
+        self._alpha, self._epsilon, self.error_clip = how.alpha, how.epsilon, how.error_clip
         for one in list(self._opened.values()):  # another thread may open more
-            one.use(alpha=alpha, epsilon=epsilon)
+            one.use(alpha=how.alpha, epsilon=how.epsilon)
 
     def checkpoint(self) -> None:
         """Wait until they are on the disk."""
@@ -158,7 +162,7 @@ class PrioritizedDraws:
         """
         with self._lock:
             if self._priorities is not None:  # others of the name may have changed them
-                self._priorities.use(alpha=self.how.alpha, epsilon=self.how.epsilon)
+                self._priorities.use(self.how)
             numbers, each_folder = self._follow()
             totals = [one.total for one in each_folder]
             if not sum(totals) > 0:
@@ -389,6 +393,8 @@ def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Ar
             "or (B, L)"
         )
     errors, dropped = np.asarray(td_errors, np.float64), 0
+    if priorities.error_clip is not None:
+        errors = np.clip(errors, *priorities.error_clip)
     for mine, found, part in _by_folder(priorities, columns):
         dropped += len(part) if found is None else _update(found, part, errors[mine])
     return dropped

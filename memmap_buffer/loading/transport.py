@@ -17,16 +17,19 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch._utils import ExceptionWrapper  # what PyTorch's own workers send: it pickles whatever was raised
 from torch.utils.data import Dataset, get_worker_info
 
+from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.views.memory_pool import ALIGN, array_over
 
 TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200
 TASK_BYTES = 1 << 20  # how many bytes cross together at most, so that large batches still come one by one
 WORKER_TASKS = 8  # tasks that every worker has in an epoch at least, which makes tasks smaller: none is left waiting
+SENT = frozenset(np.dtype(name) for name in NUMERIC if name != "bfloat16")  # arrays that cross as tensors do
 SPARE = 2  # blocks that lie unused in a worker
 
 
@@ -66,6 +69,15 @@ class Leaf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Leaf, (self.dtype, self.start, self.shape, self.stride)
+
+
+class ArrayLeaf(Leaf):
+    """The place of an array."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArrayLeaf, (self.dtype, self.start, self.shape, self.stride)
 
 
 class Task(NamedTuple):
@@ -175,15 +187,20 @@ class Packing:
         self._parts: list[tuple[Leaf, torch.Tensor]] = []
 
     def add(self, batch: Any) -> Any:
-        """The batch with a `Leaf` in the place of each plain tensor in memory; other tensors stay as they are."""
-        return map_leaves(batch, torch.Tensor, self._leaf)
+        """The batch with a `Leaf` in the place of each array and plain tensor in memory; other tensors stay."""
+        return map_leaves(map_leaves(batch, torch.Tensor, self._leaf), np.ndarray, self._leaf_of_array)
 
-    def _leaf(self, tensor: torch.Tensor) -> Any:
+    def _leaf_of_array(self, array: npt.NDArray[Any]) -> Any:
+        if type(array) is not np.ndarray or not array.flags.writeable or array.dtype not in SENT:
+            return array
+        return self._leaf(torch.from_numpy(np.ascontiguousarray(array)), ArrayLeaf)
+
+    def _leaf(self, tensor: torch.Tensor, kind: type[Leaf] = Leaf) -> Any:
         plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
         if not plain or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return tensor
         like = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # keeps channels last
-        leaf = Leaf(tensor.dtype, self.nbytes // tensor.itemsize, tuple(tensor.shape), like.stride())
+        leaf = kind(tensor.dtype, self.nbytes // tensor.itemsize, tuple(tensor.shape), like.stride())
         self._parts.append((leaf, tensor))
         self.nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
         return leaf
@@ -192,20 +209,23 @@ class Packing:
         """Copy the tensors to their places."""
         place = Unpacking(memory)
         for leaf, tensor in self._parts:
-            place(leaf).copy_(tensor)
+            place.tensor(leaf).copy_(tensor)
 
 
 class Unpacking:
-    """The tensors of leaves, as views of their block."""
+    """The tensors and arrays of leaves, as views of their block."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
         self._typed: dict[torch.dtype, torch.Tensor] = {}
 
-    def __call__(self, leaf: Leaf) -> torch.Tensor:
+    def tensor(self, leaf: Leaf) -> torch.Tensor:
         if leaf.dtype not in self._typed:
             self._typed[leaf.dtype] = self._memory.view(leaf.dtype)
         return self._typed[leaf.dtype].as_strided(leaf.shape, leaf.stride, leaf.start)
+
+    def __call__(self, leaf: Leaf) -> Any:
+        return self.tensor(leaf).numpy() if type(leaf) is ArrayLeaf else self.tensor(leaf)
 
 
 class Blocks:

@@ -13,11 +13,12 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.choices import Scaling
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
 from memmap_buffer.format.checksums import crc32
@@ -78,10 +79,13 @@ class Statistics:
     last_serial: int
     num_episodes: int
 
+    def __repr__(self) -> str:
+        return f"<Statistics of {self.num_episodes} episodes, the newest {self.last_serial}: {', '.join(self.fields)}>"
+
     def __getitem__(self, name: str) -> FieldStatistics:
         return self.fields[name]
 
-    def normalize(self, *names: str, by: str = "std", eps: float = 1e-6) -> Normalize:
+    def normalize(self, *names: str, by: Scaling = "std", eps: float = 1e-6) -> Normalize:
         """A transform of batches to mean 0 and standard deviation 1, or to -1 … 1.
 
         Args:
@@ -96,7 +100,7 @@ class Statistics:
         Raises:
             SchemaError: a field or `by` is unknown.
         """
-        if by not in ("std", "range", "quantiles"):
+        if by not in get_args(Scaling):
             raise SchemaError(f"by: got {by!r}, expected 'std', 'range' or 'quantiles'")
         unknown = [name for name in names if name not in self.fields]
         if unknown:
@@ -257,6 +261,9 @@ class RunningStatistics:
         self._moments, self._quantiles, self._exact = _Moments(shape), tuple(map(float, quantiles)), size == total
         self._sample: list[Array] = []
         self._seen = 0
+
+    def __repr__(self) -> str:
+        return f"<RunningStatistics: {self._seen} entries so far, of {len(self._chosen)} a sample is kept>"
 
     def add(self, rows: Array, valid: BoolArray | None = None) -> None:
         """Add the next entries.

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from memmap_buffer.choices import Normalizer, Reduce, System, Variant
 from memmap_buffer.dtypes import check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Schema
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 NORMALIZE = ("batch", "buffer", None)
-VARIANTS = ("proportional", "rank")
+VARIANTS = get_args(Variant)
 REDUCE = (None, "first", "max", "mean")
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "memorax": {"alpha": 0.6, "beta": 0.4, "epsilon": 0, "normalize": "batch"},
+    "reagent": {"alpha": 1.0, "beta": 0, "epsilon": 0, "normalize": None, "stratified": True},
+    "nnabla-rl": {
+        **{"alpha": 0.6, "beta": 0.4, "beta_steps": 10_000, "epsilon": 1e-8, "error_clip": (-1, 1)},
+        **{"normalize": "buffer", "stratified": True, "sort_interval": 1_000_000},
+    },
+}
 LOWEST = 1e-10  # probability: one of 0 has no finite weight
 
 
@@ -45,6 +57,8 @@ class Prioritized:
         reduce: an item of several steps has the priority of its "first", or the "max" or "mean" over all; by default
             windows have the first, episodes the mean.
         weight_field: draw by this meta field instead: p = value^α, for which nothing is stored.
+        error_clip: (low, high) to which errors δ are clipped before |δ| is taken, by every `update_priorities` of the
+            name from the first draw on. It is not on the disk: a process has that of its last draw.
 
     Raises:
         SchemaError: a value that is not one of these.
@@ -56,15 +70,19 @@ class Prioritized:
     beta: float = 0.4
     beta_steps: int | None = None
     epsilon: float = 1e-6
-    normalize: str | None = "batch"
+    normalize: Normalizer = "batch"
     stratified: bool = True
-    variant: str = "proportional"
+    variant: Variant = "proportional"
     name: str = "td"
-    reduce: str | None = None
+    reduce: Reduce = None
     sort_interval: int | None = None
     weight_field: str | None = None
+    error_clip: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        clip = self.error_clip
+        if clip is not None and not (isinstance(clip, tuple) and len(clip) == 2 and clip[0] < clip[1]):
+            raise SchemaError(f"error_clip: got {clip!r}, expected (low, high), such as (-1, 1), or None")
         for name, allowed in (("normalize", NORMALIZE), ("variant", VARIANTS), ("reduce", REDUCE)):
             if getattr(self, name) not in allowed:
                 expected = ", ".join(map(repr, allowed))
@@ -75,6 +93,21 @@ class Prioritized:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SchemaError(f"{name}: got {value!r}, expected a whole number from 1, or None")
+
+    @classmethod
+    def like(cls, system: System, **changes: Any) -> Self:
+        """The defaults of another system.
+
+        Args:
+            system: "memorax", "reagent" (whose priorities are drawn by as they are, and weigh nothing), or "nnabla-rl".
+            changes: any argument of `Prioritized` in the place of the system's.
+
+        Raises:
+            SchemaError: the system is none of these.
+        """
+        if system not in SYSTEMS:
+            raise SchemaError(f"like: got {system!r}, expected one of {', '.join(map(repr, SYSTEMS))}")
+        return cls(**{**SYSTEMS[system], **changes})
 
     @classmethod
     def parse(cls, given: Any, schema: Schema) -> Prioritized | None:

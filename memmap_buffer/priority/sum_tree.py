@@ -18,8 +18,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import all_of
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.dtypes import all_of, check_count
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.kernels import Kernels
 
@@ -83,6 +83,19 @@ class SumTree:
         self._below: FloatArray = self._heap[: 2 * self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._keys_below = self._keys[: self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._sums: FloatArray | None = None
+
+    @classmethod
+    def empty(cls, leaves: int, *, minima: bool = False) -> SumTree:
+        """A tree of so many leaves in memory, all 0.
+
+        Raises:
+            SchemaError: it is no whole number from 1, or there is not so much memory.
+        """
+        check_count("leaves", leaves)
+        return cls(new_nodes(leaves), leaves, minima=minima)
+
+    def __repr__(self) -> str:
+        return f"<SumTree of {self.leaves} leaves, total {self.total}>"
 
     @property
     def total(self) -> float:
@@ -163,9 +176,34 @@ class SumTree:
             found = self._descend(nodes, left_over, careful=True)
         return found - self.capacity, self._heap.take(found)
 
+    def query(self, values: FloatArray) -> tuple[IntArray, FloatArray]:
+        """`find` of values that are checked.
+
+        Args:
+            values: (B,) from 0 to `total`.
+
+        Raises:
+            NotEnoughDataError: every priority is 0.
+            SchemaError: a value is beyond the total, or none.
+        """
+        values, total = np.asarray(values, np.float64), self._require_total()
+        if values.ndim != 1 or not ((values >= 0) & (values <= total)).all():
+            raise SchemaError(f"values: got {values}, expected (B,) numbers from 0 to the total, {total}")
+        return self.find(values)
+
     def draw(self, count: int, rng: np.random.Generator, *, stratified: bool = True) -> IntArray:
-        """Leaves (count,) drawn with replacement, each in proportion to its priority; see `spread`."""
-        return self.find(spread(count, self.total, rng, stratified=stratified))[0]
+        """Leaves (count,) drawn with replacement, each in proportion to its priority; see `spread`.
+
+        Raises:
+            NotEnoughDataError: every priority is 0.
+        """
+        return self.find(spread(count, self._require_total(), rng, stratified=stratified))[0]
+
+    def _require_total(self) -> float:
+        total = self.total
+        if not total > 0:
+            raise NotEnoughDataError("nothing to draw: every priority of the tree is 0", episodes=0)
+        return total
 
     def _descend(self, nodes: IntArray, left_over: FloatArray, *, careful: bool) -> IntArray:
         """The leaf nodes below; `careful` also where rounding left a value at the very end of a node."""

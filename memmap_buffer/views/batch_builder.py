@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.choices import Padding
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
@@ -27,7 +28,7 @@ MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all m
 INDEX_BYTES = 32  # memory that it takes to find one row
 ANCHOR = range(1)
 LOOK = 256  # timesteps that are looked at together for the end of an episode
-PADDINGS = ("zero", "edge", "default")
+PADDINGS = get_args(Padding)
 
 
 class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):

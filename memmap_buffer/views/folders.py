@@ -108,6 +108,11 @@ class Folders:
         """The shards of a root, those included that appear later. Raises NotABufferError where there is none yet."""
         return cls((), shards)
 
+    def __str__(self) -> str:
+        """Where they are."""
+        paths = [repr(str(storage.path)) for storage in self.storages if not storage.withdrawn]
+        return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (Folders, (self.storages,)) if self.shards is None else (Folders.of_root, (self.shards,))
 

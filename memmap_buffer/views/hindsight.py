@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from memmap_buffer.choices import Strategy
 from memmap_buffer.dtypes import Array, check_number, decode
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
@@ -21,7 +22,7 @@ from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.batch_builder import BatchBuilder, Ends, array_of, marked
 from memmap_buffer.views.folders import Folders
 
-STRATEGIES = ("future", "final", "episode", "random", "geometric")
+STRATEGIES = get_args(Strategy)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Hindsight:
     goal: str = "observation.desired_goal"
     achieved: str = "observation.achieved_goal"
     reward: str = "reward"
-    strategy: str = "future"
+    strategy: Strategy = "future"
     prob: float = 0.8
     gamma: float = 0.99
     info: Iterable[str] = ()

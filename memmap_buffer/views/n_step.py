@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from memmap_buffer.choices import Padding
 from memmap_buffer.dtypes import check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
@@ -61,7 +62,7 @@ class NStep(View):
     reward: str = "reward"
     terminated: str | None = DECLARED
     stack: Mapping[str, int] | Iterable[tuple[str, int]] = ()
-    padding: str = "zero"
+    padding: Padding = "zero"
     timeline: bool = False
 
     def __post_init__(self) -> None:

@@ -126,8 +126,13 @@ class Scale:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for name in self.fields:
-            batch, _ = _changed(batch, name, lambda values: values.float() / self.by)
+            batch, _ = _changed(batch, name, lambda values: _as_float(values) / self.by)
         return batch
+
+
+def _as_float(values: Any) -> Any:
+    """A tensor or an array as float32."""
+    return values.float() if hasattr(values, "float") else np.asarray(values, np.float32)
 
 
 def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> tuple[dict[str, Any], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -89,6 +90,15 @@ class View(ABC):
         """Keep names as tuples, however they were given, so that views are values."""
         for argument in arguments:
             object.__setattr__(self, argument, names_of(argument, getattr(self, argument)))
+
+
+def described(value: object) -> str:
+    """A view, or another value, by the arguments that are not their defaults."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return getattr(value, "__qualname__", None) or repr(value)
+    given = [(field.name, getattr(value, field.name)) for field in fields(value) if field.repr]
+    defaults = {field.name: field.default for field in fields(value)}
+    return f"{type(value).__name__}({', '.join(f'{n}={described(v)}' for n, v in given if v != defaults[n])})"
 
 
 def names_of(where: str, given: Names) -> tuple[str, ...] | None:

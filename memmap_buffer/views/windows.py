@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import numpy as np
 
+from memmap_buffer.choices import Boundary, Padding, WindowBoundary
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
@@ -16,7 +17,7 @@ from memmap_buffer.views.anchors import BoolArray, Runs
 from memmap_buffer.views.batch_builder import BatchBuilder, check_padding
 from memmap_buffer.views.view import FloatArray, Names, View, named
 
-BOUNDARIES = ("pad", "shift", "drop")
+BOUNDARIES = get_args(Boundary)
 REPEAT = "repeat"
 
 
@@ -137,8 +138,8 @@ class Window(View):
     length: int
     stride: int = 1
     fields: Names = None
-    boundary: str = "pad"
-    padding: str = "zero"
+    boundary: WindowBoundary = "pad"
+    padding: Padding = "zero"
     pad_before: int = 0
 
     def __post_init__(self) -> None:
@@ -255,8 +256,8 @@ class Offsets(View):
         offsets: Mapping[str, Iterable[int]] | None = None,
         /,
         *,
-        boundary: str = "pad",
-        padding: str = "zero",
+        boundary: Boundary = "pad",
+        padding: Padding = "zero",
         stride: int = 1,
         **fields: Iterable[int],
     ) -> None:
@@ -279,6 +280,10 @@ class Offsets(View):
 
     def __hash__(self) -> int:
         return hash(self._value)
+
+    def __repr__(self) -> str:
+        how = f"boundary={self.boundary!r}, padding={self.padding!r}, stride={self.stride!r}"
+        return f"Offsets({self.offsets!r}, {how})"
 
     @property
     def _value(self) -> tuple[object, ...]:

@@ -148,6 +148,10 @@ class Episode(Block):
         self._made, self._pick = _step_type(tuple(self._schema.fields))
         self.update(meta)
 
+    def __repr__(self) -> str:
+        number = "" if self.serial < 0 else f" {self.serial}"
+        return f"<Episode{number}: {self.state}, {self.length} timesteps>"
+
     # Storing
 
     def store(self, **step: Any) -> Any:

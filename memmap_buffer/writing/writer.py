@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
+from memmap_buffer.choices import Checksum, Durability, Publish, Stage
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyError, SchemaError, StaleEpisodeError
 from memmap_buffer.format.creation import discard_unfinished
@@ -52,11 +53,11 @@ class WriteOptions:
         SchemaError: a value that is not one of these, or two that exclude each other.
     """
 
-    durability: str = "process"
+    durability: Durability = "process"
     sync_every: int = 1
-    checksum: str | None = "crc32"
-    publish: str = "episode"
-    stage: str = "ram"
+    checksum: Checksum = "crc32"
+    publish: Publish = "episode"
+    stage: Stage = "ram"
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[Any, ...]] = {

@@ -6,9 +6,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from conftest import assert_same
 
-from memmap_buffer import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.interop.memmap_replay_buffer import import_memmap_replay_buffer
+from memmap_buffer import CorruptBufferError, NotABufferError, ReplayBuffer, SchemaError
+from memmap_buffer.interop.memmap_replay_buffer import export_memmap_replay_buffer, import_memmap_replay_buffer
 
 FIELDS = {"state": ("float", (2,), 0.5), "action": ("int", 2), "reward": "float", "done": "bool", "pixel": "uint8"}
 META = {"task": "int", "score": ("float", (), 2.5)}
@@ -176,3 +177,47 @@ def test_a_spoilt_folder_is_refused_and_says_where(tmp_path, peer, what, message
 def test_what_is_no_such_folder_is_refused(tmp_path):
     with pytest.raises(NotABufferError, match="no folder of memmap-replay-buffer"):
         import_memmap_replay_buffer(tmp_path, tmp_path / "b")
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_an_export_is_opened_by_its_hdf5_class_and_comes_back(tmp_path, peer, compression):
+    """S4-17: with what its HDF5 layout has no view for here: items of n steps."""
+    make(peer, tmp_path / "theirs", "memmap")
+    with import_memmap_replay_buffer(tmp_path / "theirs", tmp_path / "ours") as buffer:
+        export_memmap_replay_buffer(buffer, tmp_path / "hdf5", max_episodes=9, compression=compression)
+        wanted = buffer.sample(8, n_steps=2, seed=1)
+    theirs = peer.replay_buffer_h5py.ReplayBufferH5PY.from_folder(tmp_path / "hdf5")
+    assert (theirs.num_episodes, theirs.max_episodes, theirs.max_timesteps) == (4, 9, 6)
+    got = theirs.get_all_data()
+    for number, length in enumerate(LENGTHS):
+        for t in range(length):
+            for name, value in step(number, t).items():
+                assert np.array_equal(np.asarray(got[name][number, t]), np.asarray(value)), name
+    with theirs.one_episode(task=1):
+        theirs.store(**step(9, 0))
+    theirs.file.close()
+    with import_memmap_replay_buffer(tmp_path / "hdf5", tmp_path / "again") as again:
+        assert (again.schema.fields["state"].default, again.schema.meta_fields["score"].default) == (0.5, 2.5)
+        assert again.episode_lens.tolist() == [*LENGTHS, 1]
+        again.delete([4])
+        assert_same(again.sample(8, n_steps=2, seed=1), wanted)
+
+
+def test_what_its_layout_does_not_hold_is_refused(tmp_path):
+    with ReplayBuffer(tmp_path / "a", 4, 3, {"x": "int"}) as buffer:
+        buffer.store_episode(x=[2**40])
+        with pytest.raises(SchemaError, match=r"field 'x': got 1099511627776 … 1099511627776, more than int32 holds"):
+            export_memmap_replay_buffer(buffer, tmp_path / "out")
+        with pytest.raises(FileExistsError, match="out"):
+            export_memmap_replay_buffer(buffer, tmp_path / "out")
+        with pytest.raises(SchemaError, match="max_episodes: got 1, the buffer has 2 episodes"):
+            buffer.store_episode(x=[1])
+            export_memmap_replay_buffer(buffer, tmp_path / "other", max_episodes=1)
+
+
+@pytest.mark.parametrize("fields", [{"text": "U4"}, {"group": {"x": "float"}}, {"z": "complex64"}])
+def test_fields_that_its_layout_does_not_know_are_refused(tmp_path, fields):
+    buffer = ReplayBuffer(tmp_path / "a", 4, 3, fields)
+    with pytest.raises(SchemaError, match="expected numbers, and no groups; leave it out by drop_field"):
+        export_memmap_replay_buffer(buffer, tmp_path / "out")
+    buffer.close()

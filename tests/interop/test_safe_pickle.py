@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memmap_buffer import SchemaError
-from memmap_buffer.interop.safe_pickle import safe_loads
+from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=300)
 KEYS = st.text(max_size=5) | st.integers()
@@ -72,3 +72,12 @@ def test_any_bytes_are_read_or_refused(data):
 def test_a_length_beyond_the_data_takes_no_memory():
     with pytest.raises(SchemaError, match="got no whole pickle"):
         safe_loads(b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b"x.")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, [], (), None, True, -5, 2**31 - 1, 0.1, "ü", {"a": [1, (2.5, "b", None), {}], "c": (False, ("x",), [[]])}],
+)
+def test_what_is_written_is_what_python_and_this_read(value):
+    data = safe_dumps(value)
+    assert repr(safe_loads(data)) == repr(pickle.loads(data)) == repr(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -277,8 +277,11 @@ class TestSplit:
         buffer = self.fill(tmp_path, 1000)
         parts = self.parts(buffer)
         assert sorted(serial for part in parts.values() for serial in part) == list(range(1000))
-        for name, share in self.SPLIT.items():
-            assert abs(len(parts[name]) - 1000 * share) < 4 * math.sqrt(1000 * share * (1 - share))
+        assert {name: len(part) for name, part in parts.items()} == {"train": 700, "val": 200, "test": 100}
+        gaps = np.diff([0, *parts["test"], 1000])  # one of each ten, and within them anywhere
+        assert gaps.max() < 20
+        places = np.bincount(np.array(parts["test"]) % 10, minlength=10)
+        assert ((places - 10) ** 2 / 10).sum() < 28  # chi², 9 degrees of freedom: 1 in 1000
 
     def test_an_episode_never_changes_its_part(self, tmp_path):
         """Neither as others arrive, nor in another process, nor by a larger ring, nor by a filter."""
@@ -296,8 +299,72 @@ class TestSplit:
         buffer = self.fill(tmp_path, 80)
         half = [episodes(buffer, split={"a": 0.5}, part="a", split_seed=seed) for seed in (0, 0, 1)]
         assert half[0] == half[1] != half[2]
-        assert 20 < len(half[0]) < 60
+        assert len(half[0]) == 40
         assert episodes(buffer, split={"a": 1.0}, part="a") == list(range(80))
+
+    @pytest.mark.parametrize("split", [{"a": 0.9, "b": 0.1}, {"a": 1 / 3, "b": 0.64}, {"a": 0.995, "b": 0.005}])
+    def test_no_part_is_empty_by_chance(self, tmp_path, split):
+        count = 10 if "a" in split and split["a"] == 0.9 else 500
+        buffer = self.fill(tmp_path, count)
+        for seed in range(20):
+            parts = [episodes(buffer, split=split, part=name, split_seed=seed) for name in split]
+            assert all(parts)
+            assert not set(parts[0]) & set(parts[1])
+
+    def test_whole_numbers_are_counts_of_the_oldest_episodes(self, tmp_path):
+        buffer, split = self.fill(tmp_path, 10), {"train": 7, "val": 2, "none": 0}
+        seen = Counter()
+        for seed in range(60):
+            train, val = (episodes(buffer, split=split, part=name, split_seed=seed) for name in ("train", "val"))
+            assert (len(train), len(val), sorted(train + val)) == (7, 2, list(range(9)))
+            seen.update(val)
+        assert min(seen[serial] for serial in range(9)) > 3
+        for _ in range(5):  # later ones are in no part, and those of before stay
+            buffer.store_episode(x=[0])
+        assert episodes(buffer, split=split, part="val", split_seed=59) == val
+        how = {"timestep_level": True, "split": split, "part": "val", "split_seed": 59, "return_indices": True}
+        for more in ({}, {"prioritized": True}):
+            assert set(buffer.sample(50, **how, **more)["_indices"][:, 0].tolist()) == set(val)
+        assert episodes(buffer, split=split, part="val", split_seed=59, top_k=("episode_lens", 1)) == val[-1:]
+        buffer.delete([12])
+        assert buffer.sample(50, **how)["x"].shape == (50,)
+
+    def test_counts_are_before_other_filters_so_parts_never_share_an_episode(self, tmp_path):
+        buffer = ReplayBuffer(tmp_path, 20, 2, {"x": "int"}, meta_fields={"odd": "int"})
+        for i in range(20):
+            buffer.store_episode(x=[i], odd=i % 2)
+        split = {"train": 16, "val": 4}
+        odd = {name: episodes(buffer, split=split, part=name, filter_meta={"odd": 1}) for name in split}
+        every = {name: episodes(buffer, split=split, part=name) for name in split}
+        assert odd == {name: [serial for serial in part if serial % 2] for name, part in every.items()}
+
+    def test_counts_are_over_all_folders(self, tmp_path):
+        both = ConcatBuffer([self.fill(tmp_path / "a", 3), self.fill(tmp_path / "b", 5)])
+        parts = []
+        for name, count in (split := {"train": 6, "val": 2}).items():
+            index = both.batch(split=split, part=name, return_indices=True)["_index"].tolist()
+            assert len(index) == count
+            parts += map(tuple, index)
+        assert sorted(parts) == [(0, 0), (0, 1), (0, 2), *((1, i) for i in range(5))]
+
+    def test_more_than_there_are_is_refused_with_the_numbers(self, tmp_path):
+        with pytest.raises(NotEnoughDataError, match=r"takes 10 episodes, there are 4; give lower numbers"):
+            self.fill(tmp_path, 4).dataset(split={"train": 8, "val": 2}, part="val")
+
+    def test_a_meta_field_may_name_the_parts(self, tmp_path):
+        buffer = ReplayBuffer(tmp_path, 20, 2, {"x": "int"}, meta_fields={"subset": "U8", "fold": "int"})
+        for i in range(6):
+            buffer.store_episode(x=[i], subset="val" if i in (1, 4) else "train", fold=i % 3)
+        assert episodes(buffer, split="subset", part="val") == [1, 4]
+        assert episodes(buffer, split="fold", part=0, filter_meta={"subset": "train"}) == [0, 3]
+        with pytest.raises(SchemaError, match=r"split: got 'subsets', .*did you mean 'subset'"):
+            buffer.dataset(split="subsets", part="val")
+        with pytest.raises(SchemaError, match="split: got the meta field 'subset' and no value of it as part"):
+            buffer.dataset(split="subset")
+        with pytest.raises(SchemaError, match="split: got the meta field 'fold' and a filter_meta of it too"):
+            buffer.dataset(split="fold", part=1, filter_meta={"fold": 1})
+        with pytest.raises(NotEnoughDataError, match=r"none of 6 episodes has an item for .*'test'"):
+            buffer.dataset(split="subset", part="test")
 
     def test_the_split_is_of_episodes_in_every_view(self, tmp_path):
         buffer = ReplayBuffer(tmp_path, max_episodes=50, max_timesteps=5, fields={"x": "int"})
@@ -338,7 +405,7 @@ class TestOptions:
             ({"to_named_tuple": ["x", "nothing"]}, "to_named_tuple: got 'nothing'"),
             ({"fieldname_map": {"nothing": "x"}}, "fieldname_map: got 'nothing'"),
             ({"fieldname_map": {"x": "y"}}, "two keys of the batch would be 'y'"),
-            ({"on_stale": "ignore"}, "on_stale: expected 'redraw' or 'raise'"),
+            ({"on_stale": "ignore"}, "on_stale: got 'ignore', expected 'redraw' or 'raise'"),
             ({"time_step_level": True}, "'time_step_level' is unknown; did you mean 'timestep_level'"),
         ],
     )

@@ -256,7 +256,8 @@ class TestBatches:
             ([99], IndexError, "item 99: the dataset has 18"),
             ([], SchemaError, r"batch: got \[\], expected positions"),
             ([0.5], SchemaError, r"batch: got \[0.5\], expected positions"),
-            ([[1, 2]], SchemaError, "batch: got .*, expected positions"),
+            ([[[1, 2]]], SchemaError, "batch: got .*, expected positions"),
+            (np.empty(0, int), SchemaError, "batch: got .*, expected positions"),
         ],
     )
     def test_positions_that_do_not_exist_are_refused(self, recorded, indices, error, match):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from memmap_buffer import SchemaError
-from memmap_buffer.priority.sum_tree import MANY, SumTree, num_nodes, spread
+from memmap_buffer import NotEnoughDataError, SchemaError, SumTree
+from memmap_buffer.priority.sum_tree import MANY, num_nodes, spread
 
 SIZES = (1, 2, 3, 7, 1000, 1024, 1025, 5000, 70_000)
 
@@ -159,3 +159,21 @@ def test_an_amount_that_would_make_a_priority_negative_is_refused():
     with pytest.raises(SchemaError, match=r"priority of leaf 1: got -0\.5"):
         tree.add(np.array([1, 0, 1]), np.array([-2.0, 1.0, -0.5]))
     assert tree.get(np.arange(3)).tolist() == [1, 2, 3]
+
+
+def test_S3_24_a_tree_by_its_public_name():
+    tree = SumTree.empty(10)
+    with pytest.raises(NotEnoughDataError, match="every priority of the tree is 0"):
+        tree.draw(3, np.random.default_rng(0))
+    with pytest.raises(RuntimeError, match="every priority of the tree is 0"):
+        tree.query(np.zeros(1))
+    tree.set(np.array([2, 7]), np.array([1.0, 3.0]))
+    assert repr(tree) == "<SumTree of 10 leaves, total 4.0>"
+    leaves, priorities = tree.query(np.array([0.0, 0.99, 1.0, 4.0]))
+    assert (leaves.tolist(), priorities.tolist()) == ([2, 2, 7, 7], [1, 1, 3, 3])
+    assert sorted(tree.draw(4, np.random.default_rng(0)).tolist()) == [2, 7, 7, 7]  # a draw in each of four segments
+    for value in (-1e-9, 4.0001, math.nan):
+        with pytest.raises(ValueError, match=r"expected .* numbers from 0 to the total, 4.0"):
+            tree.query(np.array([0.5, value]))
+    with pytest.raises(SchemaError, match="leaves: got 0"):
+        SumTree.empty(0)

@@ -548,8 +548,28 @@ def test_S5_10_trajectories_of_images_keep_each_frame_once_too(tmp_path):
             np.testing.assert_array_equal(stacks[t], frames[np.clip(np.arange(t - 3, t + 1), 0, 5)])
 
 
+def test_S5_11_the_defaults_of_a_system_are_a_preset():
+    how = Prioritized.like("nnabla-rl", variant="rank")
+    assert (how.alpha, how.beta, how.beta_steps, how.epsilon) == (0.6, 0.4, 10_000, 1e-8)
+    assert (how.error_clip, how.normalize, how.sort_interval, how.variant) == ((-1, 1), "buffer", 1_000_000, "rank")
+    assert (Prioritized.like("memorax").epsilon, Prioritized.like("reagent").alpha) == (0, 1)
+    with pytest.raises(ValueError, match="like: got 'nnabla', expected one of 'memorax', 'reagent', 'nnabla-rl'"):
+        Prioritized.like("nnabla")
+
+
+def test_S3_23_priorities_are_drawn_by_as_they_are_and_weigh_nothing(buffer):
+    """As `Prioritized.like("reagent")`."""
+    how = {"timestep_level": True, "prioritized": Prioritized.like("reagent")}
+    first = buffer.sample(300, seed=0, **how)
+    buffer.update_priorities(first["_indices"], first["_indices"][:, 1])
+    batch = buffer.sample(300, seed=1, **how)
+    total = sum(t for _, t in ALL)
+    assert batch["_probabilities"].tolist() == pytest.approx([t / total for _, t in starts_of(batch)])
+    assert set(batch["_weights"].tolist()) == {1.0}
+
+
 def test_S5_11_an_unknown_variant_is_refused(buffer):
-    """Capacity is the buffer's own; `error_clip` is a clamp of the errors that are given."""
+    """Capacity is the buffer's own."""
     with pytest.raises(ValueError, match="variant: got 'rank_based', expected one of 'proportional', 'rank'"):
         Prioritized(variant="rank_based")
 
@@ -569,6 +589,19 @@ def test_S5_13_errors_may_be_clipped_before_they_are_given_and_any_batch_may_be_
     batch = buffer.sample(200, seed=2, **how)
     ratio = batch["_probabilities"].max() / batch["_probabilities"].min()
     assert ratio == pytest.approx(4.0, rel=1e-6)
+
+
+def test_S5_13_errors_are_clipped_and_then_their_absolute_value_is_taken(buffer):
+    """nnabla's rule: |clip(δ, -1, 0.5)|."""
+    how = {"timestep_level": True, "prioritized": Prioritized(alpha=1.0, epsilon=0, error_clip=(-1, 0.5))}
+    batch = buffer.sample(300, seed=0, **how)
+    errors = torch.linspace(-3, 3, 300)
+    buffer.update_priorities(batch["_indices"], errors)
+    last = {pair: error for pair, error in zip(starts_of(batch), errors.tolist(), strict=True)}
+    want = [abs(min(max(last[pair], -1), 0.5)) for pair in starts_of(batch)]
+    assert buffer.priorities(batch["_indices"]).tolist() == pytest.approx(want)
+    with pytest.raises(ValueError, match=r"error_clip: got \(1, -1\), expected \(low, high\)"):
+        Prioritized(error_clip=(1, -1))
 
 
 @pytest.mark.parametrize("normalize", ["batch", "buffer"])
@@ -665,10 +698,22 @@ def test_S5_20_a_portion_at_a_global_step_is_shifted_back_to_end_with_its_episod
 
 
 def test_S5_21_weights_and_the_future_index_come_with_each_sample(goals):
-    """Draws by priority have `_weights`, hindsight has `_goal`; a uniform draw has no weights, as all would be 1."""
+    """Draws by priority have `_weights`, hindsight has `_goal`; a uniform draw has weights of 1 on request."""
     batch = goals.sample(8, n_steps=1, prioritized=True, hindsight=Hindsight(minus_distance, "goal", "state"))
     assert batch["_weights"].shape == (8,)
     assert batch["_goal"].shape == (8, 2)
+    assert "_weights" not in goals.sample(8, n_steps=1)
+    for how in (
+        {"n_steps": 1},
+        {"n_steps": 1, "format": "numpy"},
+        {},
+        {"n_steps": 1, "fieldname_map": {"_weights": "w"}},
+    ):
+        weights = goals.sample(3, return_weights=True, **how)["w" if "fieldname_map" in how else "_weights"]
+        assert (weights.tolist(), str(weights.dtype).removeprefix("torch.")) == ([1.0] * 3, "float32")
+    assert goals.batch_spec(4, n_steps=1, return_weights=True)["_weights"] == ((4,), "float32")
+    weighted = goals.sample(8, n_steps=1, return_weights=True, prioritized=Prioritized(beta=1), expand_scalars=True)
+    assert weighted["_weights"].shape == (8, 1)
 
 
 def test_several_folders_are_read_like_one(buffer, tmp_path):

@@ -28,7 +28,16 @@ from memmap_buffer import (
     SchemaMismatchError,
     Window,
 )
-from memmap_buffer.compat import add_and_sample, can_sample, set_valid, step_spec, storage_spec
+from memmap_buffer.compat import (
+    add_and_sample,
+    add_count,
+    can_sample,
+    is_empty,
+    is_full,
+    set_valid,
+    step_spec,
+    storage_spec,
+)
 
 FIELDS = {"observation": Field("float", 2, final=True), "action": "int", "reward": "float", "terminated": "bool"}
 
@@ -264,11 +273,18 @@ def test_S3_06_no_blank_steps_are_stored(buffer):
 
 def test_S3_07_how_much_there_is_and_ever_was(tmp_path):
     with make(tmp_path, 3, 2) as buffer:
-        assert len(buffer) == buffer.num_steps == 0  # is_empty
+        assert (is_empty(buffer), is_full(buffer), add_count(buffer)) == (True, False, 0)
         for t in range(10):
             buffer.add(**step(t, envs=1))
-        assert len(buffer) == buffer.max_episodes  # is_full
-        assert buffer.num_steps == 6 and buffer.serials.tolist() == [2, 3, 4]  # 5 episodes were published in all
+        assert (is_empty(buffer), is_full(buffer), add_count(buffer)) == (False, True, 5)
+        assert buffer.num_steps == 6 and buffer.serials.tolist() == [2, 3, 4]
+        assert (is_empty(ConcatBuffer([buffer])), add_count(ConcatBuffer([buffer]))) == (False, 5)
+        buffer.clear()
+        assert (is_empty(buffer), is_full(buffer), add_count(buffer)) == (True, False, 5)
+    with make(tmp_path / "steps", None, 9, capacity=6, circular=None) as buffer:
+        for number in range(4):
+            buffer.store_episode(**step(number))  # of two timesteps
+            assert is_full(buffer) == (number >= 2)
 
 
 def test_S3_08_a_buffer_for_an_environment_and_its_log_probabilities(tmp_path):

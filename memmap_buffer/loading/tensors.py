@@ -1,0 +1,66 @@
+"""Batches as tensors: the form of `format="torch"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.random  # numpy loads it when it is first used, which would be in the middle of the first batch
+import torch
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.schema import nest
+from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, pieces
+
+
+def torch_seed(generator: torch.Generator | None = None) -> int:
+    """A seed drawn from torch's generator: so `manual_seed` fixes it, and every worker has another."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def _maker(array: Array) -> Callable[[Array], Any]:
+    """The function that makes a tensor of each part of an array."""
+    return torch.from_numpy if array.dtype.kind != "U" and type(array) is np.ndarray else to_tensor
+
+
+def to_tensor(array: Array) -> Any:
+    """A tensor over an array's memory; text becomes lists of str."""
+    if array.dtype.kind == "U":
+        try:
+            return array.tolist()
+        except ValueError as error:
+            raise CorruptBufferError(f"a text field holds what is no text ({error}); see `verify`") from None
+    if isinstance(array, BFloat16Bits):
+        return torch.from_numpy(array.view(np.ndarray)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
+    """A batch of arrays as (nested) tensors."""
+    return nest({key: to_tensor(array) for key, array in batch.items()})
+
+
+def tensors_of(columns: Columns, size: int) -> list[dict[str, Any]]:
+    """Columns (N, …) as tensors, cut into batches of `size` items, each in memory that is seen to end where it does."""
+    if len(next(iter(columns.values()), ())) <= size:
+        return [
+            {
+                key: torch.from_numpy(values)
+                if type(values) is np.ndarray and values.dtype.kind != "U"
+                else to_tensor(values)
+                for key, values in columns.items()
+            }
+        ]
+    parts = [map(_maker(values), pieces(values, size)) for values in columns.values()]
+    return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
+
+
+def unpadded(values: Any, lens: torch.Tensor) -> Any:
+    """Sequences (B, T, …) cut to their lengths (B,), as one jagged nested tensor; text as lists."""
+    if isinstance(values, list):
+        return [row[:n] for row, n in zip(values, lens.tolist(), strict=True)]
+    mask = torch.arange(values.shape[1]) < lens[:, None]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
+    return torch.nested.nested_tensor_from_jagged(values[mask], offsets)

@@ -1,0 +1,140 @@
+"""Episodes as pictures: which fields are images or curves, and a figure of both by matplotlib (the extra `plot`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.extras import extra
+from memmap_buffer.schema import Field
+
+CHANNELS = (1, 3, 4)
+MAX_LINES = 32  # lines in one panel
+STRIP = 8  # frames in one panel
+
+
+def is_image(field: Field) -> bool:
+    """Whether a field looks like an image: (H, W), (H, W, channels) or (channels, H, W), of bytes, bools or floats."""
+    shape = field.shape
+    if len(shape) == 3 and shape[2] not in CHANNELS:
+        shape = (*shape[1:], shape[0])
+    flat = len(shape) == 2 or (len(shape) == 3 and shape[2] in CHANNELS)
+    return flat and min(shape[:2]) >= 8 and (field.dtype in ("uint8", "bool") or field.dtype.startswith("float"))
+
+
+def frames_of(values: Array, name: str) -> Array:
+    """Images as the frames of a film.
+
+    Args:
+        values: (T, H, W), (T, H, W, C) or (T, C, H, W) with C of 1, 3 or 4; bytes, bools, or floats from 0 to 1.
+        name: of the field.
+
+    Returns:
+        (T, H, W, 3) uint8.
+
+    Raises:
+        SchemaError: they are no images.
+    """
+    images = values[..., None] if values.ndim == 3 else values
+    if images.ndim == 4 and images.shape[3] not in CHANNELS:
+        images = np.moveaxis(images, 1, 3)
+    if images.ndim != 4 or images.shape[3] not in CHANNELS or images.dtype.kind not in "uifb":
+        raise SchemaError(
+            f"field {name!r}: {values.dtype} {values.shape[1:]} is no image; expected (H, W), (H, W, C) or (C, H, W) "
+            "with C of 1, 3 or 4"
+        )
+    if images.dtype != np.uint8:
+        scale = 1 if images.dtype.kind in "ui" else 255
+        images = np.clip(np.nan_to_num(images.astype(np.float64)) * scale, 0, 255).round().astype(np.uint8)
+    return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images[..., :3]
+
+
+def lines_of(values: Any) -> Array | None:
+    """(T, lines) of a field that can be drawn as lines; None of any other."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf" or np.prod(array.shape[1:]) > MAX_LINES:
+        return None
+    return array.reshape(len(array), -1).astype(np.float64)
+
+
+class Picture:
+    """A figure of an episode, which a notebook shows.
+
+    Args:
+        figure: of matplotlib; `figure.savefig(path)` keeps it.
+    """
+
+    def __init__(self, figure: Any) -> None:
+        self.figure = figure
+
+    def __repr__(self) -> str:
+        return f"<Picture of {self.figure.get_suptitle()}: {len(self.figure.axes)} panels; .figure is matplotlib's>"
+
+    def _repr_png_(self) -> bytes:
+        out = BytesIO()
+        self.figure.savefig(out, format="png", dpi=80)
+        return out.getvalue()
+
+
+def picture_of(title: str, data: Mapping[str, Any], fields: Mapping[str, Field]) -> Picture:
+    """The fields of an episode over time: frames spread over it of images, curves of numbers.
+
+    Args:
+        title: of the picture.
+        data: dotted name -> (T, *field).
+        fields: those that are drawn.
+
+    Raises:
+        SchemaError: none of them can be drawn.
+        ImportError: matplotlib is not installed.
+    """
+    with extra("plot"):
+        from matplotlib.figure import Figure
+    panels: dict[str, Array] = {}
+    for name, field in fields.items():
+        values = _strip(data[name], name) if is_image(field) else lines_of(data[name])
+        if values is not None:
+            panels[name] = values
+    if not panels:
+        raise SchemaError(
+            f"show: {', '.join(fields)}: no images, and no numbers of at most {MAX_LINES} entries a timestep; name "
+            "other fields"
+        )
+    figure = Figure(figsize=(8, 1.8 * len(panels)), layout="constrained")
+    figure.suptitle(title)
+    for axes, (name, values) in zip(np.atleast_1d(figure.subplots(len(panels))), panels.items(), strict=True):
+        axes.set_ylabel(name)
+        if values.ndim == 3:
+            axes.imshow(values, aspect="equal")
+            axes.set(xticks=[], yticks=[])
+        else:
+            axes.plot(values, linewidth=1)
+    return Picture(figure)
+
+
+def _strip(values: Array, name: str) -> Array:
+    """(H, frames · W, 3): frames spread over the episode, side by side."""
+    chosen = np.linspace(0, len(values) - 1, min(STRIP, len(values))).round().astype(int)
+    return np.asarray(np.concatenate(list(frames_of(values[chosen], name)), axis=1))
+
+
+def table_of(caption: str, rows: Mapping[str, Field], meta: Mapping[str, Field]) -> str:
+    """Fields and meta fields as a table of HTML."""
+    cells = [
+        (name, field.dtype, str(field.shape), *_notes(field, per))
+        for per, fields in (("timestep", rows), ("episode", meta))
+        for name, field in fields.items()
+    ]
+    head = "".join(f"<th>{text}</th>" for text in ("field", "dtype", "shape", "one per", "default"))
+    body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in cells)
+    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"
+
+
+def _notes(field: Field, per: str) -> tuple[str, str]:
+    return f"{per}, and a final one" if field.final else per, "" if field.default is None else repr(field.default)
