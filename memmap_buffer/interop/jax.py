@@ -129,6 +129,17 @@ class State:
         return self.handle.rows.disk
 
     @property
+    def experience(self) -> Tree:
+        """All steps that are drawn from, in memory: leaves (B, length, *leaf), a ring of zeros at first."""
+        rows, (begin, end) = self.handle.rows, (int(self.time) - self.length, int(self.time))
+        times = np.arange(max(begin, int(self.oldest), 0), end)
+        columns = rows.steps(times)
+        ring = {name: np.zeros((rows.num_rows, self.length, *of.shape[2:]), of.dtype) for name, of in columns.items()}
+        for name, column in columns.items():
+            ring[name][:, times % self.length] = column
+        return self.handle.unflatten(ring)
+
+    @property
     def current_index(self) -> Any:
         """The place in a ring of `length` at which the next step would be written."""
         return self.time % self.length
@@ -137,6 +148,21 @@ class State:
     def is_full(self) -> Any:
         """Whether there are `length` steps of each row."""
         return self.time >= self.length
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The functions of a buffer, of which some were replaced. Args: as the methods of `DiskBuffer`."""
+
+    init: Callable[..., Any]
+    add: Callable[..., Any]
+    sample: Callable[..., Any]
+    can_sample: Callable[..., Any]
+    set_priorities: Callable[..., Any]
+
+    def replace(self, **functions: Callable[..., Any]) -> Functions:
+        """The same functions with others in the place of some."""
+        return replace(self, **functions)
 
 
 @dataclass(frozen=True)
@@ -174,7 +200,7 @@ class DiskBuffer:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def init(self, experience: Tree) -> State:
-        """Open the folder, or make it.
+        """Open the folder, or make it. Within `jit` it is opened where that is traced, once.
 
         Args:
             experience: a tree of arrays, one step, which gives shapes and dtypes.
@@ -183,11 +209,8 @@ class DiskBuffer:
             The state, with all steps that the folder has.
 
         Raises:
-            ValueError: it is called within `jit`.
             SchemaMismatchError: the folder holds steps of another tree, or as many as another buffer keeps.
         """
-        if _traced(experience):
-            raise ValueError("init: it opens a folder; call it outside of jit, and give the state to what is jitted")
         paths, tree = jax.tree_util.tree_flatten_with_path(experience)
         known = Names()
         leaves = {known.named(map(_key, path) if path else ["experience"]): _array(leaf) for path, leaf in paths}
@@ -195,7 +218,8 @@ class DiskBuffer:
         sizes = (self.add_batch_size, self.max_length_time_axis, self.sample_sequence_length)
         rows = Rows(self.folder, fields, *sizes, 1 if self._uniform else self.period, **self.options)
         specs = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-        return State(*_clock(rows), Handle(rows, specs, tree), self.max_length_time_axis)
+        time, oldest = _on_host(lambda _: _clock(rows), (_INT, _INT), experience)
+        return State(time, oldest, Handle(rows, specs, tree), self.max_length_time_axis)
 
     @property
     def _uniform(self) -> bool:
@@ -217,6 +241,11 @@ class DiskBuffer:
         batch = jax.tree_util.tree_map(self._with_axes, batch)
         time, oldest = _on_host(partial(self._add, state.handle), (_INT, _INT), state.time, batch)
         return State(time, oldest, state.handle, state.length)
+
+    def replace(self, **functions: Callable[..., Any]) -> Functions:
+        """The same functions with others in the place of some, such as `add=jax.jit(buffer.add)`."""
+        mine = Functions(self.init, self.add, self.sample, self.can_sample, self.set_priorities)
+        return mine.replace(**functions)
 
     def _with_axes(self, leaf: Any) -> Any:
         for axis in self.add_axes:

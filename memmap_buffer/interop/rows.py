@@ -54,6 +54,7 @@ class Rows:
         options: of `ReplayBuffer`, such as `durability`; `max_timesteps` is the length of a part.
 
     Attributes:
+        num_rows: B.
         disk: the buffer. An episode of it is a part.
         time: steps of each row that were ever added.
 
@@ -74,7 +75,7 @@ class Rows:
         taken = {ROW, START} & fields.keys()
         if taken:
             raise SchemaError(f"fields: got {', '.join(sorted(taken))}, which name the parts of rows; rename it")
-        self._num_rows, self._window, self._period = num_rows, window, period
+        self.num_rows, self._window, self._period = num_rows, window, period
         longest = int(options.pop("max_timesteps", max(2 * window, min(LONGEST, length))))
         if longest < 2 * window:
             raise SchemaError(f"max_timesteps: got {longest}, expected two windows at least, {2 * window}")
@@ -134,7 +135,7 @@ class Rows:
         """Begin a part: with the steps, again, of the windows that are not complete in the one before."""
         incomplete = max(0, self.time - self._window + 1)
         start = min(-(-incomplete // self._period) * self._period, self.time)
-        count, rows = self.time - start, np.arange(self._num_rows)
+        count, rows = self.time - start, np.arange(self.num_rows)
         again = self._read(rows, np.full_like(rows, start), Window(count, boundary="drop")) if count else {}
         self._begun = start
         self._used = 0
@@ -149,13 +150,13 @@ class Rows:
             else:
                 self.disk.extend(**steps)
         else:
-            axes = (count, self._num_rows)
+            axes = (count, self.num_rows)
             place: dict[str, Any] = {
-                ROW: np.broadcast_to(np.arange(self._num_rows), axes),
+                ROW: np.broadcast_to(np.arange(self.num_rows), axes),
                 START: np.full(axes, self._begun),
             }
             self.disk.extend(**steps, **place)
-            part = Part(self._begun, self._published, self.disk.serials[-self._num_rows :])
+            part = Part(self._begun, self._published, self.disk.serials[-self.num_rows :])
             self._set([*(old for old in self._parts if old.start + self.disk.max_timesteps > self.oldest), part])
         self._used += count
         self._published += count
@@ -179,7 +180,7 @@ class Rows:
         for start in np.unique(found[START]).tolist():
             here = np.flatnonzero(found[START] == start)
             here = here[np.argsort(found[ROW][here], kind="stable")]
-            if len(here) == self._num_rows:  # else the ring has forgotten some, or its process died as it began
+            if len(here) == self.num_rows:  # else the ring has forgotten some, or its process died as it began
                 skipped = int(first[here].max())
                 before = self._published - skipped
                 parts.append(Part(start, before, serials[here]))
@@ -206,6 +207,15 @@ class Rows:
             where = f"{self.disk.folder}: got windows of {self._window} from {times.min()} to {times.max()}"
             raise NotEnoughDataError(f"{where}, rows have the steps from {self.oldest} to {self.time - 1}; add more")
         return self._read(rows, times, self._view)
+
+    def steps(self, times: IntArray) -> dict[str, Array]:
+        """Single steps of every row: field -> (B, n, *field). Args: times: (n,) from `oldest` to `time` - 1."""
+        count, every = len(times), np.arange(self.num_rows)
+        if not count:
+            spec = self.disk.schema.fields
+            return {name: np.zeros((self.num_rows, 0, *spec[name].shape), spec[name].storage) for name in spec}
+        found = self._read(np.repeat(every, count), np.tile(times, self.num_rows), Window(1, boundary="drop"))
+        return {name: column.reshape(self.num_rows, count, *column.shape[2:]) for name, column in found.items()}
 
     def _read(self, rows: IntArray, times: IntArray, view: Window) -> dict[str, Array]:
         starts, serials = self._table
