@@ -51,7 +51,7 @@ def values(params: Tree, obs: Any) -> Any:
 
 
 def loss(params: Tree, target: Tree, first: Tree, second: Tree) -> Any:
-    """The squared TD error of pairs of steps; where an episode was cut, what follows is of another one, and left out."""
+    """The squared TD error of pairs of steps; where an episode was cut, the second is of another one, and left out."""
     goes_on = 1.0 - first["terminated"]
     wanted = first["reward"] + GAMMA * goes_on * values(target, second["obs"]).max(axis=1)
     chosen = jnp.take_along_axis(values(params, first["obs"]), first["action"][:, None], axis=1)[:, 0]

@@ -16,6 +16,7 @@ NEEDS = {
     "interop.d4rl": ("h5py", "hdf5"),
     "interop.robomimic": ("h5py", "hdf5"),
     "interop.ray": ("ray", "ray"),
+    "interop.jax": ("jax", "jax"),
 }
 
 

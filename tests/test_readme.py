@@ -15,7 +15,7 @@ from memmap_buffer.api.recording import Recording
 from memmap_buffer.loading.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN = {"ray.md"}  # run by ray_cases.py, in a process of their own
+OWN = {"jax.md", "ray.md"}  # run by tests/interop: test_jax.py, and ray_cases.py in a process of its own
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

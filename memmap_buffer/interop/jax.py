@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.dtypes import check_count
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.rows import Rows
 from memmap_buffer.names import Names
@@ -674,9 +673,11 @@ def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Itera
         The same trees of arrays of JAX, in the same order.
 
     Raises:
+        ValueError: `size` is below 1.
         Exception: what `batches` raises, in the place of the batch that it prevented.
     """
-    check_count("size", size)
+    if size < 1:
+        raise ValueError(f"size: got {size}, expected a whole number from 1")
     source = iter(batches)
 
     def one() -> Any:

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Field
 from memmap_buffer.views.windows import Window
 
+Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 ROW, START = "row", "start"  # meta fields of a part: its row, and the time of its first step
 SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`

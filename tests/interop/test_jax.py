@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import pytest
 pytest.importorskip("jax", reason="jax is not installed")
 import jax
 from jax import numpy as jnp
+from pages import run_blocks
 
 from memmap_buffer import NotEnoughDataError, ReplayBuffer
 from memmap_buffer.interop import jax as ours
 
+ROOT = Path(__file__).resolve().parents[2]
 STEP = {
     "obs": jnp.zeros(3),
     "action": jnp.zeros((), jnp.int32),
@@ -219,3 +223,16 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
         buffer.add(state, {**steps(0, 2), "obs": np.zeros((2, 3))})
     with pytest.raises(NotEnoughDataError, match="add more"):
         buffer.sample(state, jax.random.key(0))
+
+
+def test_the_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(ROOT / "docs" / "jax.md").count == 1
+
+
+def test_the_example_learns_and_goes_on_with_its_steps(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+    for told in ("mean return of the first", "going on with 600 steps"):
+        command = [sys.executable, "-W", "error", ROOT / "examples" / "jax_dqn.py", "--folder", tmp_path]
+        done = subprocess.run([*map(str, command), "--steps", "600"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and told in done.stdout, done.stderr
