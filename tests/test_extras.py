@@ -19,6 +19,7 @@ NEEDS = {
     "interop.ray": ("ray", "ray"),
     "interop.d3rlpy": ("d3rlpy", "d3rlpy"),
     "interop.lightning": ("lightning", "lightning"),
+    "interop.jax": ("jax", "jax"),
 }
 
 

@@ -319,6 +319,8 @@ class EpisodeStream(EpisodeGroup):
     def _store(self, steps: Steps, i: int, start: int, stop: int) -> None:
         """Store some timesteps of one environment, and what is known with the last of them."""
         episode = self.episodes[i]
+        if steps.meta and not episode.length:  # it may be visible from its first timestep on
+            episode.update({name: values[stop - 1, i] for name, values in steps.meta.items()})
         episode.store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
         self._tell(steps, i, stop - 1)
 

@@ -1,0 +1,744 @@
+"""JAX: the functional buffers of flashbax and memorax, their steps in a folder.
+
+    buffer = make_flat_buffer(max_length=10**6, min_length=10**3, sample_batch_size=32, folder="runs/dqn")
+    state = buffer.init(step)  # with all steps that the folder has
+    state = buffer.add(state, step)
+    batch = buffer.sample(state, key)
+
+The steps are on the disk. A state is the folder's handle with the time: it stands for what was added up to then, and
+steps are added to the newest one alone. Within `jit` and `scan` the calls are ordered callbacks to the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.extras import extra
+from memmap_buffer.interop.rows import Rows
+from memmap_buffer.names import Names
+from memmap_buffer.priority.options import Prioritized
+from memmap_buffer.schema import Field
+
+with extra("jax"):
+    import jax
+    from jax import numpy as jnp
+    from jax.experimental import io_callback
+
+Tree = Any
+Folder = str | PathLike[str]
+START_FIELD = "prev_done"  # memorax's
+
+
+class TrajectorySample(NamedTuple):
+    """Args: experience: the tree of a step, leaves (B, L, *leaf); of an item buffer (B, *leaf)."""
+
+    experience: Tree
+
+
+class PrioritisedTrajectorySample(NamedTuple):
+    """A sample that was drawn by priority.
+
+    Args:
+        experience: as of `TrajectorySample`.
+        indices: (B, 2) for `set_priorities`.
+        probabilities: (B,) float32.
+    """
+
+    experience: Tree
+    indices: Any
+    probabilities: Any
+
+
+class ExperiencePair(NamedTuple):
+    """Two steps, one after the other. Args: first, second: trees with leaves (B, *leaf)."""
+
+    first: Tree
+    second: Tree
+
+
+class Handle:
+    """The open folder of a state, and the tree that a step is.
+
+    Args:
+        rows: the steps.
+        leaves: field -> shape and dtype, in the order of the tree.
+        tree: the structure.
+    """
+
+    def __init__(self, rows: Rows, leaves: Mapping[str, Any], tree: Any) -> None:
+        self.rows, self.leaves, self.tree = rows, leaves, tree
+
+    def __deepcopy__(self, _: object) -> Handle:
+        return self
+
+    def columns(self, batch: Tree) -> dict[str, Any]:
+        """The leaves of steps by the names of fields. Raises ValueError where the tree is another."""
+        leaves, tree = jax.tree_util.tree_flatten(batch)
+        if tree != self.tree:
+            raise ValueError(f"add: got {tree}, expected {self.tree}, as init was given")
+        columns = {name: np.asarray(leaf) for name, leaf in zip(self.leaves, leaves, strict=True)}
+        for name, column in columns.items():
+            if column.dtype != self.leaves[name].dtype or column.shape[2:] != self.leaves[name].shape:
+                got, expected = f"{column.dtype} {column.shape}", f"{self.leaves[name].dtype} (B, T, *shape)"
+                raise ValueError(f"add: {name!r}: got {got}, expected {expected} of shape {self.leaves[name].shape}")
+            if column.dtype == jnp.bfloat16:
+                columns[name] = column.astype(np.float32)
+        return columns
+
+    def unflatten(self, columns: Mapping[str, Any]) -> Tree:
+        """A tree of arrays from those of its fields."""
+        leaves = [columns[name].astype(leaf.dtype, copy=False) for name, leaf in self.leaves.items()]
+        return jax.tree_util.tree_unflatten(self.tree, leaves)
+
+    def spec(self, *axes: int) -> Tree:
+        """The tree of shapes and dtypes with these axes in front."""
+        leaves = [jax.ShapeDtypeStruct((*axes, *leaf.shape), leaf.dtype) for leaf in self.leaves.values()]
+        return jax.tree_util.tree_unflatten(self.tree, leaves)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["time", "oldest"], meta_fields=["handle", "length"])
+@dataclass(frozen=True)
+class State:
+    """What was added up to a time.
+
+    Args:
+        time: int32, steps of each row so far.
+        oldest: int32, the time of the oldest step that can be read for certain.
+        handle: the open folder.
+        length: the steps of a row that are drawn from: the newest.
+    """
+
+    time: Any
+    oldest: Any
+    handle: Handle
+    length: int
+
+    @property
+    def disk(self) -> ReplayBuffer:
+        """The folder's buffer, to read it otherwise, to flush and to close it."""
+        return self.handle.rows.disk
+
+    @property
+    def experience(self) -> Tree:
+        """All steps that are drawn from, in memory: leaves (B, length, *leaf), a ring of zeros at first."""
+        rows, (begin, end) = self.handle.rows, (int(self.time) - self.length, int(self.time))
+        times = np.arange(max(begin, int(self.oldest), 0), end)
+        columns = rows.steps(times)
+        ring = {name: np.zeros((rows.num_rows, self.length, *of.shape[2:]), of.dtype) for name, of in columns.items()}
+        for name, column in columns.items():
+            ring[name][:, times % self.length] = column
+        return self.handle.unflatten(ring)
+
+    @property
+    def current_index(self) -> Any:
+        """The place in a ring of `length` at which the next step would be written."""
+        return self.time % self.length
+
+    @property
+    def is_full(self) -> Any:
+        """Whether there are `length` steps of each row."""
+        return self.time >= self.length
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The functions of a buffer, of which some were replaced. Args: as the methods of `DiskBuffer`."""
+
+    init: Callable[..., Any]
+    add: Callable[..., Any]
+    sample: Callable[..., Any]
+    can_sample: Callable[..., Any]
+    set_priorities: Callable[..., Any]
+
+    def replace(self, **functions: Callable[..., Any]) -> Functions:
+        """The same functions with others in the place of some."""
+        return replace(self, **functions)
+
+
+@dataclass(frozen=True)
+class DiskBuffer:
+    """The functions of a buffer: `init`, `add`, `sample`, `can_sample`, `set_priorities`, of the `make_` functions.
+
+    Args:
+        folder: where the steps are; made if it is missing.
+        add_batch_size: B, rows of steps that are added side by side.
+        max_length_time_axis: the newest steps of each row that are drawn from.
+        min_length_time_axis: steps of each row before anything can be drawn.
+        sample_batch_size: windows of a batch.
+        sample_sequence_length: L, their length.
+        period: windows begin every so many steps.
+        add_axes: the axes that `add` puts in front of what it is given; both are there in the end: (B, T, *leaf).
+        flat_items: all steps that are added are of one row.
+        shape_experience: makes the experience of a sample from the tree with leaves (B, L, *leaf).
+        prioritized: how windows are drawn by priority; None: uniformly.
+        conditions: on the first step of a window, as `filter_fields`.
+        options: others of `memmap_buffer.ReplayBuffer`, such as `durability` and `max_timesteps`.
+    """
+
+    folder: Folder
+    add_batch_size: int
+    max_length_time_axis: int
+    min_length_time_axis: int
+    sample_batch_size: int
+    sample_sequence_length: int
+    period: int = 1
+    add_axes: tuple[int, ...] = ()
+    flat_items: bool = False
+    shape_experience: Callable[[Tree], Tree] | None = None
+    prioritized: Prioritized | None = None
+    conditions: Mapping[str, Any] | None = field(default=None, hash=False)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def init(self, experience: Tree) -> State:
+        """Open the folder, or make it. Within `jit` it is opened where that is traced, once.
+
+        Args:
+            experience: a tree of arrays, one step, which gives shapes and dtypes.
+
+        Returns:
+            The state, with all steps that the folder has.
+
+        Raises:
+            SchemaMismatchError: the folder holds steps of another tree, or as many as another buffer keeps.
+        """
+        paths, tree = jax.tree_util.tree_flatten_with_path(experience)
+        known = Names()
+        leaves = {known.named(map(_key, path) if path else ["experience"]): _array(leaf) for path, leaf in paths}
+        fields = {name: Field(str(leaf.dtype), leaf.shape) for name, leaf in leaves.items()}
+        sizes = (self.add_batch_size, self.max_length_time_axis, self.sample_sequence_length)
+        rows = Rows(self.folder, fields, *sizes, 1 if self._uniform else self.period, **self.options)
+        specs = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+        time, oldest = _on_host(lambda _: _clock(rows), (_INT, _INT), experience)
+        return State(time, oldest, Handle(rows, specs, tree), self.max_length_time_axis)
+
+    @property
+    def _uniform(self) -> bool:
+        return self.prioritized is None and self.conditions is None
+
+    def add(self, state: State, batch: Tree) -> State:
+        """Add steps. They follow those that were added before, row by row.
+
+        Args:
+            state: the newest one.
+            batch: a tree with leaves (B, T, *leaf), without B or T where the buffer was made so.
+
+        Returns:
+            The state with them.
+
+        Raises:
+            ValueError: the state is not the newest one, or the tree, a shape or a dtype is another.
+        """
+        batch = jax.tree_util.tree_map(self._with_axes, batch)
+        time, oldest = _on_host(partial(self._add, state.handle), (_INT, _INT), state.time, batch)
+        return State(time, oldest, state.handle, state.length)
+
+    def replace(self, **functions: Callable[..., Any]) -> Functions:
+        """The same functions with others in the place of some, such as `add=jax.jit(buffer.add)`."""
+        mine = Functions(self.init, self.add, self.sample, self.can_sample, self.set_priorities)
+        return mine.replace(**functions)
+
+    def _with_axes(self, leaf: Any) -> Any:
+        for axis in self.add_axes:
+            leaf = jnp.expand_dims(leaf, axis) if isinstance(leaf, jax.Array) else np.expand_dims(leaf, axis)
+        return leaf.reshape(1, -1, *leaf.shape[2:]) if self.flat_items else leaf
+
+    def _add(self, handle: Handle, time: Any, batch: Tree) -> tuple[Any, Any]:
+        rows = handle.rows
+        if int(time) != rows.time:
+            raise ValueError(
+                f"{rows.disk.folder}: got a state of time {int(time)}, and {rows.time} steps of each row were added; "
+                "add to the state that the last `add` returned, as the steps themselves are on the disk"
+            )
+        columns = handle.columns(batch)
+        axes = {column.shape[:2] for column in columns.values()}
+        if len(axes) != 1 or next(iter(axes))[0] != self.add_batch_size:
+            raise ValueError(f"add: got leading axes {sorted(axes)}, expected ({self.add_batch_size}, T) of every leaf")
+        rows.add(columns)
+        return _clock(rows)
+
+    def sample(self, state: State, rng_key: Any) -> Any:
+        """A batch; the same state and key give the same.
+
+        Args:
+            state: of `add` or `init`.
+            rng_key: of `jax.random`.
+
+        Returns:
+            A `TrajectorySample`, or a `PrioritisedTrajectorySample`.
+
+        Raises:
+            NotEnoughDataError: there is nothing to draw, or no more, as the state is an old one.
+        """
+        handle, count = state.handle, self.sample_batch_size
+        tree = handle.spec(count, self.sample_sequence_length)
+        if self._uniform:
+            sizes = (state.length, count, self.sample_sequence_length, self.period, self.add_batch_size)
+            rows, times = _windows(rng_key, state.time, state.oldest, sizes)
+            return TrajectorySample(self._shaped(_on_host(partial(_read, handle), tree, rows, times)))
+        indices, probabilities = jax.ShapeDtypeStruct((count, 2), np.int32), jax.ShapeDtypeStruct((count,), np.float32)
+        key = jax.random.key_data(rng_key)
+        tree, *drawn = _on_host(partial(self._draw, handle), (tree, indices, probabilities), key, state.time)
+        if self.prioritized is None:
+            return TrajectorySample(self._shaped(tree))
+        return PrioritisedTrajectorySample(self._shaped(tree), *drawn)
+
+    def _shaped(self, experience: Tree) -> Tree:
+        return experience if self.shape_experience is None else self.shape_experience(experience)
+
+    def _draw(self, handle: Handle, key: Any, _: Any) -> tuple[Tree, Any, Any]:
+        seed = int.from_bytes(np.asarray(key, np.uint32).tobytes(), "little")
+        columns, indices, probabilities = handle.rows.draw(
+            self.sample_batch_size, seed, self.prioritized, self.conditions
+        )
+        if probabilities is None:
+            probabilities = np.full(len(indices), np.nan)
+        return handle.unflatten(columns), indices.astype(np.int32), probabilities.astype(np.float32)
+
+    def can_sample(self, state: State) -> Any:
+        """Whether each row has `min_length_time_axis` steps: bool."""
+        return state.time >= min(self.min_length_time_axis, self.max_length_time_axis)
+
+    def set_priorities(self, state: State, indices: Any, priorities: Any) -> State:
+        """Give windows other priorities; those of steps that are gone are dropped.
+
+        Args:
+            state: the newest one.
+            indices: (B, 2) of a sample.
+            priorities: (B,) |δ| + ε. The exponent is put to them here.
+
+        Returns:
+            The state with them.
+        """
+        time = _on_host(partial(_set, state.handle), _INT, state.time, indices, priorities)
+        return State(time, state.oldest, state.handle, state.length)
+
+
+# As in flashbax
+
+
+def make_trajectory_buffer(
+    add_batch_size: int,
+    sample_batch_size: int,
+    sample_sequence_length: int,
+    period: int,
+    min_length_time_axis: int,
+    max_size: int | None = None,
+    max_length_time_axis: int | None = None,
+    *,
+    folder: Folder,
+    **options: Any,
+) -> DiskBuffer:
+    """Windows of consecutive steps, flashbax's `make_trajectory_buffer`.
+
+    Args:
+        add_batch_size: B, rows of steps that are added side by side.
+        sample_batch_size: windows of a batch.
+        sample_sequence_length: L, the steps of a window.
+        period: windows begin every so many steps from the oldest one.
+        min_length_time_axis: steps of each row before anything can be drawn; at least L.
+        max_size: steps of all rows that are drawn from, in the place of `max_length_time_axis`.
+        max_length_time_axis: the newest steps of each row, that are drawn from.
+        folder: where the steps are; made if it is missing.
+        options: others of `memmap_buffer.ReplayBuffer`, such as `durability` and `max_timesteps`.
+
+    Returns:
+        `add` takes leaves (B, T, *leaf), `sample` gives (sample_batch_size, L, *leaf).
+
+    Raises:
+        ValueError: sizes contradict each other.
+    """
+    if (max_size is None) == (max_length_time_axis is None):
+        raise ValueError(f"got max_size={max_size}, max_length_time_axis={max_length_time_axis}; give one of the two")
+    length = int(max_length_time_axis or (max_size or 0) // add_batch_size)
+    shortest = max(min_length_time_axis, sample_sequence_length)
+    if shortest > length:
+        raise ValueError(
+            f"`sample_sequence_length` and `min_length_time_axis` must be less than or equal to "
+            f"`max_length_time_axis`: got {sample_sequence_length}, {min_length_time_axis} and {length}"
+        )
+    sizes = (add_batch_size, length, shortest, sample_batch_size, sample_sequence_length, period)
+    return DiskBuffer(folder, *sizes, options=options)
+
+
+def make_flat_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batch_size: int | None = None,
+    *,
+    folder: Folder,
+    **options: Any,
+) -> DiskBuffer:
+    """Transitions, flashbax's `make_flat_buffer`: pairs of a step and the one after it.
+
+    Args:
+        max_length: the newest steps, of all rows together, that are drawn from.
+        min_length: steps of all rows before anything can be drawn.
+        sample_batch_size: transitions of a batch.
+        add_sequences: `add` is given several steps at a time.
+        add_batch_size: B, rows of steps that are added side by side; None: one, and `add` has no axis for it.
+        folder: as for `make_trajectory_buffer`.
+        options: as for `make_trajectory_buffer`.
+
+    Returns:
+        `sample` gives `experience.first` and `experience.second`, leaves (sample_batch_size, *leaf).
+
+    Raises:
+        ValueError: sizes contradict each other.
+    """
+    count = add_batch_size or 1
+    length, shortest = max_length // count, min_length // count + 1
+    if sample_batch_size > max_length:
+        raise ValueError("sample_batch_size must be less than or equal to max_length")
+    if shortest > max_length:
+        raise ValueError("min_length used is too large for the buffer size.")
+    if length < 2:
+        raise ValueError(f"max_length // add_batch_size must be 2 at least, got {max_length} // {count} = {length}")
+    sizes = (count, length, shortest, sample_batch_size, 2, 1)
+    axes = _axes_to_add(add_sequences, add_batch_size is not None)
+    return DiskBuffer(folder, *sizes, axes, shape_experience=_pair, options=options)
+
+
+def make_item_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batches: bool = False,
+    *,
+    folder: Folder,
+    **options: Any,
+) -> DiskBuffer:
+    """Single steps, flashbax's `make_item_buffer`.
+
+    Args:
+        max_length: the newest steps that are drawn from.
+        min_length: steps before anything can be drawn.
+        sample_batch_size: steps of a batch.
+        add_sequences: `add` is given several steps at a time.
+        add_batches: `add` is given several rows of steps.
+        folder: as for `make_trajectory_buffer`.
+        options: as for `make_trajectory_buffer`.
+
+    Returns:
+        `sample` gives leaves (sample_batch_size, *leaf).
+
+    Raises:
+        ValueError: sizes contradict each other.
+    """
+    if sample_batch_size > max_length:
+        raise ValueError("sample_batch_size must be less than or equal to max_length")
+    if min_length > max_length:
+        raise ValueError("min_length used cannot be larger than max_length.")
+    sizes = (1, max_length, max(min_length, 1), sample_batch_size, 1, 1)
+    axes = _axes_to_add(add_sequences, add_batches)
+    return DiskBuffer(folder, *sizes, axes, flat_items=True, shape_experience=_only, options=options)
+
+
+def make_prioritised_trajectory_buffer(
+    add_batch_size: int,
+    sample_batch_size: int,
+    sample_sequence_length: int,
+    period: int,
+    min_length_time_axis: int,
+    max_size: int | None = None,
+    max_length_time_axis: int | None = None,
+    priority_exponent: float = 0.6,
+    device: str = "cpu",
+    *,
+    folder: Folder,
+    **options: Any,
+) -> DiskBuffer:
+    """`make_trajectory_buffer` with windows drawn by priority.
+
+    Args:
+        add_batch_size: as for `make_trajectory_buffer`.
+        sample_batch_size: as for `make_trajectory_buffer`.
+        sample_sequence_length: as for `make_trajectory_buffer`.
+        period: as for `make_trajectory_buffer`.
+        min_length_time_axis: as for `make_trajectory_buffer`.
+        max_size: as for `make_trajectory_buffer`.
+        max_length_time_axis: as for `make_trajectory_buffer`; windows up to a length older are drawn too.
+        priority_exponent: α, from 0 to 1.
+        device: without effect; the tree of priorities is on the disk.
+        folder: as for `make_trajectory_buffer`.
+        options: as for `make_trajectory_buffer`.
+
+    Raises:
+        ValueError: sizes contradict each other, or the exponent is none.
+    """
+    sizes = (add_batch_size, sample_batch_size, sample_sequence_length, period, min_length_time_axis)
+    made = make_trajectory_buffer(*sizes, max_size, max_length_time_axis, folder=folder, **options)
+    return _by_priority(made, priority_exponent)
+
+
+def make_prioritised_flat_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batch_size: int | None = None,
+    priority_exponent: float = 0.6,
+    device: str = "cpu",
+    *,
+    folder: Folder,
+    **options: Any,
+) -> DiskBuffer:
+    """`make_flat_buffer` with transitions drawn by priority.
+
+    Args:
+        max_length: as for `make_flat_buffer`.
+        min_length: as for `make_flat_buffer`.
+        sample_batch_size: as for `make_flat_buffer`.
+        add_sequences: as for `make_flat_buffer`.
+        add_batch_size: as for `make_flat_buffer`.
+        priority_exponent: as for `make_prioritised_trajectory_buffer`.
+        device: as for `make_prioritised_trajectory_buffer`.
+        folder: as for `make_trajectory_buffer`.
+        options: as for `make_trajectory_buffer`.
+
+    Raises:
+        ValueError: sizes contradict each other, or the exponent is none.
+    """
+    sizes = (max_length, min_length, sample_batch_size, add_sequences, add_batch_size)
+    return _by_priority(make_flat_buffer(*sizes, folder=folder, **options), priority_exponent)
+
+
+def make_prioritised_item_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batches: bool = False,
+    priority_exponent: float = 0.6,
+    device: str = "cpu",
+    *,
+    folder: Folder,
+    **options: Any,
+) -> DiskBuffer:
+    """`make_item_buffer` with steps drawn by priority.
+
+    Args:
+        max_length: as for `make_item_buffer`.
+        min_length: as for `make_item_buffer`.
+        sample_batch_size: as for `make_item_buffer`.
+        add_sequences: as for `make_item_buffer`.
+        add_batches: as for `make_item_buffer`.
+        priority_exponent: as for `make_prioritised_trajectory_buffer`.
+        device: as for `make_prioritised_trajectory_buffer`.
+        folder: as for `make_trajectory_buffer`.
+        options: as for `make_trajectory_buffer`.
+
+    Raises:
+        ValueError: sizes contradict each other, or the exponent is none.
+    """
+    sizes = (max_length, min_length, sample_batch_size, add_sequences, add_batches)
+    return _by_priority(make_item_buffer(*sizes, folder=folder, **options), priority_exponent)
+
+
+# As in memorax
+
+
+def make_episode_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    sample_sequence_length: int,
+    start_field: str | None = START_FIELD,
+    add_sequences: bool = False,
+    add_batch_size: int | None = None,
+    min_length_time_axis: int | None = None,
+    *,
+    folder: Folder,
+    **options: Any,
+) -> DiskBuffer:
+    """Windows that begin where episodes do, memorax's `make_episode_buffer`.
+
+    Args:
+        max_length: the newest steps, of all rows together, that are drawn from.
+        min_length: steps of all rows before anything can be drawn.
+        sample_batch_size: windows of a batch.
+        sample_sequence_length: L, the steps of a window; it goes on into the next episode.
+        start_field: the field that is true at the first step of an episode, in the place of `get_start_flags`; None:
+            windows begin at any step.
+        add_sequences: `add` is given several steps at a time.
+        add_batch_size: B, rows of steps that are added side by side; None: one, and `add` has no axis for it.
+        min_length_time_axis: without effect, as with theirs.
+        folder: as for `make_trajectory_buffer`.
+        options: as for `make_trajectory_buffer`.
+
+    Returns:
+        `sample` gives leaves (sample_batch_size, L, *leaf).
+
+    Raises:
+        ValueError: sizes contradict each other.
+    """
+    count = add_batch_size or 1
+    if sample_batch_size > max_length:
+        raise ValueError("sample_batch_size must be less than or equal to max_length")
+    made = make_trajectory_buffer(
+        count,
+        sample_batch_size,
+        sample_sequence_length,
+        1,
+        min_length // count,
+        max_length_time_axis=max_length // count,
+        folder=folder,
+        **options,
+    )
+    conditions = None if start_field is None else {start_field: True}
+    return replace(made, add_axes=_axes_to_add(add_sequences, add_batch_size is not None), conditions=conditions)
+
+
+def make_prioritised_episode_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    sample_sequence_length: int,
+    start_field: str | None = START_FIELD,
+    add_sequences: bool = False,
+    add_batch_size: int | None = None,
+    priority_exponent: float = 0.6,
+    device: str = "cpu",
+    *,
+    folder: Folder,
+    **options: Any,
+) -> DiskBuffer:
+    """`make_episode_buffer` with windows drawn by priority.
+
+    Args:
+        max_length: as for `make_episode_buffer`.
+        min_length: as for `make_episode_buffer`.
+        sample_batch_size: as for `make_episode_buffer`.
+        sample_sequence_length: as for `make_episode_buffer`.
+        start_field: as for `make_episode_buffer`.
+        add_sequences: as for `make_episode_buffer`.
+        add_batch_size: as for `make_episode_buffer`.
+        priority_exponent: as for `make_prioritised_trajectory_buffer`.
+        device: as for `make_prioritised_trajectory_buffer`.
+        folder: as for `make_trajectory_buffer`.
+        options: as for `make_trajectory_buffer`.
+
+    Raises:
+        ValueError: sizes contradict each other, or the exponent is none.
+    """
+    sizes = (max_length, min_length, sample_batch_size, sample_sequence_length, start_field)
+    made = make_episode_buffer(*sizes, add_sequences, add_batch_size, folder=folder, **options)
+    return _by_priority(made, priority_exponent)
+
+
+def _by_priority(buffer: DiskBuffer, exponent: float) -> DiskBuffer:
+    if not 0 <= exponent <= 1:
+        raise ValueError(f"priority_exponent must be in the range [0, 1], but was {exponent}")
+    return replace(buffer, prioritized=Prioritized(alpha=exponent, epsilon=0.0))
+
+
+def _axes_to_add(add_sequences: bool, add_batches: bool) -> tuple[int, ...]:
+    """Those that `add` puts in front of leaves, in this order."""
+    return (*[int(add_batches)] * (not add_sequences), *[0] * (not add_batches))
+
+
+def _pair(experience: Tree) -> ExperiencePair:
+    first, second = (jax.tree_util.tree_map(partial(_step, at), experience) for at in (0, 1))
+    return ExperiencePair(first, second)
+
+
+def _only(experience: Tree) -> Tree:
+    return jax.tree_util.tree_map(partial(_step, 0), experience)
+
+
+def _step(at: int, leaf: Any) -> Any:
+    return leaf[:, at]
+
+
+def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Iterator[Any]:
+    """Batches on a device, made ahead by a thread while others are learnt from.
+
+    Args:
+        batches: trees of arrays, such as `(buffer.sample(state, key) for key in keys)`.
+        size: how many are made ahead.
+        device: a device or a sharding of JAX; None: JAX's default.
+
+    Yields:
+        The same trees of arrays of JAX, in the same order.
+
+    Raises:
+        ValueError: `size` is below 1.
+        Exception: what `batches` raises, in the place of the batch that it prevented.
+    """
+    if size < 1:
+        raise ValueError(f"size: got {size}, expected a whole number from 1")
+    source = iter(batches)
+
+    def one() -> Any:
+        batch = next(source, source)  # itself where it ends, as a future may not raise StopIteration
+        return batch if batch is source else jax.device_put(batch, device)
+
+    pool = ThreadPoolExecutor(1, "memmap_buffer prefetch")
+    try:
+        waiting = deque(pool.submit(one) for _ in range(size))
+        while (batch := waiting.popleft().result()) is not source:
+            waiting.append(pool.submit(one))
+            yield batch
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# Between JAX and the host
+
+_INT = jax.ShapeDtypeStruct((), np.int32)
+
+
+def _traced(tree: Tree) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(tree))
+
+
+def _on_host(work: Callable[..., Any], result: Tree, *given: Any) -> Any:
+    """What a function of arrays gives: now, or where it is traced when that is run, in the order of such calls."""
+    return io_callback(work, result, *given, ordered=True) if _traced(given) else work(*given)
+
+
+@partial(jax.jit, static_argnums=3)
+def _windows(key: Any, time: Any, oldest: Any, sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    """(rows, times of first steps) of windows drawn uniformly. Source: flashbax, `trajectory_buffer.sample`."""
+    length, count, window, period, num_rows = sizes
+    begin = jnp.maximum(jnp.maximum(time - length, 0), oldest)
+    last = time - begin - window
+    number = jnp.where(last >= 0, last // period + 1, 0)
+    key, of_items = jax.random.split(key)
+    _, of_rows = jax.random.split(key)
+    items = jax.random.randint(of_items, (count,), 0, number)
+    return jax.random.randint(of_rows, (count,), 0, num_rows), begin + items * period
+
+
+def _read(handle: Handle, rows: Any, times: Any) -> Tree:
+    columns = handle.rows.read(np.asarray(rows).astype(np.int64), np.asarray(times).astype(np.int64))
+    return handle.unflatten(columns)
+
+
+def _set(handle: Handle, time: Any, indices: Any, priorities: Any) -> Any:
+    handle.rows.disk.update_priorities(np.asarray(indices), np.asarray(priorities))
+    return np.asarray(time, np.int32)
+
+
+def _clock(rows: Rows) -> tuple[Any, Any]:
+    return np.asarray(rows.time, np.int32), np.asarray(rows.oldest, np.int32)
+
+
+def _key(part: Any) -> Any:
+    """The key of a part of a path in a tree."""
+    return next(getattr(part, name) for name in ("key", "name", "idx") if hasattr(part, name))
+
+
+def _array(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
