@@ -16,10 +16,6 @@ from memmap_buffer.loading.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = {"d3rlpy.md", "jax.md", "ray.md"}  # run by test_d3rlpy.py, test_jax.py and ray_cases.py in tests/interop
-    "d3rlpy.md",
-    "jax.md",
-    "ray.md",
-}  # run by tests/interop: test_d3rlpy.py, test_jax.py, and ray_cases.py in a process of its own
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

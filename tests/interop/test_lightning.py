@@ -110,7 +110,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_seed_and_split_of_the_
     with pytest.raises(SystemExit, match="1"):
         trainer(tmp_path).fit(Saving(), module(folder))
     model = Seeing()
-    other = module(folder, seed=1, split={"train": 1}, split_seed=3)
+    other = module(folder, seed=1, split={"train": 1.0}, split_seed=3)
     trainer(tmp_path).fit(model, other, ckpt_path=tmp_path / "middle.ckpt")
     assert model.seen == whole.seen[at:]
     assert other.state_dict() == module(folder).state_dict()
@@ -118,11 +118,11 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_seed_and_split_of_the_
 
 def test_parts_that_are_left_out_have_no_loader(folder: Path, tmp_path: Path) -> None:
     model = Seeing()
-    trainer(tmp_path, max_epochs=1).fit(model, module(folder, split={"train": 1}))
+    trainer(tmp_path, max_epochs=1).fit(model, module(folder, split={"train": 1.0}))
     assert sorted(flat(model.seen)) == list(range(EPISODES * LENGTH))
     assert model.validated == []
     with pytest.raises(MisconfigurationException, match="val_dataloader"):
-        trainer(tmp_path).validate(Seeing(), pickle.loads(pickle.dumps(module(folder, split={"train": 1}))))
+        trainer(tmp_path).validate(Seeing(), pickle.loads(pickle.dumps(module(folder, split={"train": 1.0}))))
     with pytest.raises(SchemaError, match="'training', expected some of train, val, test, predict"):
         module(folder, split={"training": 1})
 
