@@ -271,6 +271,7 @@ def items_at(reader: BatchReader, index: Index, indices: Array) -> Anchors:
     serial, t = columns[:, int(by_folder)], columns[:, -1] if by_step else np.zeros(len(columns), np.int64)
     folder = columns[:, 0] if by_folder else None
     anchors, there = index.find(folder, serial, t)
+    anchors = index.followed(anchors)
     if all_of(there):
         return anchors
     missing = np.flatnonzero(~there)
