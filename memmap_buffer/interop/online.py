@@ -99,7 +99,7 @@ class OnlineBatches:
         """The serial of the newest episode, of which a ring may have left its last steps alone; -1 for none."""
         fields = self.buffer.schema.fields
         every = {"valid": {True, False}} if "valid" in fields and fields["valid"].dtype == "bool" else {}
-        what = {"timestep_level": True, "fields": [next(iter(fields))], "filter_fields": every}
+        what: Any = {"timestep_level": True, "fields": [next(iter(fields))], "filter_fields": every}
         try:
             return int(self.buffer.batch([-1], **what, return_indices=True, format="numpy")["_indices"][0, 0])
         except NotEnoughDataError:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memmap_buffer.writing.episode import Episode
 
 with extra("torchrl"):
+    import torch
     from tensordict import TensorDict, is_non_tensor, is_tensor_collection
     from torchrl.envs.transforms import Compose, Transform
 
@@ -183,7 +184,8 @@ class DiskReplayBuffer:
             episode = None
         count, start, limit = len(next(iter(fields.values()))), 0, disk.max_timesteps
         while start < count:
-            episode = disk.begin_episode() if episode is None else episode
+            if episode is None:
+                episode, following = disk.begin_episode(), {}
             stop = min(count, start + limit - episode.length)
             first = episode.length
             try:
@@ -283,11 +285,12 @@ class DiskReplayBuffer:
             priority: (B,) or (B, 1).
         """
         if self._prioritized is not None:
-            self.disk.update_priorities(index, np.asarray(priority).reshape(-1), name=self._prioritized.name)
+            errors = torch.as_tensor(priority).detach().cpu().reshape(-1)
+            self.disk.update_priorities(index, errors.numpy(), name=self._prioritized.name)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """The same from a batch with "index" and the TD errors below `priority_key`."""
-        self.update_priority(data.get("index"), data.get(self.priority_key).detach().cpu())
+        self.update_priority(data.get("index"), data.get(self.priority_key))
 
     def empty(self) -> None:
         """Forget every transition."""

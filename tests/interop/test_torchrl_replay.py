@@ -93,6 +93,7 @@ def test_a_batch_has_the_keys_shapes_and_dtypes_of_theirs_and_their_losses_take_
     loss(ours)["loss"].backward()
     assert network.weight.grad is not None and ours["td_error"].shape == (16, 1)
     buffer.update_tensordict_priority(ours)
+    buffer.update_priority(ours["index"], ours["td_error"].clone().requires_grad_())
     found = buffer.disk.priorities(ours["index"].numpy())
     newest = {tuple(index): float(error) for index, error in zip(ours["index"].tolist(), ours["td_error"], strict=True)}
     given = np.array([newest[tuple(index)] for index in ours["index"].tolist()])
@@ -176,6 +177,9 @@ def test_what_is_stored_before_an_error_keeps_what_followed_it(tmp_path: Path, m
         patched.setattr(Episode, "store_rows", full)
         with pytest.raises(OSError, match="full"):
             buffer.extend(batch[3:8])
+    for _ in range(2):
+        with pytest.raises(SchemaError, match="'action', extend: missing"):
+            buffer.extend(batch[8:].exclude("action"))
     buffer.extend(batch[5:])
     buffer.end_episodes()
-    assert every(buffer) == rows(batch) and buffer.disk.num_episodes == 1 + int(batch["next", "done"][:-1].sum())
+    assert every(buffer) == rows(batch) and buffer.disk.num_episodes == 2 + int(batch["next", "done"][:-1].sum())
