@@ -326,7 +326,7 @@ def test_a_transform_that_is_none_or_returns_none_or_misses_a_name_is_refused(re
     buffer = recorded()
     with pytest.raises(SchemaError, match="transform: got 3, expected a function"):
         buffer.dataset(transform=3)
-    with pytest.raises(SchemaError, match="transform: it returned NoneType, expected a dict"):
+    with pytest.raises(SchemaError, match="returned None, expected the batch; return it"):
         buffer.sample(2, timestep_level=True, transform=dict.clear)
     with pytest.raises(SchemaError, match="to_named_tuple: the batch has no 'nothing'; it has 'number'"):
         buffer.sample(2, timestep_level=True, transform=scaled, to_named_tuple=("t", "nothing"))
