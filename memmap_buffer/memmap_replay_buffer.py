@@ -118,8 +118,8 @@ class Column:
 
     What is assigned by an index is written as by `update`, each episode at once or not at all; and so is what is
     assigned to an array that was read by one. Timesteps behind an episode's end read as the default, else as zeros, and
-    are not kept. The first index names episodes: a whole number or a slice by position, 0 the oldest, and an array by
-    serial, as `_index` of a batch does. The open episode is at `episode_index`.
+    are not kept. The first index names episodes: a whole number, a slice or a mask by position, 0 the oldest, and an
+    array of numbers by serial, as `_index` of a batch does. The open episode is at `episode_index`.
 
     Args:
         buffer: the buffer.
@@ -194,9 +194,16 @@ class Column:
             return [self._at(first)], (0, *rest)
         array = to_numpy(first)
         if array.dtype == np.bool_:
-            array = serials[: len(array)][array]
+            shape = (len(serials), *self._row)
+            if not array.ndim or array.shape != shape[: array.ndim]:
+                raise SchemaError(f"{self._name!r}: got a mask of shape {array.shape}, the column has {shape}")
+            if array.ndim > 1:
+                return serials.tolist(), (array, *rest)
+            array = serials[array]
         if array.dtype.kind not in "iu":
-            raise SchemaError(f"{self._name!r}: got {first!r}, expected a position, a slice, or an array of serials")
+            raise SchemaError(
+                f"{self._name!r}: got {first!r}, expected a position, a slice, a mask, or an array of serials"
+            )
         found, inverse = np.unique(array, return_inverse=True)
         gone = found[~np.isin(found, serials)]
         if len(gone):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
 
 
 class OnlineBatches:
@@ -71,6 +71,7 @@ class OnlineBatches:
 
     def _episode(self) -> Iterator[Any]:
         """The batches of one episode."""
+        before = self._newest() if self._after is not None else -1
         observation, _ = self.env.reset(seed=self._seed)
         self._seed, total, length, ended = None, 0.0, 0, False
         try:
@@ -90,7 +91,19 @@ class OnlineBatches:
             if not ended:
                 self.buffer.end_episodes()
         if self._after is not None:
-            self._after(int(self.buffer.serials[-1]), total)
+            if self._newest() == before:
+                self.buffer.flush()  # it waits for others, by `sync_every`
+            self._after(self._newest(), total)
+
+    def _newest(self) -> int:
+        """The serial of the newest episode, of which a ring may have left its last steps alone; -1 for none."""
+        fields = self.buffer.schema.fields
+        every = {"valid": {True, False}} if "valid" in fields and fields["valid"].dtype == "bool" else {}
+        what: Any = {"timestep_level": True, "fields": [next(iter(fields))], "filter_fields": every}
+        try:
+            return int(self.buffer.batch([-1], **what, return_indices=True, format="numpy")["_indices"][0, 0])
+        except NotEnoughDataError:
+            return -1
 
 
 def _parts(chosen: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -235,5 +235,5 @@ def _bounds(columns: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
             ends |= np.asarray(columns[f"next.{name}"]).reshape(length, -1).any(axis=1)
     ids = columns.get("collector.traj_ids")
     if ids is not None:
-        ends[:-1] |= (ids[1:] != ids[:-1]).reshape(length - 1, -1).any(axis=1)
+        ends[:-1] |= ids[1:].ravel() != ids[:-1].ravel()
     return episode_bounds(ends)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memmap_buffer.writing.episode import Episode
 
 with extra("torchrl"):
+    import torch
     from tensordict import TensorDict, is_non_tensor, is_tensor_collection
     from torchrl.envs.transforms import Compose, Transform
 
@@ -134,11 +135,14 @@ class DiskReplayBuffer:
             (N, 2) or (B, T, 2) int64: the episode and timestep of each, as "index" in batches.
 
         Raises:
-            SchemaError: an entry is no tensor, or is not as before.
+            SchemaError: there is no transition, or an entry is no tensor, or is not as before.
         """
         data = self._transform.inv(tensordicts) if len(self._transform) else tensordicts
-        if data.ndim not in (1, 2):
-            raise SchemaError(f"extend: got a batch of shape {tuple(data.batch_size)}, expected (N,) or (B, T)")
+        if data.ndim not in (1, 2) or 0 in data.batch_size:
+            shape = tuple(data.batch_size)
+            raise SchemaError(
+                f"extend: got a batch of shape {shape}, expected (N,) or (B, T), of at least one transition"
+            )
         rows = [data] if data.ndim == 1 else data.unbind(0)
         index = np.concatenate([self._extend_row(i, row) for i, row in enumerate(rows)])
         if self._prioritized is not None and self.priority_key in tuple(data.keys()):
@@ -160,7 +164,7 @@ class DiskReplayBuffer:
         if after:
             cuts[:-1] |= ~_equal({n: a[:-1] for n, a in after.items()}, {n: fields[n][1:] for n in after})
         if ids is not None:
-            cuts[:-1] |= (ids[1:] != ids[:-1]).reshape(count - 1, -1).any(axis=1)
+            cuts[:-1] |= ids[1:].ravel() != ids[:-1].ravel()
         index = np.empty((count, 2), np.int64)
         start = 0
         for stop in [*(np.flatnonzero(cuts[:-1]) + 1).tolist(), count]:
@@ -180,18 +184,23 @@ class DiskReplayBuffer:
             episode = None
         count, start, limit = len(next(iter(fields.values()))), 0, disk.max_timesteps
         while start < count:
-            episode = disk.begin_episode() if episode is None else episode
+            if episode is None:
+                episode, following = disk.begin_episode(), {}
             stop = min(count, start + limit - episode.length)
             first = episode.length
-            episode.extend(**{name: rows[start:stop] for name, rows in fields.items()})
+            try:
+                episode.extend(**{name: rows[start:stop] for name, rows in fields.items()})
+            finally:  # after an error, too, what is stored goes on with what followed it
+                stop = start + episode.length - first
+                if stop > start:
+                    following = {name: rows[stop - 1 : stop].copy() for name, rows in after.items()}
+                self._open[key] = episode, following
             index += [(episode.serial, t) for t in range(first, episode.length)]
-            following = {name: rows[stop - 1 : stop] for name, rows in after.items()}
             if episode.length == limit or (ended and stop == count):
+                del self._open[key]
                 _end(episode, following, cut=not (ended and stop == count))
                 episode = None
             start = stop
-        if episode is not None:
-            self._open[key] = episode, {name: rows.copy() for name, rows in following.items()}
         while len(self._open) > OPEN_EPISODES:
             _end(*self._open.popitem(last=False)[1])
         return np.array(index)
@@ -276,11 +285,12 @@ class DiskReplayBuffer:
             priority: (B,) or (B, 1).
         """
         if self._prioritized is not None:
-            self.disk.update_priorities(index, np.asarray(priority).reshape(-1), name=self._prioritized.name)
+            errors = torch.as_tensor(priority).detach().cpu().reshape(-1)
+            self.disk.update_priorities(index, errors.numpy(), name=self._prioritized.name)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """The same from a batch with "index" and the TD errors below `priority_key`."""
-        self.update_priority(data.get("index"), data.get(self.priority_key).detach().cpu())
+        self.update_priority(data.get("index"), data.get(self.priority_key))
 
     def empty(self) -> None:
         """Forget every transition."""
@@ -308,9 +318,9 @@ def _equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> npt.NDArray[
     """(N,) where all of these entries are the same, to the last bit."""
     count = len(next(iter(other.values()), ()))
     same = np.ones(count, np.bool_)
-    for name, rows in one.items():
+    for name, rows in one.items() if count else ():
         pair = (np.ascontiguousarray(a).reshape(count, -1).view(np.uint8) for a in (rows, other[name]))
-        same &= np.equal(*pair).reshape(count, -1).all(axis=1)
+        same &= np.equal(*pair).all(axis=1)
     return same
 
 

@@ -362,9 +362,9 @@ def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: Int
 
 def _weighing(weight_by: object) -> tuple[str | None, Weigh | None]:
     """(the column, the function of it) by which items are weighed."""
-    if not isinstance(weight_by, tuple):
-        return weight_by, None  # type: ignore[return-value]
-    if len(weight_by) != 2 or not callable(weight_by[1]):
+    if weight_by is None or isinstance(weight_by, str):
+        return weight_by, None
+    if not isinstance(weight_by, tuple) or len(weight_by) != 2 or not callable(weight_by[1]):
         raise SchemaError(
             f"weight_by: got {weight_by!r}, expected a meta field, or (meta field, a function from its column to "
             "weights)"

@@ -20,7 +20,7 @@ from memmap_buffer.loading.prioritized import PrioritizedDraws
 from memmap_buffer.loading.samplers import UniformSampler
 from memmap_buffer.schema import nest
 from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, cut
+from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, RaggedRows, cut
 
 
 class Form(NamedTuple):
@@ -68,7 +68,7 @@ def numpy_seed() -> int:
 
 
 def _rows(values: Array, lens: Array) -> list[Array]:
-    return [row[:n] for row, n in zip(values, lens.tolist(), strict=True)]
+    return RaggedRows(row[:n] for row, n in zip(values, lens.tolist(), strict=True))
 
 
 def _stay(batch: Any, device: object) -> Any:
@@ -142,7 +142,7 @@ def _item(data: Any, i: int) -> Any:
     if isinstance(data, tuple):  # a transform may return anything
         values = [_item(value, i) for value in data]
         return data._make(values) if hasattr(data, "_make") else tuple(values)
-    if isinstance(data, list) and data and not isinstance(data[0], (str, list)):  # else text, one entry an item
+    if type(data) is list and data and not isinstance(data[0], (str, list)):  # else text or ragged, one entry an item
         return [_item(value, i) for value in data]
     if not hasattr(data, "__getitem__") or getattr(data, "ndim", 1) == 0:
         return data
@@ -271,6 +271,7 @@ def items_at(reader: BatchReader, index: Index, indices: Array) -> Anchors:
     serial, t = columns[:, int(by_folder)], columns[:, -1] if by_step else np.zeros(len(columns), np.int64)
     folder = columns[:, 0] if by_folder else None
     anchors, there = index.find(folder, serial, t)
+    anchors = index.followed(anchors)
     if all_of(there):
         return anchors
     missing = np.flatnonzero(~there)

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.format.syscalls import process_id
+from memmap_buffer.views.batch_builder import RaggedRows
 from memmap_buffer.views.memory_pool import ALIGN, array_over
 
 TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200
@@ -43,9 +44,9 @@ def map_leaves(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         clone = copy.copy(data)
         clone.update((key, map_leaves(value, kind, change)) for key, value in data.items())
         return clone
-    if type(data) is list:
+    if type(data) in (list, RaggedRows):
         text = data and type(data[0]) is str  # a text field, one str a row
-        return data if text else [map_leaves(value, kind, change) for value in data]
+        return data if text else type(data)(map_leaves(value, kind, change) for value in data)
     if isinstance(data, tuple):
         values = (map_leaves(value, kind, change) for value in data)
         return data._make(values) if hasattr(data, "_make") else tuple(values) if type(data) is tuple else data

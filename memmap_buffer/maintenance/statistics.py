@@ -406,8 +406,8 @@ def _value(batch: Mapping[str, Any], name: str) -> Any:
 
 
 def _with_zeros(batch: Mapping[str, Any], prefix: str, name: str, axes: int, values: Any) -> Any:
-    """Values (B, T, *field) with zeros at the timesteps that do not exist; others than those as they are."""
-    if values.ndim != axes + 2:
+    """Values (B, T, *field) with zeros at the timesteps that do not exist; others, such as ragged ones, as they are."""
+    if isinstance(values, list) or getattr(values, "is_nested", False) or values.ndim != axes + 2:
         return values
     own = None if prefix else _value(batch, f"_mask_{name}")
     mask = batch.get("_mask") if own is None and not prefix else own
@@ -429,6 +429,8 @@ def _with_zeros(batch: Mapping[str, Any], prefix: str, name: str, axes: int, val
 
 def _computed(value: Any, shift: Array, scale: Array, change: Any) -> Any:
     """A tensor or array changed in float64, where a large mean costs no digits, and cast back to its float dtype."""
+    if isinstance(value, list):  # of sequences without padding
+        return type(value)(_computed(rows, shift, scale, change) for rows in value)
     if isinstance(value, np.ndarray):
         return change(value.astype(np.float64), shift, scale).astype(value.dtype if value.dtype.kind == "f" else "f4")
     wide = value.float() if value.device.type == "mps" else value.double()  # MPS has no float64

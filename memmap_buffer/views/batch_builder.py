@@ -35,6 +35,10 @@ class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):
     """uint16 that are the bits of bfloat16 numbers, so that the PyTorch layer knows."""
 
 
+class RaggedRows(list[Array]):
+    """Sequences of their own lengths, one array an item; a list that a transform makes may hold whole columns."""
+
+
 class Ends(NamedTuple):
     """How a view knows that an episode ended, also in the middle of what was stored as one: no item reaches across.
 

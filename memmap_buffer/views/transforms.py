@@ -102,7 +102,7 @@ class Returns:
     name: str = "returns_to_go"
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        rewards = _changed(batch, self.reward, lambda values: values)[1]
+        rewards = _padded(batch, self.reward)
         return {**batch, self.name: discounted_returns(rewards, self.gamma, axis=1)}
 
 
@@ -193,8 +193,8 @@ class Advantages:
     returns: str = "lambda_return"
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        rewards, values = (_changed(batch, key, lambda column: column)[1] for key in (self.reward, self.value))
-        over = rewards * 0 if self.terminated is None else _changed(batch, self.terminated, lambda c: c)[1]
+        rewards, values = (_padded(batch, key) for key in (self.reward, self.value))
+        over = rewards * 0 if self.terminated is None else _padded(batch, self.terminated)
         lens, has_final = batch.get("_lens"), batch.get("_has_final")
         if lens is not None and has_final is not None and values.shape[1] > rewards.shape[1]:
             values = values * 1.0
@@ -223,8 +223,25 @@ class Scale:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for name in self.fields:
-            batch, _ = _changed(batch, name, lambda values: _as_float(values) / self.by)
+            batch, _ = _changed(batch, name, lambda values: _scaled(values, self.by))
         return batch
+
+
+def _padded(batch: dict[str, Any], name: str) -> Any:
+    """The value of a key, dotted within groups. Raises SchemaError where it is ragged."""
+    values = _changed(batch, name, lambda column: column)[1]
+    if isinstance(values, list) or getattr(values, "is_nested", False):
+        raise SchemaError(
+            f"transform: {name!r} comes without padding; leave ragged=True out, `_lens` tells what exists"
+        )
+    return values
+
+
+def _scaled(values: Any, by: float) -> Any:
+    """A tensor or an array, or those of a list, divided as float32."""
+    if isinstance(values, list):
+        return type(values)(_scaled(rows, by) for rows in values)
+    return _as_float(values) / by
 
 
 def _as_float(values: Any) -> Any:

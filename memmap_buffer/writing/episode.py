@@ -209,7 +209,7 @@ class Episode(Block):
             EpisodeStateError: the episode is over, longer than `max_timesteps`, or ends before the last timestep.
             OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
         """
-        columns, meta, finals, count = validation.whole_episode(self._schema, steps)
+        columns, meta, finals, count = validation.whole_episode(self._schema, steps, "extend")
         self._require_within(self.length + count)
         ends = [name for name in self._schema.ends if np.count_nonzero(columns[name][: count - 1])]
         if ends:

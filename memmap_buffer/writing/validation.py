@@ -14,33 +14,34 @@ from memmap_buffer.schema import Field, Schema
 
 
 def whole_episode(
-    schema: Schema, given: Mapping[str, Any]
+    schema: Schema, given: Mapping[str, Any], where: str = "store_episode"
 ) -> tuple[dict[str, Array], dict[str, Any], dict[str, Array], int]:
     """A whole episode's arrays.
 
     Args: given: field -> (T, *field), or (T + 1, *field) for fields with `final`; meta field -> value.
+        where: the method, for errors.
     Returns: (field -> (T, *field) as stored, meta as given, final observations, T).
     Raises: SchemaError: an unknown field, one missing, or lengths that differ.
     """
     flat = schema.flatten(given)
-    schema.require(flat, "store_episode")
+    schema.require(flat, where)
     columns = {name: _column(schema, name, flat[name]) for name in schema.fields if name in flat}
     if not columns:
-        raise SchemaError("store_episode: no per-timestep field was given; give (T, *field) arrays")
+        raise SchemaError(f"{where}: no per-timestep field was given; give (T, *field) arrays")
     length = min(len(column) for column in columns.values())
     longer = {name for name, column in columns.items() if len(column) != length}
     finals = schema.final_names
     if longer and (longer != finals or any(len(columns[name]) != length + 1 for name in longer)):
         lengths = ", ".join(f"{name}: {len(column)}" for name, column in columns.items())
         raise SchemaError(
-            f"store_episode: the lengths differ ({lengths}); only fields with final=True "
+            f"{where}: the lengths differ ({lengths}); only fields with final=True "
             "may have one entry more, and then all of them"
         )
     if length < 1:
-        raise SchemaError("store_episode: got arrays of length 0, expected at least one timestep")
+        raise SchemaError(f"{where}: got arrays of length 0, expected at least one timestep")
     for name, field in schema.fields.items():
         if name not in columns:
-            columns[name] = np.broadcast_to(require_default(field, name, "store_episode"), (length, *field.shape))
+            columns[name] = np.broadcast_to(require_default(field, name, where), (length, *field.shape))
     meta = {name: flat[name] for name in schema.meta_fields if name in flat}
     return (
         {name: _first(column, length) for name, column in columns.items()},

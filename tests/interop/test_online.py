@@ -117,3 +117,18 @@ def test_what_it_cannot_play_is_refused(make):
         OnlineBatches(make(), gymnasium.make_vec("CartPole-v1", 2), policy, 4)
     with pytest.raises(SchemaError, match="max_steps: got 0"):
         OnlineBatches(make(), Counting(), policy, 4, max_steps=0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"capacity": 2},
+        {"publish": "episode", "durability": "power", "sync_every": 3, "spare_slots": 4},
+    ],
+    ids=["a ring of fewer steps", "episodes that wait for others"],
+)
+def test_the_serial_of_each_episode_is_told_whatever_is_seen_of_it(make, how):
+    told = []
+    after = {"num_episodes": 3, "after_episode": lambda serial, _: told.append(serial)}
+    assert list(OnlineBatches(make(**how), Counting(), policy, 4, warm_up=99, **after, timestep_level=True)) == []
+    assert told == [0, 1, 2]

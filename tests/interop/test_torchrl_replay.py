@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torchrl.objectives import DQNLoss
 
 from memmap_buffer import NotEnoughDataError, Prioritized, SchemaError, SchemaMismatchError, verify
 from memmap_buffer.interop.torchrl_replay import DiskReplayBuffer
+from memmap_buffer.writing.episode import Episode
 
 
 def collected(num_envs: int, frames: int, total: int) -> list[TensorDict]:
@@ -91,6 +93,7 @@ def test_a_batch_has_the_keys_shapes_and_dtypes_of_theirs_and_their_losses_take_
     loss(ours)["loss"].backward()
     assert network.weight.grad is not None and ours["td_error"].shape == (16, 1)
     buffer.update_tensordict_priority(ours)
+    buffer.update_priority(ours["index"], ours["td_error"].clone().requires_grad_())
     found = buffer.disk.priorities(ours["index"].numpy())
     newest = {tuple(index): float(error) for index, error in zip(ours["index"].tolist(), ours["td_error"], strict=True)}
     given = np.array([newest[tuple(index)] for index in ours["index"].tolist()])
@@ -146,5 +149,37 @@ def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
     buffer = DiskReplayBuffer(tmp_path, 10)
     with pytest.raises(SchemaError, match=r"expected \(N,\) or \(B, T\)"):
         buffer.extend(TensorDict({"x": torch.zeros(2, 2, 2)}, (2, 2, 2)))
+    with pytest.raises(SchemaError, match="of at least one"):
+        buffer.extend(TensorDict({"x": torch.zeros(0)}, (0,)))
     with pytest.raises(SchemaError, match="no tensor"):
         buffer.extend(TensorDict({"x": torch.zeros(2), "name": "a"}, (2,)))
+
+
+def test_transitions_may_come_one_by_one(tmp_path: Path) -> None:
+    (batch,) = collected(1, 40, 40)
+    buffer = DiskReplayBuffer(tmp_path, 100, batch_size=4, max_timesteps=15)
+    index = torch.stack([buffer.add(batch[i]) if i % 2 else buffer.extend(batch[i : i + 1])[0] for i in range(40)])
+    buffer.end_episodes()
+    assert every(buffer) == rows(batch) and index.unique(dim=0).shape == (40, 2)
+
+
+def test_what_is_stored_before_an_error_keeps_what_followed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch,) = collected(1, 12, 12)
+    buffer = DiskReplayBuffer(tmp_path, 100, batch_size=4)
+    buffer.extend(batch[:3])
+    store_rows = Episode.store_rows
+
+    def full(self: Episode, given: Any, count: int) -> None:
+        store_rows(self, {name: column[:2] for name, column in given.items()}, 2)
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Episode, "store_rows", full)
+        with pytest.raises(OSError, match="full"):
+            buffer.extend(batch[3:8])
+    for _ in range(2):
+        with pytest.raises(SchemaError, match="'action', extend: missing"):
+            buffer.extend(batch[8:].exclude("action"))
+    buffer.extend(batch[5:])
+    buffer.end_episodes()
+    assert every(buffer) == rows(batch) and buffer.disk.num_episodes == 2 + int(batch["next", "done"][:-1].sum())

@@ -211,6 +211,7 @@ class TestFilters:
             ({"min_episode_len": 2.5}, "min_episode_len: got 2.5"),
             ({"split": {"a": 1.0}, "part": "a", "split_seed": "x"}, "split_seed: got 'x', expected a whole number"),
             ({"weight_by": "name"}, "weight_by: 'name' holds text; give a field of one number"),
+            ({"weight_by": ["score", abs]}, r"weight_by: got \['score', <.*>\], expected a meta field, or"),
             ({"weight_by": ("score", 3)}, r"weight_by: got \('score', 3\), expected a meta field, or"),
             ({"weight_by": ("score", lambda column: column[:1])}, r"the function of 'score' gave shape \(1,\)"),
             ({"top_k": ("scor", 1)}, r"top_k: got 'scor', which was not declared.*; did you mean 'score'"),

@@ -27,6 +27,7 @@ VIEWS = {
     "shifted": {"view": Window(4, stride=3, boundary="shift")},
     "shifted, filtered": {"view": Window(2, stride=2, boundary="shift"), "filter_fields": {"t": [0, 4, 5]}},
     "repeated": {"view": Window(4, boundary="repeat")},
+    "run on": {"view": Window(4, boundary="continue")},
     "offsets": {"view": Offsets(t=(-1, 0), boundary="drop")},
     "a split": {"timestep_level": True, "split": {"a": 0.5, "b": 0.5}, "part": "a"},
 }

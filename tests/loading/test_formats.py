@@ -11,7 +11,7 @@ import torch
 from conftest import flat
 from torch.utils.data import DataLoader
 
-from memmap_buffer import ConcatBuffer, Normalize, Offsets, Prioritized, Returns, Scale, SchemaError, Window
+from memmap_buffer import Advantages, ConcatBuffer, Normalize, Offsets, Prioritized, Returns, Scale, SchemaError, Window
 
 KINDS = {
     "episodes": {"return_mask": True},
@@ -179,3 +179,23 @@ def test_priorities_are_learned_from_batches_of_arrays(recorded):
     batch = buffer.sample(64, **how)
     assert buffer.update_priorities(batch["_indices"], np.float32(batch["t"] == 1)) == 0
     assert set(buffer.sample(64, seed=1, **how)["t"].tolist()) == {1}
+
+
+@pytest.mark.parametrize("format", ["numpy", "torch"])
+def test_a_ragged_item_is_the_whole_sequence_of_its_episode(recorded, format):
+    dataset = recorded((3, 4, 7)).dataset(format=format, ragged=True)
+    for items in ([dataset[i] for i in range(3)], dataset.__getitems__([0, 1, 2])):
+        assert [np.asarray(item["t"]).tolist() for item in items] == [list(range(n)) for n in (3, 4, 7)]
+        assert [len(item["text"]) for item in items] == [3, 4, 7]
+
+
+@pytest.mark.parametrize("format", ["numpy", "torch"])
+def test_transforms_of_values_take_ragged_sequences_and_those_over_time_refuse_them(recorded, format):
+    buffer = recorded((3, 4))
+    for transform in (Scale("t", 4), Normalize({"t": (np.float64(0), np.float64(4))}, keep_padding=True)):
+        found = buffer.batch(format=format, ragged=True, transform=transform)["t"]
+        rows = found if format == "numpy" else found.unbind()
+        assert [row.tolist() for row in rows] == [[0, 0.25, 0.5], [0, 0.25, 0.5, 0.75]]
+    for transform in (Returns(), Advantages("reward", terminated=None)):
+        with pytest.raises(SchemaError, match="leave ragged=True out"):
+            buffer.batch(format=format, ragged=True, transform=transform)

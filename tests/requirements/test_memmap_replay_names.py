@@ -352,6 +352,22 @@ def test_a_column_reads_and_assigns_what_an_array_of_all_episodes_would(tmp_path
         assert buffer.meta_data["tag"][[4, 3, 2]].tolist() == [40, 30, 20] and buffer.data["x"][0, 1] == 0
 
 
+def test_a_mask_of_a_column_names_its_numbers_and_one_of_another_shape_is_refused(tmp_path):
+    with fill(ring(tmp_path), 3) as buffer:
+        column = buffer.data["x"]
+        slow = column[:].copy()
+        mask = slow > slow[1, 0]
+        np.testing.assert_array_equal(column[mask], slow[mask])
+        lens = buffer.episode_lens[:, None]
+        column[mask & (np.arange(buffer.max_timesteps) < lens)] = 7
+        slow[mask] = 7
+        np.testing.assert_array_equal(column[:], slow)
+        np.testing.assert_array_equal(column[np.array([True, False, True])], slow[[0, 2]])
+        for wrong in (np.ones(2, bool), np.ones(4, bool), mask[:, :1], mask.T):
+            with pytest.raises(SchemaError, match=r"got a mask of shape \(.*\), the column has \(3, "):
+                column[wrong]
+
+
 def test_what_is_assigned_to_a_part_that_was_read_is_on_the_disk_and_to_a_copy_of_it_is_not(tmp_path):
     with fill(ring(tmp_path), 5) as buffer:
         part = buffer.data["x"][1]

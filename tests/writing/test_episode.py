@@ -446,7 +446,7 @@ def test_an_end_before_the_last_of_the_timesteps_that_are_appended_is_refused(tm
             episode.extend(x=[3, 4], terminated=[True, False])
         with pytest.raises(EpisodeStateError, match="longer than max_timesteps"):
             episode.extend(x=range(8), terminated=[False] * 8)
-        with pytest.raises(SchemaError, match="terminated"):
+        with pytest.raises(SchemaError, match="field 'terminated', extend: missing"):
             episode.extend(x=[1])
         assert episode.length == 2
         episode.publish()

@@ -304,6 +304,18 @@ def test_an_episode_longer_than_the_ring_keeps_its_last_steps(tmp_path: Path) ->
             assert ids(buffer) == [18, 19, 20, 21, 30] and buffer.serials.tolist() == [2]
 
 
+def test_an_open_episode_that_was_emptied_is_seen_again_at_its_next_step(tmp_path: Path) -> None:
+    with make(tmp_path, 4, publish="step") as buffer, ReplayBuffer.from_folder(tmp_path, read_only=True) as other:
+        episode = buffer.begin_episode()
+        episode.extend(id=[0, 1])
+        buffer.store_episode(id=range(2, 6))
+        assert ids(buffer) == ids(other) == [2, 3, 4, 5]
+        buffer.delete([0])
+        assert ids(buffer) == ids(other) == []
+        episode.store(id=6)
+        assert ids(buffer) == ids(other) == [6]
+
+
 def test_a_ring_that_is_trimmed_beside_max_episodes_never_shows_a_retired_episode_again(tmp_path: Path) -> None:
     with make(tmp_path, 10, publish="step", max_episodes=2, spare_slots=3) as buffer:
         reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
