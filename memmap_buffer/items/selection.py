@@ -332,6 +332,11 @@ def _check_split(split: object, part: str | None) -> None:
             f"split: got {split!r} and part={part!r}, expected fractions of at most 1 in all, or whole numbers of "
             "episodes, and the name of one of them, such as split={'train': 0.9, 'val': 0.1}, part='train'"
         )
+    if _counts(split) and sum(shares) == 1:
+        raise SchemaError(
+            f"split: got {split!r}, which may mean one episode, or all: whole numbers are numbers of episodes; write 1.0 "
+            "for all, and choose a single episode by filter_meta"
+        )
 
 
 def _counts(split: object) -> bool:

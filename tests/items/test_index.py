@@ -355,6 +355,11 @@ class TestSplit:
         with pytest.raises(NotEnoughDataError, match=r"takes 10 episodes, there are 4; give lower numbers"):
             self.fill(tmp_path, 4).dataset(split={"train": 8, "val": 2}, part="val")
 
+    @pytest.mark.parametrize("split", [{"train": 1}, {"train": 1, "val": 0}])
+    def test_a_whole_1_is_refused_as_it_may_mean_all_or_one(self, tmp_path, split):
+        with pytest.raises(SchemaError, match=r"may mean one episode, or all: .* write 1\.0"):
+            self.fill(tmp_path, 4).dataset(split=split, part="train")
+
     def test_a_meta_field_may_name_the_parts(self, tmp_path):
         buffer = ReplayBuffer(tmp_path, 20, 2, {"x": "int"}, meta_fields={"subset": "U8", "fold": "int"})
         for i in range(6):
