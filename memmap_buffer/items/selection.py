@@ -334,8 +334,8 @@ def _check_split(split: object, part: str | None) -> None:
         )
     if _counts(split) and sum(shares) == 1:
         raise SchemaError(
-            f"split: got {split!r}, which may mean one episode, or all: whole numbers are numbers of episodes; write 1.0 "
-            "for all, and choose a single episode by filter_meta"
+            f"split: got {split!r}, which may mean one episode, or all: whole numbers are numbers of episodes; write "
+            "1.0 for all, and choose a single episode by filter_meta"
         )
 
 
