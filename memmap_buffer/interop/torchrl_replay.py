@@ -42,7 +42,7 @@ with extra("torchrl"):
 
 Array = npt.NDArray[Any]
 TRAJECTORY = "collector.traj_ids"
-OPEN_EPISODES = 64
+SPARE_SLOTS = 128  # cost nothing, see `ReplayBuffer`; half of them for trajectories that go on side by side
 IS_INIT = "is_init"
 STATE = "folder.json"
 
@@ -74,7 +74,8 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
         pin_memory: of batches.
         device: where batches go.
         max_timesteps: longer episodes are stored in parts; no transition of one step is lost where they are cut.
-        options: others of `memmap_buffer.ReplayBuffer`, such as `durability`.
+        options: others of `memmap_buffer.ReplayBuffer`, such as `durability`; `spare_slots` (128) is twice the number
+            of trajectories that may go on side by side.
 
     Raises:
         SchemaError: one of `alpha` and `beta` without the other, or `slice_len` with `n_steps`.
@@ -229,7 +230,7 @@ class _Folder(Storage):  # type: ignore[misc]
     def __init__(self, path: Path, capacity: int, draws: _Draws, options: Mapping[str, Any]) -> None:
         super().__init__(capacity)
         self.path, self.draws, self.write_count = path, draws, 0
-        self._options = {"capacity": capacity, "spare_slots": 2 * OPEN_EPISODES, "publish": "step", **options}
+        self._options = {"capacity": capacity, "spare_slots": SPARE_SLOTS, "publish": "step", **options}
         self._names = Names()
         self._disk: ReplayBuffer | None = None
         self._open: OrderedDict[Any, tuple[Episode, dict[str, Array]]] = OrderedDict()
@@ -268,12 +269,12 @@ class _Folder(Storage):  # type: ignore[misc]
         count = len(next(iter(fields.values())))
         ends = np.zeros(count, np.bool_)
         for name in self._disk.schema.ends:
-            ends |= fields[name].reshape(count, -1).any(axis=1)
+            ends |= _any(fields[name])
         cuts = ends.copy()
         if after:
             cuts[:-1] |= ~_equal({n: a[:-1] for n, a in after.items()}, {n: fields[n][1:] for n in after})
         if ids is not None:
-            cuts[:-1] |= (ids[1:] != ids[:-1]).reshape(count - 1, -1).any(axis=1)
+            cuts[:-1] |= _any(ids[1:] != ids[:-1])
         index = np.empty((count, 2), np.int64)
         start = 0
         for stop in [*(np.flatnonzero(cuts[:-1]) + 1).tolist(), count]:
@@ -305,7 +306,7 @@ class _Folder(Storage):  # type: ignore[misc]
             start = stop
         if episode is not None:
             self._open[key] = episode, {name: rows.copy() for name, rows in following.items()}
-        while len(self._open) > OPEN_EPISODES:
+        while len(self._open) > self._options["spare_slots"] // 2:
             _end(*self._open.popitem(last=False)[1])
         return np.array(index)
 
@@ -458,13 +459,18 @@ def _as_dict(data: TensorDictBase) -> dict[str, Any]:
     return out
 
 
+def _any(flags: Array) -> npt.NDArray[np.bool_]:
+    """(N,) of (N, ...)"""
+    return np.asarray(flags.any(axis=tuple(range(1, flags.ndim))))
+
+
 def _equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
     """(N,) where all of these entries are the same, to the last bit."""
     count = len(next(iter(other.values()), ()))
     same = np.ones(count, np.bool_)
     for name, rows in one.items():
-        pair = (np.ascontiguousarray(a).reshape(count, -1).view(np.uint8) for a in (rows, other[name]))
-        same &= np.equal(*pair).reshape(count, -1).all(axis=1)
+        pair = (np.ascontiguousarray(a).view(np.uint8).reshape(count, rows[:1].nbytes) for a in (rows, other[name]))
+        same &= np.equal(*pair).all(axis=1)
     return same
 
 

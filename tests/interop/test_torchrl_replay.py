@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("torchrl", reason="torchrl is not installed")
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+from torchrl.data import LazyMemmapStorage, SliceSampler, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, SerialEnv, step_mdp
 from torchrl.envs.transforms import RewardScaling
 from torchrl.modules import QValueActor
@@ -18,6 +19,8 @@ from torchrl.objectives import DQNLoss
 
 from memmap_buffer import NotEnoughDataError, SchemaError, SchemaMismatchError, verify
 from memmap_buffer.interop.torchrl_replay import DiskReplayBuffer
+
+IDS = ("collector", "traj_ids")
 
 
 def collected(num_envs: int, frames: int, total: int) -> list[TensorDict]:
@@ -144,3 +147,96 @@ def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
         buffer.extend(TensorDict({"x": torch.zeros(2, 2, 2)}, (2, 2, 2)))
     with pytest.raises(SchemaError, match="no tensor"):
         buffer.extend(TensorDict({"x": torch.zeros(2), "name": "a"}, (2,)))
+
+
+def test_steps_may_come_one_by_one(tmp_path: Path) -> None:
+    batches = collected(2, 20, 40)
+    buffer = DiskReplayBuffer(tmp_path, 100)
+    for t in range(10):
+        for batch in (batches[0][:, t], batches[1][:1, t]):
+            index = buffer.extend(batch)
+            assert torch.equal(batch["index"], index)
+    assert buffer.add(batches[1][1, 9]).shape == (2,)
+    assert len(buffer) == buffer.write_count == 31
+    buffer.end_episodes()
+    everything = torch.cat([batches[0].reshape(-1), batches[1][0], batches[1][1, 9:]])
+    assert rows(buffer[:]) == rows(everything.exclude("index"))
+
+
+def sliced(data: TensorDict, length: int) -> dict[tuple[float, ...], TensorDict]:
+    """Slices by what they begin with."""
+    parts = data.exclude("index", "collector", "done", "terminated", "truncated").reshape(-1, length)
+    return {tuple(one["observation"][0].tolist()): one for one in parts}
+
+
+def test_slices_are_those_of_their_slice_sampler(tmp_path: Path) -> None:
+    batches = collected(2, 100, 200)
+    memory, sampler = LazyMemmapStorage(1000, scratch_dir=tmp_path / "theirs"), SliceSampler(slice_len=5, traj_key=IDS)
+    theirs = TensorDictReplayBuffer(storage=memory, sampler=sampler, batch_size=8000)
+    buffer = DiskReplayBuffer(tmp_path / "ours", 1000, batch_size=8000, slice_len=5)
+    whole = torch.cat([torch.cat([batch[i] for batch in batches]) for i in range(2)])
+    whole["is_init"] = whole["next", "step_count"] = whole["step_count"] = torch.zeros(len(whole), 1, dtype=torch.bool)
+    for data in (theirs, buffer):
+        data.extend(whole.clone())
+    buffer.end_episodes()
+    data = buffer.sample()
+    ours, expected = sliced(data, 5), sliced(theirs.sample(), 5)
+    assert len(ours) == sum(max(0, length - 4) for length in buffer.disk.episode_lens)
+    for start, one in expected.items():
+        assert set(ours[start].keys(True, True)) == set(one.keys(True, True))
+        assert (ours[start] == one).all()
+        assert one["next", "truncated"].flatten().tolist() == [False] * 4 + [True]
+    steps = buffer.disk.batch(data["index"].numpy(), timestep_level=True)
+    assert torch.equal(steps["observation"], data["observation"])
+    buffer.close()
+    with pytest.raises(SchemaError, match="does not divide"):
+        DiskReplayBuffer(tmp_path / "ours", 1000, batch_size=7, slice_len=5).sample()
+
+
+def test_a_trajectory_shorter_than_a_slice_gives_a_short_one_if_told_so(tmp_path: Path) -> None:
+    (batch,) = collected(1, 60, 60)
+    buffer = DiskReplayBuffer(tmp_path, 100, batch_size=408, slice_len=12, strict_length=False, alpha=0.6, beta=0.4)
+    buffer.extend(batch)
+    buffer.end_episodes()
+    lengths = buffer.disk.episode_lens
+    assert lengths.min() < 12 < lengths.max()
+    data = buffer.sample()
+    ends = data["next", "truncated"].flatten().nonzero().flatten()
+    found = torch.diff(ends, prepend=torch.tensor([-1]))
+    assert set(found.tolist()) == {min(12, length) for length in lengths.tolist()} and len(ends) == 34
+    assert torch.equal(data["next", "done"], data["next", "truncated"])
+    assert rows(
+        data.set(("next", "truncated"), data["next", "truncated"] & False).set(
+            ("next", "done"), data["next", "terminated"]
+        )
+    ) <= rows(batch)
+    assert data["priority_weight"].shape == (len(data),)
+    data["td_error"] = torch.rand(len(data), 1)
+    buffer.update_tensordict_priority(data)
+
+
+def test_a_checkpoint_and_a_pickle_are_the_name_of_the_folder(tmp_path: Path) -> None:
+    first, second = collected(1, 30, 60)
+    buffer = DiskReplayBuffer(tmp_path / "data", 100, batch_size=4, prefetch=2)
+    buffer.extend(first)
+    for _ in range(5):
+        assert rows(buffer.sample()) <= rows(first)
+    buffer.dumps(tmp_path / "checkpoint")
+    state, copied = buffer.state_dict(), pickle.loads(pickle.dumps(buffer))
+    buffer.extend(second)
+    buffer.close()
+    for load in (lambda b: b.loads(tmp_path / "checkpoint"), lambda b: b.load_state_dict(state)):
+        again = DiskReplayBuffer(tmp_path / "data", 100, batch_size=4, prefetch=2)
+        load(again)
+        assert len(again) == 60
+        again.close()
+        with pytest.raises(SchemaError, match="open that folder"):
+            load(DiskReplayBuffer(tmp_path / "other", 100, batch_size=4, prefetch=2))
+    assert len(copied) == 60 and rows(copied[:]) <= rows(torch.cat([first, second]))
+
+
+def test_options_that_exclude_each_other_are_told(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="give both"):
+        DiskReplayBuffer(tmp_path, 10, alpha=0.6)
+    with pytest.raises(SchemaError, match="leave one out"):
+        DiskReplayBuffer(tmp_path, 10, slice_len=2, n_steps=2)
