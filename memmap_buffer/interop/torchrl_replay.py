@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from memmap_buffer.writing.episode import Episode
 
 with extra("torchrl"):
-    from tensordict import TensorDict, is_non_tensor, is_tensor_collection
+    from tensordict import TensorDict, is_tensor_collection
+    from tensordict.utils import is_non_tensor
     from torchrl.data import TensorDictReplayBuffer
     from torchrl.data.replay_buffers import Storage
 
@@ -254,6 +255,8 @@ class _Folder(Storage):  # type: ignore[misc]
         """Store a batch, and tell the episode and timestep of each step."""
         if data.ndim not in (1, 2):
             raise SchemaError(f"extend: got a batch of shape {tuple(data.batch_size)}, expected (N,) or (B, T)")
+        if 0 in data.batch_size:
+            return np.empty((*data.batch_size, 2), np.int64)
         rows = [data] if data.ndim == 1 else data.unbind(0)
         index = np.concatenate([self._write_row(i, row) for i, row in enumerate(rows)])
         self.write_count += len(index)
@@ -287,18 +290,18 @@ class _Folder(Storage):  # type: ignore[misc]
 
     def _write_run(self, key: Any, fields: dict[str, Array], after: dict[str, Array], *, ended: bool) -> Array:
         """Store successive steps of one trajectory, which go on where it stood; the episode and timestep of each."""
-        disk, index = self.disk, []
+        disk = self.disk
         episode, following = self._open.pop(key, (None, {}))
         if episode is not None and not all(_equal(following, {name: fields[name][:1] for name in following})):
             _end(episode, following)
             episode = None
         count, start, limit = len(next(iter(fields.values()))), 0, disk.max_timesteps
+        index = np.empty((count, 2), np.int64)
         while start < count:
             episode = disk.begin_episode() if episode is None else episode
             stop = min(count, start + limit - episode.length)
-            first = episode.length
+            index[start:stop, 0], index[start:stop, 1] = episode.serial, np.arange(stop - start) + episode.length
             episode.extend(**{name: rows[start:stop] for name, rows in fields.items()})
-            index += [(episode.serial, t) for t in range(first, episode.length)]
             following = {name: rows[stop - 1 : stop] for name, rows in after.items()}
             if episode.length == limit or (ended and stop == count):
                 _end(episode, following, cut=not (ended and stop == count))
@@ -308,7 +311,7 @@ class _Folder(Storage):  # type: ignore[misc]
             self._open[key] = episode, {name: rows.copy() for name, rows in following.items()}
         while len(self._open) > self._options["spare_slots"] // 2:
             _end(*self._open.popitem(last=False)[1])
-        return np.array(index)
+        return index
 
     def _made(self, fields: Mapping[str, Array], after: Mapping[str, Array]) -> ReplayBuffer:
         declared = {name: Field(rows.dtype, rows.shape[1:], final=name in after) for name, rows in fields.items()}

@@ -156,7 +156,7 @@ def test_steps_may_come_one_by_one(tmp_path: Path) -> None:
         for batch in (batches[0][:, t], batches[1][:1, t]):
             index = buffer.extend(batch)
             assert torch.equal(batch["index"], index)
-    assert buffer.add(batches[1][1, 9]).shape == (2,)
+    assert buffer.add(batches[1][1, 9]).shape == (2,) and buffer.extend(batches[0][0, :0]).shape == (0, 2)
     assert len(buffer) == buffer.write_count == 31
     buffer.end_episodes()
     everything = torch.cat([batches[0].reshape(-1), batches[1][0], batches[1][1, 9:]])
