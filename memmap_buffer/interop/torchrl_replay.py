@@ -1,15 +1,18 @@
-"""torchrl: a replay buffer in a folder with the methods of its `TensorDictReplayBuffer`.
+"""torchrl: a `TensorDictReplayBuffer` in a folder, which stands where one over a `LazyMemmapStorage` stood.
 
     replay_buffer = DiskReplayBuffer("runs/sac", 1_000_000, batch_size=256)
 
-takes the place of one over a `LazyMemmapStorage`; a run that is called again goes on with what was stored.
+Called again with the same folder, a run goes on with what was stored.
 """
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +27,8 @@ from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
 from memmap_buffer.names import Names
 from memmap_buffer.paths import path_of
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.schema import Field
+from memmap_buffer.schema import Field, Schema
+from memmap_buffer.views.windows import Offsets
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -32,38 +36,50 @@ if TYPE_CHECKING:
     from memmap_buffer.writing.episode import Episode
 
 with extra("torchrl"):
-    import torch
-    from tensordict import TensorDict, is_non_tensor, is_tensor_collection
-    from torchrl.envs.transforms import Compose, Transform
+    from tensordict import TensorDict, is_tensor_collection
+    from tensordict.utils import is_non_tensor
+    from torchrl.data import TensorDictReplayBuffer
+    from torchrl.data.replay_buffers import Storage
 
 Array = npt.NDArray[Any]
 TRAJECTORY = "collector.traj_ids"
-OPEN_EPISODES = 64
+SPARE_SLOTS = 128  # cost nothing, see `ReplayBuffer`; half of them for trajectories that go on side by side
+IS_INIT = "is_init"
+STATE = "folder.json"
 
 
-class DiskReplayBuffer:
-    """Transitions from torchrl's collectors on disk, as its losses take them.
+class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl has no types
+    """Transitions, or slices of trajectories, in a folder, as torchrl's collectors give them and its losses take them.
 
     Steps are stored as episodes: a run of entries of one trajectory, by ("collector", "traj_ids"), or, where these are
     missing, of one row of the batch. An entry that stands at the root and below "next", such as an observation, is
     stored once; where "next" of a step is not what the following one begins with, an episode ends. Other entries below
-    "next" than these, the reward and the ends are left out.
+    "next" than these, the reward and the ends are left out. A transition is drawn from the next step of its trajectory
+    on. Saved by `dumps`, `state_dict` or pickle it is the folder's name; so what is loaded is what the folder holds.
 
     Args:
         folder: where it is; made at the first `extend`.
         capacity: the newest so many transitions can be drawn.
-        batch_size: of `sample`.
-        prioritized: draw by priority; None: uniformly.
+        batch_size: of `sample`, in steps.
+        alpha: draw by priority, as `TensorDictPrioritizedReplayBuffer`, with this α; None: uniformly.
+        beta: β of the weights of such draws.
+        eps: ε of the priorities (|δ| + ε)^α.
         priority_key: of the TD errors in a batch.
+        slice_len: draw slices of so many successive steps, as `SliceSampler`; None: single transitions.
+        strict_length: False: a trajectory shorter than a slice gives one of its length; True: none.
         n_steps: the most steps of a transition. With more than one ("next", "reward") is their return, and
             "steps_to_next_obs" how many they are.
         gamma: γ of the returns.
-        transform: of batches, and inverted of what is stored, as torchrl's buffers do it.
+        transform: of batches, and inverted of what is stored.
+        prefetch: batches that are drawn ahead.
+        pin_memory: of batches.
         device: where batches go.
         max_timesteps: longer episodes are stored in parts; no transition of one step is lost where they are cut.
-        options: others of `memmap_buffer.ReplayBuffer`, such as `durability`.
+        options: others of `memmap_buffer.ReplayBuffer`, such as `durability`; `spare_slots` (128) is twice the number
+            of trajectories that may go on side by side.
 
     Raises:
+        SchemaError: one of `alpha` and `beta` without the other, or `slice_len` with `n_steps`.
         SchemaMismatchError: the folder has another capacity.
     """
 
@@ -73,83 +89,180 @@ class DiskReplayBuffer:
         capacity: int,
         *,
         batch_size: int | None = None,
-        prioritized: Prioritized | None = None,
+        alpha: float | None = None,
+        beta: float | None = None,
+        eps: float = 1e-8,
         priority_key: str = "td_error",
+        slice_len: int | None = None,
+        strict_length: bool = True,
         n_steps: int = 1,
         gamma: float = 0.99,
         transform: Any = None,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
         device: Any = None,
         max_timesteps: int = 1000,
         **options: Any,
     ) -> None:
-        self.batch_size, self.priority_key = batch_size, priority_key
-        self._folder, self._n_steps, self._gamma = path_of(folder), n_steps, gamma
-        self._prioritized, self._device = prioritized, device
-        sizes = {"capacity": capacity, "max_timesteps": max_timesteps, "spare_slots": 2 * OPEN_EPISODES}
-        self._options = {**sizes, "publish": "step", **options}
-        self._transform = Compose()
-        for one in [] if transform is None else [transform]:
-            self.append_transform(one)
-        self._names = Names()
-        self._disk: ReplayBuffer | None = None
-        self._open: OrderedDict[Any, tuple[Episode, dict[str, Array]]] = OrderedDict()
-        if (self._folder / "schema.json").exists():
-            there = ReplayBuffer.from_folder(self._folder, read_only=True)
-            self._names = read_names(there)
-            self._disk = ReplayBuffer(self._folder, fields=there.schema, **self._options)
-
-    def __len__(self) -> int:
-        return 0 if self._disk is None else self._disk.num_steps
+        if (alpha is None) != (beta is None):
+            raise SchemaError(f"alpha, beta: got {alpha} and {beta}; give both, to draw by priority, or none")
+        if slice_len is not None and n_steps > 1:
+            raise SchemaError(f"slice_len: got {slice_len} with n_steps={n_steps}; leave one out")
+        self._priorities = (
+            None if alpha is None or beta is None else Prioritized(alpha, beta, epsilon=eps, normalize="buffer")
+        )
+        draws = _Draws(self._priorities, slice_len, strict_length, n_steps, gamma, device)
+        storage = _Folder(path_of(folder), capacity, draws, {"max_timesteps": max_timesteps, **options})
+        super().__init__(
+            storage=storage,
+            collate_fn=_collated,
+            batch_size=batch_size,
+            priority_key=priority_key,
+            transform=transform,
+            prefetch=prefetch,
+            pin_memory=pin_memory,
+        )
 
     def __repr__(self) -> str:
-        return f"DiskReplayBuffer({str(self._folder)!r}, {len(self)} of {self._options['capacity']} transitions)"
+        return f"DiskReplayBuffer({str(self._storage.path)!r}, {len(self)} of {self._storage.max_size} transitions)"
 
     @property
     def disk(self) -> ReplayBuffer:
         """The `memmap_buffer.ReplayBuffer`. Raises NotEnoughDataError before the first `extend`."""
-        if self._disk is None:
-            raise NotEnoughDataError(f"{self._folder}: nothing was stored yet; call extend")
-        return self._disk
+        disk: ReplayBuffer = self._storage.disk
+        return disk
 
-    def append_transform(self, transform: Any, *, invert: bool = False) -> DiskReplayBuffer:
-        """Transform batches by one more `Transform`, or callable, too."""
-        if not isinstance(transform, Transform):
-            raise SchemaError(f"append_transform: got {transform!r}, expected a Transform of torchrl")
-        transform.eval()
-        self._transform.append(transform.inv if invert else transform)
-        return self
+    @property
+    def write_count(self) -> int:
+        """How many steps were stored since the buffer was opened."""
+        count: int = self._storage.write_count
+        return count
 
     # Writing
 
     def add(self, data: TensorDictBase) -> Any:
-        """Store one transition; see `extend`."""
+        """Store one step; see `extend`."""
         return self.extend(data.unsqueeze(0))[0]
 
-    def extend(self, tensordicts: TensorDictBase) -> Any:
-        """Store transitions in the order of time.
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> Any:
+        """Store steps in the order of time.
 
         Args:
-            tensordicts: of batch size (N,) or (B, T), as collectors give them.
+            tensordicts: of batch size (N,) or (B, T), as collectors give them; "index" is set in it.
+            update_priority: whether to take the TD errors that are in it as priorities; default: yes.
 
         Returns:
             (N, 2) or (B, T, 2) int64: the episode and timestep of each, as "index" in batches.
 
         Raises:
-            SchemaError: there is no transition, or an entry is no tensor, or is not as before.
+            SchemaError: an entry is no tensor, or is not as before.
         """
         data = self._transform.inv(tensordicts) if len(self._transform) else tensordicts
-        if data.ndim not in (1, 2) or 0 in data.batch_size:
-            shape = tuple(data.batch_size)
-            raise SchemaError(
-                f"extend: got a batch of shape {shape}, expected (N,) or (B, T), of at least one transition"
-            )
-        rows = [data] if data.ndim == 1 else data.unbind(0)
-        index = np.concatenate([self._extend_row(i, row) for i, row in enumerate(rows)])
-        if self._prioritized is not None and self.priority_key in tuple(data.keys()):
-            self.update_priority(index, data.get(self.priority_key).reshape(-1))
-        return TensorDict({"index": index.reshape(*data.batch_size, 2)}, data.batch_size).get("index")
+        with self._replay_lock:
+            index = self._storage.write(data)
+        tensordicts.set("index", index)
+        if update_priority is not False and self.priority_key in tuple(data.keys()):
+            self.update_tensordict_priority(data.copy().set("index", index))
+        return tensordicts.get("index")
 
-    def _extend_row(self, row: int, data: TensorDictBase) -> Array:
+    def end_episodes(self) -> None:
+        """End the episodes that are open, so that their newest steps can be drawn; the next ones begin others."""
+        with self._replay_lock:
+            self._storage.end_episodes()
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Give steps the priorities of their TD errors, where these are drawn by priority.
+
+        Args:
+            index: (..., 2), as "index" of a batch.
+            priority: (...) or (..., 1).
+        """
+        if self._priorities is not None:
+            errors = np.asarray(priority).reshape(-1)
+            with self._replay_lock:
+                self.disk.update_priorities(np.asarray(index).reshape(-1, 2), errors, name=self._priorities.name)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """The same from a batch with "index" and the TD errors below `priority_key`."""
+        if self._priorities is not None:
+            self.update_priority(data.get("index").cpu(), data.get(self.priority_key).detach().cpu())
+
+    def close(self) -> None:
+        """Wait until all is on the disk, and let go of the folder."""
+        with self._replay_lock:
+            self._storage.close()
+
+    # Reading
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """A batch, and "index" and "priority_weight", which theirs puts into it."""
+        with self._replay_lock:
+            data, info = self._storage.draw(batch_size)
+        data = data.pin_memory() if self._pin_memory else data
+        return (self._transform(data) if len(self._transform) else data), info
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """How batches are drawn, as options of `ReplayBuffer.sample`."""
+
+    prioritized: Prioritized | None
+    slice_len: int | None
+    strict: bool
+    n_steps: int
+    gamma: float
+    device: Any
+
+    def of_transitions(self, schema: Schema) -> dict[str, Any]:
+        options: dict[str, Any] = {"n_steps": self.n_steps, "next_fields": tuple(schema.final_names)}
+        if self.n_steps > 1:
+            options |= {"gamma": self.gamma, "sequence_fields": tuple(schema.ends)}
+        return {**options, "return_indices": True}
+
+    def of_slices(self, schema: Schema, length: int) -> dict[str, Any]:
+        """Every field at the steps of a slice, and those that have a final entry at the one that follows, too."""
+        steps = {name: range(length + field.final) for name, field in schema.fields.items()}
+        return {"view": Offsets(steps, boundary="drop" if self.strict else "shift"), "return_indices": True}
+
+
+class _Folder(Storage):  # type: ignore[misc]
+    """The folder: batches of torchrl become episodes, and items become batches of torchrl."""
+
+    def __init__(self, path: Path, capacity: int, draws: _Draws, options: Mapping[str, Any]) -> None:
+        super().__init__(capacity)
+        self.path, self.draws, self.write_count = path, draws, 0
+        self._options = {"capacity": capacity, "spare_slots": SPARE_SLOTS, "publish": "step", **options}
+        self._names = Names()
+        self._disk: ReplayBuffer | None = None
+        self._open: OrderedDict[Any, tuple[Episode, dict[str, Array]]] = OrderedDict()
+        if (path / "schema.json").exists():
+            there = ReplayBuffer.from_folder(path, read_only=True)
+            self._names = read_names(there)
+            self._disk = ReplayBuffer(path, fields=there.schema, **self._options)
+
+    def __len__(self) -> int:
+        return 0 if self._disk is None else self._disk.num_steps
+
+    @property
+    def disk(self) -> ReplayBuffer:
+        if self._disk is None:
+            raise NotEnoughDataError(f"{self.path}: nothing was stored yet; call extend")
+        return self._disk
+
+    # Writing
+
+    def write(self, data: TensorDictBase) -> Array:
+        """Store a batch, and tell the episode and timestep of each step."""
+        if data.ndim not in (1, 2):
+            raise SchemaError(f"extend: got a batch of shape {tuple(data.batch_size)}, expected (N,) or (B, T)")
+        if 0 in data.batch_size:
+            return np.empty((*data.batch_size, 2), np.int64)
+        rows = [data] if data.ndim == 1 else data.unbind(0)
+        index = np.concatenate([self._write_row(i, row) for i, row in enumerate(rows)])
+        self.write_count += len(index)
+        return index.reshape(*data.batch_size, 2)
+
+    def _write_row(self, row: int, data: TensorDictBase) -> Array:
         """Store one row of a batch, in which trajectories stand behind each other."""
         arrays = flatten(self._names.ours(_as_dict(data)))
         fields, after = columns_of_steps(arrays)
@@ -159,30 +272,31 @@ class DiskReplayBuffer:
         count = len(next(iter(fields.values())))
         ends = np.zeros(count, np.bool_)
         for name in self._disk.schema.ends:
-            ends |= fields[name].reshape(count, -1).any(axis=1)
+            ends |= _any(fields[name])
         cuts = ends.copy()
         if after:
             cuts[:-1] |= ~_equal({n: a[:-1] for n, a in after.items()}, {n: fields[n][1:] for n in after})
         if ids is not None:
-            cuts[:-1] |= ids[1:].ravel() != ids[:-1].ravel()
+            cuts[:-1] |= _any(ids[1:] != ids[:-1])
         index = np.empty((count, 2), np.int64)
         start = 0
         for stop in [*(np.flatnonzero(cuts[:-1]) + 1).tolist(), count]:
             key = row if ids is None else int(ids[start].reshape(-1)[0])
             part = slice(start, stop)
             run = ({name: a[part] for name, a in fields.items()}, {name: a[part] for name, a in after.items()})
-            index[part] = self._extend_run(key, *run, ended=bool(ends[stop - 1]))
+            index[part] = self._write_run(key, *run, ended=bool(ends[stop - 1]))
             start = stop
         return index
 
-    def _extend_run(self, key: Any, fields: dict[str, Array], after: dict[str, Array], *, ended: bool) -> Array:
+    def _write_run(self, key: Any, fields: dict[str, Array], after: dict[str, Array], *, ended: bool) -> Array:
         """Store successive steps of one trajectory, which go on where it stood; the episode and timestep of each."""
-        disk, index = self.disk, []
+        disk = self.disk
         episode, following = self._open.pop(key, (None, {}))
         if episode is not None and not all(_equal(following, {name: fields[name][:1] for name in following})):
             _end(episode, following)
             episode = None
         count, start, limit = len(next(iter(fields.values()))), 0, disk.max_timesteps
+        index = np.empty((count, 2), np.int64)
         while start < count:
             if episode is None:
                 episode, following = disk.begin_episode(), {}
@@ -195,114 +309,154 @@ class DiskReplayBuffer:
                 if stop > start:
                     following = {name: rows[stop - 1 : stop].copy() for name, rows in after.items()}
                 self._open[key] = episode, following
-            index += [(episode.serial, t) for t in range(first, episode.length)]
+            index[start:stop, 0], index[start:stop, 1] = episode.serial, np.arange(first, episode.length)
             if episode.length == limit or (ended and stop == count):
                 del self._open[key]
                 _end(episode, following, cut=not (ended and stop == count))
                 episode = None
             start = stop
-        while len(self._open) > OPEN_EPISODES:
+        while len(self._open) > self._options["spare_slots"] // 2:
             _end(*self._open.popitem(last=False)[1])
-        return np.array(index)
+        return index
 
     def _made(self, fields: Mapping[str, Array], after: Mapping[str, Array]) -> ReplayBuffer:
         declared = {name: Field(rows.dtype, rows.shape[1:], final=name in after) for name, rows in fields.items()}
         ends: dict[str, Any] = {name: name if name in declared else None for name in ("terminated", "truncated")}
         if not any(ends.values()) and "done" in declared:
             ends["terminated"] = "done"
-        disk = ReplayBuffer(self._folder, fields=declared, **ends, **self._options)
+        disk = ReplayBuffer(self.path, fields=declared, **ends, **self._options)
         write_names(disk, self._names)
         return disk
 
     def end_episodes(self) -> None:
-        """End the episodes that are open, so that their newest steps can be drawn; the next ones begin others."""
         while self._open:
             _end(*self._open.popitem(last=False)[1])
 
+    def flush(self) -> None:
+        self.end_episodes()
+        if self._disk is not None:
+            self._disk.flush()
+
+    def close(self) -> None:
+        self.end_episodes()
+        if self._disk is not None:
+            self._disk.close()
+
     # Reading
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """A batch.
-
-        Args:
-            batch_size: default: that of the buffer.
-            return_info: return (batch, info) with "index" and "priority_weight" in info, too.
-
-        Returns:
-            A TensorDict of batch size (B,): what was stored, below "next" with what followed, ("next", "reward") and
-            the ends; "index" (B, 2); drawn by priority also "priority_weight" (B,).
-
-        Raises:
-            NotEnoughDataError: there is no transition.
-        """
-        size = batch_size or self.batch_size
-        if size is None:
-            raise SchemaError("sample: got no batch_size; give it here, or to the buffer")
+    def draw(self, size: int) -> tuple[TensorDict, dict[str, Any]]:
+        """A batch of so many steps, and what torchrl tells of it."""
+        how, length = self.draws, self.draws.slice_len
+        options = {"device": how.device, "prioritized": how.prioritized or False}
+        if length is not None:
+            if size % length:
+                raise SchemaError(
+                    f"sample: got batch_size={size}, which {length}, the length of slices, does not divide"
+                )
+            return self._slices(
+                self.disk.sample(size // length, **self.draws.of_slices(self.disk.schema, length), **options), length
+            )
+        options |= how.of_transitions(self.disk.schema)
         try:
-            batch = self.disk.sample(size, device=self._device, **self._draws())
+            batch = self.disk.sample(size, **options)
         except NotEnoughDataError:
-            self.end_episodes()
-            batch = self.disk.sample(size, device=self._device, **self._draws())
-        data = self._transform(self._told(dict(batch)))
-        info = {name: data.get(name) for name in ("index", "priority_weight") if name in tuple(data.keys())}
-        return (data, info) if return_info else data
+            self.end_episodes()  # what followed the newest steps is known: then they can be drawn
+            batch = self.disk.sample(size, **options)
+        return self._transitions(dict(batch))
 
-    def _draws(self) -> dict[str, Any]:
-        schema = self.disk.schema
-        options: dict[str, Any] = {
-            "n_steps": self._n_steps,
-            "next_fields": tuple(schema.final_names),
-            "return_indices": True,
-            "prioritized": self._prioritized or False,
-        }
-        if self._n_steps > 1:
-            options |= {"gamma": self._gamma, "sequence_fields": tuple(schema.ends)}
-        return options
+    def get(self, index: Any) -> TensorDict:
+        """Transitions by position, or by "index" of a batch."""
+        disk = self.disk
+        options = self.draws.of_transitions(disk.schema)
+        where = range(len(disk.dataset(**options)))[index] if isinstance(index, slice) else np.asarray(index)
+        one = np.ndim(where) == 0
+        data, _ = self._transitions(dict(disk.batch(np.atleast_1d(where), device=self.draws.device, **options)))
+        return data[0] if one else data
 
-    def _told(self, batch: dict[str, Any]) -> TensorDict:
-        """A batch of `disk` as torchrl has it."""
-        index, weights, lens = (batch.pop(key, None) for key in ("_indices", "_weights", "n_step_lens"))
-        for key in ("_probabilities", "_discount"):
+    def _transitions(self, batch: dict[str, Any]) -> tuple[TensorDict, dict[str, Any]]:
+        """A batch of `of_transitions` as torchrl has it."""
+        info, lens = _info(batch), batch["n_step_lens"]
+        for key in ("_indices", "_weights", "_probabilities", "_discount", "n_step_lens"):
             batch.pop(key, None)
-        if self._n_steps > 1:
-            returns = batch.pop("_return")
-            batch["reward"] = returns
+        if self.draws.n_steps > 1:
+            batch["reward"] = batch.pop("_return")
             for name in self.disk.schema.ends:
                 batch[name] = batch.pop(f"seq_{name}").any(1)
         data = to_tensordict(batch, schema=self.disk.schema, names=self._names)
-        data.set("index", index)
-        if weights is not None:
-            data.set("priority_weight", weights)
-        if self._n_steps > 1:
+        if self.draws.n_steps > 1:
             data.set("steps_to_next_obs", lens[:, None])
-        return data
+        return data, info
 
-    def update_priority(self, index: Any, priority: Any) -> None:
-        """Give transitions the priorities of their TD errors.
+    def _slices(self, batch: Mapping[str, Any], length: int) -> tuple[TensorDict, dict[str, Any]]:
+        """A batch of `of_slices` as torchrl has it: (steps,), slices behind each other."""
+        schema = self.disk.schema
+        exists = batch[f"_mask_{next(iter(schema.fields))}"][:, :length]
+        for name in schema.final_names:
+            exists = exists & batch[f"_mask_{name}"][:, 1:]
+        all_exist = bool(exists.all())
 
-        Args:
-            index: (B, 2), as "index" of a batch.
-            priority: (B,) or (B, 1).
-        """
-        if self._prioritized is not None:
-            errors = torch.as_tensor(priority).detach().cpu().reshape(-1)
-            self.disk.update_priorities(index, errors.numpy(), name=self._prioritized.name)
+        def flat(rows: Any) -> Any:
+            return rows.flatten(0, 1) if all_exist else rows[exists]
 
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """The same from a batch with "index" and the TD errors below `priority_key`."""
-        self.update_priority(data.get("index"), data.get(self.priority_key))
+        steps = {name: flat(batch[name][:, :length]) for name in schema.fields}
+        steps |= {f"next_{name}": flat(batch[name][:, 1:]) for name in schema.final_names}
+        data = to_tensordict(steps, schema=schema, names=self._names)
+        place = exists.cumsum(1) - 1
+        first, last = flat(place == 0)[:, None], flat(place == place[:, -1:])[:, None]
+        data.set(("next", "truncated"), last)
+        done = data.get(("next", "done"), None)
+        data.set(("next", "done"), last if done is None else done | last)
+        if IS_INIT in schema.fields:
+            data.set(IS_INIT, data.get(IS_INIT) | first.reshape(data.get(IS_INIT).shape))
+        info = {name: flat(rows[:, None].expand(-1, length, *rows.shape[1:])) for name, rows in _info(batch).items()}
+        info["index"] = info["index"] + flat(place)[:, None] * info["index"].new_tensor([0, 1])
+        return data, info
 
-    def empty(self) -> None:
-        """Forget every transition."""
+    # What torchrl asks of every storage
+
+    def set(self, cursor: Any, data: Any, **options: Any) -> None:
+        raise SchemaError("steps are not changed one by one; store others by extend")
+
+    def contains(self, item: Any) -> bool:
+        return 0 <= int(item) < len(self)
+
+    def _empty(self) -> None:
         self.end_episodes()
         if self._disk is not None:
             self._disk.clear()
 
-    def close(self) -> None:
-        """Wait until all is on the disk, and let go of the folder."""
-        if self._disk is not None:
-            self.end_episodes()
-            self._disk.close()
+    def state_dict(self) -> dict[str, Any]:
+        self.flush()
+        return {"folder": str(self.path.resolve())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if Path(state_dict["folder"]).resolve() != self.path.resolve():
+            raise SchemaError(
+                f"{self.path}: the steps of what is loaded are in {state_dict['folder']}; open that folder"
+            )
+
+    def dumps(self, path: Any) -> None:
+        path_of(path).mkdir(parents=True, exist_ok=True)
+        (path_of(path) / STATE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
+
+    def loads(self, path: Any) -> None:
+        self.load_state_dict(json.loads((path_of(path) / STATE).read_text(encoding="utf-8")))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
+
+def _collated(batch: TensorDict) -> TensorDict:
+    """A batch as it is."""
+    return batch
+
+
+def _info(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What torchrl tells beside a batch."""
+    told = {"index": batch["_indices"]}
+    return {**told, "priority_weight": batch["_weights"]} if "_weights" in batch else told
 
 
 def _as_dict(data: TensorDictBase) -> dict[str, Any]:
@@ -314,12 +468,17 @@ def _as_dict(data: TensorDictBase) -> dict[str, Any]:
     return out
 
 
+def _any(flags: Array) -> npt.NDArray[np.bool_]:
+    """(N,) of (N, ...)"""
+    return np.asarray(flags.any(axis=tuple(range(1, flags.ndim))))
+
+
 def _equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
     """(N,) where all of these entries are the same, to the last bit."""
     count = len(next(iter(other.values()), ()))
     same = np.ones(count, np.bool_)
-    for name, rows in one.items() if count else ():
-        pair = (np.ascontiguousarray(a).reshape(count, -1).view(np.uint8) for a in (rows, other[name]))
+    for name, rows in one.items():
+        pair = (np.ascontiguousarray(a).view(np.uint8).reshape(count, rows[:1].nbytes) for a in (rows, other[name]))
         same &= np.equal(*pair).all(axis=1)
     return same
 
