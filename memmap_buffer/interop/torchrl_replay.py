@@ -178,9 +178,8 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
             priority: (...) or (..., 1).
         """
         if self._priorities is not None:
-            errors = np.asarray(priority).reshape(-1)
             with self._replay_lock:
-                self.disk.update_priorities(np.asarray(index).reshape(-1, 2), errors, name=self._priorities.name)
+                self._storage.update(np.asarray(index).reshape(-1, 2), np.asarray(priority).reshape(-1))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """The same from a batch with "index" and the TD errors below `priority_key`."""
@@ -234,6 +233,7 @@ class _Folder(Storage):  # type: ignore[misc]
         self._options = {"capacity": capacity, "spare_slots": SPARE_SLOTS, "publish": "step", **options}
         self._names = Names()
         self._disk: ReplayBuffer | None = None
+        self._drawn = False
         self._open: OrderedDict[Any, tuple[Episode, dict[str, Array]]] = OrderedDict()
         if (path / "schema.json").exists():
             there = ReplayBuffer.from_folder(path, read_only=True)
@@ -327,6 +327,15 @@ class _Folder(Storage):  # type: ignore[misc]
         disk = ReplayBuffer(self.path, fields=declared, **ends, **self._options)
         write_names(disk, self._names)
         return disk
+
+    def update(self, index: Array, errors: Array) -> None:
+        """Give steps the priorities of their errors."""
+        how = self.draws.prioritized
+        assert how is not None
+        if not self._drawn:  # a draw tells the tree α and ε
+            self.disk.sample(1, timestep_level=True, prioritized=how)
+            self._drawn = True
+        self.disk.update_priorities(index, errors, name=how.name)
 
     def end_episodes(self) -> None:
         while self._open:
@@ -444,8 +453,7 @@ class _Folder(Storage):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        state: dict[str, Any] = super().__getstate__()
-        return state
+        return {**super().__getstate__(), "_drawn": False}
 
 
 def _collated(batch: TensorDict) -> TensorDict:

@@ -68,6 +68,8 @@ def test_the_transitions_are_those_that_collectors_gave(tmp_path: Path, num_envs
         index = buffer.extend(batch)
         theirs.extend(batch.reshape(-1))
         assert index.shape == (*batch.batch_size, 2)
+        stored = buffer.disk.batch(index.reshape(-1, 2).numpy(), timestep_level=True)
+        assert torch.equal(stored["observation"], batch["observation"].reshape(-1, 4))
         assert rows(buffer[:]) <= rows(theirs[:])
     buffer.end_episodes()
     assert rows(buffer[:]) == rows(theirs[:]) and len(buffer) == 160
@@ -235,6 +237,16 @@ def test_a_checkpoint_and_a_pickle_are_the_name_of_the_folder(tmp_path: Path) ->
         with pytest.raises(SchemaError, match="open that folder"):
             load(DiskReplayBuffer(tmp_path / "other", 100, batch_size=4, prefetch=2))
     assert len(copied) == 60 and rows(copied[:]) <= rows(torch.cat([first, second]))
+
+
+def test_errors_that_come_with_the_steps_are_their_priorities(tmp_path: Path) -> None:
+    (batch,) = collected(1, 30, 30)
+    batch["td_error"] = torch.arange(30.0)[:, None]
+    buffer = DiskReplayBuffer(tmp_path, 100, batch_size=4, alpha=1.0, beta=0.5, eps=0.5)
+    index = buffer.extend(batch)
+    assert buffer.disk.priorities(index.numpy()).tolist() == (torch.arange(30) + 0.5).tolist()
+    buffer.extend(batch, update_priority=False)
+    assert buffer.disk.priorities(batch["index"].numpy()).tolist() == [29.5] * 30  # the highest so far
 
 
 def test_options_that_exclude_each_other_are_told(tmp_path: Path) -> None:
