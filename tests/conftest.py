@@ -2,11 +2,21 @@
 
 import pytest
 import torch
+from hypothesis import settings
 
 from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
+
+settings.register_profile("quick", max_examples=50)
+
+
+def pytest_configure(config):
+    """Half as many examples where the slow tests are left out, too."""
+    if config.option.markexpr:
+        settings.load_profile("quick")
+
 
 FIELDS = {
     "number": "int",

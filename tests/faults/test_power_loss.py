@@ -31,7 +31,7 @@ from memmap_buffer.writing import commit, recovery
 from memmap_buffer.writing import episode as episode_module
 from memmap_buffer.writing.commit import WriteHandles
 
-QUICK, ALL, PARTS = 300, 20_000, 8  # states
+QUICK, ALL, PARTS = 200, 20_000, 8  # states
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from memmap_buffer.format.storage import Storage
 
 FIELDS = {"id": "int", "terminated": ("bool", (), False), "truncated": ("bool", (), False)}
 LIMIT, SLOTS = 12, 60
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=25, deadline=None)
 
 
 @pytest.fixture(autouse=True)
