@@ -9,11 +9,11 @@ from memmap_buffer.priority import kernels
 from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
 
-settings.register_profile("quick", max_examples=50)
+settings.register_profile("quick", max_examples=30)
 
 
 def pytest_configure(config):
-    """Half as many examples where the slow tests are left out, too."""
+    """Fewer examples where the slow tests are left out, too."""
     if config.option.markexpr:
         settings.load_profile("quick")
 

@@ -71,7 +71,7 @@ def record_whole(buffer: ReplayBuffer, value: int) -> None:
     buffer.store_episode(x=[10 * value, 10 * value + 1], task=value + 1)
 
 
-some_lines = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 29], ids=["all", "some"])
+some_lines = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 41], ids=["all", "some"])
 WAYS = (record, record_by_handle, record_batch, record_whole)
 EVERY = [pytest.param(mode, way, 1, marks=pytest.mark.slow) for mode in MODES for way in WAYS]
 SOME = [
@@ -213,14 +213,15 @@ def test_a_change_that_is_interrupted_at_any_line_is_done_or_not_and_all_see_the
     assert at > 30 and seen >= {0, len(states) - 1}
 
 
-def test_an_interruption_while_the_end_of_an_interruption_runs_is_made_up_for_by_the_next_call(tmp_path):
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_an_interruption_while_the_end_of_an_interruption_runs_is_made_up_for_by_the_next_call(tmp_path, stride):
     """Ctrl-C twice: the first in the middle of the publication, the second at any line of what settles it."""
     buffer, value = make(tmp_path), 0
     reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
     for committed in (False, True):
         at, second = 0, Interrupt(0)
         while second.where or not at:
-            value, at, second = value + 1, at + 1, Interrupt(at)
+            value, at, second = value + 1, at + stride, Interrupt(at)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(writer, "commit", partial(commit_then_interrupt, committed, second))
                 with pytest.raises(KeyboardInterrupt), buffer.one_episode(task=value):  # noqa: PT011 either of them
