@@ -32,8 +32,7 @@ class Interrupt:
         self._left, self.where = at, ""
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        finaliser = frame.f_back is not None and frame.f_back.f_code.co_filename == weakref.__file__
-        if finaliser or not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(PACKAGE) or in_finaliser(frame):
             return None
         if event == "line" and frame.f_lasti not in without_signals(frame.f_code):
             self._left -= 1
@@ -41,6 +40,12 @@ class Interrupt:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise KeyboardInterrupt(self.where)
         return self
+
+
+def in_finaliser(frame: Any) -> bool:
+    """Whether a finaliser called a function, or what called that."""
+    callers = (frame.f_back, frame.f_back and frame.f_back.f_back)
+    return any(caller is not None and caller.f_code.co_filename == weakref.__file__ for caller in callers)
 
 
 @cache
