@@ -12,7 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import CHECK, DELETED, EXTENT, GENERATION, OPEN, SERIAL, SHOWN, Columns, columns_of
+from memmap_buffer.format.records import (
+    CHECK,
+    DELETED,
+    EXTENT,
+    FLAGS,
+    GENERATION,
+    OPEN,
+    SERIAL,
+    SHOWN,
+    START,
+    STOP,
+    Columns,
+    columns_of,
+)
 from memmap_buffer.format.storage import Storage
 
 NO_SLOTS: IntArray = np.empty(0, np.int64)
@@ -104,7 +117,8 @@ class VisibleEpisodes:
 
     def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
         """Look at the records of some slots again; None where these do not tell what is visible."""
-        if len(slots) <= FEW and self._shows_others(storage, slots):
+        show_others = self._few_show_others if len(slots) <= FEW else self._show_others
+        if storage.state("base") <= self._hidden and show_others(storage, slots):
             return slots
         table, base = self.table, storage.state("base")
         now = columns_of(storage.maps.words[slots], storage.layout.max_timesteps, None, slots)
@@ -130,11 +144,26 @@ class VisibleEpisodes:
         gone = self._retire(storage.layout.max_episodes)
         return np.unique(np.concatenate([slots, gone])) if gone else slots
 
-    def _shows_others(self, storage: Storage, slots: IntArray) -> bool:
+    def _show_others(self, storage: Storage, slots: IntArray) -> bool:
         """Where all are as they were but for the steps that they show, take these; False where they are not."""
-        table, limit, found = self.table, storage.layout.max_timesteps, []
-        if storage.state("base") > self._hidden:
+        table, words = self.table, storage.maps.words.take(slots, axis=0)
+        halves = words.view(np.uint32)
+        start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
+        length, flags = (words[:, EXTENT] & np.uint64(LOW)).astype(np.int64), halves[:, FLAGS]
+        same = (words[:, CHECK] == table.check.take(slots)) & (words[:, GENERATION] == table.generation.take(slots))
+        same &= (words[:, SERIAL].view(np.int64) == table.serial.take(slots)) & self.shown.take(slots)
+        same &= (start < stop) & (stop <= storage.layout.max_timesteps)
+        if not (same & ((stop == length) | ((stop > length) & (flags & OPEN != 0)))).all():
             return False
+        left, added = start - table.start.take(slots), stop - table.length.take(slots)
+        self.num_steps += int(added.sum() - left.sum())
+        table.start[slots], table.length[slots] = start, stop
+        self.moved = list(zip(slots.tolist(), left.tolist(), added.tolist(), strict=True))
+        return True
+
+    def _few_show_others(self, storage: Storage, slots: IntArray) -> bool:
+        """The same, one by one."""
+        table, limit, found = self.table, storage.layout.max_timesteps, []
         for slot, words in zip(slots.tolist(), storage.maps.words[slots].tolist(), strict=True):
             same = words[CHECK] == table.check.item(slot) and words[GENERATION] == table.generation.item(slot)
             if not (same and words[SERIAL] == table.serial.item(slot) and self.shown.item(slot)):

@@ -12,7 +12,7 @@ import numpy as np
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import INNER_END
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.visible_episodes import VisibleEpisodes
+from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Folders
@@ -99,6 +99,13 @@ class LiveIndex:
         if not self._by_steps or moved is None:
             return False
         first, count, starts, between = self._first, self._count, self._starts, list[int]()
+        if len(moved) > FEW:
+            slots, left_of, added_of = np.array(moved).T
+            runs = self._run_of.take(slots)
+            count[runs] += added_of - left_of
+            first[runs] += left_of
+            self._count_again(runs)
+            return True
         for slot, left, added in moved:
             run = self._run_of.item(slot)
             count[run] += added - left
