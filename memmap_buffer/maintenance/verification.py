@@ -320,11 +320,13 @@ class Survey(Storage):
     def state_faults(self) -> dict[str, int]:
         """The words of state.npy that cannot be, each with what it should be."""
         state, least = self.state, self.least
+        # Before `next`, which rises: a writer beside this raises the others to what it is then at most.
+        found = {name: state(name) for name in ("base", "synced", "suspect", "clean", "term")}
         right = {} if state("next") < MAX_SERIAL else {"next": least["next"]}
         following = max(least["next"], right.get("next", state("next")))
         bounds = {"base": (following, 0), "synced": (following, 0), "suspect": (following, following), "clean": (1, 0)}
         bounds["term"] = (MAX_TERM - 1, least["term"])
-        return right | {name: value for name, (most, value) in bounds.items() if state(name) > most}
+        return right | {name: value for name, (most, value) in bounds.items() if found[name] > most}
 
     def _state(self) -> Iterator[Finding]:
         for name, value in self.state_faults().items() if "/state" not in self.broken else ():
