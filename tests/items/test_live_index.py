@@ -10,6 +10,7 @@ import pytest
 from interruptions import interrupted
 
 from memmap_buffer import Field, NStep, Offsets, ReplayBuffer, Timestep, Trajectory, Window
+from memmap_buffer.format.visible_episodes import FEW
 from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.loading.batch_reader import BatchReader
@@ -89,6 +90,25 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
             folders.refresh()
             assert described(live) == described(selection.index(folders))
     assert made_anew < 120 * len(followed) / 20
+
+
+@pytest.mark.parametrize("view", [Timestep(), NStep(1), Window(4)], ids=["timestep", "n-step", "window"])
+def test_many_environments_that_step_together_are_followed_in_one_pass(tmp_path: Path, view: Any) -> None:
+    size = 20
+    assert size > FEW
+    rng = np.random.default_rng(3)
+    buffer = ReplayBuffer(tmp_path, 80, 40, FIELDS, capacity=300, publish="step", spare_slots=size)
+    prioritized = {"timestep_level": True, "prioritized": True, "return_indices": True}
+    selection, folders, live = Selection(view), buffer._folders, LiveIndex(Selection(view), buffer._folders)
+    for call in range(60):
+        step = {"observation": rng.random((size, 2), dtype=np.float32), "step": np.full(size, call)}
+        buffer.add(**step, terminated=rng.random(size) < 0.3 * (call % 6 == 0), truncated=np.zeros(size, np.bool_))
+        made = live.made
+        assert live.follow() and (call == 0 or live.made == made)
+        folders.refresh()
+        assert described(live) == described(selection.index(folders))
+        assert live._episodes.num_steps == buffer.num_steps
+        assert buffer.sample(8, **prioritized)["_indices"].shape == (8, 2)
 
 
 def test_batches_drawn_while_steps_are_added_are_those_of_a_reader_that_looks_at_all(tmp_path: Path) -> None:

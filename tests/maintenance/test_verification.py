@@ -18,7 +18,7 @@ from fault_injection import KILLED, listing, shown
 
 from memmap_buffer import Finding, MemmapBufferError, NotABufferError, ReplayBuffer, verify
 from memmap_buffer.format.records import RECORD, check_of, seal
-from memmap_buffer.maintenance.verification import MAX_TRIED, repaired_record
+from memmap_buffer.maintenance.verification import MAX_TRIED, Survey, repaired_record
 
 
 @pytest.fixture
@@ -386,6 +386,27 @@ def test_a_folder_that_is_being_written_is_never_reported_damaged(folder: Path, 
             assert lost(verify(folder)) == []
     assert lost(verify(folder)) == []
     assert shown(folder)
+
+
+def test_a_writer_that_goes_on_between_two_words_of_the_state_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, read = Survey.state, list[str]()
+    with ReplayBuffer(tmp_path, 2, 3, {"x": "int"}, circular=True) as buffer:
+        buffer.store_episode(x=[0])
+
+        def state(self: Survey, name: str) -> int:
+            value = real(self, name)
+            read.append(name)
+            if name == "next" and read.count(name) == 2:
+                for i in range(1, 5):
+                    buffer.store_episode(x=[i])
+                buffer.update(0, x=[9])  # raises `base` beyond what `next` was
+            return value
+
+        monkeypatch.setattr(Survey, "state", state)
+        assert Survey(tmp_path).state_faults() == {} and read.count("next") == 2
+        assert real(Survey(tmp_path), "base") > 1
 
 
 def test_the_check_of_a_record_is_the_one_of_the_format() -> None:

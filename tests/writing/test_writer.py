@@ -243,6 +243,14 @@ def test_a_retired_episode_that_is_still_being_written_never_costs_a_newer_one(t
         assert ys(ring) == ys(tmp_path) == [[31]]
 
 
+def test_an_episode_that_leaves_while_it_is_open_ends_with_a_sound_record(tmp_path):
+    with make(tmp_path, 1, publish="step", spare_slots=2) as ring:
+        first, second = ring.begin_episode(task=1), ring.begin_episode(task=2)
+        store(first, 10), store(second, 20)
+        first.publish(), second.publish()
+    assert ys(tmp_path) == [[20]] and verify(tmp_path) == []
+
+
 # Everything, against a plain model
 
 
