@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Field, Schema
 
+Array = npt.NDArray[Any]
 VIEW_OPTIONS = ("view", "n_steps", "timestep_level", "window_length")
 POSITION = ("_source", "_serial", "_t")
 
@@ -107,6 +109,21 @@ def with_final(where: str, column: Any, following: Any, first: int, remedy: str)
         step = first + int(rows[0])
         raise SchemaError(f"{where}: what follows step {step} is not what step {step + 1} has; {remedy}")
     return np.concatenate([column, following[-1:]])
+
+
+def equal_rows(one: Mapping[str, Array], other: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
+    """(N,) where all columns of `one` have the same rows as those of `other`, to the last bit: NaN equals itself.
+
+    Args:
+        one: name -> (N, …).
+        other: these columns at least, of the same dtypes and shapes.
+    """
+    count = len(next(iter(other.values()), ()))
+    same = np.ones(count, np.bool_)
+    for name, rows in one.items():
+        pair = (np.ascontiguousarray(a).view(np.uint8).reshape(count, rows[:1].nbytes) for a in (rows, other[name]))
+        same &= np.equal(*pair).all(axis=1)
+    return same
 
 
 def _wider(one: str, other: str) -> Any:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.columns import equal_rows
 from memmap_buffer.schema import Field
 
 with extra("skrl"):
@@ -147,12 +148,13 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         """Store the step before; without what is now, its episodes are cut short there."""
         if not self._newest:
             return
-        over = np.full((self.num_envs, 1), now is None)
-        for name in self.disk.schema.final_names if now is not None else ():
-            other = self._newest[NEXT + name] != now[name]  # type: ignore[index]
-            over |= other.reshape(self.num_envs, -1).any(axis=1)[:, None]
+        over = np.ones((self.num_envs, 1), np.bool_)
+        if now is not None:
+            following = {name: self._newest[NEXT + name] for name in self.disk.schema.final_names}
+            over = ~equal_rows(following, now)[:, None]
         ended = self._newest[TERMINATED] if TERMINATED in self._newest else np.zeros_like(over)
-        self.disk.add(**{**self._newest, TRUNCATED: over & ~ended.astype(np.bool_)})
+        step: dict[str, Any] = {**self._newest, TRUNCATED: over & ~ended.astype(np.bool_)}
+        self.disk.add(**step)
         self._newest = {}
 
     def save(self, directory: str = "", *, format: str = "pt") -> None:

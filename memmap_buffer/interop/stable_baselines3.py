@@ -17,6 +17,7 @@ import numpy.typing as npt
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.columns import equal_rows
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field
 from memmap_buffer.views.hindsight import Hindsight
@@ -182,10 +183,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
 
     def _goes_on(self, now: dict[str, Array]) -> bool:
         """Whether these observations are those that followed the last steps, where these did not end an episode."""
-        if self._over.all():
-            return True
-        goes_on = ~self._over
-        return all(np.array_equal(now[key][goes_on], self._following[key][goes_on]) for key in now)
+        return bool((self._over | equal_rows(self._following, now)).all())
 
     def _nested(self, name: str, arrays: dict[str, Array]) -> dict[str, Any]:
         return {name: arrays[""] if "" in arrays else {self._parts[key]: value for key, value in arrays.items()}}

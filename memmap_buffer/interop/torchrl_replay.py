@@ -21,7 +21,7 @@ import numpy.typing as npt
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import flatten
+from memmap_buffer.interop.columns import equal_rows, flatten
 from memmap_buffer.interop.episodes import read_names, write_names
 from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
 from memmap_buffer.names import Names
@@ -275,7 +275,7 @@ class _Folder(Storage):  # type: ignore[misc]
             ends |= _any(fields[name])
         cuts = ends.copy()
         if after:
-            cuts[:-1] |= ~_equal({n: a[:-1] for n, a in after.items()}, {n: fields[n][1:] for n in after})
+            cuts[:-1] |= ~equal_rows({n: a[:-1] for n, a in after.items()}, {n: fields[n][1:] for n in after})
         if ids is not None:
             cuts[:-1] |= _any(ids[1:] != ids[:-1])
         index = np.empty((count, 2), np.int64)
@@ -292,7 +292,7 @@ class _Folder(Storage):  # type: ignore[misc]
         """Store successive steps of one trajectory, which go on where it stood; the episode and timestep of each."""
         disk = self.disk
         episode, following = self._open.pop(key, (None, {}))
-        if episode is not None and not all(_equal(following, {name: fields[name][:1] for name in following})):
+        if episode is not None and not all(equal_rows(following, {name: fields[name][:1] for name in following})):
             _end(episode, following)
             episode = None
         count, start, limit = len(next(iter(fields.values()))), 0, disk.max_timesteps
@@ -479,16 +479,6 @@ def _as_dict(data: TensorDictBase) -> dict[str, Any]:
 def _any(flags: Array) -> npt.NDArray[np.bool_]:
     """(N,) of (N, ...)"""
     return np.asarray(flags.any(axis=tuple(range(1, flags.ndim))))
-
-
-def _equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
-    """(N,) where all of these entries are the same, to the last bit."""
-    count = len(next(iter(other.values()), ()))
-    same = np.ones(count, np.bool_)
-    for name, rows in one.items():
-        pair = (np.ascontiguousarray(a).view(np.uint8).reshape(count, rows[:1].nbytes) for a in (rows, other[name]))
-        same &= np.equal(*pair).all(axis=1)
-    return same
 
 
 def _end(episode: Episode, following: Mapping[str, Array], *, cut: bool = True) -> None:

@@ -155,6 +155,17 @@ def test_a_transition_that_follows_from_nowhere_begins_another_episode(tmp_path:
     assert buffer.disk.episode_lens.tolist() == [1, 2, 1]
 
 
+def test_observations_that_are_no_numbers_go_on_and_zeros_keep_their_sign(tmp_path: Path) -> None:
+    buffer = DiskReplayBuffer(100, BOX, ACTIONS, "cpu", folder=tmp_path)
+    for here, there in ((1, np.nan), (np.nan, 2), (2, -0.0), (0.0, 3)):
+        pair = (np.full((1, 2), value, np.float32) for value in (here, there))
+        buffer.add(*pair, np.zeros((1, 3)), np.zeros(1), np.zeros(1), [{}])
+    buffer.disk.end_episodes()
+    assert buffer.disk.episode_lens.tolist() == [3, 1]
+    ends = buffer.disk.batch(**buffer._options)["next_observation"][:, 0]
+    assert ends.isnan().tolist() == [True, False, False, False] and ends.signbit().tolist()[2]
+
+
 def test_the_first_transition_can_be_drawn_at_once(tmp_path: Path) -> None:
     buffer = DiskReplayBuffer(100, BOX, ACTIONS, "cpu", folder=tmp_path)
     with pytest.raises(NotEnoughDataError, match="nothing to read"):
