@@ -23,7 +23,6 @@ from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
 
 LENGTHS = "episode_lens"
-INTERNAL = frozenset({LENGTHS, "_initted"})
 KINDS: dict[str, Any] = {"bool": np.bool_, "uint8": np.uint8, "int": np.int32, "float": np.float32}
 MAX_CONFIG = 1 << 20  # bytes; a configuration of a thousand fields takes less than a tenth
 

@@ -119,14 +119,14 @@ class NStep(View):
 
     def cut(self, builder: BatchBuilder) -> None:
         schema, t, length = builder.schema, builder.t, builder.length
-        if self.n == 1:  # every step that is served has a successor
-            k = np.ones(len(t), np.int64)
-        else:
-            k = np.minimum(np.maximum(length - t - ~builder.goes_on, 1), self.n)
         current = named(schema, self.current_fields, "current_fields")
         following = named(schema, self.next_fields, "next_fields")
         if self.current_fields is None:
             current = _without_successors(current, following)
+        if self.n == 1:  # every step that is served has a successor
+            k = np.ones(len(t), np.int64)
+        else:
+            k = np.minimum(np.maximum(length - t - ~builder.goes_on, 1), self.n)
         put_at = partial(self._put_stacked, builder) if self.stack else builder.put_at
         put_at(current, t)
         if self.timeline:

@@ -227,8 +227,12 @@ def test_goals_are_achieved_later_in_the_same_episode(tmp_path: Path, strategy: 
     other = (goal != buffer.disk.batch()["observation"]["desired_goal"][0, 0]).any(1)
     assert 0.4 < other.float().mean() < 1
     model.save_replay_buffer(tmp_path / "buffer.pkl")
-    model.load_replay_buffer(tmp_path / "buffer.pkl")
+    model.load_replay_buffer(tmp_path / "buffer.pkl", truncate_last_traj=True)
     model.learn(20)
+    model.learn(3, reset_num_timesteps=False)
+    before = model.replay_buffer.size()
+    model.replay_buffer.truncate_last_trajectory()  # what is open ends, and can be drawn
+    assert model.replay_buffer.size() >= before and model.replay_buffer._over.all()
 
 
 def test_what_cannot_be_is_told(tmp_path: Path) -> None:
