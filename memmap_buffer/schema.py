@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from memmap_buffer.codecs import parse_codec
 from memmap_buffer.dtypes import Array, decode, dtype_name, encode, storage_dtype, to_numpy
 from memmap_buffer.errors import SchemaError
 
 MAX_FIELDS = 1024
 MAX_DIMENSIONS = 16
 MAX_NAME = 64
+DEFAULT_BLOB = 2**32 - 1  # in the place of the length of a blob: the row is the field's default, else zeros
+MAX_BLOB = DEFAULT_BLOB - 1
 ENDS = ("terminated", "truncated")
 DECLARED = ""  # as the name of the field that ends an episode: whichever was declared to
 RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
@@ -33,19 +36,24 @@ class Field:
         shape: the shape of one entry; an int n means (n,).
         default: what a step that leaves the field out gets: a scalar, or an array of `shape`. None: it must be given.
         final: the field has one more entry per episode, the observation after the last action.
+        codec: how each timestep is compressed: "zstd" or `Zstd(level=…)`, lossless; "jpeg" or `Jpeg(quality=…)`; None:
+            not at all. Not for text, nor for meta fields.
 
     Raises:
-        SchemaError: the dtype cannot be stored, the shape is no shape, or the default does not fit.
+        SchemaError: the dtype cannot be stored, the shape is no shape, or the default or the codec does not fit.
     """
 
     dtype: Any
     shape: Any = ()
     default: Any = None
     final: bool = False
+    codec: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "shape", _parse_shape(self.shape))
+        if self.codec is not None:
+            object.__setattr__(self, "codec", self._parse_codec(self.codec))
         if self.default is not None:
             object.__setattr__(self, "default", self._parse_default(self.default))
 
@@ -55,6 +63,17 @@ class Field:
         except SchemaError as error:
             raise SchemaError(f"default {default!r}: {error}") from None
         return decode(stored, self.dtype).tolist()
+
+    def _parse_codec(self, spec: Any) -> Any:
+        codec = parse_codec(spec)
+        if codec is not None:
+            if self.storage.kind == "U" or not 0 < self.itemsize <= MAX_BLOB:
+                raise SchemaError(
+                    f"codec: got {spec!r} for a field of {self.dtype} {self.shape}, expected a field of numbers, of at "
+                    f"most {MAX_BLOB:,} bytes a timestep; leave the codec out"
+                )
+            codec.require_fits(self.dtype, self.shape)
+        return codec
 
     @classmethod
     def parse(cls, spec: Any) -> Field:
@@ -89,6 +108,17 @@ class Field:
     def itemsize(self) -> int:
         """Bytes of one entry."""
         return int(np.prod(self.shape, dtype=object)) * self.storage.itemsize
+
+    @cached_property
+    def in_file(self) -> Field:
+        """The field whose rows its data file has: this one, or of compressed timesteps an index of their blobs.
+
+        A row of that has two numbers: where the blob begins in the file of blobs, and its length, above which stands
+        the number of its dictionary; see `format`, "Blobs".
+        """
+        if self.codec is None:
+            return self
+        return Field("uint64", (2,), [0, DEFAULT_BLOB] if self.default is not None else None, self.final)
 
     def encode(self, value: Any, lead: int = 0) -> Array:
         """`value` as stored, shape (*lead dimensions, *shape). Raises SchemaError on a wrong shape or a lossy cast."""
@@ -127,8 +157,9 @@ class Schema:
         self.fields = {name: _parse_field("field", name, spec) for name, spec in leaves}
         self.meta_fields = {name: _parse_field("meta field", name, spec) for name, spec in meta_leaves}
         for name, field in self.meta_fields.items():
-            if field.final:
-                raise SchemaError(f"meta field {name!r}: `final` is for per-timestep fields; drop it")
+            for option in ("final", "codec"):
+                if getattr(field, option):
+                    raise SchemaError(f"meta field {name!r}: `{option}` is for per-timestep fields; drop it")
         self.declared_ends: dict[str, str | None] = dict(zip(ENDS, (terminated, truncated), strict=True))
         for key, end in self.declared_ends.items():
             if end is not None and end != key and not self._may_end(end, key):
@@ -190,7 +221,8 @@ class Schema:
         """Whether a field is one number or bool. Raises SchemaError where there is none of that name."""
         if name not in self.fields:
             raise self.unknown(name, key, self.fields)
-        return self.fields[name].shape in ((), (1,)) and self.fields[name].storage.kind in "biuf"
+        field = self.fields[name]
+        return field.shape in ((), (1,)) and field.storage.kind in "biuf" and field.codec is None
 
     def ending_by(self, terminated: str | None, truncated: str | None) -> Schema:
         """A schema of the same fields whose episodes these fields end; a default name leaves it as it is here."""

@@ -279,7 +279,10 @@ def _stored(storage: Storage, slot: int, name: str, stop: int | None = None) -> 
     schema, maps = storage.layout.schema, storage.maps
     if name in schema.meta_fields:
         return np.array(maps.meta[name][slot])
-    return maps.rows[name][storage.rows_of(slot, schema.fields[name].final)][:stop].copy()
+    rows = storage.rows_of(slot, schema.fields[name].final)
+    return storage.read_rows(
+        name, slice(rows.start, rows.stop if stop is None else min(rows.stop, rows.start + stop))
+    ).copy()
 
 
 def _with_step(storage: Storage, slot: int, t: int, name: str, value: Any) -> Array:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from memmap_buffer.codecs import codec_from_json, codec_to_json
 from memmap_buffer.dtypes import is_dtype_name
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.format.records import RECORD, STATE
@@ -30,6 +31,7 @@ MAX_FILE_BYTES = 2**62
 MAX_SLOTS = 2**24  # opening takes some 100 bytes a slot, whatever a stranger's schema says
 MAX_TIMESTEPS = 2**31
 SPARE_COLUMNS = 16
+MAX_DICTIONARY = 2**24  # bytes
 ID_BYTES = 16
 # Of a buffer with a capacity, where they are not given. A spare slot takes a hundred bytes of memory and no disk space
 # until an episode is written to it, so there are enough for every usual vector; an episode of ten steps is a short one.
@@ -39,9 +41,12 @@ _KEYS = (
     *("format", "version", "id", "layout", "max_episodes", "max_timesteps", "spare_slots", "circular", "capacity"),
     *("rows", "columns", "fields", "meta_fields"),
 )
+_BYTE = np.dtype("|u1")
 _ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 _ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema does not say it
 _FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
+_CODED_KEYS = ("codec", "blobs", "dictionary")  # of a field that is compressed, besides
+BLOBS, DICTIONARY = "/blobs", "/dictionary"  # behind a field's name: the keys of the other files that it has then
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Layout:
         capacity: the most timesteps that are visible, or None.
         rows: None for a grid; the total of all steps for a packed, read-only folder.
         columns: columns of checksums.npy; column_of: name -> its column.
+        blobs: compressed field -> bytes of its file of blobs in a packed folder.
+        dictionaries: compressed field -> bytes of its dictionary, where it has one.
         id: what names the buffer, in every copy of it; default: a new one.
 
     Raises:
@@ -98,6 +105,8 @@ class Layout:
     rows: int | None = None
     columns: int = 0
     column_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    blobs: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    dictionaries: Mapping[str, int] = dataclasses.field(default_factory=dict)
     id: str = dataclasses.field(default_factory=partial(secrets.token_hex, ID_BYTES))
 
     def __post_init__(self) -> None:
@@ -176,19 +185,29 @@ class Layout:
         }
         for name, field in self.schema.fields.items():
             lead = (self.slots, self.max_timesteps + field.final)
+            rows = field.in_file
             if self.rows is not None:
                 lead = (self.rows + self.slots * field.final,)  # type: ignore[assignment]
-            files[name] = ArrayFile(f"data/{name}.npy", field.storage, (*lead, *field.shape))
+            files[name] = ArrayFile(f"data/{name}.npy", rows.storage, (*lead, *rows.shape))
+            if field.codec is not None:
+                size = (self.slots, (self.max_timesteps + field.final) * field.itemsize)
+                if self.rows is not None:
+                    size = (self.blobs[name],)  # type: ignore[assignment]
+                files[name + BLOBS] = ArrayFile(f"data/{name}.blobs.npy", _BYTE, size)
+            if name in self.dictionaries:
+                key, bytes_ = name + DICTIONARY, self.dictionaries[name]
+                files[key] = ArrayFile(f"data/{name}.dictionary.npy", _BYTE, (bytes_,))
         for name, field in self.schema.meta_fields.items():
             files[name] = ArrayFile(f"meta/{name}.npy", field.storage, (self.slots, *field.shape))
         return files
 
     def grown_bytes(self, key: str) -> int:
         """What a file takes on the disk when the buffer is full, with the last episode that a `capacity` trims."""
-        size, field = self.arrays[key].size, self.schema.fields.get(key)
+        size, field = self.arrays[key].size, self.schema.fields.get(key.removesuffix(BLOBS))
         if self.capacity is None or field is None:
             return size
-        return min(size, (self.capacity + self.max_timesteps) * field.itemsize)
+        row_bytes = (field if key.endswith(BLOBS) else field.in_file).itemsize
+        return min(size, (self.capacity + self.max_timesteps) * row_bytes)
 
     def rows_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a per-timestep field with its slots and timesteps as one axis of rows."""
@@ -197,12 +216,37 @@ class Layout:
 
     def row_offset(self, name: str, row: int) -> int:
         """Where a row of a per-timestep field begins in its file."""
-        return len(self.arrays[name].header) + row * self.schema.fields[name].itemsize
+        return len(self.arrays[name].header) + row * self.schema.fields[name].in_file.itemsize
 
-    def differences(self, other: Layout, derived: Collection[str] = ()) -> list[str]:
+    @cached_property
+    def coded(self) -> dict[str, Field]:
+        """The fields that are compressed."""
+        return {name: field for name, field in self.schema.fields.items() if field.codec is not None}
+
+    @cached_property
+    def keys_of_steps(self) -> tuple[str, ...]:
+        """The files of per-timestep fields."""
+        return (*self.schema.fields, *(name + BLOBS for name in self.coded))
+
+    @cached_property
+    def keys_of_episodes(self) -> tuple[str, ...]:
+        """The files of all fields."""
+        return (*self.keys_of_steps, *self.schema.meta_fields)
+
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """The files that a field has."""
+        return tuple(key for key in (name, name + BLOBS, name + DICTIONARY) if key in self.arrays)
+
+    def region(self, name: str, slot: int) -> range:
+        """The bytes of a slot of a grid in the file of blobs of a field."""
+        size = self.arrays[name + BLOBS].row_bytes
+        return range(slot * size, (slot + 1) * size)
+
+    def differences(self, other: Layout, derived: Collection[str] = (), *, codecs: bool = True) -> list[str]:
         """What this layout (stored) and another (given) disagree on, a line each.
 
         Args: derived: sizes that were not given, which are as they are stored.
+            codecs: whether the same field compressed in another way is another one.
         """
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         lines = [
@@ -213,7 +257,9 @@ class Layout:
         for group in ("fields", "meta_fields"):
             for name in dict.fromkeys([*mine[group], *theirs[group]]):
                 lines.append(
-                    _differ(f"{group} {name!r}", _spelling(mine[group].get(name)), _spelling(theirs[group].get(name)))
+                    _differ(
+                        f"{group} {name!r}", *(_spelling(layout[group].get(name), codecs) for layout in (mine, theirs))
+                    )
                 )
         for key in ENDS:
             lines.append(_differ(key, *(repr(layout.schema.declared_ends[key]) for layout in (self, other))))
@@ -229,6 +275,7 @@ class Layout:
                     "default": _default_to_json(field.default),
                     "final": field.final,
                     "column": self.column_of[name],
+                    **self._coded_to_json(name, field),
                 }
                 for name, field in fields.items()
             }
@@ -249,6 +296,12 @@ class Layout:
         }
         ends = {} if self.schema.declared_ends == _ENDS else {"ends": self.schema.declared_ends}
         return json.dumps({**head, **groups, **ends}, indent=1, allow_nan=False).encode() + b"\n"
+
+    def _coded_to_json(self, name: str, field: Field) -> dict[str, Any]:
+        if field.codec is None:
+            return {}
+        sizes = self.blobs.get(name), self.dictionaries.get(name)
+        return dict(zip(_CODED_KEYS, (codec_to_json(field.codec), *sizes), strict=True))
 
     @staticmethod
     def may_be_torn(data: bytes) -> bool:
@@ -315,11 +368,13 @@ def _differ(key: str, stored: Any, given: Any) -> str:
     return "" if stored == given else f"{key}: stored {stored}, given {given}"
 
 
-def _spelling(field: dict[str, Any] | None) -> str | None:
+def _spelling(field: dict[str, Any] | None, codecs: bool) -> str | None:
     """A field as a user would write it."""
     if field is None:
         return None
     extra = [f", {key}={field[key]!r}" for key in ("default", "final") if field[key] not in (None, False)]
+    if codecs and "codec" in field:
+        extra.append(f", codec={codec_from_json(field['codec'])!r}")
     return f"Field({field['dtype']!r}, {tuple(field['shape'])}{''.join(extra)})"
 
 
@@ -388,11 +443,13 @@ def _layout(document: dict[str, Any]) -> Layout:
     if not _ID.fullmatch(_typed(document, "id", str)):
         raise SchemaError(f"id: got {document['id']!r}, expected {2 * ID_BYTES} digits, 0 … 9 and a … f")
     columns: dict[str, int] = {}
-    groups = [_fields(_typed(document, group, dict), columns) for group in ("fields", "meta_fields")]
+    sizes: dict[str, dict[str, int]] = {"blobs": {}, "dictionaries": {}}
+    packed = document["rows"] is not None
+    groups = [_fields(_typed(document, group, dict), columns, sizes, packed) for group in ("fields", "meta_fields")]
     total = _integer(document, "columns", 1, 2 * MAX_FIELDS + SPARE_COLUMNS)
     if len(set(columns.values())) != len(columns) or max(columns.values(), default=0) >= total:
         raise SchemaError("column: two fields share one, or it lies beyond `columns`")
-    optional = {
+    optional: dict[str, Any] = {
         key: None if document[key] is None else _integer(document, key, 1, 2**62) for key in ("capacity", "rows")
     }
     return Layout(
@@ -403,6 +460,8 @@ def _layout(document: dict[str, Any]) -> Layout:
         circular=_typed(document, "circular", bool),
         columns=total,
         column_of=columns,
+        blobs=sizes["blobs"],
+        dictionaries=sizes["dictionaries"],
         id=document["id"],
         **optional,
     )
@@ -417,23 +476,43 @@ def _ends(document: dict[str, Any]) -> dict[str, str | None]:
     return ends
 
 
-def _fields(group: dict[str, Any], columns: dict[str, int]) -> dict[str, Field]:
+def _fields(
+    group: dict[str, Any], columns: dict[str, int], sizes: dict[str, dict[str, int]], packed: bool
+) -> dict[str, Field]:
     if len(group) > MAX_FIELDS:
         raise SchemaError(f"got {len(group)} fields, at most {MAX_FIELDS} are possible")
     out = {}
     for name, spec in group.items():
-        if not isinstance(spec, dict) or set(spec) != set(_FIELD_KEYS) or re.search(r"[^A-Za-z0-9_.]", name):
-            raise SchemaError(f"field {name!r}: expected exactly the keys {', '.join(_FIELD_KEYS)}")
+        keys = set(_FIELD_KEYS) | (set(_CODED_KEYS) if isinstance(spec, dict) and "codec" in spec else set())
+        if not isinstance(spec, dict) or set(spec) != keys or re.search(r"[^A-Za-z0-9_.]", name):
+            raise SchemaError(
+                f"field {name!r}: expected exactly the keys {', '.join(_FIELD_KEYS)}, of one that is compressed "
+                f"{', '.join(_CODED_KEYS)}, too"
+            )
         dtype, shape = _typed(spec, "dtype", str), _typed(spec, "shape", list)
         if not is_dtype_name(dtype) or any(type(n) is not int for n in shape):
             raise SchemaError(f"field {name!r}: dtype {dtype!r} or shape {shape!r} is none that can be stored")
         default = _default_from_json(spec["default"], not dtype.startswith("U"))
         try:
-            out[name] = Field(dtype, tuple(shape), default, _typed(spec, "final", bool))
+            codec = codec_from_json(spec["codec"]) if "codec" in spec else None
+            out[name] = Field(dtype, tuple(shape), default, _typed(spec, "final", bool), codec)
+            if codec is not None:
+                _sizes_of_coded(name, spec, sizes, packed)
         except SchemaError as error:
             raise SchemaError(f"field {name!r}: {error}") from None
         columns[name] = _integer(spec, "column", 0, 2 * MAX_FIELDS + SPARE_COLUMNS)
     return out
+
+
+def _sizes_of_coded(name: str, spec: dict[str, Any], sizes: dict[str, dict[str, int]], packed: bool) -> None:
+    if packed != (spec["blobs"] is not None):
+        raise SchemaError(
+            f"blobs: got {spec['blobs']!r}, expected the bytes of the blobs of a packed folder, else null"
+        )
+    if packed:
+        sizes["blobs"][name] = _integer(spec, "blobs", 0, MAX_FILE_BYTES)
+    if spec["dictionary"] is not None:
+        sizes["dictionaries"][name] = _integer(spec, "dictionary", 1, MAX_DICTIONARY)
 
 
 def _typed(document: dict[str, Any], key: str, kind: type) -> Any:

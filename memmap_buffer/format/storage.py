@@ -22,11 +22,12 @@ import numpy.typing as npt
 from memmap_buffer.choices import Verify
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
-from memmap_buffer.format.checksums import checksum, checksum_row, digest_of
+from memmap_buffer.format.blobs import CodedRows, Dictionary, sums_of
+from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray, visible_slots
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import boot_id
-from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
+from memmap_buffer.format.layout import BLOBS, DICTIONARY, MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.records import (
     CHECK,
     CHECKED,
@@ -49,6 +50,7 @@ from memmap_buffer.format.records import (
     columns_since,
 )
 from memmap_buffer.paths import path_of
+from memmap_buffer.schema import Field
 
 log = logging.getLogger("memmap_buffer")
 
@@ -60,13 +62,17 @@ _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 
 @dataclass(frozen=True)
 class Maps:
-    """The mapped files: `words` (slots, 8) u8, `state` (1056,) u8, `checksums`, per-timestep rows and meta by name."""
+    """The mapped files: `words` (slots, 8) u8, `state` (1056,) u8, `checksums`, per-timestep rows and meta by name.
+
+    Of compressed fields `rows` has the index, and `coded` what it takes to decode them.
+    """
 
     words: Words
     state: Words
     checksums: Array
     rows: dict[str, Array]
     meta: dict[str, Array]
+    coded: dict[str, CodedRows]
 
 
 def check_verify(verify: str) -> None:
@@ -185,7 +191,43 @@ class Storage:
             mapped["/checksums"],
             {name: mapped[name].reshape(self.layout.rows_shape(name)) for name in schema.fields},
             {name: mapped[name] for name in schema.meta_fields},
+            {name: self._coded(name, field, mapped) for name, field in self.layout.coded.items()},
         )
+
+    @staticmethod
+    def _coded(name: str, field: Field, mapped: Mapping[str, Array]) -> CodedRows:
+        content = mapped.get(name + DICTIONARY)
+        return CodedRows(
+            field, mapped[name + BLOBS].reshape(-1), None if content is None else Dictionary.of(content.copy())
+        )
+
+    def read_rows(self, name: str, rows: IntArray | slice) -> Array:
+        """Rows of a per-timestep field as stored, (N, *field), decoded where they are compressed.
+
+        Raises:
+            CorruptBufferError: a blob is none, or was overwritten while it was read.
+        """
+        stored = self.maps.rows[name]
+        found = stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
+        coded = self.maps.coded.get(name)
+        if coded is None:
+            return found
+        try:
+            return coded.decode(found)
+        except ValueError as error:
+            raise self.damaged_blob(name, error) from None
+
+    def damaged_blob(self, name: str, why: object) -> CorruptBufferError:
+        """The error for a compressed field of which a blob cannot be decoded."""
+        path = self.path / self.layout.arrays[name + BLOBS].name
+        return CorruptBufferError(
+            f"{path}: {why}; it was changed by another program, see `memmap-buffer verify`", path=path
+        )
+
+    def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
+        """The sums, for the checksum of a field, of what was before, and of some rows."""
+        rows, coded = self.maps.rows[name][first:stop], self.maps.coded.get(name)
+        return add_rows(sums, rows) if coded is None else sums_of(coded.contents(rows), sums)
 
     def state(self, name: str) -> int:
         """A word of state.npy."""
@@ -461,7 +503,7 @@ class Storage:
     def checksums_of(self, slot: int, length: int, has_final: bool) -> dict[str, int]:
         """The checksum of each field, over the first `length` rows of a slot, and of each meta field."""
         found = {}
-        for name, rows in self.maps.rows.items():
+        for name in self.maps.rows:
             first, final = self.start_of(name, slot), self.layout.schema.fields[name].final
-            found[name] = checksum(rows[first : first + length + (final and has_final)])
+            found[name] = checksum_of(self.sums_of_rows(name, first, first + length + (final and has_final)))
         return found | {name: checksum(values[slot : slot + 1]) for name, values in self.maps.meta.items()}

@@ -230,6 +230,13 @@ def barrier(fd: int) -> None:
     system.barrier(fd)
 
 
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def process_id() -> int:
     return os.getpid()
 

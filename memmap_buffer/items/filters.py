@@ -164,4 +164,4 @@ def _column(storage: Storage, name: str, slot: IntArray, t: IntArray) -> Array:
         return t
     field = storage.layout.schema.fields[name]
     rows = storage.first_row(slot, field.final) + np.maximum(t, 0)
-    return decode(storage.maps.rows[name].take(rows, axis=0), field.dtype)
+    return decode(storage.read_rows(name, rows), field.dtype)

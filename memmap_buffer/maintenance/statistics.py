@@ -345,7 +345,7 @@ def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[t
     """(entries, which of them are valid) of the visible episodes: those of a damaged or overwritten one are not."""
     schema = storage.layout.schema
     field, most = schema.all[name], max(1, BLOCK_BYTES // max(1, schema.all[name].itemsize))
-    column = storage.maps.meta[name] if name in schema.meta_fields else storage.maps.rows[name]
+    meta = storage.maps.meta.get(name)
     counts = _entries(storage, table, name)
     for block in _plan_blocks(zip(table.whole.tolist(), counts.tolist(), strict=True), most):
         slots = np.array([slot for slot, _, _ in block])
@@ -353,7 +353,8 @@ def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[t
         storage.trust(slots)  # an episode that fails its check is not visible any more
         valid = storage.table.shows(slots, table.serial[slots])
         ranges = zip(first.tolist(), block, strict=True)
-        rows = np.concatenate([column[row + start : row + stop] for row, (_, start, stop) in ranges])
+        parts = [slice(row + start, row + stop) for row, (_, start, stop) in ranges]
+        rows = np.concatenate([storage.read_rows(name, part) if meta is None else meta[part] for part in parts])
         valid &= storage.unmoved(slots, table.serial[slots], table.generation[slots], table.changes)
         yield rows, np.repeat(valid, [stop - start for _, start, stop in block])
 

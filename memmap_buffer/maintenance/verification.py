@@ -119,6 +119,7 @@ class Survey(Storage):
             parts["/checksums"],
             {name: parts[name] for name in schema.fields if len(parts[name])},
             {name: parts[name] for name in schema.meta_fields if len(parts[name])},
+            {name: self._coded(name, field, parts) for name, field in self.layout.coded.items()},
         )
 
     @property

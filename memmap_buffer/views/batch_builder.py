@@ -6,8 +6,10 @@ copies all of them, and `fresh` tells whether every episode is still what it was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -18,6 +20,7 @@ from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.schema import DECLARED, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import Folders, Found
@@ -127,6 +130,7 @@ class BatchBuilder:
         self._pool, self._folders = folders.pool, folders
         self._following: Following | None = None
         self._ends, self._parted = ends, False
+        self._broken: tuple[Storage, str, BoolArray] | None = None  # a field of which some items cannot be decoded
         words: Words = self.anchors.words  # type: ignore[assignment]
         halves: npt.NDArray[np.uint32] = words.view(np.uint32)
         self.t, self.length = anchors.t, halves[:, STOP].astype(np.int64)
@@ -409,11 +413,16 @@ class BatchBuilder:
         """Copy everything: key -> (B, …), as stored."""
         out: Columns = {}
         single, stored, fields = self.found.order is None, self.found.groups[0].storage.maps.rows, self.schema.fields
+        coded, later = self._folders.coded, set[str]()
         for key, column in self.batch.items():
             if type(column) is not RowGather:
                 out[key] = column.exist() if type(column) is RowRanges else column  # type: ignore[assignment]
                 continue
             name, rows, missing, padding = column
+            if name in coded:
+                later.add(name)
+                out[key] = rows  # type: ignore[assignment]  # in its place
+                continue
             if single and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
                 values = stored[name].take(rows, 0, None, "clip")
             else:
@@ -421,10 +430,55 @@ class BatchBuilder:
             if missing is not None and padding != "edge":  # the nearest row, which "edge" asks for, was copied
                 values[missing] = values.dtype.type() if padding == "zero" else fields[name].fill
             out[key] = values.view(BFloat16Bits) if fields[name].dtype == "bfloat16" else values
+        for name in later:
+            wanted = {key: c for key, c in self.batch.items() if type(c) is RowGather and c.name == name}
+            out |= zip(wanted, self._decoded(name, list(wanted.values())), strict=True)
         return out
+
+    def _decoded(self, name: str, wanted: Sequence[RowGather]) -> list[Array]:
+        """Rows of a compressed field, each (B, …, *field): a blob that is wanted several times is decoded once."""
+        field, count = self.schema.fields[name], len(self.t)
+        leads = [(count, g.rows.steps) if isinstance(g.rows, RowRanges) else g.rows.shape for g in wanted]
+        stops = np.cumsum([0, *map(math.prod, leads)])
+        out = self._pool.empty((int(stops[-1]), *field.shape), field.storage)
+        for storage, chosen, *_ in self.found.groups:
+            found = [self._rows_in_file(storage, chosen, gather) for gather in wanted]
+            places = [
+                np.arange(start, stop).reshape(count, (stop - start) // max(count, 1))[chosen].ravel()
+                for start, stop in pairwise(stops.tolist())
+            ]
+            of, place = np.concatenate(found), np.concatenate(places)
+            if name not in storage.maps.coded:
+                out[place] = of
+                continue
+            bad = storage.maps.coded[name].decode_into(of, out, place)
+            if len(bad):
+                starts = stops[np.searchsorted(stops, place[bad], side="right") - 1]
+                per_item = np.diff(stops)[np.searchsorted(stops, place[bad], side="right") - 1] // count
+                items = np.zeros(count, np.bool_) if self._broken is None else self._broken[2]
+                items[(place[bad] - starts) // per_item] = True
+                self._broken = storage, name, items
+        parts = [out[start:stop] for start, stop in pairwise(stops.tolist())]
+        return [marked(field, part.reshape(*lead, *field.shape)) for lead, part in zip(leads, parts, strict=True)]
+
+    def _rows_in_file(self, storage: Storage, chosen: Any, gather: RowGather) -> Array:
+        """The rows of some items (n, …) in the file of a field of one folder, with its padding, one behind the other.
+
+        Of a compressed field they are its index.
+        """
+        name, rows, missing, padding = gather
+        field = storage.layout.schema.fields[name].in_file
+        if isinstance(rows, RowRanges):
+            return rows[chosen].copy(storage, name, self._pool).reshape(-1, *field.shape)
+        values: Array = storage.maps.rows[name].take(rows[chosen], 0, None, "clip")
+        if missing is not None and padding != "edge":
+            values[missing[chosen]] = values.dtype.type() if padding == "zero" else field.fill
+        return values.reshape(-1, *field.shape)
 
     def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field, folder by folder: (B, …, *field)."""
+        if name in self._folders.coded:
+            return self._decoded(name, [RowGather(name, rows)])[0]
         order, groups = self.found.order, self.found.groups
         if order is None:
             storage = groups[0].storage
@@ -452,6 +506,11 @@ class BatchBuilder:
         same = self.found.unchanged()
         if self._following is not None:
             same[self._following.item[~self._following.found.unchanged()]] = False
+        if self._broken is not None:  # while it was copied it may have been overwritten
+            storage, name, items = self._broken
+            if (same & items).any():
+                serial = int(self.anchors.serial[same & items][0])
+                raise storage.damaged_blob(name, f"episode {serial} has a timestep that cannot be decoded")
         return same if self._there is None else same & self._there
 
     def kept(self, columns: Columns, chosen: BoolArray, fitted: bool) -> Columns:

@@ -80,6 +80,7 @@ class Folders:
             as many as storages. Another folder may take the place of one; no folder takes another place.
         single: whether there is one folder, and never another.
         pool: the memory of batches.
+        coded: the fields that are compressed in some of them.
 
     Raises:
         SchemaMismatchError: the fields differ; the text lists how.
@@ -94,6 +95,7 @@ class Folders:
         self.schema = self._layout.schema
         self.single = shards is None and len(storages) == 1
         self.pool = Pool()
+        self.coded: frozenset[str] = frozenset()
         self.numbers = np.empty(0, np.int64)
         self._lock = threading.Lock()
         self._looked = True
@@ -122,12 +124,13 @@ class Folders:
         for storage in found.values():
             if storage in known or storage.withdrawn:  # a withdrawn one is shaped as one that was taken in
                 continue
-            differences = self._layout.differences(storage.layout)
+            differences = self._layout.differences(storage.layout, codecs=False)
             ends = (key for key in ENDS if getattr(storage.layout.schema, key) != getattr(self.schema, key))
             lines = [line for line in differences if line.startswith(("fields", "meta_fields", *ends))]
             if lines:
                 text = "\n  ".join([f"{storage.path} and {self._path} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)
+        self.coded = self.coded.union(*(storage.layout.coded for storage in found.values()))
         buffers: dict[str, Storage] = {}
         for storage in found.values():
             other = storage if storage.withdrawn else buffers.setdefault(storage.layout.id, storage)

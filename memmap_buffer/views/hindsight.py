@@ -226,11 +226,11 @@ class HindsightBuilder(BatchBuilder):
         rows = self.first(self.schema.fields[name].final)[item] + t
         groups, field = self.found.groups, self.schema.fields[name]
         if self.found.order is None:
-            return groups[0].storage.maps.rows[name].take(rows, axis=0, mode="clip")
+            return groups[0].storage.read_rows(name, rows)
         out, group_of = np.empty((len(item), *field.shape), field.storage), np.empty(len(self.t), np.int64)
         for number, group in enumerate(groups):
             group_of[group.chosen] = number
         for number, group in enumerate(groups):
             mine = np.flatnonzero(group_of[item] == number)
-            out[mine] = group.storage.maps.rows[name].take(rows[mine], axis=0, mode="clip")
+            out[mine] = group.storage.read_rows(name, rows[mine])
         return out

@@ -88,7 +88,7 @@ class RowRanges:
             items = self._cut
         self._copy_each(rows, out, items, zero=self.padding == "zero")
         if self.padding != "zero":
-            self._pad(rows, out, items, storage.layout.schema.fields[name].fill)
+            self._pad(rows, out, items, storage.layout.schema.fields[name].in_file.fill)
         if self.further is not None:
             columns = (column.tolist() for column in self.further)
             self._copy_each(rows, out, list(zip(*columns, strict=True)), zero=False)

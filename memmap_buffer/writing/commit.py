@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from memmap_buffer.dtypes import Array
+from memmap_buffer.format.blobs import contents_of, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.host import file_system
-from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.layout import BLOBS, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import (
     CHECK,
@@ -33,8 +34,10 @@ from memmap_buffer.format.records import (
 )
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import BLOCK, barrier, close_all, punch, write_all, write_word
+from memmap_buffer.writing.blob_column import BlobColumn
 
 MEMORY = ("tmpfs", "ramfs")
+BLOBS_AT_ONCE = 16 << 20  # bytes of timesteps whose blobs are written at once
 PIECE = 1 << 18  # bytes that are written, then read for their checksum while the processor has them: 2/3 of the time
 
 
@@ -60,13 +63,14 @@ class WriteHandles:
         self._row = {
             name: (self.fd[name], len(arrays[name].header), size, longest + field.final, piece)
             for name, field in self.layout.schema.fields.items()
-            for size in [field.itemsize]
+            for size in [field.in_file.itemsize]
             for piece in [max(1, PIECE // size) if checksum else longest + field.final]
         }
         # Fields of which what a slot held before may take so much space that it is given back. A reader that is late
         # copies what was given back, before it sees that the episode is gone.
         may_give_back = not storage.state("reserved") and self.holes_are_harmless
         self._large = [row for row in self._row.values() if may_give_back and row[2] * row[3] >= BLOCK]
+        self._coded = [name for name in self.layout.coded if may_give_back]
 
     def close(self) -> None:
         """Close the descriptors; twice is fine."""
@@ -136,6 +140,9 @@ class WriteHandles:
         checksum, stop = self.checksum and sums is not None, rows.stop
         sums = dict(sums or {})
         for name, array in columns.items():
+            if name in self.layout.coded:
+                self._write_blobs(name, array, rows, slot, t, sums if checksum else None)
+                continue
             fd, header, itemsize, stride, piece = self._row[name]
             offset = header + (slot * stride + t - rows.start) * itemsize
             row = rows.start
@@ -146,6 +153,33 @@ class WriteHandles:
                     sums[name] = add_rows(sums[name], data)
                 row += piece
         return sums
+
+    def _write_blobs(
+        self, name: str, column: Array | BlobColumn, rows: range, slot: int, t: int, sums: dict[str, Sums] | None
+    ) -> None:
+        """Write some rows of a compressed field: their blobs behind those before, then their index."""
+        field, row = self.layout.coded[name], slot * self._row[name][3] + t
+        count = max(1, BLOBS_AT_ONCE // field.itemsize)
+        for begin in range(rows.start, rows.stop, count):
+            some = slice(begin, min(begin + count, rows.stop))
+            blobs = column.blobs(some) if isinstance(column, BlobColumn) else encode_many(field, column[some])
+            index = index_of(field, blobs, self.end_of_blobs(name, slot, t))
+            data = b"".join(blobs)
+            write_all(self.fd[name + BLOBS], data, self.layout.arrays[name + BLOBS].offset(0) + int(index[0, 0]))
+            write_all(self.fd[name], index, self.layout.row_offset(name, row))
+            if sums is not None:
+                sums[name] = add_rows(sums[name], contents_of(index, blobs))
+            row, t = row + len(blobs), t + len(blobs)
+
+    def end_of_blobs(self, name: str, slot: int, t: int) -> int:
+        """Where the blob of timestep `t` of a slot begins in a field's file of blobs: behind the one before."""
+        region = self.layout.region(name, slot)
+        if t == 0:
+            return region.start
+        end = end_of(self.storage.maps.rows[name][slot * self._row[name][3] + t - 1])
+        if not region.start <= end <= region.stop:
+            raise self.storage.damaged_blob(name, f"timestep {t - 1} of slot {slot} has a blob of another slot")
+        return end
 
     @property
     def holes_are_harmless(self) -> bool:
@@ -158,6 +192,10 @@ class WriteHandles:
             final = stride - self.layout.max_timesteps  # one row more, which may be the new episode's
             first = slot * stride + final
             punch(fd, header + (first + start) * itemsize, header + (first + stop) * itemsize)
+        for name in self._coded:
+            header, field = self.layout.arrays[name + BLOBS].offset(0), self.layout.coded[name]
+            end = self.end_of_blobs(name, slot, start) + field.final * field.itemsize
+            punch(self.fd[name + BLOBS], header + end, header + self.layout.region(name, slot).stop)
 
     def write_meta(self, name: str, slot: int, value: Array) -> None:
         write_all(self.fd[name], value, self.layout.arrays[name].offset(slot))
@@ -249,9 +287,9 @@ class SlotWriter:
         """Of the steps that are written, for the checksum of each field."""
         if self._summed < self.length and self.files.checksum:
             storage, sums = self.files.storage, self._sums.copy()
-            for name, rows in storage.maps.rows.items():
+            for name, before in self._sums.items():
                 first = storage.start_of(name, self.slot)
-                sums[name] = add_rows(sums[name], rows[first + self._summed : first + self.length])
+                sums[name] = storage.sums_of_rows(name, first + self._summed, first + self.length, before)
             self._sums, self._summed = sums, self.length
         return self._sums
 
@@ -276,7 +314,7 @@ class SlotWriter:
     def append(self, columns: Mapping[str, Array], base: int, stop: int) -> None:
         """Write timesteps of an episode that is shown already, and show them, too."""
         self.write(columns, base, stop, add=False)
-        self.files.barriers(*self.files.layout.schema.fields)
+        self.files.barriers(*self.files.layout.keys_of_steps)
         self.files.write_shown(self.slot, self.start, stop)
         self.files.barriers("/episodes")
 
@@ -338,7 +376,7 @@ class SlotWriter:
     def give_back(self) -> None:
         """Once all rows are written, give the space back that an episode before took beyond them."""
         before = max(self._before, self.room)
-        if self.length < before:
+        if self.length < before or self.files.layout.coded:  # fewer timesteps may have had larger blobs
             self.files.give_back(self.slot, self.length, before)
 
     def _begin(self) -> None:
@@ -366,7 +404,7 @@ def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
     new = [one.serial for one in slot_writers if not one.published]
     for one in slot_writers:
         one.seal()
-    files.barriers(*files.layout.schema.all, "/checksums")
+    files.barriers(*files.layout.keys_of_episodes, "/checksums")
     try:
         sector = None
         for one in slot_writers:

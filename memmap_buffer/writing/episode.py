@@ -21,6 +21,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import EpisodeStateError, SchemaError
 from memmap_buffer.schema import Field
 from memmap_buffer.writing import validation
+from memmap_buffer.writing.blob_column import BlobColumn
 from memmap_buffer.writing.validation import require_default
 
 if TYPE_CHECKING:
@@ -403,23 +404,34 @@ class Episode(Block):
         self._require_within(needed)
         if self._capacity and not self.staged:
             self._writer.spill(self)
+            _clear(self.columns)
             self.base, self._stop = self.length, self.length + self._capacity
             return
         before, fields = self.columns, self._schema.fields
         columns = {} if before else self._writer.staging.take(needed)
         if not columns:
             capacity = min(self._writer.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
-            columns = {name: np.empty((capacity, *field.shape), field.storage) for name, field in fields.items()}
+            columns = {name: self._new_column(name, capacity) for name in fields}
         for name, rows in before.items():
-            columns[name][: self.length] = rows[: self.length]
+            if isinstance(rows, np.ndarray):
+                columns[name][: self.length] = rows[: self.length]
         self._plan = [column(name, field, columns[name]) for name, field in fields.items()]
         self._flags = [(list(fields).index(name), name, columns[name]) for name in self._schema.ends]
         self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
         self._capacity = self._stop = len(self._plan[0][0])
 
+    def _new_column(self, name: str, capacity: int) -> Any:
+        """Memory for the rows of a field; that of compressed ones is the same as before, as they are on their way."""
+        field = self._schema.fields[name]
+        if field.codec is None:
+            return np.empty((capacity, *field.shape), field.storage)
+        column: Any = self.columns.get(name) or BlobColumn(field, capacity)
+        column.capacity = capacity
+        return column
+
     def _first_capacity(self) -> int:
         # Pages that are not written to yet cost nothing; where they are written out in between, no more is staged.
-        step = sum(field.itemsize for field in self._schema.fields.values())
+        step = sum(field.itemsize for field in self._schema.fields.values() if field.codec is None) or 1
         return max(FIRST_CAPACITY if self.staged else 1, CHUNK_BYTES // step)
 
     def _release(self) -> None:
@@ -452,6 +464,13 @@ class Episode(Block):
         return self._pick(full)
 
 
+def _clear(columns: Mapping[str, Any]) -> None:
+    """Forget the timesteps of compressed fields."""
+    for column in columns.values():
+        if isinstance(column, BlobColumn):
+            column.clear()
+
+
 @lru_cache(maxsize=64)
 def _step_type(names: tuple[str, ...]) -> tuple[Any, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
     """What makes the named tuple of a step; what takes its values out of a dict, in the order of the schema."""
@@ -479,6 +498,7 @@ class Staging:
 
     def keep(self, columns: dict[str, Array]) -> None:
         """Take columns that nothing refers to any more, unless more than KEPT_BYTES would be kept."""
+        _clear(columns)
         size = sum(column.nbytes for column in columns.values())
         if size + sum(kept for kept, _ in self._kept) <= KEPT_BYTES:
             self._kept.append((size, columns))

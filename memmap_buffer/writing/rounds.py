@@ -51,7 +51,8 @@ class MappedFiles:
     @staticmethod
     def may_be_used(files: WriteHandles) -> bool:
         """Whether stores into maps are as good as writes here."""
-        return overwrites_in_place(files.storage.path) and machine() in ORDERED and not files.power
+        in_place = overwrites_in_place(files.storage.path) and not files.layout.coded  # blobs are of any length
+        return in_place and machine() in ORDERED and not files.power
 
     def _mapped(self, array: ArrayFile) -> Array:
         fd, mapped = self._files.storage.folder.map_to_change(array.name, array.header, array.size, shared=True)

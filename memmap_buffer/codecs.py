@@ -1,0 +1,235 @@
+"""How the rows of a field are compressed: `Zstd`, lossless, and `Jpeg` for pictures.
+
+A codec turns rows into blobs and back, a row at a time, so that any row is read alone. The list is closed: a schema
+names one of these or is refused. While they work other threads may run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.extras import extra
+
+_local = threading.local()  # compressors and decompressors: each is one thread's
+
+
+@dataclass(frozen=True)
+class Zstd:
+    """Zstandard: lossless, for any numbers; pictures of few colours become a tenth to a fortieth of their size.
+
+    Needs the extra `zstd`.
+
+    Args:
+        level: 1 … 19; a higher one takes longer to encode, and no longer to decode.
+    """
+
+    level: int = 3
+    name: ClassVar[str] = "zstd"
+    lossy: ClassVar[bool] = False
+    takes_dictionary: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_int("Zstd: level", self.level, 1, 19)
+
+    def require_fits(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """All numbers fit."""
+
+    def load(self) -> None:
+        """Raise ImportError where the package is missing."""
+        self._zstandard  # noqa: B018
+
+    @cached_property
+    def _zstandard(self) -> Any:
+        with extra("zstd"):
+            import zstandard
+        return zstandard
+
+    def encode(self, rows: Array, dictionary: Array | None = None) -> list[bytes]:
+        """The blobs of rows (N, …), each of which can be decoded alone.
+
+        Args:
+            rows: as stored.
+            dictionary: bytes (n,) that `train` made, which it takes to decode them, too.
+        """
+        key = ("compress", self.level, None if dictionary is None else dictionary.ctypes.data)
+        compress = _kept(key, dictionary, lambda: self._compressor(dictionary).compress)
+        return [compress(row) for row in np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)]
+
+    def _compressor(self, dictionary: Array | None) -> Any:
+        return self._zstandard.ZstdCompressor(
+            level=self.level, dict_data=self._dictionary(dictionary), write_checksum=False, write_dict_id=False
+        )
+
+    def _dictionary(self, dictionary: Array | None) -> Any:
+        if dictionary is None:
+            return None
+        return self._zstandard.ZstdCompressionDict(dictionary.tobytes())
+
+    def decode_into(
+        self,
+        blobs: Sequence[bytes],
+        places: Sequence[memoryview],
+        shape: tuple[int, ...],
+        dictionary: Array | None = None,
+    ) -> None:
+        """Decode blobs, each to where its row belongs.
+
+        Args:
+            blobs: N of them.
+            places: N writable views of as many bytes as a row has.
+            shape: of a row.
+            dictionary: of `encode`.
+
+        Raises:
+            ValueError: a blob that is not one of a row of that size. Some of the rows may have been decoded.
+        """
+        key = ("decompress", None if dictionary is None else dictionary.ctypes.data)
+        zstandard = self._zstandard
+        decompress, size_of = _kept(
+            key,
+            dictionary,
+            lambda: (
+                zstandard.ZstdDecompressor(dict_data=self._dictionary(dictionary)).decompress,
+                zstandard.frame_content_size,
+            ),
+        )
+        try:
+            for blob, place in zip(blobs, places, strict=True):
+                if size_of(blob) != len(place):  # memory for so much is taken before anything is decoded
+                    raise ValueError(f"a blob says that it is of {size_of(blob)} bytes, a row has {len(place)}")
+                place[:] = decompress(blob)
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from None
+
+    def train(self, rows: Array, size: int) -> Array | None:
+        """A dictionary of at most `size` bytes for rows like these (N, …); None where they are too few."""
+        samples = [row.tobytes() for row in rows]
+        try:
+            found = self._zstandard.train_dictionary(size, samples)
+        except self._zstandard.ZstdError:
+            return None
+        return np.frombuffer(found.as_bytes(), np.uint8)
+
+
+@dataclass(frozen=True)
+class Jpeg:
+    """JPEG: lossy, for pictures of cameras, a fifth to a tenth of their size.
+
+    Fields are uint8 of shape (height, width, 3), (height, width, 1) or (height, width). Needs the extra `jpeg`.
+
+    Args:
+        quality: 1 … 100.
+        subsampling: of the colours: "444" (none), "422", "420" (half of their rows and columns).
+    """
+
+    quality: int = 95
+    subsampling: str = "420"
+    name: ClassVar[str] = "jpeg"
+    lossy: ClassVar[bool] = True
+    takes_dictionary: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_int("Jpeg: quality", self.quality, 1, 100)
+        if self.subsampling not in ("444", "422", "420"):
+            raise SchemaError(f"Jpeg: subsampling: got {self.subsampling!r}, expected '444', '422' or '420'")
+
+    def require_fits(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Raise SchemaError unless rows are pictures."""
+        if dtype != "uint8" or len(shape) not in (2, 3) or shape[2:] not in ((), (1,), (3,)) or max(shape) > 65500:
+            raise SchemaError(
+                f"Jpeg: got a field of {dtype} {shape}, expected uint8 (height, width, 3), (height, width, 1) or "
+                "(height, width); move the axis of the channels to the end, or use codec='zstd'"
+            )
+
+    def load(self) -> None:
+        """Raise ImportError where the package is missing."""
+        self._simplejpeg  # noqa: B018
+
+    @cached_property
+    def _simplejpeg(self) -> Any:
+        with extra("jpeg"):
+            import simplejpeg
+        return simplejpeg
+
+    def encode(self, rows: Array, dictionary: Array | None = None) -> list[bytes]:
+        """The blobs of rows (N, height, width, …)."""
+        encode, colours = self._simplejpeg.encode_jpeg, _colours(rows.shape[1:])
+        subsampling = self.subsampling if colours == "RGB" else "Gray"
+        return [
+            encode(row.reshape(*row.shape[:2], -1), self.quality, colours, subsampling)
+            for row in np.ascontiguousarray(rows)
+        ]
+
+    def decode_into(
+        self,
+        blobs: Sequence[bytes],
+        places: Sequence[memoryview],
+        shape: tuple[int, ...],
+        dictionary: Array | None = None,
+    ) -> None:
+        """Decode blobs, each to where its row belongs; see `Zstd.decode_into`."""
+        for blob, place in zip(blobs, places, strict=True):
+            height, width, *_ = self._simplejpeg.decode_jpeg_header(blob)
+            if (height, width) != shape[:2]:  # memory for so much is taken before anything is decoded
+                raise ValueError(f"a blob is a picture of {height} x {width}, a row of {shape[0]} x {shape[1]}")
+            self._simplejpeg.decode_jpeg(blob, _colours(shape), buffer=place)
+
+
+Codec: TypeAlias = Zstd | Jpeg
+CODECS: dict[str, type[Zstd] | type[Jpeg]] = {"zstd": Zstd, "jpeg": Jpeg}
+
+
+def parse_codec(spec: Any) -> Codec | None:
+    """A codec from itself, its name, or None. Raises SchemaError."""
+    if spec is None or isinstance(spec, (Zstd, Jpeg)):
+        return spec
+    if isinstance(spec, str) and spec in CODECS:
+        return CODECS[spec]()
+    raise SchemaError(f"codec: got {spec!r}, expected 'zstd', 'jpeg', Zstd(level=…), Jpeg(quality=…) or None")
+
+
+def codec_to_json(codec: Codec) -> dict[str, Any]:
+    """A codec as it stands in `schema.json`."""
+    return {"name": codec.name, **asdict(codec)}
+
+
+def codec_from_json(spec: Any) -> Codec:
+    """The codec that `schema.json` names. Raises SchemaError for any that is not known."""
+    if not isinstance(spec, Mapping) or spec.get("name") not in CODECS:
+        raise SchemaError(f"codec: got {spec!r}, this release knows {', '.join(CODECS)}; install a newer one")
+    given = {key: value for key, value in spec.items() if key != "name"}
+    try:
+        codec = CODECS[spec["name"]](**given)
+    except TypeError:
+        raise SchemaError(f"codec: got {spec!r}, which has unknown keys; install a newer release") from None
+    if codec_to_json(codec) != spec:
+        raise SchemaError(f"codec: got {spec!r}, expected the keys {', '.join(codec_to_json(codec))}")
+    return codec
+
+
+def _colours(shape: tuple[int, ...]) -> str:
+    return "RGB" if shape[2:] == (3,) else "GRAY"
+
+
+def _kept(key: Any, dictionary: Array | None, make: Callable[[], Any]) -> Any:
+    """What this thread has made for a key before; the dictionary that it is of is kept with it."""
+    kept: dict[Any, Any] = _local.__dict__.setdefault("kept", {})
+    found = kept.get(key)
+    if found is None:
+        if len(kept) > 64:
+            kept.clear()
+        found = kept[key] = make(), dictionary
+    return found[0]
+
+
+def _check_int(what: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise SchemaError(f"{what}: got {value!r}, expected a whole number from {low} to {high}")
