@@ -20,6 +20,7 @@ MAX_DIMENSIONS = 16
 MAX_NAME = 64
 DEFAULT_BLOB = 2**32 - 1  # in the place of the length of a blob: the row is the field's default, else zeros
 MAX_BLOB = DEFAULT_BLOB - 1
+MEMBERS = 1024  # of a list, for which there is room on an average over an episode
 ENDS = ("terminated", "truncated")
 DECLARED = ""  # as the name of the field that ends an episode: whichever was declared to
 RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
@@ -33,7 +34,8 @@ class Field:
 
     Args:
         dtype: "float" (float32), "int" (int64), a numpy or torch dtype or its name, or "U<n>" for text.
-        shape: the shape of one entry; an int n means (n,).
+        shape: the shape of one entry; an int n means (n,). None as the first length: each timestep has a list of any
+            length, of numbers (None,) or of arrays (None, *shape).
         default: what a step that leaves the field out gets: a scalar, or an array of `shape`. None: it must be given.
         final: the field has one more entry per episode, the observation after the last action.
         codec: how each timestep is compressed: "zstd" or `Zstd(level=…)`, lossless; "jpeg" or `Jpeg(quality=…)`; None:
@@ -52,6 +54,11 @@ class Field:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "shape", _parse_shape(self.shape))
+        if self.is_list and (self.dtype == "bfloat16" or self.entries.kind == "U" or self.codec is not None):
+            raise SchemaError(
+                f"shape {self.shape}: lists of {self.dtype}{' with a codec' if self.codec else ''} cannot be stored, "
+                "those of other numbers without one can; declare another dtype, or a shape of whole numbers"
+            )
         if self.codec is not None:
             object.__setattr__(self, "codec", self._parse_codec(self.codec))
         if self.default is not None:
@@ -59,6 +66,8 @@ class Field:
 
     def _parse_default(self, default: Any) -> Any:
         try:
+            if self.is_list:
+                return self.encode(default).tolist()
             stored = encode(default, self.dtype, () if to_numpy(default).ndim == 0 else self.shape)
         except SchemaError as error:
             raise SchemaError(f"default {default!r}: {error}") from None
@@ -87,9 +96,29 @@ class Field:
         return cls(spec)
 
     @cached_property
-    def storage(self) -> np.dtype[Any]:
-        """The numpy dtype on disk."""
+    def is_list(self) -> bool:
+        """Whether each timestep has a list of any length."""
+        return bool(self.shape[:1] == (None,))
+
+    @cached_property
+    def is_coded(self) -> bool:
+        """Whether timesteps are of any length in the file: compressed, or lists."""
+        return self.codec is not None or self.is_list
+
+    @cached_property
+    def entries(self) -> np.dtype[Any]:
+        """The numpy dtype of the numbers on disk."""
         return storage_dtype(self.dtype)
+
+    @cached_property
+    def storage(self) -> np.dtype[Any]:
+        """The numpy dtype of stored values in memory: that on disk; of lists it is that of objects, an array each."""
+        return np.dtype(object) if self.is_list else self.entries
+
+    @cached_property
+    def cell(self) -> tuple[int, ...]:
+        """The shape of one stored value in memory: that of the field; of a list it is ()."""
+        return () if self.is_list else self.shape
 
     @cached_property
     def direct(self) -> np.dtype[Any]:
@@ -98,7 +127,11 @@ class Field:
 
     @cached_property
     def fill(self) -> Array:
-        """The stored entry that stands for a missing one: the default, else zeros. Shape `shape`."""
+        """The stored entry that stands for a missing one: the default, else zeros, or an empty list. Shape `cell`."""
+        if self.is_list:
+            out = np.empty((), object)
+            out[()] = self.encode([] if self.default is None else self.default)
+            return out
         if self.default is None:
             return np.zeros(self.shape, self.storage)
         row = encode(self.default, self.dtype, to_numpy(self.default).shape)
@@ -106,8 +139,13 @@ class Field:
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes of one entry."""
-        return int(np.prod(self.shape, dtype=object)) * self.storage.itemsize
+        """Bytes of one entry; of a list those of one of its members."""
+        return int(np.prod(self.shape[self.is_list :], dtype=object)) * self.entries.itemsize
+
+    @cached_property
+    def blob_bytes(self) -> int:
+        """The room that a timestep has in the file of blobs, on an average over the episode."""
+        return MEMBERS * self.itemsize if self.is_list else self.itemsize
 
     @cached_property
     def in_file(self) -> Field:
@@ -116,15 +154,37 @@ class Field:
         A row of that has two numbers: where the blob begins in the file of blobs, and its length, above which stands
         the number of its dictionary; see `format`, "Blobs".
         """
-        if self.codec is None:
+        if not self.is_coded:
             return self
         return Field("uint64", (2,), [0, DEFAULT_BLOB] if self.default is not None else None, self.final)
 
     def encode(self, value: Any, lead: int = 0) -> Array:
-        """`value` as stored, shape (*lead dimensions, *shape). Raises SchemaError on a wrong shape or a lossy cast."""
+        """`value` as stored, shape (*lead dimensions, *cell). Raises SchemaError on a wrong shape or a lossy cast.
+
+        A list by itself, with no dimensions before it, is an array (n, …), a copy.
+        """
+        if self.is_list:
+            return self._encode_lists(value, lead)
         if type(value) is np.ndarray and value.dtype == self.direct and value.shape[lead:] == self.shape:
             return value
         return encode(value, self.dtype, self.shape, lead)
+
+    def _encode_lists(self, value: Any, lead: int) -> Array:
+        if not lead:
+            value = (
+                value.item() if isinstance(value, np.ndarray) and value.dtype == object and not value.ndim else value
+            )
+            empty = (0, *self.shape[1:])
+            array = np.empty(empty, self.entries) if isinstance(value, (list, tuple)) and not value else to_numpy(value)
+            if array.ndim != len(self.shape):
+                raise SchemaError(f"got shape {array.shape}, declared {self.shape}")
+            return np.array(encode(array, self.dtype, self.shape[1:], 1), order="C")
+        rows = value if isinstance(value, (list, tuple, np.ndarray)) else list(value)
+        found = [self._encode_lists(row, lead - 1) for row in rows]
+        out = np.empty((len(found), *(found[0].shape if lead > 1 and found else ())), object)
+        for i, row in enumerate(found):
+            out[i] = row
+        return out
 
 
 class Schema:
@@ -157,9 +217,10 @@ class Schema:
         self.fields = {name: _parse_field("field", name, spec) for name, spec in leaves}
         self.meta_fields = {name: _parse_field("meta field", name, spec) for name, spec in meta_leaves}
         for name, field in self.meta_fields.items():
-            for option in ("final", "codec"):
+            for option in ("final", "codec", "is_list"):
                 if getattr(field, option):
-                    raise SchemaError(f"meta field {name!r}: `{option}` is for per-timestep fields; drop it")
+                    what = f"shape {field.shape}" if option == "is_list" else f"`{option}`"
+                    raise SchemaError(f"meta field {name!r}: {what} is for per-timestep fields; drop it")
         self.declared_ends: dict[str, str | None] = dict(zip(ENDS, (terminated, truncated), strict=True))
         for key, end in self.declared_ends.items():
             if end is not None and end != key and not self._may_end(end, key):
@@ -189,7 +250,7 @@ class Schema:
 
     @cached_property
     def largest(self) -> int:
-        """Bytes of the largest entry of a field."""
+        """Bytes of the largest entry of a field that is no list."""
         return max(field.itemsize for field in self.fields.values())
 
     @cached_property
@@ -222,7 +283,7 @@ class Schema:
         if name not in self.fields:
             raise self.unknown(name, key, self.fields)
         field = self.fields[name]
-        return field.shape in ((), (1,)) and field.storage.kind in "biuf" and field.codec is None
+        return field.shape in ((), (1,)) and field.storage.kind in "biuf" and not field.is_coded
 
     def ending_by(self, terminated: str | None, truncated: str | None) -> Schema:
         """A schema of the same fields whose episodes these fields end; a default name leaves it as it is here."""
@@ -298,10 +359,10 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
     dimensions = (shape,) if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool) else shape
     if not isinstance(dimensions, (tuple, list)) or len(dimensions) > MAX_DIMENSIONS:
         raise SchemaError(f"shape: got {shape!r}, expected an int or a tuple of at most {MAX_DIMENSIONS} ints")
-    for n in dimensions:
+    for n in dimensions[dimensions[:1] in ((None,), [None]) :]:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n < 2**62:
             raise SchemaError(f"shape: got {shape!r}, expected whole numbers from 1")
-    return tuple(int(n) for n in dimensions)
+    return tuple(None if n is None else int(n) for n in dimensions)  # type: ignore[misc]
 
 
 def declared(where: str, given: Any, example: object = "float") -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from multiprocessing import current_process
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, crc32
@@ -22,6 +23,7 @@ from memmap_buffer.schema import DEFAULT_BLOB, Field
 MAX_THREADS = 4
 PART = 1 << 20  # bytes of rows that a thread decodes or encodes at once; fewer are done at once, by one
 SUMMED = 4 << 20  # bytes of blobs that are looked at together
+BoolArray = npt.NDArray[np.bool_]
 _LENGTH = np.uint64(2**32 - 1)
 
 
@@ -81,9 +83,8 @@ class CodedRows(NamedTuple):
         """Copies of the blobs of rows of the index (N, 2); None of one that lies beyond the file."""
         begin, length = index[:, 0], index[:, 1] & _LENGTH
         size, data = len(self.data), memoryview(self.data)  # type: ignore[arg-type]
-        there = (length <= min(size, self.field.itemsize)) & (
-            begin <= size - np.minimum(length, size).astype(np.uint64)
-        )
+        most = size if self.field.is_list else min(size, self.field.itemsize)
+        there = (length <= most) & (begin <= size - np.minimum(length, size).astype(np.uint64))
         length = np.where(there, length, 0)
         begin = np.where(there, begin, 0)
         found: list[bytes | None] = [
@@ -94,12 +95,43 @@ class CodedRows(NamedTuple):
         return found
 
     def decode(self, index: Array) -> Array:
-        """Rows (N, *field) of rows of the index (N, 2). Raises ValueError: one of them is none."""
+        """Stored values (N, *cell) of rows of the index (N, 2). Raises ValueError: one of them is none."""
+        if self.field.is_list:
+            members, counts, bad = self.lists(index)
+            if bad.any():
+                raise ValueError(f"{np.count_nonzero(bad)} of {len(index)} timesteps have no list")
+            out = np.empty(len(index), object)
+            stops = np.cumsum(counts)
+            for i, (a, b) in enumerate(zip((stops - counts).tolist(), stops.tolist(), strict=True)):
+                out[i] = members[a:b].copy()
+            return out
         out = np.empty((len(index), *self.field.shape), self.field.storage)
         broken = self.decode_into(index, out, np.arange(len(index)))
         if len(broken):
             raise ValueError(f"{len(broken)} of {len(index)} timesteps cannot be decoded")
         return out
+
+    def lists(self, index: Array) -> tuple[Array, IntArray, BoolArray]:
+        """The lists of rows of the index (N, 2).
+
+        Returns:
+            (members of all lists, one behind the other; (N,) how many each has; (N,) whether one is none).
+        """
+        size, word = self.field.itemsize, index[:, 1] & _LENGTH
+        default = word == DEFAULT_BLOB
+        begin, length = index[:, 0].copy(), np.where(default, np.uint64(0), word)
+        bad = (length > len(self.data)) | (begin > len(self.data) - np.minimum(length, len(self.data)))
+        bad |= (length % size != 0) | (index[:, 1] >> np.uint64(32) != 0)
+        length[bad], begin[bad] = 0, 0
+        blobs = [
+            memoryview(self.data)[a:b].tobytes()  # type: ignore[arg-type]
+            for a, b in zip(begin.tolist(), (begin + length).tolist(), strict=True)
+        ]
+        for i in np.flatnonzero(default).tolist():
+            blobs[i] = self.field.fill.item().tobytes()
+        counts = np.fromiter(map(len, blobs), np.int64, len(blobs)) // size
+        members = np.frombuffer(b"".join(blobs), self.field.entries).reshape(-1, *self.field.shape[1:])
+        return members, counts, bad
 
     def decode_into(self, index: Array, out: Array, places: IntArray) -> IntArray:
         """Decode rows, each blob once.
@@ -187,7 +219,8 @@ class CodedRows(NamedTuple):
         """The bytes that the checksum of rows of the index (N, 2) is of, some at a time: see `contents_of`."""
         if not len(index):
             return
-        ends = np.cumsum(np.minimum(index[:, 1] & _LENGTH, np.uint64(self.field.itemsize)) + np.uint64(8))
+        most = np.uint64(SUMMED if self.field.is_list else self.field.itemsize)
+        ends = np.cumsum(np.minimum(index[:, 1] & _LENGTH, most) + np.uint64(8))
         parts = np.searchsorted(ends, np.arange(0, int(ends[-1]), SUMMED) + SUMMED, side="right") + 1
         begin = 0
         for stop in np.minimum(parts, len(index)).tolist():
@@ -207,7 +240,9 @@ def contents_of(index: Array, blobs: Sequence[bytes]) -> Array:
 
 
 def encode(field: Field, rows: Array, dictionary: Dictionary | None = None) -> list[bytes]:
-    """The blobs of rows (N, *field); a row that does not become smaller is its own."""
+    """The blobs of rows (N, *field); a row that does not become smaller is its own, and so is a list."""
+    if field.is_list:
+        return [row.tobytes() for row in rows]
     size = field.itemsize
     content = None if dictionary is None else dictionary.content
     blobs: list[bytes] = field.codec.encode(rows, content)
@@ -222,7 +257,7 @@ def decoded(field: Field, blobs: Sequence[bytes]) -> Array:
 def encode_many(field: Field, rows: Array, dictionary: Dictionary | None = None) -> list[bytes]:
     """The same, in threads where they are many."""
     most = max(1, PART // field.itemsize)
-    if len(rows) <= most or threads.count == 1:
+    if field.is_list or len(rows) <= most or threads.count == 1:
         return encode(field, rows, dictionary)
     parts = [rows[i : i + most] for i in range(0, len(rows), most)]
     waiting = [threads.submit(encode, field, part, dictionary) for part in parts]

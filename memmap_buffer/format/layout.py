@@ -189,8 +189,8 @@ class Layout:
             if self.rows is not None:
                 lead = (self.rows + self.slots * field.final,)  # type: ignore[assignment]
             files[name] = ArrayFile(f"data/{name}.npy", rows.storage, (*lead, *rows.shape))
-            if field.codec is not None:
-                size = (self.slots, (self.max_timesteps + field.final) * field.itemsize)
+            if field.is_coded:
+                size = (self.slots, (self.max_timesteps + field.final) * field.blob_bytes)
                 if self.rows is not None:
                     size = (self.blobs[name],)  # type: ignore[assignment]
                 files[name + BLOBS] = ArrayFile(f"data/{name}.blobs.npy", _BYTE, size)
@@ -206,7 +206,7 @@ class Layout:
         size, field = self.arrays[key].size, self.schema.fields.get(key.removesuffix(BLOBS))
         if self.capacity is None or field is None:
             return size
-        row_bytes = (field if key.endswith(BLOBS) else field.in_file).itemsize
+        row_bytes = field.blob_bytes if key.endswith(BLOBS) else field.in_file.itemsize
         return min(size, (self.capacity + self.max_timesteps) * row_bytes)
 
     def rows_shape(self, name: str) -> tuple[int, ...]:
@@ -220,8 +220,8 @@ class Layout:
 
     @cached_property
     def coded(self) -> dict[str, Field]:
-        """The fields that are compressed."""
-        return {name: field for name, field in self.schema.fields.items() if field.codec is not None}
+        """The fields that are compressed, or lists."""
+        return {name: field for name, field in self.schema.fields.items() if field.is_coded}
 
     @cached_property
     def keys_of_steps(self) -> tuple[str, ...]:
@@ -298,10 +298,10 @@ class Layout:
         return json.dumps({**head, **groups, **ends}, indent=1, allow_nan=False).encode() + b"\n"
 
     def _coded_to_json(self, name: str, field: Field) -> dict[str, Any]:
-        if field.codec is None:
+        if not field.is_coded:
             return {}
-        sizes = self.blobs.get(name), self.dictionaries.get(name)
-        return dict(zip(_CODED_KEYS, (codec_to_json(field.codec), *sizes), strict=True))
+        codec = None if field.codec is None else codec_to_json(field.codec)
+        return dict(zip(_CODED_KEYS, (codec, self.blobs.get(name), self.dictionaries.get(name)), strict=True))
 
     @staticmethod
     def may_be_torn(data: bytes) -> bool:
@@ -352,7 +352,7 @@ def _most_episodes(schema: Schema, max_timesteps: int, capacity: int | None, spa
     longest = _whole("max_timesteps", max_timesteps, 1, MAX_TIMESTEPS)
     steps, spare = _whole("capacity", capacity, 1, 2**62), _whole("spare_slots", spare_slots, 1, MAX_SLOTS)
     wanted = min(max(FEWEST_EPISODES, -(-steps // STEPS_OF_A_SHORT_EPISODE)), steps + spare)
-    largest = max(((longest + field.final) * field.itemsize for field in schema.fields.values()), default=0)
+    largest = max(((longest + field.final) * field.blob_bytes for field in schema.fields.values()), default=0)
     fitting = min(MAX_DERIVED_BYTES // max(1, largest), MAX_SLOTS) - spare
     return max(1, min(wanted, fitting))
 
@@ -373,7 +373,7 @@ def _spelling(field: dict[str, Any] | None, codecs: bool) -> str | None:
     if field is None:
         return None
     extra = [f", {key}={field[key]!r}" for key in ("default", "final") if field[key] not in (None, False)]
-    if codecs and "codec" in field:
+    if codecs and field.get("codec") is not None:
         extra.append(f", codec={codec_from_json(field['codec'])!r}")
     return f"Field({field['dtype']!r}, {tuple(field['shape'])}{''.join(extra)})"
 
@@ -490,13 +490,15 @@ def _fields(
                 f"{', '.join(_CODED_KEYS)}, too"
             )
         dtype, shape = _typed(spec, "dtype", str), _typed(spec, "shape", list)
-        if not is_dtype_name(dtype) or any(type(n) is not int for n in shape):
+        if not is_dtype_name(dtype) or any(type(n) is not int for n in shape[shape[:1] == [None] :]):
             raise SchemaError(f"field {name!r}: dtype {dtype!r} or shape {shape!r} is none that can be stored")
         default = _default_from_json(spec["default"], not dtype.startswith("U"))
         try:
-            codec = codec_from_json(spec["codec"]) if "codec" in spec else None
+            codec = None if spec.get("codec") is None else codec_from_json(spec["codec"])
             out[name] = Field(dtype, tuple(shape), default, _typed(spec, "final", bool), codec)
-            if codec is not None:
+            if out[name].is_coded != ("codec" in spec):
+                raise SchemaError(f"codec: it stands with a list, or names how the field is compressed, got {spec!r}")
+            if "codec" in spec:
                 _sizes_of_coded(name, spec, sizes, packed)
         except SchemaError as error:
             raise SchemaError(f"field {name!r}: {error}") from None

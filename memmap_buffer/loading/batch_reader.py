@@ -60,10 +60,11 @@ class ArraySpec(NamedTuple):
     def of(cls, ragged: bool, batch_size: int | None, array: Array) -> ArraySpec:
         """From a batch of no items, in which the length of the longest is 0."""
         steps = [None if ragged or not n else n for n in array.shape[1:2]]
+        rest = [n or None for n in array.shape[2:]]  # of lists
         dtype = (
             "bfloat16" if isinstance(array, BFloat16Bits) else "str" if array.dtype.kind == "U" else array.dtype.name
         )
-        return cls((batch_size, *steps, *array.shape[2:]), dtype)
+        return cls((batch_size, *steps, *rest), dtype)
 
     @property
     def of_arrays(self) -> ArraySpec:
@@ -147,7 +148,7 @@ class BatchReader:
         """Whether several batches may be read as one: not if an item's rows depend on the others of its batch, nor
         where checksums are compared at every read."""
         selection = self.selection
-        if selection.random or selection.mixes or selection.view.pads_to_longest:
+        if selection.random or selection.mixes or selection.view.pads_to_longest or self.output.lists:
             return False
         return all(storage.verify != "read" for storage in self.folders.storages)
 

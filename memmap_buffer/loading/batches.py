@@ -20,7 +20,7 @@ from memmap_buffer.loading.prioritized import PrioritizedDraws
 from memmap_buffer.loading.samplers import UniformSampler
 from memmap_buffer.schema import nest
 from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, RaggedRows, cut
+from memmap_buffer.views.batch_builder import LENGTHS, BFloat16Bits, Columns, RaggedRows, cut
 
 
 class Form(NamedTuple):
@@ -91,6 +91,9 @@ def read(
     flat = reader.read(anchors, form.make) if isinstance(anchors, Anchors) else anchors.read(form.make)
     for key, lens in output.ragged.items():
         flat[key] = form.unpadded(flat[key], flat[lens].reshape(-1))
+    for key in output.lists if output.jagged else ():
+        if flat[LENGTHS + key].ndim == 1:  # of several timesteps an item they stay padded
+            flat[key] = form.unpadded(flat[key], flat[LENGTHS + key])
     batch = nest(flat) if output.nested else flat
     return output.transformed(batch, rng) if output.transforms else batch
 

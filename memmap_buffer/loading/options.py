@@ -18,6 +18,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import DECLARED, Schema
+from memmap_buffer.views.batch_builder import LENGTHS
 from memmap_buffer.views.hindsight import Hindsight
 from memmap_buffer.views.n_step import NStep
 from memmap_buffer.views.view import View, names_of
@@ -328,6 +329,7 @@ class Output:
         transforms: each function of the user's, and whether it takes `rng`.
         widened: the keys that get one more axis.
         ragged: key -> the key of the lengths to which it is cut.
+        lists: the keys of lists; jagged: whether they come without padding, too.
         nested: whether some key names a group.
         format: "torch" or "numpy".
     """
@@ -340,6 +342,8 @@ class Output:
     transforms: tuple[tuple[Transform, bool], ...] = ()
     widened: frozenset[str] = frozenset()
     ragged: Mapping[str, str] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
+    jagged: bool = False
     nested: bool = False
     format: str = "torch"
 
@@ -360,6 +364,8 @@ class Output:
             if not isinstance(new, str):
                 raise SchemaError(f"fieldname_map: {name!r} is to be {new!r}, expected a name")
         wanted = [rename.get(key, key) for key in keys]
+        lists = tuple(rename.get(key, key) for key in keys if _is_list(key, schema))
+        wanted += [LENGTHS + key for key in lists]
         twice = sorted({key for key in wanted if wanted.count(key) > 1})
         if twice:
             raise SchemaError(
@@ -370,7 +376,7 @@ class Output:
         )
         transforms = tuple((transform, takes_rng(transform)) for transform in transforms_of(options))
         ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options["ragged"]}
-        if options["ragged"] and not ragged:
+        if options["ragged"] and not (ragged or lists):
             raise SchemaError(
                 f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
                 "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
@@ -387,6 +393,8 @@ class Output:
             transforms=transforms,
             widened=widened,
             ragged=ragged,
+            lists=lists,
+            jagged=options["ragged"],
             nested=nested,
             format=options["format"],
         )
@@ -419,6 +427,12 @@ def takes_rng(transform: Transform) -> bool:
         return "rng" in inspect.signature(transform).parameters
     except (TypeError, ValueError):  # some that are written in C do not tell
         return False
+
+
+def _is_list(key: str, schema: Schema) -> bool:
+    """Whether a key of a batch holds lists."""
+    names = (key, *(key.removeprefix(prefix) for prefix in ("next_", "seq_")))
+    return any(name in schema.fields and schema.fields[name].is_list for name in names)
 
 
 def _is_number(key: str, view: View, schema: Schema) -> bool:

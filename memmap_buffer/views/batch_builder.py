@@ -23,13 +23,14 @@ from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPE
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.schema import DECLARED, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
-from memmap_buffer.views.folders import Folders, Found
+from memmap_buffer.views.folders import EVERY, Folders, Found
 from memmap_buffer.views.memory_pool import SMALL
 from memmap_buffer.views.row_ranges import Further, RowRanges
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # memory that it takes to find one row
 ANCHOR = range(1)
+LENGTHS = "_lens_"  # before the key of lists: how long they are
 LOOK = 256  # timesteps that are looked at together for the end of an episode
 PADDINGS = get_args(Padding)
 
@@ -413,14 +414,14 @@ class BatchBuilder:
         """Copy everything: key -> (B, …), as stored."""
         out: Columns = {}
         single, stored, fields = self.found.order is None, self.found.groups[0].storage.maps.rows, self.schema.fields
-        coded, later = self._folders.coded, set[str]()
+        coded, later = self._folders.coded, dict[str, None]()
         for key, column in self.batch.items():
             if type(column) is not RowGather:
                 out[key] = column.exist() if type(column) is RowRanges else column  # type: ignore[assignment]
                 continue
             name, rows, missing, padding = column
             if name in coded:
-                later.add(name)
+                later[name] = None
                 out[key] = rows  # type: ignore[assignment]  # in its place
                 continue
             if single and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
@@ -432,8 +433,41 @@ class BatchBuilder:
             out[key] = values.view(BFloat16Bits) if fields[name].dtype == "bfloat16" else values
         for name in later:
             wanted = {key: c for key, c in self.batch.items() if type(c) is RowGather and c.name == name}
-            out |= zip(wanted, self._decoded(name, list(wanted.values())), strict=True)
+            if fields[name].is_list:
+                for key, gather in wanted.items():
+                    out[key], out[LENGTHS + key] = self._padded_lists(gather)
+            else:
+                out |= zip(wanted, self._decoded(name, list(wanted.values())), strict=True)
         return out
+
+    def _padded_lists(self, gather: RowGather) -> tuple[Array, IntArray]:
+        """The lists of some rows (B, …, L, *members), zeros behind the end of each; (B, …) how long they are."""
+        name, rows, *_ = gather
+        field, count = self.schema.fields[name], len(self.t)
+        lead = (count, rows.steps) if isinstance(rows, RowRanges) else rows.shape
+        length = np.zeros(lead, np.int64)
+        groups = []
+        for storage, chosen, *_ in self.found.groups:
+            members, counts, bad = storage.maps.coded[name].lists(self._rows_in_file(storage, chosen, gather))
+            length[chosen] = counts.reshape(length[chosen].shape)
+            if bad.any():
+                items = np.zeros(count, np.bool_) if self._broken is None else self._broken[2]
+                items[chosen] |= bad.reshape(length[chosen].shape).reshape(len(items[chosen]), -1).any(axis=1)
+                self._broken = storage, name, items
+            groups.append((chosen, members))
+        longest = int(length.max(initial=0))
+        if length.size * longest * field.itemsize > MAX_BATCH_BYTES:
+            self._refuse_size(f"field {name!r}", length.size * longest * field.itemsize)
+        out: Array = np.zeros((*lead, longest, *field.shape[1:]), field.entries)
+        there = np.arange(longest) < length[..., None]
+        for chosen, members in groups:
+            if chosen == EVERY:
+                out[there] = members
+            else:
+                part = out[chosen]
+                part[there[chosen]] = members
+                out[chosen] = part
+        return out, length
 
     def _decoded(self, name: str, wanted: Sequence[RowGather]) -> list[Array]:
         """Rows of a compressed field, each (B, …, *field): a blob that is wanted several times is decoded once."""

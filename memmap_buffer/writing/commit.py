@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import EpisodeStateError
 from memmap_buffer.format.blobs import contents_of, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.host import file_system
@@ -34,6 +35,7 @@ from memmap_buffer.format.records import (
 )
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import BLOCK, barrier, close_all, punch, write_all, write_word
+from memmap_buffer.schema import MEMBERS
 from memmap_buffer.writing.blob_column import BlobColumn
 
 MEMORY = ("tmpfs", "ramfs")
@@ -165,6 +167,12 @@ class WriteHandles:
             blobs = column.blobs(some) if isinstance(column, BlobColumn) else encode_many(field, column[some])
             index = index_of(field, blobs, self.end_of_blobs(name, slot, t))
             data = b"".join(blobs)
+            if int(index[0, 0]) + len(data) > self.layout.region(name, slot).stop:
+                raise EpisodeStateError(
+                    f"field {name!r}: the lists of an episode have more members than there is room for, {MEMBERS} a "
+                    f"timestep on an average over max_timesteps={self.layout.max_timesteps}; end the episode before, "
+                    "or create the buffer with a larger max_timesteps"
+                )
             write_all(self.fd[name + BLOBS], data, self.layout.arrays[name + BLOBS].offset(0) + int(index[0, 0]))
             write_all(self.fd[name], index, self.layout.row_offset(name, row))
             if sums is not None:
@@ -194,7 +202,7 @@ class WriteHandles:
             punch(fd, header + (first + start) * itemsize, header + (first + stop) * itemsize)
         for name in self._coded:
             header, field = self.layout.arrays[name + BLOBS].offset(0), self.layout.coded[name]
-            end = self.end_of_blobs(name, slot, start) + field.final * field.itemsize
+            end = self.end_of_blobs(name, slot, start) + field.final * field.blob_bytes
             punch(self.fd[name + BLOBS], header + end, header + self.layout.region(name, slot).stop)
 
     def write_meta(self, name: str, slot: int, value: Array) -> None:

@@ -424,7 +424,7 @@ class Episode(Block):
         """Memory for the rows of a field; that of compressed ones is the same as before, as they are on their way."""
         field = self._schema.fields[name]
         if field.codec is None:
-            return np.empty((capacity, *field.shape), field.storage)
+            return np.empty((capacity, *field.cell), field.storage)
         column: Any = self.columns.get(name) or BlobColumn(field, capacity)
         column.capacity = capacity
         return column

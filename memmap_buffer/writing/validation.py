@@ -41,7 +41,7 @@ def whole_episode(
         raise SchemaError(f"{where}: got arrays of length 0, expected at least one timestep")
     for name, field in schema.fields.items():
         if name not in columns:
-            columns[name] = np.broadcast_to(require_default(field, name, where), (length, *field.shape))
+            columns[name] = np.broadcast_to(require_default(field, name, where), (length, *field.cell))
     meta = {name: flat[name] for name in schema.meta_fields if name in flat}
     return (
         {name: _first(column, length) for name, column in columns.items()},

@@ -64,7 +64,7 @@ class EpisodeGroup(Block):
         columns = self._encode(self.schema.flatten(batch), self.schema.fields, where)
         for name, field in self.schema.fields.items():
             if name not in columns:
-                columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.shape))
+                columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.cell))
         for episode in self.episodes:
             episode.require_room()
         for i, episode in enumerate(self.episodes):
@@ -376,7 +376,7 @@ class Steps:
         for name, field in schema.fields.items():
             if name not in columns:
                 row = require_default(field, name, "timesteps")
-                self.fields[name] = np.broadcast_to(row, (*self._axes, *field.shape))
+                self.fields[name] = np.broadcast_to(row, (*self._axes, *field.cell))
         self.have = np.zeros(self._axes[1], np.bool_)
         self.ends = np.zeros(self._axes, np.bool_)
         for name in schema.ends:
@@ -401,10 +401,12 @@ def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
     found = {}
     for name, value in flat.items():
         field = schema.all[name] if name in schema.all else schema.fields[name.removeprefix(NEXT)]
+        if field.is_list:  # it does not tell
+            continue
         ndim = getattr(value, "ndim", None)
         found[name] = (to_numpy(value).ndim if ndim is None else int(ndim)) - len(field.shape)
-    lead = next(iter(found.values()))
-    if set(found.values()) != {lead} or lead not in (time, time + 1):
+    lead = next(iter(found.values()), time + 1)
+    if {lead, *found.values()} != {lead} or lead not in (time, time + 1):
         shown = ", ".join(f"{name}: {axes}" for name, axes in found.items())
         wanted = "(T, *field) or (T, B, *field)" if time else "(*field) or (B, *field)"
         raise SchemaError(f"got so many axes before those of a field: {shown}; expected every field as {wanted}")
@@ -419,7 +421,7 @@ def _encode(schema: Schema, name: str, value: Any, lead: int, time: bool) -> Arr
     except SchemaError as error:
         raise SchemaError(f"field {name!r}: {error}", field=name) from None
     axes = rows.shape[:lead]
-    return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *field.shape))
+    return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *field.cell))
 
 
 def _require_same_axes(columns: Mapping[str, Array]) -> tuple[int, int]:
