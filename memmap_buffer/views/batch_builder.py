@@ -461,7 +461,7 @@ class BatchBuilder:
         out: Array = np.zeros((*lead, longest, *field.shape[1:]), field.entries)
         there = np.arange(longest) < length[..., None]
         for chosen, members in groups:
-            if chosen == EVERY:
+            if chosen is EVERY:
                 out[there] = members
             else:
                 part = out[chosen]

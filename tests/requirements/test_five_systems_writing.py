@@ -252,21 +252,20 @@ def test_S3_03_and_S3_04_more_fields_are_checked_like_the_others_and_no_next_obs
         assert batch["next_observation"].tolist() == [[t + 1, t + 1] for t in (3, 4, 5, 6, 7)]
 
 
-def test_S3_05_the_first_step_may_declare_the_fields_and_lists_of_ids_are_padded(tmp_path):
-    """Ragged features are a padded field and a field of lengths; narrowing from float64 is declared, never silent."""
+def test_S3_05_the_first_step_may_declare_the_fields_and_lists_of_ids_have_scores(tmp_path):
+    """Offsets are the sums of the lengths; narrowing from float64 is declared, never silent."""
     ids = [[3, 4], [], [5, 6, 7]]
-    padded = np.zeros((3, 4), np.int64)
-    for row, some in zip(padded, ids, strict=True):
-        row[: len(some)] = some
-    first = {"observation": np.zeros(2, np.float64), "ids": padded[0], "num_ids": np.int32(2), "terminal": False}
-    with make(tmp_path, fields=Schema.from_example(first)) as buffer:
-        assert (
-            buffer.schema.fields["observation"].dtype == "float64" and buffer.schema.fields["num_ids"].dtype == "int32"
-        )
-        lengths = [len(some) for some in ids]
-        buffer.store_episode(observation=np.zeros((3, 2)), ids=padded, num_ids=lengths, terminal=[0, 0, 1])
-        episode = buffer.episode(0)
-        assert [row[:n].tolist() for row, n in zip(episode["ids"], episode["num_ids"], strict=True)] == ids
+    first = Schema.from_example({"observation": np.zeros(2, np.float64), "terminal": False})
+    fields = {**first.fields, "ids": ("int64", (None,)), "scores": ("float32", (None,))}
+    with make(tmp_path, fields=fields) as buffer:
+        assert buffer.schema.fields["observation"].dtype == "float64"
+        scores = [[0.5] * len(some) for some in ids]
+        buffer.store_episode(observation=np.zeros((3, 2)), ids=ids, scores=scores, terminal=[0, 0, 1])
+        batch = buffer.batch(timestep_level=True, ragged=True)
+        assert batch["ids"].offsets().tolist() == [0, 2, 2, 5]
+        assert batch["ids"].values().tolist() == [3, 4, 5, 6, 7]
+        assert batch["scores"].offsets().tolist() == [0, 2, 2, 5]
+        assert (batch["scores"].values() == 0.5).all()
 
 
 def test_S3_06_no_blank_steps_are_stored(buffer):

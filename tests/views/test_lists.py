@@ -1,0 +1,205 @@
+"""Fields whose timesteps have lists of any length: stored, and read by every view, padded or jagged."""
+
+import numpy as np
+import pytest
+import torch
+
+from memmap_buffer import (
+    ConcatBuffer,
+    CorruptBufferError,
+    EpisodeStateError,
+    Field,
+    Offsets,
+    ReplayBuffer,
+    Schema,
+    SchemaError,
+    Window,
+    verify,
+)
+
+FIELDS = {
+    "ids": Field("int64", (None,), final=True),
+    "scores": Field("float32", (None,)),
+    "points": Field("float32", (None, 3), default=[]),
+    "reward": Field("float32", default=0),
+    "terminated": "bool",
+}
+
+
+def lists(rng, count):
+    return [rng.integers(0, 1000, rng.integers(0, 6)) for _ in range(count)]
+
+
+def record(folder, episodes, steps=9, seed=0, **options):
+    """A buffer, and serial -> the lists of its episode, the final one included."""
+    rng, truth = np.random.default_rng(seed), {}
+    buffer = ReplayBuffer(folder, episodes, 20, FIELDS, **options)
+    for serial in range(episodes):
+        ids = truth[serial] = lists(rng, steps + 1)
+        with buffer.one_episode() as episode:
+            for t in range(steps):
+                points = {"points": np.full((t % 3, 3), t)} if t % 2 else {}
+                value = ids[t].tolist() if t % 3 else torch.from_numpy(ids[t])
+                episode.store(ids=value, scores=ids[t] / 2, terminated=t == steps - 1, **points)
+            episode.final(ids=ids[steps])
+    return buffer, truth
+
+
+def check(values, lens, expected):
+    """Padded lists are the expected ones, and zeros behind."""
+    assert values.shape[-1] == max(map(len, expected)) == int(lens.max())
+    for row, count, one in zip(values, lens, expected, strict=True):
+        assert row[: int(count)].tolist() == one.tolist()
+        assert not row[int(count) :].any()
+
+
+def test_every_timestep_comes_back_with_its_length(tmp_path):
+    buffer, truth = record(tmp_path, 4)
+    batch = buffer.batch(timestep_level=True, return_indices=True)
+    expected = [truth[serial][t] for serial, t in batch["_indices"].tolist()]
+    check(batch["ids"], batch["_lens_ids"], expected)
+    check(batch["scores"], batch["_lens_scores"], [one / 2 for one in expected])
+    steps = batch["_indices"][:, 1]
+    assert torch.equal(batch["_lens_points"], torch.where(steps % 2 == 1, steps % 3, 0))
+    assert batch["points"].shape == (36, 2, 3)
+
+
+def test_a_successor_may_be_the_final_observation(tmp_path):
+    buffer, truth = record(tmp_path, 3)
+    batch = buffer.batch(n_steps=2, gamma=0.9, return_indices=True)
+    where = batch["_indices"].tolist()
+    check(batch["ids"], batch["_lens_ids"], [truth[serial][t] for serial, t in where])
+    following = [truth[serial][min(t + 2, 9)] for serial, t in where]
+    check(batch["next_ids"], batch["_lens_next_ids"], following)
+
+
+def test_windows_and_offsets_have_an_axis_of_time_before_that_of_the_list(tmp_path):
+    buffer, truth = record(tmp_path, 3)
+    batch = buffer.batch(view=Window(4, pad_before=2), return_indices=True)
+    for i, (serial, _) in enumerate(batch["_indices"].tolist()):
+        start = int(batch["_start"][i])
+        for k in range(4):
+            there = 0 <= start + k < 9
+            expected = truth[serial][start + k].tolist() if there else []
+            count = int(batch["_lens_ids"][i, k])
+            assert batch["ids"][i, k, :count].tolist() == expected
+    stacked = buffer.batch(view=Offsets({"ids": [-1, 0]}), return_indices=True)
+    for i, (serial, t) in enumerate(stacked["_indices"].tolist()):
+        count = int(stacked["_lens_ids"][i, 1])
+        assert stacked["ids"][i, 1, :count].tolist() == truth[serial][t].tolist()
+
+
+def test_whole_episodes_are_padded_in_both_axes(tmp_path):
+    buffer, truth = record(tmp_path, 3)
+    batch = buffer.batch(fields=["ids"])
+    check(batch["ids"].flatten(0, 1), batch["_lens_ids"].flatten(), [one for s in range(3) for one in truth[s][:9]])
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+def test_jagged_they_have_no_padding(tmp_path, form):
+    buffer, truth = record(tmp_path, 3)
+    batch = buffer.batch(timestep_level=True, ragged=True, format=form, return_indices=True)
+    expected = [truth[serial][t].tolist() for serial, t in batch["_indices"].tolist()]
+    rows = batch["ids"].unbind() if form == "torch" else batch["ids"]
+    assert [row.tolist() for row in rows] == expected
+
+
+def test_a_batch_is_as_wide_as_its_own_longest_list(tmp_path):
+    """Batches that are read together must not pad each other."""
+    buffer = ReplayBuffer(tmp_path, 1, 64, {"ids": ("int64", (None,))})
+    with buffer.one_episode() as episode:
+        for t in range(64):
+            episode.store(ids=np.arange(t))
+    widths = [batch["ids"].shape[1] for batch in buffer.dataloader(8, timestep_level=True)]
+    assert widths == [7, 15, 23, 31, 39, 47, 55, 63]
+    for workers in (0, 2):
+        loader = buffer.dataloader(8, timestep_level=True, shuffle=True, num_workers=workers, seed=1)
+        for batch in loader:
+            assert batch["ids"].shape[1] == int(batch["_lens_ids"].max())
+
+
+def test_they_survive_reopening_and_are_checked(tmp_path):
+    buffer, truth = record(tmp_path, 3)
+    buffer.close()
+    assert verify(tmp_path) == []
+    again = ReplayBuffer.from_folder(tmp_path, verify="always")
+    assert again.schema.fields["ids"] == FIELDS["ids"]
+    batch = again.batch(timestep_level=True, return_indices=True)
+    check(batch["ids"], batch["_lens_ids"], [truth[s][t] for s, t in batch["_indices"].tolist()])
+    again.close()
+    path = tmp_path / "data" / "ids.blobs.npy"
+    data = bytearray(path.read_bytes())
+    data[128] ^= 1
+    path.write_bytes(data)
+    assert [finding.field for finding in verify(tmp_path)] == ["ids"]
+
+
+def test_whole_episodes_and_several_environments_at_once(tmp_path):
+    rng = np.random.default_rng(0)
+    buffer = ReplayBuffer(tmp_path / "a", 4, 20, {"ids": ("int64", (None,)), "terminated": "bool"})
+    ids = lists(rng, 7)
+    buffer.store_episode(ids=ids, terminated=np.arange(7) == 6)
+    batch = buffer.batch(timestep_level=True)
+    check(batch["ids"], batch["_lens_ids"], ids)
+    ring = ReplayBuffer(
+        tmp_path / "b",
+        max_timesteps=20,
+        capacity=50,
+        fields={"ids": ("int64", (None,)), "terminated": "bool"},
+        publish="step",
+    )
+    given = []
+    for t in range(40):
+        step = lists(rng, 2)
+        given += step
+        ring.add(ids=step, terminated=np.full(2, t % 10 == 9))
+    batch = ring.batch(timestep_level=True)
+    assert sorted(map(tuple, (row[:n].tolist() for row, n in zip(batch["ids"], batch["_lens_ids"], strict=True)))) == (
+        sorted(tuple(one.tolist()) for one in given[-50:])
+    )
+
+
+def test_folders_are_read_as_one(tmp_path):
+    parts = [record(tmp_path / str(i), 3, seed=i) for i in range(3)]
+    both = ConcatBuffer([buffer for buffer, _ in parts])
+    batch = both.sample(64, timestep_level=True, return_indices=True, seed=0)
+    expected = [parts[folder][1][serial][t] for folder, serial, t in batch["_indices"].tolist()]
+    check(batch["ids"], batch["_lens_ids"], expected)
+
+
+def test_what_is_no_list_is_refused(tmp_path):
+    buffer = ReplayBuffer(tmp_path, 2, 5, {"ids": ("int64", (None,)), "points": Field("float32", (None, 3), [])})
+    with buffer.one_episode() as episode:
+        for wrong, text in [(5, r"shape \(\)"), ([[5]], r"shape \(1, 1\)"), ([1.5], "not a whole number")]:
+            with pytest.raises(SchemaError, match=text):
+                episode.store(ids=wrong)
+        with pytest.raises(SchemaError, match=r"\(2, 2\)"):
+            episode.store(ids=[1], points=np.zeros((2, 2)))
+        episode.store(ids=[1])
+    for spec in [("U8", (None,)), ("bfloat16", (None,)), ("int64", (2, None)), ("int64", (None, None))]:
+        with pytest.raises(SchemaError, match=r"list|whole numbers"):
+            Field(*spec)
+    with pytest.raises(SchemaError, match="per-timestep"):
+        Schema({"x": "float"}, {"ids": ("int64", (None,))})
+    with pytest.raises(SchemaError, match="scalar field"):
+        buffer.sample(1, timestep_level=True, filter_fields={"ids": 3})
+
+
+def test_an_episode_that_has_no_room_for_its_members_says_so_and_can_end(tmp_path):
+    buffer = ReplayBuffer(tmp_path, 2, 2, {"ids": ("int8", (None,))})
+    with pytest.raises(EpisodeStateError, match="room"):
+        buffer.store_episode(ids=[np.zeros(2049, np.int8)])
+    buffer.store_episode(ids=[np.zeros(2048, np.int8)])
+    assert buffer.batch(timestep_level=True)["ids"].shape == (1, 2048)
+
+
+def test_what_another_program_wrote_into_the_index_is_told(tmp_path):
+    buffer, _ = record(tmp_path, 2)
+    buffer.close()
+    path = tmp_path / "data" / "ids.npy"
+    index = np.load(path, mmap_mode="r+")
+    index[0, 0] = 2**40, 8
+    del index
+    again = ReplayBuffer.from_folder(tmp_path, verify="never")
+    with pytest.raises(CorruptBufferError, match=r"ids\.blobs\.npy"):
+        again.batch(timestep_level=True)
