@@ -1,0 +1,194 @@
+"""What stands at a URL: packed folders file by file, what tells of them, and how either is checked. No I/O.
+
+A root::
+
+    <root>/root.json               the shards that count, and where their heads are
+    <root>/heads/<digest>.bin      the heads of some shards, one behind the other
+    <root>/<shard>/…               a packed folder, file by file, and
+    <root>/<shard>/shard.json      what tells of it
+    <root>/<shard>/head.bin        its head: what it takes to open it, in one piece
+    <root>/<shard>/blocks.npy      (blocks,) u8: a digest of each block of its data files
+
+A head is a line of JSON `[[name, bytes], …]`, then these files one behind the other: all of a packed folder but
+`data/…`. The blocks of a data file are of `BLOCK` bytes, its header included, the last one of what is left; they are
+counted on from file to file, by the order of the names. A digest is BLAKE2b, of 8 bytes for a block, else of 16.
+
+A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there: it is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.format.layout import Layout
+
+ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "blocks.npy", "heads"
+FORMAT_OF_ROOT, FORMAT_OF_SHARD, VERSION = "memmap-buffer-root", "memmap-buffer-shard", 1
+BLOCK = 1 << 20
+MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 28, 1 << 16, 1 << 20
+MERGED = 1024  # shards whose heads become one object
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FILE = re.compile(r"(schema\.json|(episodes|state|checksums)\.npy|(meta|extra)/[A-Za-z0-9][A-Za-z0-9._-]*)")
+_HEX = re.compile(r"[0-9a-f]{32}")
+
+
+def digest(data: Any) -> str:
+    """What names the bytes of a head or a list of digests: 32 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def block_digest(data: Any) -> int:
+    """The digest of a block."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def num_blocks(size: int) -> int:
+    """How many blocks a file of so many bytes has."""
+    return -(-size // BLOCK)
+
+
+def data_files(layout: Layout) -> dict[str, int]:
+    """The files of a packed folder that are read block by block -> their sizes, in the order of their blocks."""
+    return dict(sorted((array.name, array.size) for array in layout.arrays.values() if array.name.startswith("data/")))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What is known of a shard before anything of it is opened.
+
+    Args:
+        id: of the buffer.
+        episodes, steps: how many are visible.
+        bytes: of all its files.
+        head: (digest of the object that holds its head, the first byte of it there, how many).
+        blocks: digest of the elements of `blocks.npy` as bytes.
+    """
+
+    id: str
+    episodes: int
+    steps: int
+    bytes: int
+    head: tuple[str, int, int]
+    blocks: str
+
+    def to_json(self) -> bytes:
+        """The bytes of `shard.json`."""
+        return _dumps({"format": FORMAT_OF_SHARD, "version": VERSION, "block": BLOCK, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Shard:
+        """Parse `shard.json`. Raises NotABufferError, SchemaError, CorruptBufferError."""
+        return _shard(_parse(data, where, FORMAT_OF_SHARD), where)
+
+
+@dataclass(frozen=True)
+class Root:
+    """What `root.json` says.
+
+    Args:
+        shards: name -> what is known of it.
+        heads: digest of an object in `heads/` -> its bytes.
+    """
+
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    heads: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """The bytes of `root.json`."""
+        shards = {name: asdict(shard) for name, shard in self.shards.items()}
+        return _dumps(
+            {"format": FORMAT_OF_ROOT, "version": VERSION, "block": BLOCK, "heads": dict(self.heads), "shards": shards}
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Root:
+        """Parse `root.json`. Raises NotABufferError, SchemaError, CorruptBufferError."""
+        document = _parse(data, where, FORMAT_OF_ROOT)
+        try:
+            heads = {str(name): _whole(size) for name, size in dict(document["heads"]).items()}
+            shards = {name: _shard(spec, where) for name, spec in dict(document["shards"]).items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptBufferError(f"{where} is no valid list of shards ({error}); publish them again") from None
+        for name, shard in shards.items():
+            if not _NAME.fullmatch(name) or shard.head[0] not in heads:
+                raise CorruptBufferError(f"{where}: shard {name!r} has no head, or no name that a shard may have")
+        return cls(shards, heads)
+
+    def with_shard(self, name: str, shard: Shard, heads: Mapping[str, int]) -> Root:
+        """The same with a shard more, or another under its name; heads that no shard has any more are left out."""
+        shards = {**self.shards, name: shard}
+        used = {one.head[0] for one in shards.values()}
+        return replace(self, shards=shards, heads={k: n for k, n in {**self.heads, **heads}.items() if k in used})
+
+
+def make_head(files: Mapping[str, bytes]) -> bytes:
+    """The head of a shard of its files by name."""
+    line = json.dumps([[name, len(data)] for name, data in files.items()]).encode() + b"\n"
+    return line + b"".join(files.values())
+
+
+def open_head(data: bytes, where: str) -> dict[str, bytes]:
+    """The files that a head holds. Raises CorruptBufferError."""
+    line, newline, _ = data[:MAX_LINE].partition(b"\n")
+    try:
+        sizes = [(str(name), _whole(size)) for name, size in json.loads(line)]
+        if not newline or sum(size for _, size in sizes) != len(data) - len(line) - 1:
+            raise ValueError("the sizes do not add up")
+        if not all(_FILE.fullmatch(name) for name, _ in sizes) or len(dict(sizes)) != len(sizes):
+            raise ValueError("a name is none of a file that it may hold")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptBufferError(f"{where} is no head of a shard ({error}); publish it again") from None
+    files, at = {}, len(line) + 1
+    for name, size in sizes:
+        files[name] = data[at : at + size]
+        at += size
+    return files
+
+
+def digests_of(parts: Iterable[bytes]) -> Array:
+    """(blocks,) u8 of the blocks of files, each part a block."""
+    return np.fromiter((block_digest(part) for part in parts), np.uint64)
+
+
+def _shard(spec: Any, where: str) -> Shard:
+    try:
+        name, first, size = spec["head"]
+        episodes, steps, total = (_whole(spec[key]) for key in ("episodes", "steps", "bytes"))
+        head = str(name), _whole(first), _whole(size)
+        shard = Shard(str(spec["id"]), episodes, steps, total, head, str(spec["blocks"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptBufferError(f"{where} does not tell of a shard as it should ({error!r})") from None
+    if not all(_HEX.fullmatch(text) for text in (shard.id, shard.head[0], shard.blocks)):
+        raise CorruptBufferError(f"{where}: an id or a digest is no 32 hexadecimal digits")
+    return shard
+
+
+def _parse(data: bytes, where: str, kind: str) -> dict[str, Any]:
+    try:
+        document = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptBufferError(f"{where} is no JSON ({error}); publish it again") from None
+    if not isinstance(document, dict) or document.get("format") != kind:
+        raise NotABufferError(f"{where} does not describe what a published buffer has; another program wrote it")
+    if document.get("version") != VERSION or document.get("block") != BLOCK:
+        raise SchemaError(f"{where}: got version {document.get('version')!r}, this release reads {VERSION}")
+    return document
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"got {value!r}, expected a whole number")
+    return value
+
+
+def _dumps(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, indent=1).encode() + b"\n"
