@@ -10,6 +10,7 @@ The packages, from the top floor down; imports between them go down this list on
     priority      the sum tree on the disk, the priorities of items, importance weights
     items         which items exist, by filters and splits, and in which order they are given
     views         one batch: anchors, folders, views around them, the copy of their rows
+    remote        published folders at a URL: what is fetched of them, and kept
     writing       episodes, the slot that each goes to, the commit, recovery
     format        the bytes: the specification, system calls, one folder open
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from os import PathLike
 from pathlib import Path
 
 from memmap_buffer.errors import SchemaError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|[a-z]+::")
+
+
+def is_url(given: object) -> bool:
+    """Whether a text names something in an object store, or on another machine."""
+    return isinstance(given, str) and _URL.match(given) is not None
 
 
 def path_of(given: str | PathLike[str]) -> Path:
@@ -15,6 +23,11 @@ def path_of(given: str | PathLike[str]) -> Path:
         SchemaError: there is no such user.
     """
     text = given if isinstance(given, str) else str(Path(given))
+    if is_url(text):
+        raise SchemaError(
+            f"{text}: got a URL, expected a path: episodes are recorded and changed on a disk; `publish` the folder, "
+            "and read it by ReplayBuffer.from_folder(url) or ConcatBuffer.from_root(url)"
+        )
     path = Path(text)
     if not path.parts or not path.parts[0].startswith("~"):
         return path

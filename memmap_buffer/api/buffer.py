@@ -32,8 +32,9 @@ from memmap_buffer.maintenance.statistics import (
     statistics,
     store_statistics,
 )
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import is_url, path_of
 from memmap_buffer.priority.sum_tree import FloatArray
+from memmap_buffer.remote.shards import cache_of, open_url
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
@@ -166,11 +167,14 @@ class ReplayBuffer(Editing, Recording, Readable):
         publish: Publish = "episode",
         stage: Stage = "ram",
         verify: Verify = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+        cache: str | PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> Self:
         """Open an existing folder with the schema that it holds.
 
         Args:
-            folder: where it is.
+            folder: where it is; or the URL of one that was published, of which what is read is fetched and kept.
             read_only: never write to it.
             durability: as for the constructor.
             sync_every: as for the constructor.
@@ -178,6 +182,9 @@ class ReplayBuffer(Editing, Recording, Readable):
             publish: as for the constructor.
             stage: as for the constructor.
             verify: as for the constructor.
+            storage_options: of a URL, as for `ConcatBuffer.from_root`.
+            cache: of a URL, likewise.
+            cache_bytes: of a URL, likewise.
 
         Raises:
             NotABufferError: there is no buffer in the folder.
@@ -185,7 +192,10 @@ class ReplayBuffer(Editing, Recording, Readable):
             CorruptBufferError: a file is damaged.
         """
         buffer = cls.__new__(cls)
-        opened = Storage.open(folder, read_only=read_only, verify=verify)
+        if is_url(folder):
+            opened = open_url(str(folder), storage_options, cache_of(cache, cache_bytes)).storage(verify)
+        else:
+            opened = Storage.open(folder, read_only=read_only, verify=verify)
         lock = WriterLock(opened.folder)
         buffer._setup(opened, lock, WriteOptions(durability, sync_every, checksum, publish, stage))
         return buffer

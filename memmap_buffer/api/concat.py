@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from os import PathLike
 from pathlib import Path
@@ -15,7 +15,8 @@ from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import is_url, path_of
+from memmap_buffer.remote.shards import RemoteShards, cache_of
 from memmap_buffer.views.folders import Folders
 
 
@@ -57,8 +58,11 @@ class ConcatBuffer(Readable):
         weights: Sequence[float] | None = None,
         *,
         on_damaged: OnDamaged = "raise",
+        storage_options: Mapping[str, Any] | None = None,
+        cache: str | PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> ConcatBuffer:
-        """The buffers that are direct subfolders of `root`.
+        """The buffers that are direct subfolders of `root`, or that were published to it.
 
         Where it holds shards (`shard-00000` …, as `ReplayBuffer(root, …, shard="auto")` makes them), these are read,
         and shards that appear later, too: `refresh`, every `sample` and every new epoch look for them. A shard's
@@ -70,10 +74,15 @@ class ConcatBuffer(Readable):
         the log says so.
 
         Args:
-            root: the folder that they are in.
+            root: the folder that they are in, or the URL that they were published to, of which what is read is fetched
+                and kept in `cache`.
             weights: as for `ConcatBuffer`, in the order of the folders' names.
             on_damaged: "skip" passes over other folders that cannot be opened, too, with their weights; "raise" does
                 not.
+            storage_options: of a URL, for fsspec.
+            cache: of a URL: the folder for what was fetched, default `~/.cache/memmap_buffer`; several processes may
+                share it.
+            cache_bytes: the most bytes that are kept there; None: all.
 
         Raises:
             NotABufferError: there is no buffer in it, or `root` is one itself.
@@ -81,15 +90,21 @@ class ConcatBuffer(Readable):
             CorruptBufferError: a file is damaged.
             SchemaError: a schema is damaged.
         """
+        if is_url(root):
+            shards = RemoteShards(str(root), storage_options, cache_of(cache, cache_bytes))
+            if weights is not None:
+                return cls(list(shards.look().values()), weights)  # type: ignore[arg-type]
+            buffer = cls.__new__(cls)
+            Readable.__init__(buffer, Folders.of_root(shards))
+            return buffer
         root = path_of(root)
         if (root / "schema.json").exists():
             raise NotABufferError(
                 f"{root}: this is a buffer, not a folder of buffers; open it by ReplayBuffer.from_folder", path=root
             )
-        shards = Shards(root, on_damaged)
         if weights is None and next(shard_numbers(root), None) is not None:
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Folders.of_root(shards))
+            Readable.__init__(buffer, Folders.of_root(Shards(root, on_damaged)))
             return buffer
         folders = sorted(path.parent for path in root.glob("*/schema.json"))
         if on_damaged == "skip":
@@ -152,7 +167,9 @@ class ConcatBuffer(Readable):
 ConcatReplayBuffer = ConcatBuffer
 
 
-def _storage(source: str | PathLike[str] | ReplayBuffer) -> Storage:
+def _storage(source: str | PathLike[str] | ReplayBuffer | Storage) -> Storage:
+    if isinstance(source, Storage):
+        return source
     if isinstance(source, ReplayBuffer):
         return source._storage
     return Storage.open(source, read_only=True)

@@ -202,6 +202,21 @@ class Folder:
             os.close(fd)
 
     @contextmanager
+    def changing(self, name: str) -> Iterator[int]:
+        """A descriptor for `write_all` of a file that is there, closed at the end of the block."""
+        fd = self._open(name, os.O_RDWR)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def punch(self, name: str, start: int, stop: int) -> None:
+        """Give the space of some bytes of an array file back, but for that of its header."""
+        with self.changing(name) as fd:
+            end = -(-stop // syscalls.BLOCK) * syscalls.BLOCK
+            syscalls.punch(fd, max(start, syscalls.BLOCK), end)
+
+    @contextmanager
     def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
         """A descriptor for `write_all`, on the disk and closed at the end of the block."""
         fd = self.open_to_write(name, header, size)

@@ -103,6 +103,7 @@ class Storage:
         self._readable: tuple[int, int] | None = None  # a later schema, whose fields include those that are read
         self._state_file: tuple[int, int] | None = None
         self._row_views: dict[tuple[str, int], Array] = {}
+        self.mirror: Any = None  # `remote.mirror.Mirror`, which fetches rows before they are copied
 
     @classmethod
     def open(cls, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> Storage:
@@ -135,10 +136,13 @@ class Storage:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "read_only": self.read_only, "verify": self.verify}
+        state = {"path": self.path, "read_only": self.read_only, "verify": self.verify}
+        return state if self.mirror is None else {**state, "mirror": self.mirror}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        mirror = state.pop("mirror", None)
         self.__init__(**state)  # type: ignore[misc]
+        self.mirror = mirror
 
     @cached_property
     def layout(self) -> Layout:
@@ -207,8 +211,16 @@ class Storage:
         Raises:
             CorruptBufferError: a blob is none, or was overwritten while it was read.
         """
+        if self.mirror is not None:
+            low = np.array([rows.start]) if isinstance(rows, slice) else rows.ravel()
+            high = np.array([rows.stop]) if isinstance(rows, slice) else low + 1
+            found: Array = self.mirror.read(self, name, low, high, lambda: self._rows_there(name, rows).copy())
+            return found
+        return self._rows_there(name, rows)
+
+    def _rows_there(self, name: str, rows: IntArray | slice) -> Array:
         stored = self.maps.rows[name]
-        found = stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
+        found: Array = stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
         coded = self.maps.coded.get(name)
         if coded is None:
             return found
@@ -226,6 +238,13 @@ class Storage:
 
     def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
         """The sums, for the checksum of a field, of what was before, and of some rows."""
+        if self.mirror is not None and stop > first:
+            low, high = np.array([first]), np.array([stop])
+            found: Sums = self.mirror.read(self, name, low, high, lambda: self._sums_there(name, first, stop, sums))
+            return found
+        return self._sums_there(name, first, stop, sums)
+
+    def _sums_there(self, name: str, first: int, stop: int, sums: Sums) -> Sums:
         rows, coded = self.maps.rows[name][first:stop], self.maps.coded.get(name)
         return add_rows(sums, rows) if coded is None else sums_of(coded.contents(rows), sums)
 

@@ -12,8 +12,8 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -302,6 +302,49 @@ class FileLock:
     def forget(self) -> None:
         """In a forked child: it is the parent's."""
         close_all(self._fd)
+
+
+class RangeLocks:
+    """Locks of single bytes of a file (lockf), against other processes; they go with the process.
+
+    Threads of one process do not see each other's. The file is opened once a process and never closed, as closing any
+    descriptor of it would drop all of them.
+
+    Args:
+        path: the file; made where it is missing.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
+
+    def take(self, first: int, count: int) -> None:
+        """Wait for the locks of some bytes, and hold them."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, count, first)
+
+    def try_take(self, first: int) -> bool:
+        """Hold the lock of a byte, if no other process does."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, first)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def give(self, first: int, count: int) -> None:
+        """Let go of the locks of some bytes."""
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, count, first)
+
+
+@contextmanager
+def locked(path: str) -> Iterator[int]:
+    """A descriptor of a file, which nobody else holds in such a block, another thread neither."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 _locks: weakref.WeakSet[FileLock] = weakref.WeakSet()

@@ -431,7 +431,7 @@ def _parts(storage: Storage, slots: IntArray, start: IntArray, length: IntArray,
         found, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)
         for name in ends.names:
             first = int(storage.first_row(slots[i : i + 1], storage.layout.schema.fields[name].final)[0])
-            column = storage.maps.rows[name][first : first + len(found)]
+            column = storage.read_rows(name, slice(first, first + len(found)))
             here = column.any(axis=tuple(range(1, column.ndim)))
             found |= here
             terminated |= here & (name == ends.terminated)
@@ -457,5 +457,5 @@ def _ended(storage: Storage, slots: IntArray, length: IntArray, flags: npt.NDArr
         return np.zeros(len(slots), np.bool_)
     final = storage.layout.schema.fields[name].final
     rows = storage.first_row(slots, final) + np.maximum(length - 1, 0)
-    values = storage.maps.rows[name][rows]
+    values = storage.read_rows(name, rows)
     return np.asarray(values.any(axis=tuple(range(1, values.ndim))))

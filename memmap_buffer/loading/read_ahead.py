@@ -16,6 +16,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import BlockShuffle
+from memmap_buffer.remote.mirror import Rows
 from memmap_buffer.views.batch_builder import BatchBuilder
 from memmap_buffer.views.folders import Folders
 
@@ -46,6 +47,8 @@ class Disk(threading.local):
     def ask(self, builder: BatchBuilder) -> None:
         """Have the system read all rows of a batch, many at a time."""
         if not len(builder.t):
+            return
+        if builder.folders.mirrored:  # their rows are fetched
             return
         wanted: dict[str, list[tuple[IntArray, IntArray]]] = {}
         for name, low, high in builder.row_ranges():
@@ -104,12 +107,18 @@ class Readahead:
         length = storage.table.length[slot]
         if self._view.per_episode:
             first, last = np.zeros_like(first), length
+        wanted = []
         for name in self._fields:
             field, rows = self._folders.schema.fields[name], storage.maps.rows[name]
             begin = storage.first_row(slot, field.final)
             stop = np.minimum(last + 2, length + field.final)  # a successor is read with it
             low, high = begin + np.clip(first, 0, stop), begin + stop
-            will_need(rows, joined(low, high, GAP_BYTES // max(1, field.itemsize)))
+            if storage.mirror is not None:
+                wanted.append(Rows(name, low, high))
+            else:
+                will_need(rows, joined(low, high, GAP_BYTES // max(1, field.itemsize)))
+        if wanted:
+            storage.mirror.bring_later(storage, wanted)
 
 
 def joined(low: IntArray, high: IntArray, gap: int) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.remote.mirror import Rows, Taken
 from memmap_buffer.schema import DECLARED, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import EVERY, Folders, Found
@@ -117,6 +118,7 @@ class BatchBuilder:
         ends: how episodes end for the view.
 
     Attributes:
+        folders: that are read.
         batch: key -> `Column`, filled by the `put` methods and by views.
         anchors: with the records of their episodes.
         t, length: (B,) int64 of each anchor and its episode, or of the part of it between two ends.
@@ -128,9 +130,10 @@ class BatchBuilder:
         self.found: Found = folders.find(anchors, since=since)
         self.anchors = self.found.anchors
         self.batch: dict[str, Column] = {}
-        self._pool, self._folders = folders.pool, folders
+        self._pool, self.folders = folders.pool, folders
         self._following: Following | None = None
         self._ends, self._parted = ends, False
+        self._taken: list[Taken] = []
         self._broken: tuple[Storage, str, BoolArray] | None = None  # a field of which some items cannot be decoded
         words: Words = self.anchors.words  # type: ignore[assignment]
         halves: npt.NDArray[np.uint32] = words.view(np.uint32)
@@ -235,7 +238,7 @@ class BatchBuilder:
         Returns:
             (B,) the timesteps that exist are below it; those beyond the episode are of others.
         """
-        item, found = find_following(self._folders, self.anchors)
+        item, found = find_following(self.folders, self.anchors)
         halves: npt.NDArray[np.uint32] = found.anchors.words.view(np.uint32)  # type: ignore[union-attr]
         start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
         sums = np.append(0, np.cumsum(stop - start))
@@ -414,7 +417,9 @@ class BatchBuilder:
         """Copy everything: key -> (B, …), as stored."""
         out: Columns = {}
         single, stored, fields = self.found.order is None, self.found.groups[0].storage.maps.rows, self.schema.fields
-        coded, later = self._folders.coded, dict[str, None]()
+        coded, later = self.folders.coded, dict[str, None]()
+        if self.folders.mirrored:
+            self._bring([column for column in self.batch.values() if type(column) is RowGather])
         for key, column in self.batch.items():
             if type(column) is not RowGather:
                 out[key] = column.exist() if type(column) is RowRanges else column  # type: ignore[assignment]
@@ -509,9 +514,18 @@ class BatchBuilder:
             values[missing[chosen]] = values.dtype.type() if padding == "zero" else field.fill
         return values.reshape(-1, *field.shape)
 
+    def _bring(self, gathers: Sequence[RowGather]) -> None:
+        """Have rows fetched that are about to be copied."""
+        for storage, chosen, *_ in self.found.groups:
+            if storage.mirror is not None:
+                wanted = [Rows(gather.name, *_ranges_of(gather.rows, len(self.t), chosen)) for gather in gathers]
+                self._taken.append(storage.mirror.bring(storage, wanted))
+
     def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field, folder by folder: (B, …, *field)."""
-        if name in self._folders.coded:
+        if self.folders.mirrored:
+            self._bring([RowGather(name, rows)])
+        if name in self.folders.coded:
             return self._decoded(name, [RowGather(name, rows)])[0]
         order, groups = self.found.order, self.found.groups
         if order is None:
@@ -538,6 +552,8 @@ class BatchBuilder:
     def fresh(self) -> BoolArray:
         """(B,) whether the rows that were copied are those of the anchors; true only after all copying."""
         same = self.found.unchanged()
+        if self._taken and not all(taken.unchanged() for taken in self._taken):
+            same[:] = False  # a block was given back before its rows were copied
         if self._following is not None:
             same[self._following.item[~self._following.found.unchanged()]] = False
         if self._broken is not None:  # while it was copied it may have been overwritten
@@ -566,11 +582,7 @@ class BatchBuilder:
         """The rows that `copy` will read: (field, first rows, ends of rows), (B,) or (B * K,) each, item by item."""
         for column in self.batch.values():
             if type(column) is RowGather:
-                name, rows = column.name, column.rows
-                if isinstance(rows, RowRanges):
-                    yield name, *rows.rows()
-                else:
-                    yield name, rows.ravel(), rows.ravel() + 1
+                yield column.name, *_ranges_of(column.rows, len(self.t), EVERY)
 
     def _require_size(self, name: str, steps: int) -> None:
         size = len(self.t) * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)
@@ -587,6 +599,14 @@ class BatchBuilder:
             f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
             f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
         )
+
+
+def _ranges_of(rows: IntArray | RowRanges, count: int, chosen: Any) -> tuple[IntArray, IntArray]:
+    """(first rows, ends of rows), those of some of `count` items, item by item."""
+    low, high = rows.rows() if isinstance(rows, RowRanges) else (rows.ravel(), rows.ravel() + 1)
+    if chosen is not EVERY:
+        low, high = (part.reshape(count, -1)[chosen].ravel() for part in (low, high))
+    return low, high
 
 
 def find_following(folders: Folders, anchors: Anchors) -> tuple[IntArray, Found]:

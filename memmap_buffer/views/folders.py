@@ -13,7 +13,6 @@ import numpy as np
 from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import GENERATION, STATE_WORD, WORDS
-from memmap_buffer.format.shards import Shards
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.schema import ENDS
 from memmap_buffer.views.anchors import Anchors, BoolArray
@@ -81,13 +80,14 @@ class Folders:
         single: whether there is one folder, and never another.
         pool: the memory of batches.
         coded: the fields that are compressed in some of them.
+        mirrored: whether rows of some have to be fetched before they are copied.
 
     Raises:
         SchemaMismatchError: the fields differ; the text lists how.
         SchemaError: a buffer and a copy of it.
     """
 
-    def __init__(self, storages: Sequence[Storage], shards: Shards | None = None) -> None:
+    def __init__(self, storages: Sequence[Storage], shards: Any = None) -> None:
         self.shards = shards
         found = dict(enumerate(storages)) if shards is None else shards.look()
         first = next(iter(found.values()))
@@ -96,6 +96,7 @@ class Folders:
         self.single = shards is None and len(storages) == 1
         self.pool = Pool()
         self.coded: frozenset[str] = frozenset()
+        self.mirrored = False
         self.numbers = np.empty(0, np.int64)
         self._lock = threading.Lock()
         self._looked = True
@@ -106,7 +107,7 @@ class Folders:
         self._take_in(found)
 
     @classmethod
-    def of_root(cls, shards: Shards) -> Folders:
+    def of_root(cls, shards: Any) -> Folders:
         """The shards of a root, those included that appear later. Raises NotABufferError where there is none yet."""
         return cls((), shards)
 
@@ -131,6 +132,7 @@ class Folders:
                 text = "\n  ".join([f"{storage.path} and {self._path} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)
         self.coded = self.coded.union(*(storage.layout.coded for storage in found.values()))
+        self.mirrored = self.mirrored or any(storage.mirror is not None for storage in found.values())
         buffers: dict[str, Storage] = {}
         for storage in found.values():
             other = storage if storage.withdrawn else buffers.setdefault(storage.layout.id, storage)

@@ -1,0 +1,1 @@
+"""Packed folders at a URL, read through sparse local copies of them."""
