@@ -75,6 +75,10 @@ class StaleEpisodeError(MemmapBufferError, RuntimeError, ValueError):
     """An episode was overwritten or cleared before its rows were read."""
 
 
+class RemoteError(MemmapBufferError, OSError):
+    """A store failed: `url`, what was `asked` of it, what `came`, after how many `tries`; `missing`: it has no such."""
+
+
 class NotEnoughDataError(MemmapBufferError, RuntimeError, ValueError):
     """There is nothing to draw from, or less than was asked for."""
 

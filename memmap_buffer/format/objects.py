@@ -1,0 +1,427 @@
+"""What stands under a URL, by fsspec: read and written by path, with retries and time-outs. Knows no buffer.
+
+All that speaks to a store is here. What fails is tried again, unless another try cannot help; then it is a RemoteError.
+Its text, like every other, has URLs without user, password and query: these are credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from memmap_buffer.errors import RemoteError, SchemaError
+from memmap_buffer.extras import extra
+from memmap_buffer.format.syscalls import process_id
+
+TRIES, FIRST_PAUSE, LONGEST_PAUSE = 6, 0.1, 10.0  # seconds; each pause is twice the one before
+TIMEOUT, SLOWEST = 20.0, 1 << 18  # seconds, and bytes per second that a request may be as slow as
+IN_FLIGHT = 64
+PART = 8 << 20  # bytes of a large object that are sent at a time
+MOST_PARTS = 9000  # S3 takes 10,000
+Range = tuple[str, int, int]
+Result = TypeVar("Result")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/?#\s'\"<>)]*@)?([^?#\s'\"<>)]*)([?#][^\s'\"<>)]*)?")
+_HOPELESS = (ImportError, LookupError, NotImplementedError, PermissionError, TypeError, ValueError)
+_HOPELESS_NAMES = ("NoCredentialsError", "PartialCredentialsError")  # of botocore, which need not be there
+_RETRIED_STATUS = (408, 425, 429)
+_MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_CHANGED_NAMES = ("PreconditionFailed", "ConditionalRequestConflict")
+
+
+def shown(text: str) -> str:
+    """A URL, or a text that has some, without users, passwords and queries."""
+    return _URL.sub(lambda found: found[1] + found[3], text)
+
+
+class _Unfit(Exception):
+    """What came is not what was asked for: `again` whether another try may help."""
+
+    def __init__(self, what: str, again: bool = True) -> None:
+        super().__init__(what)
+        self.again = again
+
+
+class _Opened(NamedTuple):
+    """The file system of a URL as this process has it."""
+
+    process: int
+    fs: Any
+    root: str
+    loop: asyncio.AbstractEventLoop
+    in_flight: asyncio.Semaphore
+
+
+class Objects:
+    """The objects under a URL. It pickles, and a forked child makes connections of its own.
+
+    Args:
+        url: any that fsspec knows, or a path.
+        storage_options: for the file system of fsspec; credentials, say.
+        tries: how often a request is made before it is given up.
+        timeout: seconds until a request is given up, besides those that its bytes take at `SLOWEST`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        tries: int = TRIES,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        self.url, self.storage_options = str(url), dict(storage_options or {})
+        self._tries, self._timeout = tries, timeout
+        self._opened: _Opened | None = None
+        self._opening = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.url, self.storage_options, self._tries, self._timeout)
+
+    def __str__(self) -> str:
+        return shown(self.url)
+
+    def name_of(self, path: str) -> str:
+        """The URL of an object, as it may be shown."""
+        return f"{shown(self.url).rstrip('/')}/{path}".rstrip("/")
+
+    def read(self, path: str, limit: int) -> bytes:
+        """A small object whole.
+
+        Raises:
+            RemoteError: it is not there (`missing`), has more than `limit` bytes, or the store fails.
+        """
+        return self._run(self._read(path, limit))
+
+    def read_ranges(self, ranges: Sequence[Range], check: Callable[[int, bytes], bool] | None = None) -> list[bytes]:
+        """The bytes of each (path, start, stop), as `stream` fetches them."""
+        found: dict[int, bytes] = dict(self.stream(ranges, check))
+        return [found[i] for i in range(len(ranges))]
+
+    def stream(
+        self, ranges: Sequence[Range], check: Callable[[int, bytes], bool] | None = None
+    ) -> Iterator[tuple[int, bytes]]:
+        """(i, the bytes of the i-th (path, start, stop)), as they come; many requests are in flight.
+
+        Args:
+            ranges: none of them empty.
+            check: (i, bytes) -> whether they are right; else they are fetched again. Called in threads.
+
+        Raises:
+            RemoteError: one of them could not be had.
+        """
+        asked: dict[Future[bytes], int] = {}
+        try:
+            for i, wanted in enumerate(ranges):
+                asked[self._submit(self._read_range(i, wanted, check))] = i
+            for future in as_completed(asked):
+                yield asked.pop(future), future.result()
+        finally:
+            for future in asked:
+                future.cancel()
+
+    def write(self, path: str, data: bytes | Path) -> None:
+        """Make or replace an object by these bytes, or by those of a file, a part at a time.
+
+        Raises:
+            RemoteError: the store fails, or cannot be written to.
+        """
+        self._run(self._write(path, data))
+
+    def size(self, path: str) -> int | None:
+        """The bytes of an object; None if there is none."""
+        return self._run(self._size(path))
+
+    def names(self, path: str) -> list[str]:
+        """The names of the objects in a folder; none if there is no such folder."""
+        return self._run(self._names(path))
+
+    def remove(self, path: str) -> None:
+        """Remove an object; one that is not there is fine."""
+        self._run(self._remove(path))
+
+    # The one object that several replace
+
+    @property
+    def replaces_on_condition(self) -> bool:
+        """Whether the store can refuse to replace an object that has changed."""
+        return hasattr(self._open().fs, "_call_s3")
+
+    @property
+    def local(self) -> Path | None:
+        """The folder, where the URL is one of this machine."""
+        opened = self._open()
+        protocol = opened.fs.protocol
+        return Path(opened.root) if "file" in ((protocol,) if isinstance(protocol, str) else protocol) else None
+
+    def read_tagged(self, path: str, limit: int) -> tuple[bytes, str]:
+        """An object whole, and what tells this state of it from others; (b"", "") where there is none."""
+        return self._run(self._read_tagged(path, limit))
+
+    def replace_tagged(self, path: str, data: bytes, tag: str) -> bool:
+        """Replace an object whose tag is this, or make one where it is ""; False where it has changed meanwhile."""
+        return self._run(self._replace_tagged(path, data, tag))
+
+    # Requests
+
+    def _open(self) -> _Opened:
+        opened = self._opened
+        if opened is not None and opened.process == process_id():
+            return opened
+        with extra("remote"):
+            import fsspec.asyn
+            import fsspec.core
+        try:
+            fs, root = fsspec.core.url_to_fs(self.url, **self.storage_options)
+        except (ValueError, TypeError) as error:
+            text = shown(str(error))
+            raise SchemaError(f"{self}: {text}; give a URL and storage_options that fsspec takes") from None
+        loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
+        self._opened = _Opened(process_id(), fs, root, loop, asyncio.Semaphore(IN_FLIGHT))
+        return self._opened
+
+    def _path(self, path: str) -> str:
+        root, mark, query = self._open().root.partition("?")
+        return f"{root.rstrip('/')}/{path}{mark}{query}".rstrip("/")
+
+    def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._open().loop)
+        except BaseException:
+            work.close()
+            raise
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = self._submit(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # an interruption ends what it waited for
+
+    async def _try(self, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0) -> Result:
+        """What a request gives; it is made again after a failure that may pass."""
+        pause, error = FIRST_PAUSE, Exception()
+        for attempt in range(1, self._tries + 1):
+            try:
+                async with self._open().in_flight:
+                    return await asyncio.wait_for(request(), self._timeout + size / SLOWEST)
+            except Exception as failure:
+                error = failure
+            if attempt == self._tries or not _may_pass(error):
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        url, missing = self.name_of(path), _is_missing(error)
+        came = "there is none" if missing else _told(error)
+        raise RemoteError(
+            f"{url}: {what}: {came} (tries: {attempt}); {_remedy(error, missing)}",
+            url=url,
+            asked=what,
+            came=came,
+            tries=attempt,
+            missing=missing,
+        ) from None  # the text of the cause may have credentials
+
+    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """A method of the file system, in a thread where it is not an asynchronous one."""
+        fs = self._open().fs
+        if fs.async_impl:
+            return await getattr(fs, f"_{method}")(*arguments, **options)
+        return await asyncio.to_thread(getattr(fs, method), *arguments, **options)
+
+    async def _read(self, path: str, limit: int) -> bytes:
+        async def request() -> bytes:
+            data = await self._get(path, 0, limit + 1, exact=False)
+            if len(data) > limit:
+                raise _Unfit(f"it has more than {limit} bytes", again=False)
+            return data
+
+        return await self._try("read", path, request, min(limit, PART))
+
+    async def _read_range(self, i: int, wanted: Range, check: Callable[[int, bytes], bool] | None) -> bytes:
+        path, start, stop = wanted
+
+        async def request() -> bytes:
+            data = await self._get(path, start, stop, exact=True)
+            if len(data) > stop - start:
+                raise _Unfit("the server sends the whole object, it has no ranges", again=False)
+            if len(data) < stop - start:
+                raise _Unfit(f"got {len(data)} bytes")
+            if check is not None and not await asyncio.to_thread(check, i, data):
+                raise _Unfit("its bytes have another digest than those that were published")
+            return data
+
+        return await self._try(f"bytes {start} to {stop}", path, request, stop - start)
+
+    async def _get(self, path: str, start: int, stop: int, exact: bool) -> bytes:
+        opened = self._open()
+        if hasattr(opened.fs, "encode_url"):
+            return await _get_by_http(opened.fs, self._path(path), start, stop, exact)
+        data: bytes = await self._call("cat_file", self._path(path), start=start, end=stop)
+        return data
+
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        place = self._path(path)
+        new = f"{place}.{process_id()}.new" if self.local is not None else place
+
+        async def send() -> None:
+            if isinstance(data, Path):
+                options = {"chunksize": max(PART, size // MOST_PARTS)} if self.replaces_on_condition else {}
+                await self._call("put_file", str(data), new, **options)
+            else:
+                await self._call("pipe_file", new, data)
+            if new != place:
+                await self._call("mv", new, place)  # an object that is there is whole
+
+        async def request() -> None:
+            try:
+                await send()
+            except FileNotFoundError:  # a store of folders
+                await self._call("makedirs", new.rpartition("/")[0], exist_ok=True)
+                await send()
+
+        await self._try("write", path, request, size)
+
+    async def _size(self, path: str) -> int | None:
+        async def request() -> int:
+            found = (await self._call("info", self._path(path))).get("size")
+            if type(found) is not int:
+                raise _Unfit("the store does not tell how large it is", again=False)
+            return found
+
+        try:
+            return await self._try("size", path, request)
+        except RemoteError as error:
+            if error.missing:
+                return None
+            raise
+
+    async def _names(self, path: str) -> list[str]:
+        async def request() -> list[str]:
+            self._open().fs.invalidate_cache()
+            found = await self._call("ls", self._path(path), detail=False)
+            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+
+        try:
+            return await self._try("list", path, request)
+        except RemoteError as error:
+            if error.missing:
+                return []
+            raise
+
+    async def _remove(self, path: str) -> None:
+        try:
+            await self._try("remove", path, lambda: self._call("rm_file", self._path(path)))
+        except RemoteError as error:
+            if not error.missing:
+                raise
+
+    async def _read_tagged(self, path: str, limit: int) -> tuple[bytes, str]:
+        fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
+
+        async def request() -> tuple[bytes, str]:
+            reply = await fs._call_s3("get_object", Bucket=bucket, Key=key)
+            if reply["ContentLength"] > limit:
+                raise _Unfit(f"it has more than {limit} bytes", again=False)
+            async with reply["Body"] as body:
+                return await body.read(), reply["ETag"]
+
+        try:
+            return await self._try("read", path, request, min(limit, PART))
+        except RemoteError as error:
+            if error.missing:
+                return b"", ""
+            raise
+
+    async def _replace_tagged(self, path: str, data: bytes, tag: str) -> bool:
+        fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
+        condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+
+        async def request() -> bool:
+            try:
+                await fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+            except Exception as error:
+                if _has_changed(error):
+                    return False
+                raise
+            return True
+
+        return await self._try("replace", path, request, len(data))
+
+
+async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) -> bytes:
+    """Bytes of a URL. fsspec would read a whole object from a server without ranges, however large it is."""
+    options = dict(fs.kwargs)
+    headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    session = await fs.set_session()
+    async with session.get(fs.encode_url(url), headers=headers, **options) as reply:
+        if reply.status in (404, 410):
+            raise FileNotFoundError(url)
+        if reply.status == 416:
+            raise _Unfit("it has fewer bytes")
+        reply.raise_for_status()
+        if exact and reply.status != 206:
+            raise _Unfit("the server sends the whole object, it has no ranges", again=False)
+        data, left = bytearray(), stop - start + exact
+        while left > 0 and (part := await reply.content.read(left)):
+            data += part
+            left -= len(part)
+        return bytes(data)
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status that an error is about, 0 if none."""
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else 0
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, _MISSING) or _status(error) in (404, 410)
+
+
+def _may_pass(error: Exception) -> bool:
+    if isinstance(error, _Unfit):
+        return error.again
+    status = _status(error)
+    if status:
+        return status >= 500 or status in _RETRIED_STATUS
+    return not (_is_missing(error) or isinstance(error, _HOPELESS) or type(error).__name__ in _HOPELESS_NAMES)
+
+
+def _has_changed(error: BaseException | None) -> bool:
+    """Whether a conditional write was refused as the object is another by now."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        if code in ("412", "409", *_CHANGED_NAMES) or any(name in str(error) for name in _CHANGED_NAMES):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, _Unfit):
+        return str(error)
+    if isinstance(error, asyncio.TimeoutError):
+        return "no answer in time"
+    text = shown(str(error)).replace("\n", " ")[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _remedy(error: Exception, missing: bool) -> str:
+    if missing:
+        return "check the URL, or publish it"
+    if isinstance(error, PermissionError) or _status(error) in (401, 403) or type(error).__name__ in _HOPELESS_NAMES:
+        return "check the credentials (storage_options)"
+    if isinstance(error, _Unfit) and not error.again:
+        return "check the URL and the server"
+    return "check the store and the way to it, then try again"
+
+
+def _rebuild(kind: type[Objects], url: str, options: dict[str, Any], tries: int, timeout: float) -> Objects:
+    return kind(url, options, tries=tries, timeout=timeout)
