@@ -68,7 +68,7 @@ class Shard:
     Args:
         id: of the buffer.
         episodes, steps: how many are visible.
-        size: bytes of all its files.
+        num_bytes: of all its files.
         head: (digest of the object that holds its head, the first byte of it there, how many).
         blocks: digest of the elements of `blocks.npy` as bytes.
     """
@@ -76,7 +76,7 @@ class Shard:
     id: str
     episodes: int
     steps: int
-    size: int
+    num_bytes: int
     head: tuple[str, int, int]
     blocks: str
 
@@ -162,7 +162,7 @@ def digests_of(parts: Iterable[bytes]) -> Array:
 def _shard(spec: Any, where: str) -> Shard:
     try:
         name, first, size = spec["head"]
-        episodes, steps, total = (_whole(spec[key]) for key in ("episodes", "steps", "size"))
+        episodes, steps, total = (_whole(spec[key]) for key in ("episodes", "steps", "num_bytes"))
         head = str(name), _whole(first), _whole(size)
         shard = Shard(str(spec["id"]), episodes, steps, total, head, str(spec["blocks"]))
     except (KeyError, TypeError, ValueError) as error:
