@@ -37,6 +37,7 @@ class Cache:
             raise SchemaError(f"cache_bytes: got {limit!r}, expected a number of bytes from {16 * BLOCK:,}, or None")
         Folder(path).create()
         self.path, self.limit = path, limit
+        self._files: dict[Path, dict[str, int]] = {}  # of each mirror, which never change
         if limit is not None and file_system(path) in MEMORY:
             raise SchemaError(
                 f"cache: {path} lies in memory, where blocks cannot be given back safely; leave cache_bytes"
@@ -46,13 +47,8 @@ class Cache:
         return Cache, (self.path, self.limit)
 
     def reserve(self, blocks: int) -> None:
-        """Have room for some blocks more. Raises SchemaError where they alone are more than the bound."""
+        """Have room for some blocks more: others are given back for them where that takes it."""
         size = blocks * BLOCK
-        if self.limit is not None and size > self.limit:
-            raise SchemaError(
-                f"cache_bytes: {self.limit:,} are less than the {size:,} bytes of blocks that are read together; give "
-                "more, or read smaller batches"
-            )
         with locked(str(self.path / USAGE)) as fd:
             data = read_at(fd, 8, 0)
             used = int.from_bytes(data, "little") if len(data) == 8 else self._count()
@@ -62,11 +58,13 @@ class Cache:
                     used -= self._give_back(used + size - self.limit + self.limit // AT_ONCE)
             write_word(fd, used + size, 0)
 
-    def return_unused(self, blocks: int) -> None:
-        """Blocks that were reserved and did not come."""
-        with locked(str(self.path / USAGE)) as fd:
-            used = int.from_bytes(read_at(fd, 8, 0).ljust(8, b"\0"), "little")
-            write_word(fd, max(0, used - blocks * BLOCK), 0)
+    def require_room(self, blocks: int) -> None:
+        """Raise SchemaError where so many blocks, which are needed together, are more than the bound."""
+        if self.limit is not None and blocks * BLOCK > self.limit:
+            raise SchemaError(
+                f"cache_bytes: {self.limit:,} are less than the {blocks * BLOCK:,} bytes of blocks that a batch is read "
+                "from; give more, or read smaller batches"
+            )
 
     def _mirrors(self) -> list[tuple[Path, Blocks, dict[str, int]]]:
         """Every mirror: where it is, its blocks, and its files with their sizes."""
@@ -74,8 +72,10 @@ class Cache:
         for path in sorted(self.path.iterdir()):
             folder = Folder(path)
             if path.is_dir() and ".new" not in path.name and folder.exists("mirror/blocks.npy"):
-                layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
-                files = data_files(layout)
+                files = self._files.get(path)
+                if files is None:
+                    layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
+                    files = self._files[path] = data_files(layout)
                 found.append((path, Blocks.of(path, sum(map(num_blocks, files.values()))), files))
         return found
 

@@ -122,6 +122,7 @@ class Mirror:
 
     def fetch(self, blocks: IntArray) -> Words:
         """Have these blocks, ascending, there; their counters."""
+        self.cache.require_room(len(blocks))
         self.blocks.touch(blocks, int(time.time()) & 0xFFFFFFFF)
         missing = self.blocks.absent(blocks)
         for start in range(0, len(missing), TOGETHER):
