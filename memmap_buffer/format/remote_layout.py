@@ -2,18 +2,28 @@
 
 A root::
 
-    <root>/root.json               the shards that count, and where their heads are
-    <root>/heads/<digest>.bin      the heads of some shards, one behind the other
-    <root>/<shard>/…               a packed folder, file by file, and
-    <root>/<shard>/shard.json      what tells of it
-    <root>/<shard>/head.bin        its head: what it takes to open it, in one piece
-    <root>/<shard>/blocks.npy      (blocks,) u8: a digest of each block of its data files
+    <root>/root.json                    the shards that count, and where their heads are
+    <root>/heads/<digest>.bin           the heads of some shards, one behind the other
+    <root>/<shard>/shard.json           what tells of a shard: which version of it is the newest
+    <root>/<shard>/<version>/data/…     the data files of a packed folder
+    <root>/<shard>/<version>/head.bin   its head: what it takes to open it, in one piece
+    <root>/<shard>/<version>/blocks.npy (blocks,) u8: a digest of each block of its data files
+    <root>/entries/…                    see below
 
 A head is a line of JSON `[[name, bytes], …]`, then these files one behind the other: all of a packed folder but
 `data/…`. The blocks of a data file are of `BLOCK` bytes, its header included, the last one of what is left; they are
 counted on from file to file, by the order of the names. A digest is BLAKE2b, of 8 bytes for a block, else of 16.
 
-A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there: it is written last.
+No object changes once it is there, but `root.json` and `shard.json`, each of which is replaced whole. So whoever reads a
+shard reads on when it is published again: what it holds now is another version, in another folder, whose name is the
+digest of the digests of its head and of its blocks. Versions and heads that neither names any more are never looked
+for again, and stay until somebody removes them.
+
+A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there: they are written when all
+that they name is. Who publishes replaces `root.json` on condition that it is as it was read, where the store can (S3's
+If-Match), or while holding the lock of `.lock`, in a local folder. Any other store gets an object of its own for
+each shard first, `entries/<time>.<version>.<shard>.json`, whose bytes are those of `shard.json`; then `root.json` is
+written with all entries in it, again until there is none that it lacks. Readers need neither these nor any listing.
 """
 
 from __future__ import annotations
@@ -21,13 +31,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.format.layout import Layout
 
@@ -35,7 +42,9 @@ ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "
 FORMAT_OF_ROOT, FORMAT_OF_SHARD, VERSION = "memmap-buffer-root", "memmap-buffer-shard", 1
 BLOCK = 1 << 20
 MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 28, 1 << 16, 1 << 20
-MERGED = 1024  # shards whose heads become one object
+MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
+MAX_HEAD_BYTES = 1 << 31
+ENTRIES, DATA = "entries", "data/"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE = re.compile(r"(schema\.json|(episodes|state|checksums)\.npy|(meta|extra)/[A-Za-z0-9][A-Za-z0-9._-]*)")
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -58,7 +67,7 @@ def num_blocks(size: int) -> int:
 
 def data_files(layout: Layout) -> dict[str, int]:
     """The files of a packed folder that are read block by block -> their sizes, in the order of their blocks."""
-    return dict(sorted((array.name, array.size) for array in layout.arrays.values() if array.name.startswith("data/")))
+    return dict(sorted((array.name, array.size) for array in layout.arrays.values() if array.name.startswith(DATA)))
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,9 @@ class Shard:
         id: of the buffer.
         episodes, steps: how many are visible.
         num_bytes: of all its files.
-        head: (digest of the object that holds its head, the first byte of it there, how many).
+        version: the folder that its files are in, see `version_of`.
+        head: (digest of the object that holds its head, the first byte of it there, how many). In `shard.json` that
+            object is the version's `head.bin`, in `root.json` one of `heads/`.
         blocks: digest of the elements of `blocks.npy` as bytes.
     """
 
@@ -77,8 +88,17 @@ class Shard:
     episodes: int
     steps: int
     num_bytes: int
+    version: str
     head: tuple[str, int, int]
     blocks: str
+
+    def prefix(self, name: str = "") -> str:
+        """What the paths of its files begin with: under a root its name is needed, under its own URL it is not."""
+        return f"{name}/{self.version}/" if name else f"{self.version}/"
+
+    def is_head(self, head: bytes) -> bool:
+        """Whether these are the bytes of its head, wherever they were read."""
+        return len(head) == self.head[2] and version_of(head, self.blocks) == self.version
 
     def to_json(self) -> bytes:
         """The bytes of `shard.json`."""
@@ -119,15 +139,35 @@ class Root:
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptBufferError(f"{where} is no valid list of shards ({error}); publish them again") from None
         for name, shard in shards.items():
-            if not _NAME.fullmatch(name) or shard.head[0] not in heads:
+            if not is_shard_name(name) or shard.head[0] not in heads:
                 raise CorruptBufferError(f"{where}: shard {name!r} has no head, or no name that a shard may have")
         return cls(shards, heads)
 
-    def with_shard(self, name: str, shard: Shard, heads: Mapping[str, int]) -> Root:
-        """The same with a shard more, or another under its name; heads that no shard has any more are left out."""
-        shards = {**self.shards, name: shard}
+    def with_shards(self, shards: Mapping[str, Shard], heads: Mapping[str, int]) -> Root:
+        """The same with more shards, or others under their names; heads that no shard has any more are left out."""
+        shards = {**self.shards, **shards}
         used = {one.head[0] for one in shards.values()}
         return replace(self, shards=shards, heads={k: n for k, n in {**self.heads, **heads}.items() if k in used})
+
+
+def version_of(head: bytes, blocks: str) -> str:
+    """What names a version of a shard, and checks its head.
+
+    Args:
+        head: the bytes of its head.
+        blocks: the digest of its list of digests.
+    """
+    return digest(f"{digest(head)}{blocks}".encode())
+
+
+def head_object(name: str) -> str:
+    """The path of an object with the heads of shards, by its digest."""
+    return f"{HEADS}/{name}.bin"
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a folder of this name may be published."""
+    return _NAME.fullmatch(name) is not None and name not in (HEADS, ENTRIES, ROOT)
 
 
 def make_head(files: Mapping[str, bytes]) -> bytes:
@@ -154,20 +194,15 @@ def open_head(data: bytes, where: str) -> dict[str, bytes]:
     return files
 
 
-def digests_of(parts: Iterable[bytes]) -> Array:
-    """(blocks,) u8 of the blocks of files, each part a block."""
-    return np.fromiter((block_digest(part) for part in parts), np.uint64)
-
-
 def _shard(spec: Any, where: str) -> Shard:
     try:
         name, first, size = spec["head"]
         episodes, steps, total = (_whole(spec[key]) for key in ("episodes", "steps", "num_bytes"))
         head = str(name), _whole(first), _whole(size)
-        shard = Shard(str(spec["id"]), episodes, steps, total, head, str(spec["blocks"]))
+        shard = Shard(str(spec["id"]), episodes, steps, total, str(spec["version"]), head, str(spec["blocks"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptBufferError(f"{where} does not tell of a shard as it should ({error!r})") from None
-    if not all(_HEX.fullmatch(text) for text in (shard.id, shard.head[0], shard.blocks)):
+    if not all(_HEX.fullmatch(text) for text in (shard.id, shard.version, shard.head[0], shard.blocks)):
         raise CorruptBufferError(f"{where}: an id or a digest is no 32 hexadecimal digits")
     return shard
 
@@ -191,4 +226,4 @@ def _whole(value: Any) -> int:
 
 
 def _dumps(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, indent=1).encode() + b"\n"
+    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
