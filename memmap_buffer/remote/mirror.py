@@ -68,7 +68,7 @@ class Mirror:
             head: gives the files of its head.
             cache: where mirrors lie.
         """
-        path = cache.path / f"{shard.id}-{shard.blocks[:16]}"  # what was published anew is another mirror
+        path = cache.path / f"{shard.id}-{shard.version}"  # what was published anew is another mirror
         if not Folder(path).exists("schema.json"):
             _make(path, shard, head())
         return cls(objects, prefix, shard, cache, path)
