@@ -62,8 +62,8 @@ class Cache:
         """Raise SchemaError where so many blocks, which are needed together, are more than the bound."""
         if self.limit is not None and blocks * BLOCK > self.limit:
             raise SchemaError(
-                f"cache_bytes: {self.limit:,} are less than the {blocks * BLOCK:,} bytes of blocks that a batch is read "
-                "from; give more, or read smaller batches"
+                f"cache_bytes: {self.limit:,} are less than the {blocks * BLOCK:,} bytes of blocks that a batch is "
+                "read from; give more, or read smaller batches"
             )
 
     def _mirrors(self) -> list[tuple[Path, Blocks, dict[str, int]]]:

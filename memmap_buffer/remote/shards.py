@@ -10,18 +10,18 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from memmap_buffer.errors import NotABufferError, RemoteError
+from memmap_buffer.errors import CorruptBufferError, NotABufferError, RemoteError
 from memmap_buffer.format.objects import Objects
 from memmap_buffer.format.remote_layout import (
     HEAD,
-    HEADS,
+    MAX_HEAD_BYTES,
     MAX_ROOT_BYTES,
     MAX_SHARD_BYTES,
     ROOT,
     SHARD,
     Root,
     Shard,
-    digest,
+    head_object,
     open_head,
 )
 from memmap_buffer.format.storage import Storage
@@ -56,9 +56,19 @@ def open_url(url: str, options: Mapping[str, Any] | None, cache: Cache) -> Mirro
         raise NotABufferError(
             f"{where}: no buffer was published here; check the URL, or `publish` one", path=where
         ) from None
-    return Mirror.open(
-        objects, "", shard, lambda: open_head(objects.read(HEAD, shard.head[2]), objects.name_of(HEAD)), cache
-    )
+    return Mirror.open(objects, shard.prefix(), shard, partial(_own_head, objects, shard), cache)
+
+
+def _own_head(objects: Objects, shard: Shard) -> dict[str, bytes]:
+    where = shard.prefix() + HEAD
+    return _checked(shard, objects.read(where, min(MAX_HEAD_BYTES, shard.head[2])), objects.name_of(where))
+
+
+def _checked(shard: Shard, head: bytes, where: str) -> dict[str, bytes]:
+    """The files of a head. Raises CorruptBufferError where it is not that of the shard."""
+    if not shard.is_head(head):
+        raise CorruptBufferError(f"{where}: the bytes are not those that were published; publish the shard again")
+    return open_head(head, where)
 
 
 class RemoteShards:
@@ -76,7 +86,7 @@ class RemoteShards:
         self._objects = Objects(url, options)
         self._root, self._read_at = root, time.monotonic()
         self.storages: dict[int, Storage] = {}
-        self._names: dict[str, int] = {}
+        self._versions: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteShards, (self.url, self._options, self._cache, self._root)
@@ -96,15 +106,13 @@ class RemoteShards:
         now = time.monotonic()
         if self._root is None or now - self._read_at > LOOK_SECONDS:
             self._root, self._read_at = self._read_root(), now
-        new = {name: shard for name, shard in self._root.shards.items() if name not in self._names}
+        new = {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
         if new:
-            heads = self._heads(new)
-            found = dict(self.storages)
+            heads, found = self._heads(new), dict(self.storages)
             for name, shard in new.items():
-                number = self._number(name)
-                self._names[name] = number
-                mirror = Mirror.open(self._objects, f"{name}/", shard, partial(heads.__getitem__, name), self._cache)
-                found[number] = mirror.storage()
+                head = partial(_checked, shard, *heads[name])
+                mirror = Mirror.open(self._objects, shard.prefix(name), shard, head, self._cache)
+                found[self._number(name)], self._versions[name] = mirror.storage(), shard.version
             self.storages = dict(sorted(found.items()))
         return self.storages
 
@@ -137,34 +145,27 @@ class RemoteShards:
             raise NotABufferError(f"{where}: no shard is listed; `publish` a folder", path=where)
         return root
 
-    def _heads(self, shards: Mapping[str, Shard]) -> dict[str, dict[str, bytes]]:
-        """The files of the heads of shards: an object that holds several is read whole if half of it is wanted."""
+    def _heads(self, shards: Mapping[str, Shard]) -> dict[str, tuple[bytes, str]]:
+        """(the head, where it is) of shards: an object that holds several is read whole if half of it is wanted."""
         assert self._root is not None
         wanted: dict[str, list[str]] = {}
         for name, shard in shards.items():
             wanted.setdefault(shard.head[0], []).append(name)
-        found = {}
-        ranges, of = [], []
+        ranges, of = list[tuple[str, int, int]](), list[list[str]]()
         for head, names in wanted.items():
-            where = f"{HEADS}/{head}.bin"
-            if 2 * sum(shards[name].head[2] for name in names) >= self._root.heads[head]:
-                ranges.append((where, 0, self._root.heads[head]))
-                of.append((names, 0))
+            size = self._root.heads[head]
+            if 2 * sum(shards[name].head[2] for name in names) >= size:
+                ranges.append((head_object(head), 0, size))
+                of.append(names)
             else:
                 for name in names:
-                    first, size = shards[name].head[1:]
-                    ranges.append((where, first, first + size))
-                    of.append(([name], first))
-        for (names, begin), (where, start, stop), data in zip(
-            of, ranges, self._objects.read_ranges(ranges), strict=True
-        ):
-            if (
-                start == 0
-                and digest(data) != where[len(HEADS) + 1 : -4]
-                and stop == self._root.heads[where[len(HEADS) + 1 : -4]]
-            ):
-                raise NotABufferError(f"{self._objects.name_of(where)}: the bytes are not those that were published")
-            for name in names:
-                first, size = shards[name].head[1:]
-                found[name] = open_head(bytes(data[first - begin : first - begin + size]), self._objects.name_of(where))
+                    first, count = shards[name].head[1:]
+                    ranges.append((head_object(head), first, first + count))
+                    of.append([name])
+        found = {}
+        for i, data in self._objects.stream(ranges):
+            where, begin, _ = ranges[i]
+            for name in of[i]:
+                first, count = shards[name].head[1:]
+                found[name] = data[first - begin : first - begin + count], self._objects.name_of(where)
         return found
