@@ -41,6 +41,7 @@ from memmap_buffer.errors import (
 )
 from memmap_buffer.loading.options import Options
 from memmap_buffer.maintenance.pack import pack, unpack
+from memmap_buffer.maintenance.publish import publish
 from memmap_buffer.maintenance.repair import repair
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.maintenance.verification import Finding, verify
@@ -98,6 +99,7 @@ __all__ = [
     "compute_importance_weights",
     "discounted_returns",
     "pack",
+    "publish",
     "repair",
     "unpack",
     "verify",

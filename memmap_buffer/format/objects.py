@@ -7,6 +7,7 @@ Its text, like every other, has URLs without user, password and query: these are
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -147,6 +148,11 @@ class Objects:
     # The one object that several replace
 
     @property
+    def writable(self) -> bool:
+        """Whether objects can be made and listed; not by a server of web pages."""
+        return not hasattr(self._open().fs, "encode_url")
+
+    @property
     def replaces_on_condition(self) -> bool:
         """Whether the store can refuse to replace an object that has changed."""
         return hasattr(self._open().fs, "_call_s3")
@@ -281,7 +287,9 @@ class Objects:
         async def request() -> None:
             try:
                 await send()
-            except FileNotFoundError:  # a store of folders
+            except FileNotFoundError:
+                if self._open().fs.async_impl:  # no store of folders: it would make a bucket
+                    raise
                 await self._call("makedirs", new.rpartition("/")[0], exist_ok=True)
                 await send()
 
@@ -390,7 +398,8 @@ def _may_pass(error: Exception) -> bool:
     status = _status(error)
     if status:
         return status >= 500 or status in _RETRIED_STATUS
-    return not (_is_missing(error) or isinstance(error, _HOPELESS) or type(error).__name__ in _HOPELESS_NAMES)
+    hopeless = isinstance(error, _HOPELESS) or type(error).__name__ in _HOPELESS_NAMES
+    return not (hopeless or _is_missing(error) or getattr(error, "errno", None) == errno.EINVAL)
 
 
 def _has_changed(error: BaseException | None) -> bool:

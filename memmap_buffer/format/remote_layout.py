@@ -14,10 +14,10 @@ A head is a line of JSON `[[name, bytes], …]`, then these files one behind the
 `data/…`. The blocks of a data file are of `BLOCK` bytes, its header included, the last one of what is left; they are
 counted on from file to file, by the order of the names. A digest is BLAKE2b, of 8 bytes for a block, else of 16.
 
-No object changes once it is there, but `root.json` and `shard.json`, each of which is replaced whole. So whoever reads a
-shard reads on when it is published again: what it holds now is another version, in another folder, whose name is the
-digest of the digests of its head and of its blocks. Versions and heads that neither names any more are never looked
-for again, and stay until somebody removes them.
+No object changes once it is there, but `root.json` and `shard.json`, each of which is replaced whole. So whoever reads
+a shard reads on when it is published again: what it holds now is another version, in another folder, whose name is
+the digest of the digests of its head and of its blocks. Versions and heads that neither names any more are never
+looked for again, and stay until somebody removes them.
 
 A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there: they are written when all
 that they name is. Who publishes replaces `root.json` on condition that it is as it was read, where the store can (S3's
@@ -102,12 +102,12 @@ class Shard:
 
     def to_json(self) -> bytes:
         """The bytes of `shard.json`."""
-        return _dumps({"format": FORMAT_OF_SHARD, "version": VERSION, "block": BLOCK, **asdict(self)})
+        return _dumps({"format": FORMAT_OF_SHARD, "version": VERSION, "block": BLOCK, "shard": asdict(self)})
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Shard:
         """Parse `shard.json`. Raises NotABufferError, SchemaError, CorruptBufferError."""
-        return _shard(_parse(data, where, FORMAT_OF_SHARD), where)
+        return _shard(_parse(data, where, FORMAT_OF_SHARD).get("shard"), where)
 
 
 @dataclass(frozen=True)

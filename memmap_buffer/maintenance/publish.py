@@ -1,0 +1,340 @@
+"""`publish`: a folder to a store, packed and by parts that never change; `root.json` lists what is whole there.
+
+What stands at a URL is told in `format.remote_layout`. Nothing that a reader may hold is changed or removed, and what
+is listed is there: a publisher that is killed leaves objects that nobody looks for, and the next one takes them over.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, RemoteError, SchemaError, SchemaMismatchError
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.layout import ArrayFile
+from memmap_buffer.format.objects import Objects
+from memmap_buffer.format.remote_layout import (
+    BLOCK,
+    BLOCKS_FILE,
+    DATA,
+    ENTRIES,
+    HEAD,
+    MAX_HEAD_BYTES,
+    MAX_ROOT_BYTES,
+    MAX_SHARD_BYTES,
+    MERGED,
+    MERGED_BYTES,
+    ROOT,
+    SHARD,
+    Root,
+    Shard,
+    block_digest,
+    data_files,
+    digest,
+    head_object,
+    is_shard_name,
+    make_head,
+    num_blocks,
+    version_of,
+)
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import read_at
+from memmap_buffer.maintenance.pack import pack
+from memmap_buffer.maintenance.verification import verify
+from memmap_buffer.paths import path_of
+from memmap_buffer.progress import progress
+
+ROUNDS = 1000  # how often others may be faster
+LOCK_SECONDS, LOCK_PAUSE = 60.0, 0.02
+_ENTRY = re.compile(r"[0-9]{20}\.(?P<version>[0-9a-f]{32})\.(?P<name>.+)\.json")
+
+
+def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
+    """Copy a folder to a store, whence it is read by `from_root(url)`; again: only what is new.
+
+    It counts once it is there whole. Readers of what was published before under its name go on with that; who opens the
+    root anew reads the new episodes. Several processes may publish to one root at a time.
+
+    Args:
+        folder: of any layout; its writer may go on meanwhile. One that is not packed is packed first, into a folder
+            beside it, for which there must be room. Its name is that of the shard.
+        url: of the root, of any kind that fsspec can write to, as in "s3://bucket/run7".
+        storage_options: for the file system of fsspec.
+
+    Returns:
+        The serials that were left out, as `pack` does.
+
+    Raises:
+        SchemaError: the folder's name or the URL will not do.
+        SchemaMismatchError: the root has a shard of that name that is another buffer's.
+        CorruptBufferError: the folder is damaged, or changes meanwhile.
+        RemoteError: the store fails.
+        MemmapBufferError: as `pack` raises it.
+    """
+    source, objects = path_of(folder), Objects(url, storage_options)
+    name = source.resolve().name
+    if not is_shard_name(name):
+        raise SchemaError(
+            f"{source}: got the name {name!r}, expected letters, digits, '.', '_' and '-', at most 128; rename it"
+        )
+    if not objects.writable:
+        raise SchemaError(f"{objects}: nothing can be published by this protocol; give the URL of the store itself")
+    with _packed(source) as (packed, left_out):
+        shard, head = _upload(packed, objects, name)
+    _list(objects, name, shard, head)
+    return left_out
+
+
+def read_root(objects: Objects) -> Root | None:
+    """What `root.json` says; None where there is none."""
+    try:
+        return Root.from_json(objects.read(ROOT, MAX_ROOT_BYTES), objects.name_of(ROOT))
+    except RemoteError as error:
+        if error.missing:
+            return None
+        raise
+
+
+def read_shard(objects: Objects, name: str = "") -> Shard | None:
+    """What `shard.json` says; None where there is none.
+
+    Args: name: of the shard, if the URL is that of its root.
+    """
+    path = f"{name}/{SHARD}" if name else SHARD
+    try:
+        return Shard.from_json(objects.read(path, MAX_SHARD_BYTES), objects.name_of(path))
+    except RemoteError as error:
+        if error.missing:
+            return None
+        raise
+
+
+def read_head(objects: Objects, shard: Shard, prefix: str) -> bytes:
+    """The head of a shard, from the folder of its version."""
+    if shard.head[2] > MAX_HEAD_BYTES:
+        raise CorruptBufferError(f"{objects.name_of(prefix + HEAD)}: a head of {shard.head[2]} bytes; publish it again")
+    wanted = [(prefix + HEAD, 0, shard.head[2])]
+    (head,) = objects.read_ranges(wanted, lambda i, data: shard.is_head(data))
+    return head
+
+
+@contextmanager
+def _packed(source: Path) -> Iterator[tuple[Path, list[int]]]:
+    """A packed copy of a folder, or itself if it is packed, and the serials that it lacks."""
+    if not Storage.open(source, read_only=True, verify="never").layout.writable:
+        lost = [finding for finding in verify(source) if finding.lost]
+        if lost:
+            raise CorruptBufferError(f"{source}: {lost[0]}; `repair` it, then publish it", path=source)
+        yield source, []
+        return
+    beside = source.resolve().parent
+    try:
+        place = tempfile.TemporaryDirectory(prefix=f".{source.name}.", dir=beside)
+    except OSError:  # a folder in which only others may write
+        place = tempfile.TemporaryDirectory(prefix="memmap-buffer-")
+    with place as temporary:
+        yield Path(temporary), pack(source, temporary)
+
+
+# The objects of a shard
+
+
+def _upload(packed: Path, objects: Objects, name: str) -> tuple[Shard, bytes]:
+    """Have all that a shard consists of stand in the store; what is known of it, and its head."""
+    storage = Storage.open(packed, read_only=True, verify="never")
+    sizes = data_files(storage.layout)
+    marks = {file: storage.folder.marks(file) for file in sizes}
+    head = _head(storage)
+    digests = _digests(storage.folder, sizes)
+    shard = _shard(storage, head, digests)
+    _require_same_buffer(objects, name, shard, there := read_shard(objects, name))
+    if there == shard:
+        return shard, head
+    prefix = shard.prefix(name)
+    for file, size in progress(sizes.items(), f"uploading {name}", len(sizes)):
+        if objects.size(prefix + file) != size:  # else a publisher that was killed sent it, whole and the same
+            objects.write(prefix + file, packed / file)
+    if marks != {file: storage.folder.marks(file) for file in sizes}:
+        raise CorruptBufferError(f"{packed}: its files changed while they were sent; publish it again", path=packed)
+    blocks = ArrayFile(BLOCKS_FILE, np.dtype("<u8"), digests.shape)
+    objects.write(prefix + BLOCKS_FILE, blocks.header + digests.tobytes())
+    objects.write(prefix + HEAD, head)
+    objects.write(f"{name}/{SHARD}", shard.to_json())
+    return shard, head
+
+
+def _head(storage: Storage) -> bytes:
+    """All files but those of data."""
+    folder = storage.folder
+    names = [array.name for array in storage.layout.arrays.values() if not array.name.startswith(DATA)]
+    names = ["schema.json", *names, *(f"extra/{name}" for name in folder.list("extra"))]
+    return make_head({name: folder.read(name, MAX_HEAD_BYTES) for name in names})
+
+
+def _digests(folder: Folder, sizes: Mapping[str, int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """(blocks,) u8: the digest of each block of data files."""
+    return np.fromiter(
+        progress(_digests_of_each(folder, sizes), "reading", sum(map(num_blocks, sizes.values()))), np.dtype("<u8")
+    )
+
+
+def _digests_of_each(folder: Folder, sizes: Mapping[str, int]) -> Iterator[int]:
+    for name, size in sizes.items():
+        with folder.reading(name) as (fd, _):
+            for first in range(0, size, BLOCK):
+                yield block_digest(read_at(fd, min(BLOCK, size - first), first))
+
+
+def _shard(storage: Storage, head: bytes, digests: np.ndarray[Any, np.dtype[np.uint64]]) -> Shard:
+    layout, table = storage.layout, storage.refresh()
+    steps = int((table.length - table.start)[table.visible].sum())
+    size = len(head) + sum(data_files(layout).values())
+    blocks = digest(digests.tobytes())
+    return Shard(layout.id, len(table), steps, size, version_of(head, blocks), (digest(head), 0, len(head)), blocks)
+
+
+def _require_same_buffer(objects: Objects, name: str, shard: Shard, there: Shard | None) -> None:
+    if there is not None and there.id != shard.id:
+        raise SchemaMismatchError(
+            f"{objects.name_of(name)} has another buffer's episodes (id {there.id}, this one is {shard.id}); rename "
+            "the folder, or publish it to another root"
+        )
+
+
+# The list of shards
+
+
+def _list(objects: Objects, name: str, shard: Shard, head: bytes) -> None:
+    """Have `root.json` list a shard, whoever else changes it meanwhile."""
+    new = {name: (shard, head)}
+    if objects.replaces_on_condition:
+        _list_on_condition(objects, new)
+    elif objects.local is not None:
+        with _locked(objects.local):
+            _rewrite(objects, new)
+    else:
+        _list_by_entry(objects, name, shard)
+
+
+def _list_on_condition(objects: Objects, new: Mapping[str, tuple[Shard, bytes]]) -> None:
+    for _ in range(ROUNDS):
+        data, tag = objects.read_tagged(ROOT, MAX_ROOT_BYTES)
+        root = Root.from_json(data, objects.name_of(ROOT)) if tag else Root()
+        listed = _with_shards(objects, root, new)
+        if listed is root or objects.replace_tagged(ROOT, listed.to_json(), tag):
+            return
+    raise RemoteError(f"{objects.name_of(ROOT)} changes faster than it can be written; publish again later")
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    folder, stop = Folder(root), time.monotonic() + LOCK_SECONDS
+    folder.create()
+    while True:
+        try:
+            lock = folder.lock()
+            break
+        except BufferLockedError:
+            if time.monotonic() > stop:
+                raise
+            time.sleep(LOCK_PAUSE)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
+    """Where nothing can be replaced on condition: who writes last has seen all entries, or looks again."""
+    listed = (read_root(objects) or Root()).shards.get(name)
+    _require_same_buffer(objects, name, shard, listed)
+    if listed is None or listed.version != shard.version:
+        objects.write(f"{ENTRIES}/{time.time_ns():020}.{shard.version}.{name}.json", shard.to_json())
+    for _ in range(ROUNDS):
+        files = {file: found for file in objects.names(ENTRIES) if (found := _ENTRY.fullmatch(file))}
+        root = read_root(objects) or Root()
+        newest = {found["name"]: found for found in files.values()}  # by time, as they are sorted
+        unlisted = {one: _entered(objects, found) for one, found in newest.items() if _is_new(root, found)}
+        _rewrite(objects, {one: new for one, new in unlisted.items() if _is_of(root, one, new[0])})
+        if objects.names(ENTRIES) == [*files]:
+            break
+    for file, found in files.items():
+        if found["name"] == name and found is not newest[name]:
+            objects.remove(f"{ENTRIES}/{file}")
+    _require_same_buffer(objects, name, shard, (read_root(objects) or Root()).shards.get(name))
+
+
+def _is_new(root: Root, entry: re.Match[str]) -> bool:
+    there = root.shards.get(entry["name"])
+    return there is None or there.version != entry["version"]
+
+
+def _is_of(root: Root, name: str, shard: Shard) -> bool:
+    """Whether a shard may take its name, or take the place of an earlier version."""
+    return name not in root.shards or root.shards[name].id == shard.id
+
+
+def _entered(objects: Objects, entry: re.Match[str]) -> tuple[Shard, bytes]:
+    path = f"{ENTRIES}/{entry[0]}"
+    shard = Shard.from_json(objects.read(path, MAX_SHARD_BYTES), objects.name_of(path))
+    return shard, read_head(objects, shard, shard.prefix(entry["name"]))
+
+
+def _rewrite(objects: Objects, new: Mapping[str, tuple[Shard, bytes]]) -> None:
+    root = read_root(objects) or Root()
+    listed = _with_shards(objects, root, new)
+    if listed is not root:
+        objects.write(ROOT, listed.to_json())
+
+
+def _with_shards(objects: Objects, root: Root, new: Mapping[str, tuple[Shard, bytes]]) -> Root:
+    """A root with more shards, whose heads stand in the store; the same one where it has them.
+
+    Heads go into one object with those of objects that hold no more of them, so that there are few objects, and each
+    head is written a dozen times at most however many shards come.
+    """
+    for name, (shard, _) in new.items():
+        _require_same_buffer(objects, name, shard, root.shards.get(name))
+    if all(name in root.shards and root.shards[name].version == shard.version for name, (shard, _) in new.items()):
+        return root
+    heads = {name: head for name, (_, head) in new.items()}
+    for key, names in sorted(_names_by_object(root, heads).items(), key=lambda item: len(item[1])):
+        size = sum(map(len, heads.values())) + sum(root.shards[name].head[2] for name in names)
+        if len(names) > len(heads):
+            break
+        if len(names) + len(heads) <= MERGED and size <= MERGED_BYTES:
+            heads |= _heads_of(objects, root, key, names)
+    merged = b"".join(heads.values())
+    key, first, shards = digest(merged), 0, dict[str, Shard]()
+    objects.write(head_object(key), merged)
+    for name, head in heads.items():
+        shard = new[name][0] if name in new else root.shards[name]
+        shards[name] = replace(shard, head=(key, first, len(head)))
+        first += len(head)
+    return root.with_shards(shards, {key: len(merged)})
+
+
+def _names_by_object(root: Root, but: Mapping[str, bytes]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, shard in root.shards.items():
+        if name not in but:
+            found.setdefault(shard.head[0], []).append(name)
+    return found
+
+
+def _heads_of(objects: Objects, root: Root, key: str, names: list[str]) -> dict[str, bytes]:
+    (data,) = objects.read_ranges([(head_object(key), 0, root.heads[key])], lambda i, data: digest(data) == key)
+    found = {}
+    for name in names:
+        _, first, size = root.shards[name].head
+        found[name] = data[first : first + size]
+    return found
