@@ -203,7 +203,7 @@ def codec_to_json(codec: Codec) -> dict[str, Any]:
 
 def codec_from_json(spec: Any) -> Codec:
     """The codec that `schema.json` names. Raises SchemaError for any that is not known."""
-    if not isinstance(spec, Mapping) or spec.get("name") not in CODECS:
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or spec["name"] not in CODECS:
         raise SchemaError(f"codec: got {spec!r}, this release knows {', '.join(CODECS)}; install a newer one")
     given = {key: value for key, value in spec.items() if key != "name"}
     try:
