@@ -284,7 +284,8 @@ class Survey(Storage):
         """What is wrong with the rows of a visible slot."""
         serial, cut = int(self.table.serial[slot]), self.cut(slot)
         for name in cut:
-            yield Finding(self.layout.arrays[name].name, f"{name!r} is cut off", slot, serial, name)
+            key = name if name in self.broken else name + BLOBS
+            yield Finding(self.layout.arrays[key].name, f"{name!r} is cut off", slot, serial, name)
         faults = {name: self._fault(name, slot) for name in self.layout.coded if name not in cut}
         for name, fault in faults.items():
             if fault and (self.maps.words[slot, [GENERATION, CHECK]] == self._seen(slot)).all():

@@ -10,13 +10,15 @@ from typing import Any
 import coded_folder
 import numpy as np
 import pytest
-from coded_folder import copy_of, episodes, example, open_blobs, open_index
+from coded_folder import copy_of, episodes, example, no_barriers, open_blobs, open_index
 from fault_injection import listing
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError, pack, unpack, verify
 from memmap_buffer.codecs import Jpeg, Zstd
 from memmap_buffer.maintenance import pack as module
 from memmap_buffer.maintenance import recoding
+
+__all__ = ["no_barriers"]  # a fixture
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -210,7 +212,9 @@ def test_an_update_to_larger_blobs_meanwhile_moves_those_behind_it(
 
 
 @pytest.mark.parametrize("way", [pack, unpack])
-def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any]) -> None:
+def test_a_copy_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any]
+) -> None:
     def fail(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 

@@ -10,9 +10,11 @@ from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
+import pytest
 
 from memmap_buffer import Field, ReplayBuffer, pack, unpack
 from memmap_buffer.codecs import Jpeg
+from memmap_buffer.format import syscalls
 
 FIELDS: dict[str, Any] = {
     "frame": Field("uint8", (32, 32), final=True, codec="zstd"),
@@ -60,6 +62,13 @@ def example(kind: str = "grid") -> Path:
         in a grid again.
     """
     return _example(kind)
+
+
+@pytest.fixture(autouse=True)
+def no_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power is cut in these tests, and the disk takes milliseconds for each barrier."""
+    monkeypatch.setattr(syscalls.System, "barrier", lambda self, fd: None)
+    monkeypatch.setattr(syscalls.System, "sync_folder", lambda self, directory: None)
 
 
 @cache
