@@ -78,9 +78,14 @@ class CodedRows(NamedTuple):
     dictionary: Dictionary | None
 
     def blobs(self, index: Array) -> list[bytes | None]:
-        """Copies of the blobs of rows of the index (N, 2), b"" where a row has none; None of one beyond the file."""
-        there, data = ~self.beyond(index), memoryview(self.data)  # type: ignore[arg-type]
-        begin, length = np.where(there, index[:, 0], 0), np.where(there, lengths_of(index), 0)
+        """Copies of the blobs of rows of the index (N, 2); None of one that lies beyond the file."""
+        begin, length = index[:, 0], index[:, 1] & _LENGTH
+        size, data = len(self.data), memoryview(self.data)  # type: ignore[arg-type]
+        there = (length <= min(size, self.field.itemsize)) & (
+            begin <= size - np.minimum(length, size).astype(np.uint64)
+        )
+        length = np.where(there, length, 0)
+        begin = np.where(there, begin, 0)
         found: list[bytes | None] = [
             data[a:b].tobytes() for a, b in zip(begin.tolist(), (begin + length).tolist(), strict=True)
         ]
@@ -178,39 +183,11 @@ class CodedRows(NamedTuple):
             return [i for one, place in each for i in self._decode_some([one], [place], dictionary)]
         return []
 
-    def beyond(self, index: Array) -> Array:
-        """Whether rows of the index (N, 2) have a blob that is not all in the file, or larger than a timestep."""
-        size, begin, length = np.uint64(len(self.data)), index[:, 0], lengths_of(index)
-        missing = (length > self.field.itemsize) | (length > size - np.minimum(begin, size))
-        return np.asarray(missing & (length > 0))
-
-    def fault(self, index: Array, region: range | None) -> str:
-        """What is wrong with the rows of an episode in the index (N, 2); "" for nothing. Nothing is decoded.
-
-        Args:
-            index: see above.
-            region: the bytes of its slot, from the first of which on they lie; None: they may lie anywhere.
-        """
-        index = index[lengths_of(index) > 0]
-        begin, length, number = index[:, 0], lengths_of(index), index[:, 1] >> np.uint64(32)
-        if not len(index):
-            return ""
-        if self.beyond(index).any():
-            return "has a blob beyond the file, or longer than a timestep"
-        if (begin[1:] != begin[:-1] + length[:-1]).any():
-            return "has blobs that do not follow one another"
-        if region is not None and (int(begin[0]) != region.start or int(begin[-1] + length[-1]) > region.stop):
-            return "has blobs that lie in the place of another episode"
-        known = 0 if self.dictionary is None else self.dictionary.number
-        if ((number != 0) & (number != known)).any():
-            return "has a blob of a dictionary that is not there"
-        return ""
-
     def contents(self, index: Array) -> Iterator[Array]:
         """The bytes that the checksum of rows of the index (N, 2) is of, some at a time: see `contents_of`."""
         if not len(index):
             return
-        ends = np.cumsum(np.minimum(lengths_of(index), np.uint64(self.field.itemsize)) + np.uint64(8))
+        ends = np.cumsum(np.minimum(index[:, 1] & _LENGTH, np.uint64(self.field.itemsize)) + np.uint64(8))
         parts = np.searchsorted(ends, np.arange(0, int(ends[-1]), SUMMED) + SUMMED, side="right") + 1
         begin = 0
         for stop in np.minimum(parts, len(index)).tolist():
@@ -218,12 +195,6 @@ class CodedRows(NamedTuple):
                 some = index[begin:stop]
                 yield contents_of(some, [blob or b"" for blob in self.blobs(some)])
                 begin = stop
-
-
-def lengths_of(index: Array) -> Array:
-    """The bytes (N,) of the blobs of rows of the index (N, 2); 0 where there is none."""
-    length = index[:, 1] & _LENGTH
-    return np.where(length == DEFAULT_BLOB, np.uint64(0), length)
 
 
 def contents_of(index: Array, blobs: Sequence[bytes]) -> Array:
@@ -281,3 +252,49 @@ def sums_of(contents: Iterator[Array], sums: Sums = EMPTY) -> Sums:
     for part in contents:
         sums = add_rows(sums, part)
     return sums
+
+
+def lengths_of(index: Array) -> Array:
+    """The bytes (N,) of the blobs of rows of the index (N, 2); 0 where there is none."""
+    length = index[:, 1] & _LENGTH
+    return np.where(length == DEFAULT_BLOB, np.uint64(0), length)
+
+
+def beyond(coded: CodedRows, index: Array) -> Array:
+    """Whether rows of the index (N, 2) have a blob that is not all in the file, or larger than a timestep."""
+    size, begin, length = np.uint64(len(coded.data)), index[:, 0], lengths_of(index)
+    missing = (length > coded.field.itemsize) | (length > size - np.minimum(begin, size))
+    return np.asarray(missing & (length > 0))
+
+
+def stored_blobs(coded: CodedRows, index: Array) -> list[bytes] | None:
+    """Copies of the blobs of rows of the index (N, 2), b"" where a row has none; None where one is not in the file."""
+    if beyond(coded, index).any():
+        return None
+    data, length = memoryview(coded.data), lengths_of(index)  # type: ignore[arg-type]
+    begin = np.where(length == 0, np.uint64(0), index[:, 0])
+    return [bytes(data[a:b]) for a, b in zip(begin.tolist(), (begin + length).tolist(), strict=True)]
+
+
+def fault(coded: CodedRows, index: Array, region: range | None) -> str:
+    """What is wrong with the rows of an episode in the index (N, 2); "" for nothing. Nothing is decoded.
+
+    Args:
+        coded: the field.
+        index: see above.
+        region: the bytes of its slot, from the first of which on its blobs lie; None: they may lie anywhere.
+    """
+    index = index[lengths_of(index) > 0]
+    begin, length, number = index[:, 0], lengths_of(index), index[:, 1] >> np.uint64(32)
+    if not len(index):
+        return ""
+    if beyond(coded, index).any():
+        return "has a blob beyond the file, or longer than a timestep"
+    if (begin[1:] != begin[:-1] + length[:-1]).any():
+        return "has blobs that do not follow one another"
+    if region is not None and (int(begin[0]) != region.start or int(begin[-1] + length[-1]) > region.stop):
+        return "has blobs that lie in the place of another episode"
+    known = 0 if coded.dictionary is None else coded.dictionary.number
+    if ((number != 0) & (number != known)).any():
+        return "has a blob of a dictionary that is not there"
+    return ""

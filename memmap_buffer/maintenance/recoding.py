@@ -15,7 +15,7 @@ import numpy as np
 from memmap_buffer.codecs import Zstd, parse_codec
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.format.blobs import Dictionary, contents_of, encode_many, index_of, lengths_of
+from memmap_buffer.format.blobs import Dictionary, contents_of, encode_many, index_of, lengths_of, stored_blobs
 from memmap_buffer.format.checksums import EMPTY, add_rows, checksum_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
@@ -142,10 +142,10 @@ def copy_rows(
         if coded is None:
             before = add_rows(before, stored)
         else:
-            found = coded.blobs(stored)
-            blobs = [blob for blob in found if blob is not None]
-            if len(blobs) < len(found):
+            found = stored_blobs(coded, stored)
+            if found is None:
                 raise DamagedError(f"has a blob of {name!r} that lies beyond its file")
+            blobs = found
             before = add_rows(before, contents_of(stored, blobs))
             if name in recoding.anew:
                 values = _decoded(source, name, stored)

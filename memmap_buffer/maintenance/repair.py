@@ -17,7 +17,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError
 from memmap_buffer.format import syscalls
-from memmap_buffer.format.blobs import end_of, lengths_of
+from memmap_buffer.format.blobs import end_of, fault, lengths_of
 from memmap_buffer.format.checksums import checksum_row, digest_of
 from memmap_buffer.format.creation import LEFT_BEHIND, RESERVED
 from memmap_buffer.format.folder import Folder
@@ -415,7 +415,7 @@ def _region(survey: Survey, name: str, slot: int, index: Array) -> range:
     if survey.layout.rows is None:
         return survey.layout.region(name, slot)
     index = index[lengths_of(index) > 0]
-    right = len(index) and not survey.maps.coded[name].fault(index, None)
+    right = len(index) and not fault(survey.maps.coded[name], index, None)
     return range(int(index[0, 0]), end_of(index[-1])) if right else range(0)
 
 

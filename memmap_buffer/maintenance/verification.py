@@ -15,6 +15,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError
+from memmap_buffer.format.blobs import beyond, fault
 from memmap_buffer.format.creation import LEFT_BEHIND
 from memmap_buffer.format.layout import BLOBS, ArrayFile
 from memmap_buffer.format.records import (
@@ -287,10 +288,10 @@ class Survey(Storage):
             key = name if name in self.broken else name + BLOBS
             yield Finding(self.layout.arrays[key].name, f"{name!r} is cut off", slot, serial, name)
         faults = {name: self._fault(name, slot) for name in self.layout.coded if name not in cut}
-        for name, fault in faults.items():
-            if fault and (self.maps.words[slot, [GENERATION, CHECK]] == self._seen(slot)).all():
-                yield Finding(self.layout.arrays[name].name, f"{name!r} {fault}", slot, serial, name)
-        cut += [name for name, fault in faults.items() if fault]
+        for name, why in faults.items():
+            if why and (self.maps.words[slot, [GENERATION, CHECK]] == self._seen(slot)).all():
+                yield Finding(self.layout.arrays[name].name, f"{name!r} {why}", slot, serial, name)
+        cut += [name for name, why in faults.items() if why]
         flags = int(self.table.flags[slot])
         if (flags & OPEN and self.broken) or not flags & CHECKED or slot >= len(self.maps.checksums):
             return
@@ -313,7 +314,7 @@ class Survey(Storage):
         field, is_grid = self.layout.coded[name], self.layout.rows is None
         index = self.maps.rows[name][self.rows_of(slot, field.final)].copy() if name in self.maps.rows else None
         region = self.layout.region(name, slot) if is_grid else None
-        return "" if index is None else self.maps.coded[name].fault(index, region)
+        return "" if index is None else fault(self.maps.coded[name], index, region)
 
     def _checksum(self, slot: int, serial: int, name: str) -> Finding:
         table = self.table
@@ -330,7 +331,7 @@ class Survey(Storage):
         fields, rows, meta = self.layout.schema.fields, self.maps.rows, self.maps.meta
         cut = [n for n in self.broken.keys() & rows if self.rows_of(slot, fields[n].final).stop > len(rows[n])]
         for name in (name for name in self.layout.coded if name + BLOBS in self.broken and name in rows):
-            if self.maps.coded[name].beyond(rows[name][self.rows_of(slot, fields[name].final)]).any():
+            if beyond(self.maps.coded[name], rows[name][self.rows_of(slot, fields[name].final)]).any():
                 cut.append(name)
         return sorted({*cut, *(name for name in self.broken.keys() & meta if slot >= len(meta[name]))})
 
