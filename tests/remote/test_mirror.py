@@ -1,0 +1,227 @@
+"""Published folders read by their URL: the same batches as from the folders, block by block, within a bound."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, verify
+from memmap_buffer.format.remote_layout import BLOCK
+from memmap_buffer.remote.blocks import COUNTER, LOCAL
+
+FIELDS = {
+    "state": Field("float32", (300,), final=True),
+    "frame": Field("uint8", (32, 32), codec="zstd"),
+    # "ids": ("int64", (None,)),
+    "reward": "float",
+    "terminated": "bool",
+}
+VIEWS = [
+    {"timestep_level": True},
+    {"n_steps": 3, "gamma": 0.9},
+    {"window_length": 8},
+    {},
+    {"timestep_level": True, "prioritized": True},
+    {"timestep_level": True, "filter_fields": {"reward": (3, 50)}},
+]
+
+
+def record(folder, episodes=6, seed=0, fields=FIELDS):
+    """A finished grid of some MiB."""
+    rng = np.random.default_rng(seed)
+    with ReplayBuffer(folder, episodes, 200, fields, {"task": "int"}) as buffer:
+        for serial in range(episodes):
+            count = int(rng.integers(100, 200))
+            steps = {
+                "state": rng.normal(size=(count + 1, 300)).astype(np.float32),
+                "frame": np.full((count, 32, 32), serial, np.uint8) + rng.integers(0, 9, (count, 1, 1), np.uint8),
+                "ids": [np.arange(t % 4) for t in range(count)],
+                "reward": np.arange(count),
+                "terminated": np.arange(count) == count - 1,
+            }
+            buffer.store_episode(**{name: steps[name] for name in fields}, task=serial % 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Three shards beside each other, packed, and what was published of them."""
+    place = tmp_path_factory.mktemp("root")
+    for i in range(3):
+        pack(record(place / f"grid{i}", seed=i), place / "local" / f"shard-0000{i}")
+        publish(place / "local" / f"shard-0000{i}", f"file://{place}/far")
+    return place
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    for key, values in one.items():
+        assert torch.equal(values, other[key]), key
+
+
+@pytest.mark.parametrize("options", VIEWS, ids=str)
+def test_the_same_seed_gives_the_same_batch_from_a_folder_and_its_mirror(root, tmp_path, options):
+    near = ConcatBuffer.from_root(root / "local")
+    far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)
+    for seed in range(3):
+        equal(near.sample(32, seed=seed, **options), far.sample(32, seed=seed, **options))
+    one = ReplayBuffer.from_folder(f"file://{root}/far/shard-00001", cache=tmp_path)
+    equal(one.sample(32, seed=1, **options), ReplayBuffer.from_folder(root / "grid1").sample(32, seed=1, **options))
+
+
+def test_what_is_told_of_a_store_is_that_of_the_folders(root, tmp_path):
+    near = ConcatBuffer.from_root(root / "local")
+    far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)
+    assert (far.num_episodes, far.num_steps, far.shards) == (near.num_episodes, near.num_steps, near.shards)
+    ours, theirs = far.statistics(["state", "frame"]), near.statistics(["state", "frame"])
+    assert np.array_equal(ours["state"].mean, theirs["state"].mean)
+    assert np.array_equal(ours["frame"].max, theirs["frame"].max)
+    equal(far.batch(filter_meta={"task": 1}), near.batch(filter_meta={"task": 1}))
+    last = far[-1]
+    equal(last, near[-1])
+
+
+def test_only_what_is_read_is_fetched_and_only_once(root, tmp_path):
+    one = ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path)
+    blocks = one._storage.mirror.blocks
+    assert not blocks.words[:, LOCAL].any()
+    one.batch([0], timestep_level=True, fields=["reward"])
+    assert blocks.words[:, LOCAL].sum() == 1
+    one.batch([0], timestep_level=True, fields=["state"])
+    assert blocks.words[:, LOCAL].sum() == 2
+    one._storage.mirror.objects = None  # nothing is asked for again
+    one.batch([0], timestep_level=True, fields=["state", "reward"])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_share_the_mirror(root, tmp_path, method):
+    near = ConcatBuffer.from_root(root / "local")
+    far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)
+    options = {"timestep_level": True, "shuffle": "block", "seed": 3, "fields": ["state", "frame", "reward"]}
+    loaders = [
+        near.dataloader(64, **options),
+        far.dataloader(64, num_workers=2, multiprocessing_context=method, **options),
+    ]
+    for one, other in zip(*loaders, strict=True):
+        equal(one, other)
+
+
+def test_a_bound_is_kept_and_no_hole_is_ever_seen(root, tmp_path):
+    near = ConcatBuffer.from_root(root / "local")
+    far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=16 * BLOCK)
+    failed = []
+
+    def read(first):
+        try:
+            for seed in range(first, first + 15):
+                options = {"timestep_level": True, "fields": ["state", "reward"], "seed": seed}
+                equal(near.sample(4, **options), far.sample(4, **options))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read, args=(100 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    local = sum(int(storage.mirror.blocks.words[:, LOCAL].sum()) for storage in far._folders.storages)
+    assert 0 < local <= 16
+    on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("data/*.npy"))
+    assert on_disk <= 17 * BLOCK
+
+
+def test_a_batch_that_the_bound_cannot_hold_is_an_error(root, tmp_path):
+    place = root / "wide"
+    if not place.exists():
+        pack(record(root / "grid-wide", 20, fields={"state": FIELDS["state"]}), place / "wide")
+        publish(place / "wide", f"file://{place}/far")
+    far = ReplayBuffer.from_folder(f"file://{place}/far/wide", cache=tmp_path, cache_bytes=16 * BLOCK)
+    if len(far._storage.mirror.blocks.words) > 16:
+        with pytest.raises(SchemaError, match="cache_bytes"):
+            far.batch(timestep_level=True)
+    with pytest.raises(SchemaError, match="cache_bytes"):
+        ReplayBuffer.from_folder(f"file://{place}/far/wide", cache=tmp_path, cache_bytes=5)
+
+
+def test_after_another_boot_blocks_are_compared_with_their_digests(root, tmp_path):
+    url = f"file://{root}/far/shard-00000"
+    one = ReplayBuffer.from_folder(url, cache=tmp_path)
+    expected = one.batch(timestep_level=True, fields=["state"])
+    mirror = one._storage.mirror
+    mirror.blocks._boot[:] = 7
+    name, _, _ = mirror._place(int(mirror.blocks_of("data/state.npy", np.zeros(1, int), np.ones(1, int))[0]))
+    with open(mirror.path / name, "r+b") as file:  # the cut lost what was written
+        file.seek(5000)
+        file.write(bytes(5000))
+    mirror.blocks._begin_boot()
+    assert (mirror.blocks.words[:, COUNTER] & 1).all()
+    equal(one.batch(timestep_level=True, fields=["state"]), expected)
+
+
+def read_for_ever(url, cache):
+    far = ReplayBuffer.from_folder(url, cache=cache, cache_bytes=16 * BLOCK)
+    seed = 0
+    while True:
+        far.sample(16, seed=seed, timestep_level=True, fields=["state", "frame"])
+        seed += 1
+
+
+def test_readers_that_are_killed_leave_nothing_that_is_not_whole(root, tmp_path):
+    url = f"file://{root}/far/shard-00002"
+    near = ReplayBuffer.from_folder(root / "local" / "shard-00002")
+    context = multiprocessing.get_context("spawn")
+    for wait in (0.0, 0.05, 0.2):
+        victim = context.Process(target=read_for_ever, args=(url, tmp_path))
+        victim.start()
+        while not list(tmp_path.glob("*-*/schema.json")):
+            time.sleep(0.02)
+        time.sleep(wait)
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join()
+        far = ReplayBuffer.from_folder(url, cache=tmp_path, cache_bytes=16 * BLOCK)
+        for seed in range(5):
+            options = {"timestep_level": True, "fields": ["state", "frame"], "seed": seed}
+            equal(near.sample(16, **options), far.sample(16, **options))
+
+
+def test_what_was_published_anew_is_seen_and_what_is_open_is_read_on(tmp_path):
+    url = f"file://{tmp_path}/far"
+    publish(record(tmp_path / "shard-00000", 3), url)
+    far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+    before = far.sample(8, timestep_level=True, seed=0)
+    old = ReplayBuffer.from_folder(f"{url}/shard-00000", cache=tmp_path / "cache2")
+    publish(record(tmp_path / "shard-00001", 2, seed=5), url)
+    with ReplayBuffer.from_folder(tmp_path / "shard-00000") as buffer:
+        buffer.delete(0)
+    publish(tmp_path / "shard-00000", url)
+    far._folders.shards._read_at = -1e9
+    far.refresh()
+    assert far.num_episodes == 4
+    assert far.sample(8, timestep_level=True).keys() == before.keys()
+    assert old.batch(timestep_level=True)["reward"].shape[0] == old.num_steps
+
+
+def test_a_mirror_pickles_without_its_blocks(root, tmp_path):
+    far = ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path)
+    storage = pickle.loads(pickle.dumps(far._storage))
+    assert storage.mirror.path == far._storage.mirror.path
+
+
+def test_nothing_there_and_nothing_to_write_to_are_told(root, tmp_path):
+    for call in (
+        lambda: ConcatBuffer.from_root(f"file://{tmp_path}/none", cache=tmp_path),
+        lambda: ReplayBuffer.from_folder(f"file://{tmp_path}/none", cache=tmp_path),
+    ):
+        with pytest.raises(NotABufferError, match="published"):
+            call()
+    with pytest.raises(SchemaError, match="publish"):
+        ReplayBuffer("s3://lab/run7", 5, 5, {"x": "float"})
+    with pytest.raises(SchemaError, match="publish"):
+        verify("s3://lab/run7")
