@@ -1,8 +1,11 @@
 """Buffers in which every value tells where it belongs, so that a row of another episode or timestep is seen."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import settings
+from s3_server import make_bucket, s3_server
 
 from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.priority import kernels
@@ -57,6 +60,22 @@ def no_loops(monkeypatch):
     monkeypatch.setattr(kernels, "compiled", lambda: None)
 
 
+@pytest.fixture(scope="session")
+def s3():
+    """The URL of a server of S3, one for all tests."""
+    for package in ("s3fs", "moto.server"):
+        pytest.importorskip(package)
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(s3):
+    """(URL, storage options) of a new bucket."""
+    return make_bucket(s3, f"test-{next(NUMBERS)}")
+
+
+NUMBERS = itertools.count()
 LOOPS = kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))  # as the Python that they are
 COMPILED = kernels.compiled
 

@@ -384,12 +384,13 @@ async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) ->
 
 def _status(error: Exception) -> int:
     """The HTTP status that an error is about, 0 if none."""
-    status = getattr(error, "status", None)
-    return status if isinstance(status, int) else 0
+    statuses = (getattr(one, "status", None) for one in (error, error.__cause__))  # fsspec may hide it behind another
+    return next((status for status in statuses if isinstance(status, int)), 0)
 
 
 def _is_missing(error: Exception) -> bool:
-    return isinstance(error, _MISSING) or _status(error) in (404, 410)
+    status = _status(error)
+    return status in (404, 410) if status else isinstance(error, _MISSING)
 
 
 def _may_pass(error: Exception) -> bool:

@@ -1,0 +1,183 @@
+"""`pull`: a published folder, or a root of them, as packed folders on this machine. Each byte is checked by a digest.
+
+Whoever is interrupted calls it again: what is there by then is checked, and the rest is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaMismatchError
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
+from memmap_buffer.format.objects import Objects
+from memmap_buffer.format.remote_layout import (
+    BLOCK,
+    BLOCKS_FILE,
+    ROOT,
+    Root,
+    Shard,
+    block_digest,
+    data_files,
+    digest,
+    num_blocks,
+    open_head,
+)
+from memmap_buffer.format.syscalls import read_at, write_all
+from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
+from memmap_buffer.paths import path_of
+from memmap_buffer.progress import progress
+
+BATCH = 64  # blocks that are asked for at a time
+Digests = npt.NDArray[np.uint64]
+
+
+def published_at(objects: Objects) -> Root | Shard:
+    """What stands at a URL, from `root.json` or `shard.json` alone.
+
+    Raises:
+        NotABufferError: nothing was published there.
+        RemoteError: the store fails.
+    """
+    found = read_root(objects) or read_shard(objects)
+    if found is None:
+        raise NotABufferError(
+            f"{objects.name_of(ROOT)}: nothing was published here; check the URL, or `publish` a folder"
+        )
+    return found
+
+
+def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Copy a published folder, or all of a root, to this machine, checked by digests.
+
+    Args:
+        url: of one folder, or of a root: then each of its folders becomes one in `folder`.
+        folder: where. After an interruption the same call goes on. A folder that is whole already is left as it is.
+        storage_options: for the file system of fsspec.
+
+    Raises:
+        NotABufferError: nothing was published there.
+        SchemaMismatchError: `folder` holds another buffer, or another version of this one.
+        CorruptBufferError: what was published is damaged.
+        RemoteError: the store fails.
+        OSError: the disk is full, say.
+    """
+    objects, target = Objects(url, storage_options), path_of(folder)
+    found = published_at(objects)
+    if isinstance(found, Shard):
+        _pull(objects, "", found, target)
+        return
+    for name, shard in found.shards.items():
+        _pull(objects, name, shard, target / name)
+
+
+def _pull(objects: Objects, name: str, shard: Shard, path: Path) -> None:
+    prefix, where = shard.prefix(name), objects.name_of(name)
+    files = open_head(read_head(objects, shard, prefix), where)
+    schema = files.pop("schema.json", b"")
+    layout = Layout.from_json(schema, where)
+    _require_whole(layout, shard, files, where)
+    folder = Folder(path)
+    folder.create()
+    with folder.held() as target:
+        lock = target.lock()
+        try:
+            if _is_there(target, schema):
+                return
+            _pull_blocks(objects, shard, prefix, layout, target)
+            for file, data in files.items():
+                target.unlink(file, missing_ok=True)  # of a call before that was interrupted
+                target.write_new(file, data, sync=True)
+            target.write_new("schema.json.new", schema, sync=True)
+            target.rename("schema.json.new", "schema.json")
+        finally:
+            lock.release()
+
+
+def _require_whole(layout: Layout, shard: Shard, files: Mapping[str, bytes], where: str) -> None:
+    """Raise CorruptBufferError unless a head has the files that its schema tells of, each of its size."""
+    sizes = {array.name: array.size for array in layout.arrays.values()}
+    wrong = [
+        name for name, size in sizes.items() if name not in data_files(layout) and len(files.get(name, b"")) != size
+    ]
+    if layout.writable or layout.id != shard.id or wrong:
+        raise CorruptBufferError(f"{where}: the head is not what its schema says {wrong}; publish the folder again")
+
+
+def _is_there(target: Folder, schema: bytes) -> bool:
+    target.unlink("schema.json.new", missing_ok=True)
+    if not target.exists("schema.json"):
+        return False
+    if target.read("schema.json", MAX_SCHEMA_BYTES) != schema:
+        raise SchemaMismatchError(
+            f"{target.path} holds another buffer, or another version of this one; give a folder without one",
+            path=target.path,
+        )
+    return True
+
+
+def _pull_blocks(objects: Objects, shard: Shard, prefix: str, layout: Layout, target: Folder) -> None:
+    arrays = {array.name: array for array in layout.arrays.values()}
+    sizes = data_files(layout)
+    digests, first = _digests(objects, shard, prefix, sum(map(num_blocks, sizes.values()))), 0
+    steps = []
+    for name, size in sizes.items():
+        of_file = digests[first : first + num_blocks(size)]
+        first += len(of_file)
+        steps.append(_fill(objects, prefix, arrays[name], of_file, target))
+    for _ in progress((step for each in steps for step in each), "fetching", len(digests)):
+        pass
+    target.sync_folders("data")
+
+
+def _digests(objects: Objects, shard: Shard, prefix: str, count: int) -> Digests:
+    file = ArrayFile(BLOCKS_FILE, np.dtype("<u8"), (count,))
+    start = len(file.header)
+    wanted = [(prefix + BLOCKS_FILE, start, start + 8 * count)] * bool(count)
+    data = b"".join(objects.read_ranges(wanted, lambda i, data: digest(data) == shard.blocks))
+    return np.frombuffer(data, "<u8")
+
+
+def _fill(objects: Objects, prefix: str, array: ArrayFile, digests: Digests, target: Folder) -> Iterator[None]:
+    """Have the blocks of a file on the disk; one item for each."""
+    fresh = _make(target, array)
+    with target.writing(array.name, array.header, array.size) as fd:
+        for begin in range(0, len(digests), BATCH):
+            blocks = range(begin, min(begin + BATCH, len(digests)))
+            missing = [block for block in blocks if fresh or not _is_whole(fd, array, block, digests)]
+            _fetch(objects, prefix, array, digests, missing, fd)
+            yield from (None for _ in blocks)
+
+
+def _make(target: Folder, array: ArrayFile) -> bool:
+    """Whether a file had to be made, else it is one that was begun before."""
+    if target.exists(array.name):
+        try:
+            with target.writing(array.name, array.header, array.size):
+                return False
+        except CorruptBufferError:  # of another version, or not even its header was written
+            target.unlink(array.name)
+    target.create_array(array.name, array.header, array.size)
+    return True
+
+
+def _bytes_of(array: ArrayFile, block: int) -> tuple[int, int]:
+    return block * BLOCK, min((block + 1) * BLOCK, array.size)
+
+
+def _is_whole(fd: int, array: ArrayFile, block: int, digests: Digests) -> bool:
+    first, stop = _bytes_of(array, block)
+    return block_digest(read_at(fd, stop - first, first)) == digests[block]
+
+
+def _fetch(objects: Objects, prefix: str, array: ArrayFile, digests: Digests, missing: Iterable[int], fd: int) -> None:
+    blocks = list(missing)
+    ranges = [(prefix + array.name, *_bytes_of(array, block)) for block in blocks]
+    for i, data in objects.stream(ranges, lambda i, data: block_digest(data) == digests[blocks[i]]):
+        write_all(fd, data, ranges[i][1])

@@ -1,0 +1,194 @@
+"""Objects under a URL: what is read is what was written, failures are met by another try, texts have no secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from range_server import RangeServer
+
+from memmap_buffer import RemoteError, SchemaError
+from memmap_buffer.format import objects
+from memmap_buffer.format.objects import Objects, shown
+
+pytest.importorskip("aiohttp")
+BYTES = np.random.default_rng(0).bytes(100_000)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(objects, "LONGEST_PAUSE", 0.002)
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+    """An empty place to write to."""
+    if request.param == "memory":
+        return Objects(f"memory://{tmp_path.name}")
+    if request.param == "file":
+        return Objects(f"file://{tmp_path}/root")
+    bucket = request.getfixturevalue("bucket")
+    return Objects(*bucket)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Any:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.bin").write_bytes(BYTES)
+    with RangeServer(tmp_path) as running:
+        yield running
+
+
+def test_what_was_written_is_read_by_ranges_sizes_and_names(store: Objects, tmp_path: Path) -> None:
+    (tmp_path / "given").write_bytes(BYTES)
+    store.write("a/b/c.bin", tmp_path / "given")
+    store.write("a/b/d.bin", b"one")
+    store.write("a/b/d.bin", b"two")
+    assert store.read("a/b/d.bin", 3) == b"two"
+    ranges = [("a/b/c.bin", i * 997, i * 997 + 500) for i in range(90)] + [("a/b/d.bin", 1, 3)]
+    expected = [BYTES[start:stop] for _, start, stop in ranges[:-1]] + [b"wo"]
+    assert store.read_ranges(ranges) == expected
+    assert dict(store.stream(ranges)) == dict(enumerate(expected))
+    assert (store.size("a/b/c.bin"), store.size("a/b/x")) == (len(BYTES), None)
+    assert (store.names("a/b"), store.names("a/x")) == (["c.bin", "d.bin"], [])
+    store.remove("a/b/d.bin")
+    store.remove("a/b/d.bin")
+    assert store.names("a/b") == ["c.bin"]
+
+
+def test_what_is_missing_or_too_large_is_an_error_at_once(store: Objects) -> None:
+    store.write("a.bin", b"four")
+    with pytest.raises(RemoteError, match=r"/x\.bin: read: there is none \(tries: 1\)") as caught:
+        store.read("x.bin", 9)
+    assert caught.value.missing
+    with pytest.raises(RemoteError, match=r"/a\.bin: read: it has more than 3 bytes \(tries: 1\)") as caught:
+        store.read("a.bin", 3)
+    assert not caught.value.missing
+    with pytest.raises(RemoteError, match=r"tries: 6"):
+        store.read_ranges([("a.bin", 2, 9)])
+
+
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_an_object_is_replaced_on_condition_that_nobody_else_did(store: Objects) -> None:
+    assert store.replaces_on_condition
+    assert store.read_tagged("root.json", 9) == (b"", "")
+    assert store.replace_tagged("root.json", b"one", "")
+    assert not store.replace_tagged("root.json", b"two", "")
+    data, tag = store.read_tagged("root.json", 9)
+    assert data == b"one"
+    assert store.replace_tagged("root.json", b"three", tag)
+    assert not store.replace_tagged("root.json", b"four", tag)
+    assert store.read("root.json", 9) == b"three"
+    with pytest.raises(RemoteError, match="more than 4 bytes"):
+        store.read_tagged("root.json", 4)
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "429", "reset", "short", "cut"])
+def test_a_fault_that_passes_is_not_seen(server: RangeServer, fault: str) -> None:
+    store = Objects(server.url)
+    server.fail(fault, 5)
+    assert store.read_ranges([("sub/b.bin", 10, 90_000)]) == [BYTES[10:90_000]]
+    assert [request.fault for request in server.requests] == [fault] * 5 + [""]
+
+
+def test_bytes_that_a_check_refuses_are_fetched_again(server: RangeServer) -> None:
+    server.fail("wrong", 2)
+    ranges = [("sub/b.bin", first, first + 1000) for first in range(0, 10_000, 1000)]
+    expected = [BYTES[start:stop] for _, start, stop in ranges]
+    assert Objects(server.url).read_ranges(ranges, lambda i, data: data == expected[i]) == expected
+    assert len(server.requests) == 12
+    with pytest.raises(RemoteError, match="another digest than those that were published"):
+        Objects(server.url, tries=2).read_ranges(ranges, lambda i, data: i != 3)
+
+
+def test_a_server_that_does_not_answer_is_given_up_in_time(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "SLOWEST", 1 << 30)
+    server.fail("hang", 2)
+    with pytest.raises(RemoteError, match=r"bytes 0 to 5: no answer in time \(tries: 2\)"):
+        Objects(server.url, tries=2, timeout=0.05).read_ranges([("sub/b.bin", 0, 5)])
+    assert Objects(server.url, tries=2, timeout=5).read_ranges([("sub/b.bin", 0, 5)]) == [BYTES[:5]]
+
+
+def test_a_fault_that_stays_is_an_error_with_all_that_is_known(server: RangeServer) -> None:
+    server.fail("500", 3)
+    with pytest.raises(RemoteError, match=r"sub/b\.bin: bytes 1 to 5: ClientResponseError: 500.*\(tries: 3\)") as got:
+        Objects(server.url, tries=3).read_ranges([("sub/b.bin", 1, 5)])
+    error = pickle.loads(pickle.dumps(got.value))
+    assert (error.url, error.asked, error.tries, error.missing) == (f"{server.url}/sub/b.bin", "bytes 1 to 5", 3, False)
+    server.fail("403")
+    with pytest.raises(RemoteError, match=r"\(tries: 1\); check the credentials"):
+        Objects(server.url).read("sub/b.bin", 5)
+
+
+def test_a_server_without_ranges_is_named_and_nothing_large_is_read_from_it(tmp_path: Path) -> None:
+    (tmp_path / "b.bin").write_bytes(bytes(1 << 24))
+    (tmp_path / "small").write_bytes(b"small")
+    with RangeServer(tmp_path, ranges=False) as server:
+        assert Objects(server.url).read("small", 10) == b"small"
+        with pytest.raises(RemoteError, match=r"sends the whole object, it has no ranges \(tries: 1\)"):
+            Objects(server.url).read_ranges([("b.bin", 0, 5)])
+        with pytest.raises(RemoteError, match="more than 10 bytes"):
+            Objects(server.url).read("b.bin", 10)
+
+
+def test_the_end_of_an_object_is_told_from_a_short_answer(server: RangeServer) -> None:
+    assert Objects(server.url).read("sub/b.bin", len(BYTES)) == BYTES
+    for start, stop, got in ((99_999, 100_005, "got 1 bytes"), (100_001, 100_005, "it has fewer bytes")):
+        with pytest.raises(RemoteError, match=got):
+            Objects(server.url, tries=2).read_ranges([("sub/b.bin", start, stop)])
+
+
+def test_no_text_has_a_user_a_password_or_a_query(server: RangeServer) -> None:
+    place = server.url.replace("//", "//me:secret@") + "/sub?signature=secret"
+    store = Objects(place)
+    assert store.read("b.bin", len(BYTES)) == BYTES
+    server.fail("500", 99)
+    for call in (lambda: Objects(place, tries=1).read("b.bin", 9), lambda: Objects(place, tries=1).size("x")):
+        with pytest.raises(RemoteError, match="tries: 1") as caught:
+            call()
+        assert "secret" not in f"{caught.value} {caught.value.named} {store}"
+        assert caught.value.__suppress_context__
+    assert shown("a s3://k:s@host/b/c?x=1#f, 'https://u@h/p@1?q' /p@th") == "a s3://host/b/c 'https://h/p@1' /p@th"
+
+
+def test_a_url_that_will_not_do_says_so() -> None:
+    with pytest.raises(SchemaError, match=r"nothing://x: .*; give a URL and storage_options that fsspec takes"):
+        Objects("nothing://x").read("y", 1)
+
+
+def read_in_child(store: Objects, connection: Any) -> None:
+    connection.send(store.read_ranges([("sub/b.bin", 3, 9)]))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_makes_connections_of_its_own(server: RangeServer, method: str) -> None:
+    store, context = Objects(server.url), multiprocessing.get_context(method)
+    assert store.read("sub/b.bin", len(BYTES)) == BYTES
+    here, there = context.Pipe()
+    child = context.Process(target=read_in_child, args=(store, there))
+    child.start()
+    assert here.poll(20)
+    assert here.recv() == [BYTES[3:9]]
+    child.join(20)
+    assert store.read_ranges([("sub/b.bin", 3, 9)]) == [BYTES[3:9]]
+
+
+def test_who_stops_reading_leaves_nothing_in_flight(server: RangeServer) -> None:
+    server.latency = 0.01
+    store = Objects(server.url)
+    stream = store.stream([("sub/b.bin", first, first + 10) for first in range(0, 5000, 10)])
+    next(stream)
+    stream.close()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), store._open().loop).result()
+    done = len(server.requests)
+    assert done < 400
+    assert store.read_ranges([("sub/b.bin", 0, 1)]) == [BYTES[:1]]
