@@ -41,6 +41,7 @@ from memmap_buffer.errors import (
 from memmap_buffer.loading.options import Options
 from memmap_buffer.maintenance.pack import pack, unpack
 from memmap_buffer.maintenance.publish import publish
+from memmap_buffer.maintenance.pull import pull
 from memmap_buffer.maintenance.repair import repair
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.maintenance.verification import Finding, verify
@@ -99,6 +100,7 @@ __all__ = [
     "discounted_returns",
     "pack",
     "publish",
+    "pull",
     "repair",
     "unpack",
     "verify",
