@@ -160,9 +160,7 @@ class Objects:
     @property
     def local(self) -> Path | None:
         """The folder, where the URL is one of this machine."""
-        opened = self._open()
-        protocol = opened.fs.protocol
-        return Path(opened.root) if "file" in ((protocol,) if isinstance(protocol, str) else protocol) else None
+        return Path(self._open().root) if "file" in self._protocols else None
 
     def read_tagged(self, path: str, limit: int) -> tuple[bytes, str]:
         """An object whole, and what tells this state of it from others; (b"", "") where there is none."""
@@ -189,6 +187,16 @@ class Objects:
         loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
         self._opened = _Opened(process_id(), fs, root, loop, asyncio.Semaphore(IN_FLIGHT))
         return self._opened
+
+    @property
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self._open().fs.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    @property
+    def _writes_whole(self) -> bool:
+        """Whether an object appears when all of it was sent: object stores do so, file systems do not."""
+        return self._open().fs.async_impl or bool(set(self._protocols) & {"memory", "hf"})
 
     def _path(self, path: str) -> str:
         root, mark, query = self._open().root.partition("?")
@@ -273,7 +281,7 @@ class Objects:
     async def _write(self, path: str, data: bytes | Path) -> None:
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         place = self._path(path)
-        new = f"{place}.{process_id()}.new" if self.local is not None else place
+        new = place if self._writes_whole else f"{place}.{process_id()}.new"
 
         async def send() -> None:
             if isinstance(data, Path):
@@ -282,7 +290,7 @@ class Objects:
             else:
                 await self._call("pipe_file", new, data)
             if new != place:
-                await self._call("mv", new, place)  # an object that is there is whole
+                await self._call("mv", new, place)
 
         async def request() -> None:
             try:

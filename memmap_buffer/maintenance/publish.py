@@ -260,17 +260,21 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
     if listed is None or listed.version != shard.version:
         objects.write(f"{ENTRIES}/{time.time_ns():020}.{shard.version}.{name}.json", shard.to_json())
     for _ in range(ROUNDS):
-        files = {file: found for file in objects.names(ENTRIES) if (found := _ENTRY.fullmatch(file))}
+        files = _entries(objects)
         root = read_root(objects) or Root()
         newest = {found["name"]: found for found in files.values()}  # by time, as they are sorted
         unlisted = {one: _entered(objects, found) for one, found in newest.items() if _is_new(root, found)}
         _rewrite(objects, {one: new for one, new in unlisted.items() if _is_of(root, one, new[0])})
-        if objects.names(ENTRIES) == [*files]:
+        if _entries(objects).keys() == files.keys():
             break
     for file, found in files.items():
         if found["name"] == name and found is not newest[name]:
             objects.remove(f"{ENTRIES}/{file}")
     _require_same_buffer(objects, name, shard, (read_root(objects) or Root()).shards.get(name))
+
+
+def _entries(objects: Objects) -> dict[str, re.Match[str]]:
+    return {file: found for file in objects.names(ENTRIES) if (found := _ENTRY.fullmatch(file))}
 
 
 def _is_new(root: Root, entry: re.Match[str]) -> bool:
