@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from pathlib import Path
@@ -78,7 +77,6 @@ class Objects:
         self.url, self.storage_options = str(url), dict(storage_options or {})
         self._tries, self._timeout = tries, timeout
         self._opened: _Opened | None = None
-        self._opening = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.url, self.storage_options, self._tries, self._timeout)

@@ -7,10 +7,11 @@ is listed is there: a publisher that is killed leaves objects that nobody looks 
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -47,7 +48,7 @@ from memmap_buffer.format.remote_layout import (
     version_of,
 )
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import read_at
+from memmap_buffer.format.syscalls import FileLock, read_at
 from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.maintenance.verification import verify
 from memmap_buffer.paths import path_of
@@ -136,13 +137,41 @@ def _packed(source: Path) -> Iterator[tuple[Path, list[int]]]:
             raise CorruptBufferError(f"{source}: {lost[0]}; `repair` it, then publish it", path=source)
         yield source, []
         return
-    beside = source.resolve().parent
+    with _temporary(source.resolve()) as temporary:
+        yield temporary / "packed", pack(source, temporary / "packed")
+
+
+@contextmanager
+def _temporary(source: Path) -> Iterator[Path]:
+    """A folder beside another; those that a publisher that was killed left there are removed."""
+    prefix = f".{source.name}.publish-"
+    for left in source.parent.glob(f"{prefix}*"):
+        with suppress(BufferLockedError, OSError):
+            _remove(left, Folder(left).lock())
+    place, lock = _new_folder(prefix, source.parent)
     try:
-        place = tempfile.TemporaryDirectory(prefix=f".{source.name}.", dir=beside)
+        yield place
+    finally:
+        _remove(place, lock)
+
+
+def _new_folder(prefix: str, beside: Path) -> tuple[Path, FileLock]:
+    """A new folder, and its lock."""
+    try:
+        place = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
     except OSError:  # a folder in which only others may write
-        place = tempfile.TemporaryDirectory(prefix="memmap-buffer-")
-    with place as temporary:
-        yield Path(temporary), pack(source, temporary)
+        place = Path(tempfile.mkdtemp(prefix="memmap-buffer-"))
+    try:
+        return place, Folder(place).lock()
+    except (BufferLockedError, FileNotFoundError):  # another publisher took it for one that was left
+        return _new_folder(prefix, beside)
+
+
+def _remove(place: Path, lock: FileLock) -> None:
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+    finally:
+        lock.release()
 
 
 # The objects of a shard

@@ -29,6 +29,7 @@ from memmap_buffer import (
     verify,
 )
 from memmap_buffer.format import objects as requests
+from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.objects import Objects
 from memmap_buffer.format.remote_layout import Root, Shard, digest, head_object, open_head, version_of
 from memmap_buffer.maintenance import publish as publishing
@@ -305,6 +306,19 @@ def test_a_publisher_that_dies_before_any_write_leaves_what_was_listed_whole(
     assert fatal > 4  # what was sent is not sent again
     assert pulled(place, tmp_path / "back") == after
     require_heads(objects_of(place))
+
+
+@local
+def test_the_packed_copy_that_a_dead_publisher_left_is_removed_and_that_of_a_living_one_is_not(
+    place: dict[str, Any], tmp_path: Path
+) -> None:
+    one, dead, living = record(tmp_path / "one"), tmp_path / ".one.publish-1", tmp_path / ".one.publish-2"
+    for left in (dead, living):
+        pack(one, left / "packed")
+    lock = Folder(living).lock()
+    publish(one, **place)
+    assert (dead.exists(), (living / "packed" / "schema.json").exists()) == (False, True)
+    lock.release()
 
 
 @local
