@@ -5,7 +5,7 @@ The packages, from the top floor down; imports between them go down this list on
     cli           the command `memmap-buffer`
     interop       data sets and libraries of others, on the public names alone
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
-    maintenance   verify, repair, pack, snapshot, schema changes, statistics
+    maintenance   verify, repair, pack, publish, snapshot, schema changes, statistics
     loading       samplers, batches, datasets, loaders, workers; torch begins here
     priority      the sum tree on the disk, the priorities of items, importance weights
     items         which items exist, by filters and splits, and in which order they are given
