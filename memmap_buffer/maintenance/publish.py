@@ -42,6 +42,7 @@ from memmap_buffer.format.remote_layout import (
     data_files,
     digest,
     head_object,
+    is_head_file,
     is_shard_name,
     make_head,
     num_blocks,
@@ -89,6 +90,8 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
         )
     if not objects.writable:
         raise SchemaError(f"{objects}: nothing can be published by this protocol; give the URL of the store itself")
+    if objects.local is not None and (objects.local / name).resolve() == source.resolve():
+        raise SchemaError(f"{source}: got {objects}, the root that it is in itself, expected another one")
     with _packed(source) as (packed, left_out):
         shard, head = _upload(packed, objects, name)
     _list(objects, name, shard, head)
@@ -206,6 +209,8 @@ def _head(storage: Storage) -> bytes:
     folder = storage.folder
     names = [array.name for array in storage.layout.arrays.values() if not array.name.startswith(DATA)]
     names = ["schema.json", *names, *(f"extra/{name}" for name in folder.list("extra"))]
+    if bad := [name for name in names if not is_head_file(name)]:
+        raise SchemaError(f"{bad[0]}: got a name with more than letters, digits, '.', '_' and '-'; rename or remove it")
     return make_head({name: folder.read(name, MAX_HEAD_BYTES) for name in names})
 
 
@@ -261,7 +266,15 @@ def _list_on_condition(objects: Objects, new: Mapping[str, tuple[Shard, bytes]])
         listed = _with_shards(objects, root, new)
         if listed is root or objects.replace_tagged(ROOT, listed.to_json(), tag):
             return
-    raise RemoteError(f"{objects.name_of(ROOT)} changes faster than it can be written; publish again later")
+    url, came = objects.name_of(ROOT), "it changes faster than it can be written"
+    raise RemoteError(
+        f"{url}: replace: {came} (tries: {ROUNDS}); publish again later",
+        url=url,
+        asked="replace",
+        came=came,
+        tries=ROUNDS,
+        missing=False,
+    )
 
 
 @contextmanager

@@ -70,7 +70,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {"url": f"{request.param}://{tmp_path}/url", "storage_options": {}}
 
 
-local = pytest.mark.parametrize("place", ["plain", "file"], indirect=True)
+local = pytest.mark.parametrize("place", ["file"], indirect=True)
+in_memory = pytest.mark.parametrize("place", ["memory"], indirect=True)
+without_plain = pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)
 
 
 def objects_of(place: dict[str, Any]) -> Objects:
@@ -163,6 +165,7 @@ def test_what_comes_back_is_what_was_packed(
     assert shards_at(**place) == listed
 
 
+@in_memory
 def test_a_shard_is_read_by_its_own_url_too(place: dict[str, Any], tmp_path: Path) -> None:
     one = record(tmp_path / "one")
     publish(one, **place)
@@ -173,6 +176,7 @@ def test_a_shard_is_read_by_its_own_url_too(place: dict[str, Any], tmp_path: Pat
     assert files_of(tmp_path / "back") == packed(one)
 
 
+@without_plain
 def test_a_grown_folder_is_another_version_and_the_one_before_stays(place: dict[str, Any], tmp_path: Path) -> None:
     store, one = objects_of(place), record(tmp_path / "one")
     publish(one, **place)
@@ -189,6 +193,7 @@ def test_a_grown_folder_is_another_version_and_the_one_before_stays(place: dict[
     assert open_head(heads[old.head[1] : sum(old.head[1:])], "")["episodes.npy"] == before["episodes.npy"]
 
 
+@in_memory
 def test_a_version_of_before_can_be_published_again(place: dict[str, Any], tmp_path: Path) -> None:
     one = record(tmp_path / "one")
     first = packed(one)
@@ -204,6 +209,7 @@ def test_a_version_of_before_can_be_published_again(place: dict[str, Any], tmp_p
     assert pulled(place, tmp_path / "back") == under("one", first)
 
 
+@without_plain
 def test_another_buffer_does_not_take_a_name(place: dict[str, Any], tmp_path: Path) -> None:
     publish(record(tmp_path / "one"), **place)
     listed = shards_at(**place)
@@ -223,6 +229,13 @@ def test_what_cannot_be_published_says_why(place: dict[str, Any], tmp_path: Path
         publish(tmp_path / "a b" / ".." / "heads" / ".." / "one", "http://127.0.0.1:9/root")
     with pytest.raises(NotABufferError, match="there is no such folder"):
         publish(tmp_path / "nowhere", **place)
+    if place["url"].startswith("file"):
+        with pytest.raises(SchemaError, match="the root that it is in itself"):
+            publish(record(tmp_path / "url" / "one"), **place)
+    (record(tmp_path / "one") / "extra").mkdir()
+    (tmp_path / "one" / "extra" / "my notes").write_bytes(b"")
+    with pytest.raises(SchemaError, match="extra/my notes: got a name with more than letters"):
+        publish(tmp_path / "one", **place)
     pack(tmp_path / "a b", tmp_path / "spoilt")
     with open(tmp_path / "spoilt" / "data" / "image.npy", "r+b") as file:
         file.seek(5000)
@@ -255,7 +268,7 @@ def publish_all(folders: list[Path], place: dict[str, Any], go: Any) -> None:
 @pytest.mark.parametrize("place", ["plain", "file", "s3"], indirect=True)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_publishers_at_the_same_time_lose_nothing(place: dict[str, Any], tmp_path: Path) -> None:
-    names = [f"shard-{number:05}" for number in range(9)]
+    names = [f"shard-{number:05}" for number in range(6)]
     for name in names:
         with ReplayBuffer(tmp_path / name, 2, 3, {"x": "int"}) as buffer:
             buffer.store_episode(x=[int(name[-1])])
@@ -284,7 +297,7 @@ def require_heads(store: Objects) -> None:
         assert shard.is_head(head), name
 
 
-@pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)
+@without_plain
 def test_a_publisher_that_dies_before_any_write_leaves_what_was_listed_whole(
     place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +347,7 @@ def test_what_a_dead_publisher_sent_in_part_is_sent_again(place: dict[str, Any],
     assert file.read_bytes() == whole
 
 
-@pytest.mark.parametrize("place", ["memory", "plain"], indirect=True)
+@in_memory
 def test_an_entry_that_a_dead_publisher_left_is_listed_by_the_next(
     place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
