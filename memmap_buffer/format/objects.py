@@ -382,6 +382,9 @@ async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) ->
         if exact and reply.status != 206:
             raise _Unfit("the server sends the whole object, it has no ranges", again=False)
         data, left = bytearray(), stop - start + exact
+        if reply.content_length is not None and reply.content_length <= left:
+            whole: bytes = await reply.read()
+            return whole
         while left > 0 and (part := await reply.content.read(left)):
             data += part
             left -= len(part)
