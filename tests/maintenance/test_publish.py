@@ -463,6 +463,7 @@ def test_what_is_wrong_in_a_pull_that_was_begun_is_fetched_again(place: dict[str
 
 
 def test_wrong_and_broken_answers_are_no_part_of_a_pull(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
     one = record(tmp_path / "one")
     publish(one, f"file://{tmp_path}/url")
     with RangeServer(tmp_path / "url") as server:
