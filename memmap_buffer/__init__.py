@@ -5,7 +5,7 @@ The packages, from the top floor down; imports between them go down this list on
     cli           the command `memmap-buffer`
     interop       data sets and libraries of others, on the public names alone
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
-    maintenance   verify, repair, pack, snapshot, schema changes, statistics
+    maintenance   verify, repair, pack, publish, snapshot, schema changes, statistics
     loading       samplers, batches, datasets, loaders, workers; torch begins here
     priority      the sum tree on the disk, the priorities of items, importance weights
     items         which items exist, by filters and splits, and in which order they are given
@@ -42,6 +42,7 @@ from memmap_buffer.errors import (
 from memmap_buffer.loading.options import Options
 from memmap_buffer.maintenance.pack import pack, unpack
 from memmap_buffer.maintenance.publish import publish
+from memmap_buffer.maintenance.pull import pull
 from memmap_buffer.maintenance.repair import repair
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.maintenance.verification import Finding, verify
@@ -100,6 +101,7 @@ __all__ = [
     "discounted_returns",
     "pack",
     "publish",
+    "pull",
     "repair",
     "unpack",
     "verify",

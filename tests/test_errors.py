@@ -25,6 +25,7 @@ TREE = {
     "EpisodeStateError": (RuntimeError, ValueError),
     "WriterLostError": (RuntimeError,),
     "StaleEpisodeError": (RuntimeError, ValueError),
+    "RemoteError": (OSError,),
     "NotEnoughDataError": (RuntimeError, ValueError),
 }
 NAMED = {"path": Path("buffer/data/a.npy"), "slot": 3, "differences": ["circular: stored True, given False"]}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memmap_buffer.cli import doctor_bench, import_export, inspection, maintain, minimal, pictures
+from memmap_buffer.cli import doctor_bench, import_export, inspection, maintain, minimal, pictures, remote
 from memmap_buffer.errors import MemmapBufferError
 
 EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
@@ -23,6 +23,9 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "repair": (maintain.repair, "repair replay_data"),
     "pack": (maintain.pack, "pack replay_data published_data"),
     "unpack": (maintain.unpack, "unpack packed_data writable_data --max-episodes 2000"),
+    "publish": (remote.publish, "publish replay_data published_root"),
+    "pull": (remote.pull, "pull published_root local_root"),
+    "ls": (remote.ls, "ls published_root"),
     "merge": (maintain.merge, "merge all_data shards/0 shards/1"),
     "split": (maintain.split, "split replay_data parts --part train=0.8 --part val=0.2"),
     "delete": (maintain.delete, "delete replay_data --where 'length<10'"),

@@ -16,6 +16,7 @@ from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli.episodes import Array, column_of, matching, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import say, shards_of
+from memmap_buffer.cli.remote import StorageOptions, info_of_url
 from memmap_buffer.cli.terminal import (
     Episode,
     Fields,
@@ -37,8 +38,22 @@ MANY = 4  # entries of an array that are shown
 ENTRIES = 16  # `stats` has a row for each entry of a field that has no more
 
 
-def info(folder: FolderArgument, as_json: Json = False, reward: Reward = "reward") -> None:
-    """Say what is in a folder: its fields, its sizes, how many episodes and steps, lengths and returns."""
+def info(
+    place: Annotated[
+        str, typer.Argument(metavar="FOLDER|URL", help="A folder of episodes, or where it was published.")
+    ],
+    as_json: Json = False,
+    reward: Reward = "reward",
+    options: StorageOptions = None,
+) -> None:
+    """Say what is in a folder: its fields, its sizes, how many episodes and steps, lengths and returns.
+
+    Of a URL: how many shards, episodes, steps and bytes, from one small object.
+    """
+    if "://" in place:
+        info_of_url(place, options, as_json)
+        return
+    folder = Path(place)
     if shards := shards_of(folder):
         _info_of_root(folder, shards, as_json, reward)
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from pathlib import Path
@@ -78,7 +77,6 @@ class Objects:
         self.url, self.storage_options = str(url), dict(storage_options or {})
         self._tries, self._timeout = tries, timeout
         self._opened: _Opened | None = None
-        self._opening = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.url, self.storage_options, self._tries, self._timeout)
@@ -160,9 +158,7 @@ class Objects:
     @property
     def local(self) -> Path | None:
         """The folder, where the URL is one of this machine."""
-        opened = self._open()
-        protocol = opened.fs.protocol
-        return Path(opened.root) if "file" in ((protocol,) if isinstance(protocol, str) else protocol) else None
+        return Path(self._open().root) if "file" in self._protocols else None
 
     def read_tagged(self, path: str, limit: int) -> tuple[bytes, str]:
         """An object whole, and what tells this state of it from others; (b"", "") where there is none."""
@@ -189,6 +185,16 @@ class Objects:
         loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
         self._opened = _Opened(process_id(), fs, root, loop, asyncio.Semaphore(IN_FLIGHT))
         return self._opened
+
+    @property
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self._open().fs.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    @property
+    def _writes_whole(self) -> bool:
+        """Whether an object appears when all of it was sent: object stores do so, file systems do not."""
+        return self._open().fs.async_impl or bool(set(self._protocols) & {"memory", "hf"})
 
     def _path(self, path: str) -> str:
         root, mark, query = self._open().root.partition("?")
@@ -273,7 +279,7 @@ class Objects:
     async def _write(self, path: str, data: bytes | Path) -> None:
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         place = self._path(path)
-        new = f"{place}.{process_id()}.new" if self.local is not None else place
+        new = place if self._writes_whole else f"{place}.{process_id()}.new"
 
         async def send() -> None:
             if isinstance(data, Path):
@@ -282,7 +288,7 @@ class Objects:
             else:
                 await self._call("pipe_file", new, data)
             if new != place:
-                await self._call("mv", new, place)  # an object that is there is whole
+                await self._call("mv", new, place)
 
         async def request() -> None:
             try:
@@ -376,6 +382,9 @@ async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) ->
         if exact and reply.status != 206:
             raise _Unfit("the server sends the whole object, it has no ranges", again=False)
         data, left = bytearray(), stop - start + exact
+        if reply.content_length is not None and reply.content_length <= left:
+            whole: bytes = await reply.read()
+            return whole
         while left > 0 and (part := await reply.content.read(left)):
             data += part
             left -= len(part)

@@ -170,6 +170,11 @@ def is_shard_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and name not in (HEADS, ENTRIES, ROOT)
 
 
+def is_head_file(name: str) -> bool:
+    """Whether a head may hold a file of this name."""
+    return _FILE.fullmatch(name) is not None
+
+
 def make_head(files: Mapping[str, bytes]) -> bytes:
     """The head of a shard of its files by name."""
     line = json.dumps([[name, len(data)] for name, data in files.items()]).encode() + b"\n"
@@ -183,7 +188,7 @@ def open_head(data: bytes, where: str) -> dict[str, bytes]:
         sizes = [(str(name), _whole(size)) for name, size in json.loads(line)]
         if not newline or sum(size for _, size in sizes) != len(data) - len(line) - 1:
             raise ValueError("the sizes do not add up")
-        if not all(_FILE.fullmatch(name) for name, _ in sizes) or len(dict(sizes)) != len(sizes):
+        if not all(is_head_file(name) for name, _ in sizes) or len(dict(sizes)) != len(sizes):
             raise ValueError("a name is none of a file that it may hold")
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptBufferError(f"{where} is no head of a shard ({error}); publish it again") from None

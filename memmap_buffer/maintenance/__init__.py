@@ -1,1 +1,1 @@
-"""Whole folders: verify, repair, pack, snapshot, change the schema, statistics."""
+"""Whole folders: verify, repair, pack, publish, pull, snapshot, change the schema, statistics."""

@@ -7,10 +7,11 @@ is listed is there: a publisher that is killed leaves objects that nobody looks 
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -41,13 +42,14 @@ from memmap_buffer.format.remote_layout import (
     data_files,
     digest,
     head_object,
+    is_head_file,
     is_shard_name,
     make_head,
     num_blocks,
     version_of,
 )
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import read_at
+from memmap_buffer.format.syscalls import FileLock, read_at
 from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.maintenance.verification import verify
 from memmap_buffer.paths import path_of
@@ -88,6 +90,8 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
         )
     if not objects.writable:
         raise SchemaError(f"{objects}: nothing can be published by this protocol; give the URL of the store itself")
+    if objects.local is not None and (objects.local / name).resolve() == source.resolve():
+        raise SchemaError(f"{source}: got {objects}, the root that it is in itself, expected another one")
     with _packed(source) as (packed, left_out):
         shard, head = _upload(packed, objects, name)
     _list(objects, name, shard, head)
@@ -136,13 +140,41 @@ def _packed(source: Path) -> Iterator[tuple[Path, list[int]]]:
             raise CorruptBufferError(f"{source}: {lost[0]}; `repair` it, then publish it", path=source)
         yield source, []
         return
-    beside = source.resolve().parent
+    with _temporary(source.resolve()) as temporary:
+        yield temporary / "packed", pack(source, temporary / "packed")
+
+
+@contextmanager
+def _temporary(source: Path) -> Iterator[Path]:
+    """A folder beside another; those that a publisher that was killed left there are removed."""
+    prefix = f".{source.name}.publish-"
+    for left in source.parent.glob(f"{prefix}*"):
+        with suppress(BufferLockedError, OSError):
+            _remove(left, Folder(left).lock())
+    place, lock = _new_folder(prefix, source.parent)
     try:
-        place = tempfile.TemporaryDirectory(prefix=f".{source.name}.", dir=beside)
+        yield place
+    finally:
+        _remove(place, lock)
+
+
+def _new_folder(prefix: str, beside: Path) -> tuple[Path, FileLock]:
+    """A new folder, and its lock."""
+    try:
+        place = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
     except OSError:  # a folder in which only others may write
-        place = tempfile.TemporaryDirectory(prefix="memmap-buffer-")
-    with place as temporary:
-        yield Path(temporary), pack(source, temporary)
+        place = Path(tempfile.mkdtemp(prefix="memmap-buffer-"))
+    try:
+        return place, Folder(place).lock()
+    except (BufferLockedError, FileNotFoundError):  # another publisher took it for one that was left
+        return _new_folder(prefix, beside)
+
+
+def _remove(place: Path, lock: FileLock) -> None:
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+    finally:
+        lock.release()
 
 
 # The objects of a shard
@@ -177,6 +209,8 @@ def _head(storage: Storage) -> bytes:
     folder = storage.folder
     names = [array.name for array in storage.layout.arrays.values() if not array.name.startswith(DATA)]
     names = ["schema.json", *names, *(f"extra/{name}" for name in folder.list("extra"))]
+    if bad := [name for name in names if not is_head_file(name)]:
+        raise SchemaError(f"{bad[0]}: got a name with more than letters, digits, '.', '_' and '-'; rename or remove it")
     return make_head({name: folder.read(name, MAX_HEAD_BYTES) for name in names})
 
 
@@ -232,7 +266,15 @@ def _list_on_condition(objects: Objects, new: Mapping[str, tuple[Shard, bytes]])
         listed = _with_shards(objects, root, new)
         if listed is root or objects.replace_tagged(ROOT, listed.to_json(), tag):
             return
-    raise RemoteError(f"{objects.name_of(ROOT)} changes faster than it can be written; publish again later")
+    url, came = objects.name_of(ROOT), "it changes faster than it can be written"
+    raise RemoteError(
+        f"{url}: replace: {came} (tries: {ROUNDS}); publish again later",
+        url=url,
+        asked="replace",
+        came=came,
+        tries=ROUNDS,
+        missing=False,
+    )
 
 
 @contextmanager
@@ -260,17 +302,21 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
     if listed is None or listed.version != shard.version:
         objects.write(f"{ENTRIES}/{time.time_ns():020}.{shard.version}.{name}.json", shard.to_json())
     for _ in range(ROUNDS):
-        files = {file: found for file in objects.names(ENTRIES) if (found := _ENTRY.fullmatch(file))}
+        files = _entries(objects)
         root = read_root(objects) or Root()
         newest = {found["name"]: found for found in files.values()}  # by time, as they are sorted
         unlisted = {one: _entered(objects, found) for one, found in newest.items() if _is_new(root, found)}
         _rewrite(objects, {one: new for one, new in unlisted.items() if _is_of(root, one, new[0])})
-        if objects.names(ENTRIES) == [*files]:
+        if _entries(objects).keys() == files.keys():
             break
     for file, found in files.items():
         if found["name"] == name and found is not newest[name]:
             objects.remove(f"{ENTRIES}/{file}")
     _require_same_buffer(objects, name, shard, (read_root(objects) or Root()).shards.get(name))
+
+
+def _entries(objects: Objects) -> dict[str, re.Match[str]]:
+    return {file: found for file in objects.names(ENTRIES) if (found := _ENTRY.fullmatch(file))}
 
 
 def _is_new(root: Root, entry: re.Match[str]) -> bool:

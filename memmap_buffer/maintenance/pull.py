@@ -21,7 +21,6 @@ from memmap_buffer.format.remote_layout import (
     BLOCK,
     BLOCKS_FILE,
     ROOT,
-    Root,
     Shard,
     block_digest,
     data_files,
@@ -38,19 +37,17 @@ BATCH = 64  # blocks that are asked for at a time
 Digests = npt.NDArray[np.uint64]
 
 
-def published_at(objects: Objects) -> Root | Shard:
+def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Shard]:
     """What stands at a URL, from `root.json` or `shard.json` alone.
+
+    Returns:
+        Name -> what is known of a shard; "" for the one whose own URL it is.
 
     Raises:
         NotABufferError: nothing was published there.
         RemoteError: the store fails.
     """
-    found = read_root(objects) or read_shard(objects)
-    if found is None:
-        raise NotABufferError(
-            f"{objects.name_of(ROOT)}: nothing was published here; check the URL, or `publish` a folder"
-        )
-    return found
+    return _shards_at(Objects(url, storage_options))
 
 
 def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -69,12 +66,17 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
         OSError: the disk is full, say.
     """
     objects, target = Objects(url, storage_options), path_of(folder)
-    found = published_at(objects)
-    if isinstance(found, Shard):
-        _pull(objects, "", found, target)
-        return
-    for name, shard in found.shards.items():
+    for name, shard in _shards_at(objects).items():
         _pull(objects, name, shard, target / name)
+
+
+def _shards_at(objects: Objects) -> dict[str, Shard]:
+    if (root := read_root(objects)) is not None:
+        return dict(root.shards)
+    if (shard := read_shard(objects)) is not None:
+        return {"": shard}
+    where = objects.name_of(ROOT)
+    raise NotABufferError(f"{where}: nothing was published here; check the URL, or `publish` a folder")
 
 
 def _pull(objects: Objects, name: str, shard: Shard, path: Path) -> None:
@@ -173,11 +175,11 @@ def _bytes_of(array: ArrayFile, block: int) -> tuple[int, int]:
 
 def _is_whole(fd: int, array: ArrayFile, block: int, digests: Digests) -> bool:
     first, stop = _bytes_of(array, block)
-    return block_digest(read_at(fd, stop - first, first)) == digests[block]
+    return block_digest(read_at(fd, stop - first, first)) == int(digests[block])
 
 
 def _fetch(objects: Objects, prefix: str, array: ArrayFile, digests: Digests, missing: Iterable[int], fd: int) -> None:
     blocks = list(missing)
     ranges = [(prefix + array.name, *_bytes_of(array, block)) for block in blocks]
-    for i, data in objects.stream(ranges, lambda i, data: block_digest(data) == digests[blocks[i]]):
+    for i, data in objects.stream(ranges, lambda i, data: block_digest(data) == int(digests[blocks[i]])):
         write_all(fd, data, ranges[i][1])

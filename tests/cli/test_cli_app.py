@@ -14,7 +14,7 @@ from cli_cases import RUN, make, read_json, run
 from fault_injection import listing
 from pages import run_blocks
 
-from memmap_buffer import ReplayBuffer, pack
+from memmap_buffer import ReplayBuffer, pack, publish
 from memmap_buffer.cli import app, folders, import_export, inspection
 from memmap_buffer.cli.terminal import Problem
 
@@ -29,6 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     pack("replay_data", "packed_data")
     for shard in range(2):
         make(Path(f"shards/{shard}"), range(shard, shard + 3))
+    publish("replay_data", "published_root")
     if find_spec("h5py") is not None:
         assert app.main(["export", "robomimic", "replay_data", "demos.hdf5"]) == 0
     capsys.readouterr()

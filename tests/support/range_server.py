@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CHUNK = 1 << 16
+BURST = 0.1  # seconds in which nothing was sent that may be caught up: a thread that was woken late is no slower line
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
@@ -58,8 +59,7 @@ class RangeServer:
         class Handler(_Handler):
             server_of = owner
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
+        self._http = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def __enter__(self) -> RangeServer:
@@ -103,9 +103,14 @@ class RangeServer:
             self.sent += size
             if self.bandwidth is None:
                 return
-            self._free_at = max(self._free_at, time.monotonic()) + size / self.bandwidth
+            self._free_at = max(self._free_at, time.monotonic() - BURST) + size / self.bandwidth
             pause = self._free_at - time.monotonic()
         self.stopping.wait(max(0.0, pause))
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # of 5, as it is else, connections that come together wait for a second
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,0 +1,84 @@
+"""The commands about what stands at a URL: `publish`, `pull`, `ls`, and `info` of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memmap_buffer.cli.minimal import FOUND, OK, print_left_out, say, shards_of
+from memmap_buffer.cli.terminal import FolderArgument, Json, Problem, bytes_of, end, say_json, show_table
+from memmap_buffer.maintenance import publish as publishing
+from memmap_buffer.maintenance import pull as pulling
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="As in s3://bucket/run7.", show_default=False)]
+StorageOptions = Annotated[
+    str | None, typer.Option("--storage-options", help='For fsspec, as JSON: \'{"endpoint_url": "http://…"}\'.')
+]
+
+
+def publish(folder: FolderArgument, url: Url, options: StorageOptions = None) -> None:
+    """Copy a folder, or each of a root, to a store, packed; again: only what is new. Others read it by the URL."""
+    code = OK
+    for one in shards_of(folder) or [folder]:
+        left_out = publishing.publish(one, url, storage_options=_parsed(options))
+        say(f"{one}: published")
+        code |= FOUND if print_left_out(left_out) else OK
+    end(code)
+
+
+def pull(
+    url: Url,
+    target: Annotated[Path, typer.Argument(help="A folder; after an interruption the same.", show_default=False)],
+    options: StorageOptions = None,
+) -> None:
+    """Copy what was published at a URL to a folder, checked by digests. After an interruption: only what is missing."""
+    pulling.pull(url, target, storage_options=_parsed(options))
+    say(f"{target}: it is all there")
+
+
+def ls(url: Url, as_json: Json = False, options: StorageOptions = None) -> None:
+    """List the shards at a URL: episodes, steps, bytes; from one small object."""
+    rows = _rows(url, options)
+    if as_json:
+        say_json(rows)
+        return
+    show_table("", {key: [row[key] for row in rows] for key in rows[0]} if rows else {"name": []})
+
+
+def info_of_url(url: str, options: str | None, as_json: bool) -> None:
+    """Say how much stands at a URL."""
+    rows = _rows(url, options)
+    facts: dict[str, Any] = {"shards": len(rows)}
+    facts |= {key: sum(row[key] for row in rows) for key in ("episodes", "steps", "bytes")}
+    if as_json:
+        say_json(facts | {"folders": rows})
+        return
+    for key, value in facts.items():
+        say(f"{key:9}{bytes_of(value) if key == 'bytes' else value}")
+
+
+def _rows(url: str, options: str | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name or url.partition("?")[0].rstrip("/").rpartition("/")[2],
+            "episodes": shard.episodes,
+            "steps": shard.steps,
+            "bytes": shard.num_bytes,
+            "id": shard.id,
+            "version": shard.version,
+        }
+        for name, shard in pulling.shards_at(url, storage_options=_parsed(options)).items()
+    ]
+
+
+def _parsed(options: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(options or "{}")
+    except ValueError as error:
+        raise Problem(f"--storage-options: expected an object of JSON: {error}") from error  # it may have secrets
+    if not isinstance(found, dict):
+        raise Problem("--storage-options: expected an object of JSON, as in '{\"anon\": true}'")
+    return found

@@ -1,0 +1,61 @@
+"""`publish`, `pull`, `ls` and `info` of a URL: what is told of a store, and no secret of the way to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_cases import make, read_json
+
+from memmap_buffer import verify
+from memmap_buffer.cli import app
+
+
+def main(*arguments: Any) -> int:
+    return app.main(list(map(str, arguments)))
+
+
+def test_a_root_of_shards_is_published_listed_and_pulled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["shard-00000", "shard-00001"]
+    cases = [make(tmp_path / "root" / name, range(number, number + 3)) for number, name in enumerate(names)]
+    url = f"file://{tmp_path}/url"
+    assert main("publish", tmp_path / "root", url) == 0
+    assert capsys.readouterr().out == "".join(f"{tmp_path}/root/{name}: published\n" for name in names)
+    assert main("ls", url, "--json") == 0
+    rows = read_json(capsys.readouterr().out)
+    steps = [sum(case.lengths.values()) for case in cases]
+    assert [(row["name"], row["episodes"], row["steps"]) for row in rows] == list(
+        zip(names, [3, 3], steps, strict=True)
+    )
+    assert main("info", url) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[:3] == ["shards   2", "episodes 6", f"steps    {sum(steps)}"]
+    assert main("info", f"{url}/shard-00001", "--json") == 0
+    found = read_json(capsys.readouterr().out)
+    assert (found["shards"], found["steps"], found["folders"]) == (1, steps[1], rows[1:])
+    assert main("pull", url, tmp_path / "back") == 0
+    assert capsys.readouterr().out == f"{tmp_path}/back: it is all there\n"
+    assert [verify(tmp_path / "back" / name) for name in names] == [[], []]
+
+
+@pytest.mark.parametrize("command", [("publish", "one"), ("pull", "back"), ("ls",), ("info",)])
+def test_what_fails_is_one_line_without_secrets(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(Path("one"), range(1))
+    name, *folder = command
+
+    def call(url: str, options: str) -> str:
+        places = [*folder, url] if name == "publish" else [url, *folder]
+        assert main(name, *places, "--storage-options", options) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert "secret" not in err
+        return err
+
+    url = "nothing://me:secret@host/root?signature=secret"
+    assert "nothing://host/root: Protocol not known: nothing" in call(url, "{}")
+    assert "--storage-options: expected an object of JSON" in call(url, '{"key": "secret"')
+    assert "--storage-options: expected an object of JSON" in call(url, '"secret"')

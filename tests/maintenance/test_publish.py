@@ -1,0 +1,528 @@
+"""`publish` and `pull`: what comes back is what was packed; what was listed stays, whoever else publishes or dies."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from range_server import RangeServer
+
+from memmap_buffer import (
+    CorruptBufferError,
+    NotABufferError,
+    RemoteError,
+    ReplayBuffer,
+    SchemaError,
+    SchemaMismatchError,
+    pack,
+    publish,
+    pull,
+    verify,
+)
+from memmap_buffer.format import objects as requests
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.objects import Objects
+from memmap_buffer.format.remote_layout import Root, Shard, digest, head_object, open_head, version_of
+from memmap_buffer.maintenance import publish as publishing
+from memmap_buffer.maintenance.publish import read_root, read_shard
+from memmap_buffer.maintenance.pull import shards_at
+
+
+class Plain(LocalFileSystem):
+    """A store of which nothing is known but that it has objects: what two processes can share without a lock."""
+
+    protocol = "plain"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("plain://"))
+
+
+fsspec.register_implementation("plain", Plain, clobber=True)
+STORES = ["memory", "plain", "file", "s3"]
+
+
+class Killed(BaseException):
+    """Nothing is done after it."""
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(requests, "LONGEST_PAUSE", 0.002)
+
+
+@pytest.fixture(params=STORES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """The URL and storage options of a new root, as arguments."""
+    if request.param == "s3":
+        url, options = request.getfixturevalue("bucket")
+        return {"url": url, "storage_options": options}
+    return {"url": f"{request.param}://{tmp_path}/url", "storage_options": {}}
+
+
+local = pytest.mark.parametrize("place", ["file"], indirect=True)
+in_memory = pytest.mark.parametrize("place", ["memory"], indirect=True)
+without_plain = pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)
+
+
+def objects_of(place: dict[str, Any]) -> Objects:
+    return Objects(place["url"], place["storage_options"])
+
+
+def record(folder: Path, numbers: range = range(3)) -> Path:
+    """A folder with these episodes."""
+    with ReplayBuffer(folder, 9, 40, {"x": "int", "image": ("uint8", (64, 1024))}, {"name": "U4"}) as buffer:
+        for number in numbers:
+            steps = range(10 * number, 10 * number + 3 + 7 * number)
+            images = np.broadcast_to(np.uint8(steps)[:, None, None], (len(steps), 64, 1024))
+            buffer.store_episode(x=steps, image=images, name=f"e{number}")
+    return folder
+
+
+def extend(folder: Path, number: int = 1) -> Path:
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.store_episode(x=[number], image=np.full((1, 64, 1024), number), name="new")
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if path.name != ".lock"}
+
+
+def packed(folder: Path) -> dict[str, bytes]:
+    """The files of a folder's packed copy."""
+    copy = folder.parent / f"{folder.name}.packed"
+    shutil.rmtree(copy, ignore_errors=True)
+    pack(folder, copy)
+    found = files_of(copy)
+    shutil.rmtree(copy)
+    return found
+
+
+def pulled(place: dict[str, Any], target: Path) -> dict[str, bytes]:
+    shutil.rmtree(target, ignore_errors=True)
+    pull(place["url"], target, storage_options=place["storage_options"])
+    assert all(verify(path) == [] for path in target.iterdir())
+    return files_of(target)
+
+
+def under(name: str, files: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"{name}/{file}": data for file, data in files.items()}
+
+
+def count_writes(monkeypatch: pytest.MonkeyPatch, fatal: int = -1) -> list[str]:
+    """The paths that are written from now on; the write of this number, and each later one, is not done any more."""
+    written: list[str] = []
+    write, swap = Objects.write, Objects.replace_tagged
+
+    def counted(function: Any) -> Any:
+        def call(self: Objects, path: str, *rest: Any) -> Any:
+            if len(written) == fatal:
+                raise Killed
+            written.append(path)
+            return function(self, path, *rest)
+
+        return call
+
+    monkeypatch.setattr(Objects, "write", counted(write))
+    monkeypatch.setattr(Objects, "replace_tagged", counted(swap))
+    return written
+
+
+# What stands there
+
+
+def test_what_comes_back_is_what_was_packed(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = record(tmp_path / "one"), record(tmp_path / "two", range(2, 5))
+    (one / "extra").mkdir()
+    (one / "extra" / "note.txt").write_bytes(b"kept")
+    assert publish(one, **place) == []
+    assert publish(two, **place) == []
+    assert pulled(place, tmp_path / "back") == under("one", packed(one)) | under("two", packed(two))
+    with ReplayBuffer.from_folder(tmp_path / "back" / "two") as buffer:
+        assert buffer.episode(1)["x"].tolist() == list(range(30, 54))
+    listed = shards_at(**place)
+    with ReplayBuffer.from_folder(two) as buffer:
+        assert (listed["two"].episodes, listed["two"].steps) == (buffer.num_episodes, buffer.num_steps)
+    assert {path.name for path in tmp_path.iterdir()} - {"url"} == {"back", "one", "two"}
+    written = count_writes(monkeypatch)
+    publish(one, **place)
+    publish(two, **place)
+    assert written == []
+    assert shards_at(**place) == listed
+
+
+@in_memory
+def test_a_shard_is_read_by_its_own_url_too(place: dict[str, Any], tmp_path: Path) -> None:
+    one = record(tmp_path / "one")
+    publish(one, **place)
+    own = {**place, "url": f"{place['url']}/one"}
+    (shard,) = shards_at(**own).values()
+    assert shard.is_head(objects_of(own).read(f"{shard.prefix()}head.bin", 1 << 20))
+    pull(own["url"], tmp_path / "back", storage_options=own["storage_options"])
+    assert files_of(tmp_path / "back") == packed(one)
+
+
+@without_plain
+def test_a_grown_folder_is_another_version_and_the_one_before_stays(place: dict[str, Any], tmp_path: Path) -> None:
+    store, one = objects_of(place), record(tmp_path / "one")
+    publish(one, **place)
+    publish(record(tmp_path / "two", range(1)), **place)
+    root = read_root(store)
+    assert root is not None
+    before, old = packed(one), root.shards["one"]
+    publish(extend(one), **place)
+    assert pulled(place, tmp_path / "back")["one/data/x.npy"] == packed(one)["data/x.npy"] != before["data/x.npy"]
+    assert list(shards_at(**place)) == ["one", "two"]
+    size = len(before["data/x.npy"])
+    assert store.read_ranges([(f"{old.prefix('one')}data/x.npy", 0, size)]) == [before["data/x.npy"]]
+    heads = store.read(head_object(old.head[0]), 1 << 20)  # of a reader that holds the list of before
+    assert open_head(heads[old.head[1] : sum(old.head[1:])], "")["episodes.npy"] == before["episodes.npy"]
+
+
+@in_memory
+def test_a_version_of_before_can_be_published_again(place: dict[str, Any], tmp_path: Path) -> None:
+    one = record(tmp_path / "one")
+    first = packed(one)
+    publish(one, **place)
+    publish(extend(one), **place)
+    with ReplayBuffer.from_folder(one) as buffer:
+        buffer.delete(-1)
+    shutil.rmtree(one)
+    for name, data in first.items():
+        (one / name).parent.mkdir(parents=True, exist_ok=True)
+        (one / name).write_bytes(data)
+    publish(one, **place)
+    assert pulled(place, tmp_path / "back") == under("one", first)
+
+
+@without_plain
+def test_another_buffer_does_not_take_a_name(place: dict[str, Any], tmp_path: Path) -> None:
+    publish(record(tmp_path / "one"), **place)
+    listed = shards_at(**place)
+    other = record(tmp_path / "elsewhere" / "one")
+    with pytest.raises(SchemaMismatchError, match=r"/one has another buffer's episodes \(id .*\); rename the folder"):
+        publish(other, **place)
+    assert shards_at(**place) == listed
+
+
+@local
+def test_what_cannot_be_published_says_why(place: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="got the name 'a b', expected letters"):
+        publish(record(tmp_path / "a b"), **place)
+    with pytest.raises(SchemaError, match="got the name 'heads'"):
+        publish(record(tmp_path / "heads"), **place)
+    with pytest.raises(SchemaError, match="nothing can be published by this protocol"):
+        publish(tmp_path / "a b" / ".." / "heads" / ".." / "one", "http://127.0.0.1:9/root")
+    with pytest.raises(NotABufferError, match="there is no such folder"):
+        publish(tmp_path / "nowhere", **place)
+    if place["url"].startswith("file"):
+        with pytest.raises(SchemaError, match="the root that it is in itself"):
+            publish(record(tmp_path / "url" / "one"), **place)
+    (record(tmp_path / "one") / "extra").mkdir()
+    (tmp_path / "one" / "extra" / "my notes").write_bytes(b"")
+    with pytest.raises(SchemaError, match="extra/my notes: got a name with more than letters"):
+        publish(tmp_path / "one", **place)
+    pack(tmp_path / "a b", tmp_path / "spoilt")
+    with open(tmp_path / "spoilt" / "data" / "image.npy", "r+b") as file:
+        file.seek(5000)
+        file.write(b"?")
+    with pytest.raises(CorruptBufferError, match="`repair` it, then publish it"):
+        publish(tmp_path / "spoilt", **place)
+    with pytest.raises(NotABufferError, match="nothing was published here"):
+        shards_at(**place)
+
+
+@local
+def test_damaged_episodes_of_a_grid_are_left_out_and_named(place: dict[str, Any], tmp_path: Path) -> None:
+    one = record(tmp_path / "one")
+    with open(one / "data" / "image.npy", "r+b") as file:
+        file.seek(200)
+        file.write(b"?")
+    assert publish(one, **place) == [0]
+    assert shards_at(**place)["one"].episodes == 2
+
+
+# Others, and deaths
+
+
+def publish_all(folders: list[Path], place: dict[str, Any], go: Any) -> None:
+    go.wait()
+    for folder in folders:
+        publish(folder, **place)
+
+
+@pytest.mark.parametrize("place", ["plain", "file", "s3"], indirect=True)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_publishers_at_the_same_time_lose_nothing(place: dict[str, Any], tmp_path: Path) -> None:
+    names = [f"shard-{number:05}" for number in range(6)]
+    for name in names:
+        with ReplayBuffer(tmp_path / name, 2, 3, {"x": "int"}) as buffer:
+            buffer.store_episode(x=[int(name[-1])])
+    context = multiprocessing.get_context("fork")
+    go = context.Barrier(3)
+    folders = [[tmp_path / name for name in names[i::3]] for i in range(3)]
+    children = [context.Process(target=publish_all, args=(some, place, go)) for some in folders]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(100)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    back = pulled(place, tmp_path / "back")
+    expected = [under(name, packed(tmp_path / name)) for name in names]
+    assert back == {file: data for files in expected for file, data in files.items()}
+    require_heads(objects_of(place))
+
+
+def require_heads(store: Objects) -> None:
+    """The head of each shard is where `root.json` says."""
+    root = read_root(store)
+    assert root is not None
+    for name, shard in root.shards.items():
+        key, first, size = shard.head
+        (head,) = store.read_ranges([(head_object(key), first, first + size)])
+        assert shard.is_head(head), name
+
+
+@without_plain
+def test_a_publisher_that_dies_before_any_write_leaves_what_was_listed_whole(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = record(tmp_path / "one", range(2)), record(tmp_path / "two", range(1))
+    publish(one, **place)
+    before = pulled(place, tmp_path / "back")
+    extend(one)
+    after = under("one", packed(one)) | under("two", packed(two))
+    for fatal in itertools.count():
+        with monkeypatch.context() as patch:
+            written = count_writes(patch, fatal)
+            with suppress(Killed):
+                publish(one, **place)
+                publish(two, **place)
+                break
+        del written
+        found = pulled(place, tmp_path / "back")
+        assert found in (before, under("one", packed(one))), fatal
+    assert fatal > 4  # what was sent is not sent again
+    assert pulled(place, tmp_path / "back") == after
+    require_heads(objects_of(place))
+
+
+@local
+def test_the_packed_copy_that_a_dead_publisher_left_is_removed_and_that_of_a_living_one_is_not(
+    place: dict[str, Any], tmp_path: Path
+) -> None:
+    one, dead, living = record(tmp_path / "one"), tmp_path / ".one.publish-1", tmp_path / ".one.publish-2"
+    for left in (dead, living):
+        pack(one, left / "packed")
+    lock = Folder(living).lock()
+    publish(one, **place)
+    assert (dead.exists(), (living / "packed" / "schema.json").exists()) == (False, True)
+    lock.release()
+
+
+@local
+def test_what_a_dead_publisher_sent_in_part_is_sent_again(place: dict[str, Any], tmp_path: Path) -> None:
+    one = record(tmp_path / "one")
+    publish(one, **place)
+    shard = shards_at(**place)["one"]
+    file = tmp_path / "url" / shard.prefix("one") / "data" / "image.npy"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1000])
+    (tmp_path / "url" / "one" / "shard.json").unlink()
+    publish(one, **place)
+    assert file.read_bytes() == whole
+
+
+@in_memory
+def test_an_entry_that_a_dead_publisher_left_is_listed_by_the_next(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, suppress(Killed):
+        patch.setattr(publishing, "_rewrite", lambda *_: (_ for _ in ()).throw(Killed))
+        publish(record(tmp_path / "one"), **place)
+    with pytest.raises(NotABufferError, match="nothing was published here"):
+        shards_at(**place)
+    publish(record(tmp_path / "two"), **place)
+    assert sorted(shards_at(**place)) == ["one", "two"]
+    publish(extend(tmp_path / "one"), **place)
+    assert len(objects_of(place).names("entries")) == 2
+    require_heads(objects_of(place))
+
+
+def test_a_folder_that_changes_while_it_is_sent_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, write = pack(record(tmp_path / "grid"), tmp_path / "one") or tmp_path / "one", Objects.write
+
+    def meddle(self: Objects, path: str, data: Any) -> None:
+        write(self, path, data)
+        if isinstance(data, Path):
+            data.write_bytes(data.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(Objects, "write", meddle)
+    with pytest.raises(CorruptBufferError, match="its files changed while they were sent; publish it again"):
+        publish(one, f"file://{tmp_path}/url")
+    assert read_root(Objects(f"file://{tmp_path}/url")) is None
+
+
+# Heads
+
+
+def shard_of(head: bytes, name: str = "0" * 32) -> Shard:
+    """What would be known of a shard with this head."""
+    return Shard(name, 1, 1, 1, version_of(head, "0" * 32), (digest(head), 0, len(head)), "0" * 32)
+
+
+def test_the_heads_of_many_shards_are_a_few_objects_that_are_written_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "MERGED", 32)
+    store, root, heads = Objects(f"memory://{tmp_path}"), Root(), dict[str, bytes]()
+    written = count_writes(monkeypatch)
+    sent = 0
+    for number in range(300):
+        name, head = f"shard-{number % 250:05}", f"{number} ".encode() * 20  # the last 50 are new versions
+        shard = shard_of(head, f"{number % 250:032x}")
+        root, heads[name] = publishing._with_shards(store, root, {name: (shard, head)}), head
+        root = Root.from_json(root.to_json(), "here")
+        sent += root.heads[root.shards[name].head[0]]
+    assert list(root.shards) == list(heads)
+    for name, shard in root.shards.items():
+        key, first, size = shard.head
+        assert store.read_ranges([(head_object(key), first, first + size)]) == [heads[name]]
+        assert shard.is_head(heads[name])
+    assert len(root.heads) < 2 * 250 / 32 + 6
+    assert len(written) == 300
+    assert sent < 7 * sum(map(len, heads.values()))
+    monkeypatch.setattr(publishing, "MERGED_BYTES", 1)
+    assert len(publishing._with_shards(store, root, {"big": (shard_of(b"head"), b"head")}).heads) == len(root.heads) + 1
+
+
+# The way back
+
+
+def fatal_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    stream, left = Objects.stream, [count]
+
+    def broken(self: Objects, *arguments: Any) -> Iterator[tuple[int, bytes]]:
+        for found in stream(self, *arguments):
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            yield found
+
+    monkeypatch.setattr(Objects, "stream", broken)
+
+
+@local
+def test_a_pull_that_dies_is_no_buffer_and_goes_on_where_it_was(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, target = record(tmp_path / "one"), tmp_path / "back" / "one"
+    publish(one, **place)
+    for count in range(50):
+        with monkeypatch.context() as patch:
+            fatal_after(patch, count)
+            with suppress(Killed):
+                pull(place["url"], tmp_path / "back")
+                break
+        assert not (target / "schema.json").exists()
+    assert count < 5  # of each try, but the head and the digests, something is kept
+    assert files_of(target) == packed(one)
+    before = {path: path.stat().st_mtime_ns for path in target.rglob("*.npy")}
+    pull(place["url"], tmp_path / "back")
+    assert {path: path.stat().st_mtime_ns for path in target.rglob("*.npy")} == before
+
+
+@local
+def test_what_is_wrong_in_a_pull_that_was_begun_is_fetched_again(place: dict[str, Any], tmp_path: Path) -> None:
+    publish(record(tmp_path / "one"), **place)
+    whole = pulled(place, tmp_path / "back")
+    target = tmp_path / "back" / "one"
+    (target / "schema.json").unlink()
+    (target / "schema.json.new").write_bytes(b"{")
+    (target / "meta" / "name.npy").write_bytes(b"")
+    (target / "data" / "x.npy").write_bytes(b"")
+    with open(target / "data" / "image.npy", "r+b") as file:
+        file.seek(1 << 20)
+        file.write(b"?")
+    pull(place["url"], tmp_path / "back")
+    assert files_of(tmp_path / "back") == whole
+
+
+def test_wrong_and_broken_answers_are_no_part_of_a_pull(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    one = record(tmp_path / "one")
+    publish(one, f"file://{tmp_path}/url")
+    with RangeServer(tmp_path / "url") as server:
+        for fault in ("wrong", "short", "cut", "reset", "500"):
+            server.fail(fault, match="one/.*/head")
+            server.fail(fault, match="image")
+        pull(server.url, tmp_path / "back")
+        assert files_of(tmp_path / "back" / "one") == packed(one)
+        server.fail("wrong", 99, match="image")
+        with pytest.raises(RemoteError, match=r"image\.npy: bytes .* another digest than those that were published"):
+            pull(server.url, tmp_path / "again")
+        with pytest.raises(NotABufferError, match="not a buffer"):
+            ReplayBuffer.from_folder(tmp_path / "again" / "one")
+        server.heal()
+        pull(server.url, tmp_path / "again")
+    assert files_of(tmp_path / "again" / "one") == packed(one)
+
+
+@local
+def test_a_folder_with_another_buffer_is_not_pulled_over(place: dict[str, Any], tmp_path: Path) -> None:
+    publish(record(tmp_path / "one"), **place)
+    mine = record(tmp_path / "back" / "one")
+    before = files_of(mine)
+    with pytest.raises(SchemaMismatchError, match="holds another buffer, or another version of this one"):
+        pull(place["url"], tmp_path / "back")
+    assert files_of(mine) == before
+    with pytest.raises(NotABufferError, match=r"/x/root\.json: nothing was published here"):
+        pull(f"{place['url']}/x", tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+# A stranger's lists
+
+
+@local
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        (b'"version":1', b'"version":2', "this release reads 1"),
+        (b"memmap-buffer-root", b"something", "another program wrote it"),
+        (b'"one"', b'"../one"', "no name that a shard may have"),
+        (b'"one"', b'".."', "no name that a shard may have"),
+        (b'"steps":', b'"steps":-', "does not tell of a shard as it should"),
+        (b'"steps":', b'"strides":', "does not tell of a shard as it should"),
+        (b'"id":"', b'"id":"?', "no 32 hexadecimal digits"),
+        (b'"version":"', b'"version":"../', "no 32 hexadecimal digits"),
+        (b"{", b"", "is no JSON"),
+    ],
+)
+def test_a_spoilt_list_is_an_error_that_says_where(
+    place: dict[str, Any], tmp_path: Path, old: bytes, new: bytes, error: str
+) -> None:
+    store = objects_of(place)
+    head = b"[]\n"
+    shard = shard_of(head)
+    data = Root().with_shards({"one": shard}, {digest(head): 3}).to_json()
+    assert Root.from_json(data, "here").shards == {"one": shard}
+    store.write("root.json", data.replace(old, new, 1))
+    with pytest.raises((CorruptBufferError, SchemaError), match=rf"/url/root\.json.*{error}"):
+        shards_at(**place)
+    store.write("shard.json", shard.to_json())
+    assert read_shard(store) == shard
