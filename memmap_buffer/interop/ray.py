@@ -52,6 +52,12 @@ def shard_folder(root: str | PathLike[str], number: int) -> Path:
 # Reading
 
 
+def open_root(root: str | PathLike[str]) -> ConcatBuffer:
+    """The buffers of a root, or one buffer, to be read as one."""
+    whole = path_of(root).absolute()
+    return ConcatBuffer([whole]) if (whole / "schema.json").exists() else ConcatBuffer.from_root(whole)
+
+
 def read_ray(
     root: str | PathLike[str],
     *,
@@ -86,7 +92,7 @@ def read_ray(
         names = (names,) if isinstance(names, str) else names and tuple(names)
         options |= {"view": Trajectory(names, final_observation=True)}
     return ray.data.read_datasource(
-        _Items(_opened(root), {"on_stale": "raise"} | options, shared),
+        _Items(open_root(root), {"on_stale": "raise"} | options, shared),
         override_num_blocks=override_num_blocks,
         concurrency=concurrency,
         ray_remote_args=dict(ray_remote_args or {}),
@@ -130,11 +136,6 @@ class _Items(Datasource):  # type: ignore[misc]
     @property
     def supports_distributed_reads(self) -> bool:
         return self._shared
-
-
-def _opened(root: str | PathLike[str]) -> ConcatBuffer:
-    whole = path_of(root).absolute()
-    return ConcatBuffer([whole]) if (whole / "schema.json").exists() else ConcatBuffer.from_root(whole)
 
 
 def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:

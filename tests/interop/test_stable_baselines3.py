@@ -13,7 +13,7 @@ pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not instal
 import torch
 from fault_injection import in_child
 from gymnasium import spaces
-from stable_baselines3 import DQN, SAC, TD3
+from stable_baselines3 import DDPG, DQN, SAC, TD3
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer
 from stable_baselines3.common.buffers import ReplayBuffer as TheirBuffer
 from stable_baselines3.common.env_util import make_vec_env
@@ -176,7 +176,10 @@ def test_the_first_transition_can_be_drawn_at_once(tmp_path: Path) -> None:
     assert samples.rewards.shape == samples.dones.shape == (4, 1) and samples.dones.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("algorithm", "task"), [(SAC, "Pendulum-v1"), (TD3, "Pendulum-v1"), (DQN, "CartPole-v1")])
+@pytest.mark.parametrize(
+    ("algorithm", "task"),
+    [(SAC, "Pendulum-v1"), (TD3, "Pendulum-v1"), (DDPG, "Pendulum-v1"), (DQN, "CartPole-v1")],
+)
 def test_algorithms_learn_from_a_folder_and_go_on_from_it(tmp_path: Path, algorithm: Any, task: str) -> None:
     where = {"replay_buffer_class": DiskReplayBuffer, "replay_buffer_kwargs": {"folder": tmp_path / "run"}}
 
