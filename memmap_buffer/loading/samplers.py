@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memmap_buffer.choices import OnStale, Tail, check_choice
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.host import host_name
 from memmap_buffer.items.epoch import Epoch, EpochSnapshot, require_same, standing
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.live_index import LiveIndex
-from memmap_buffer.items.rank_partition import RankPartition, Ranks, check_tail
+from memmap_buffer.items.rank_partition import RankPartition, Ranks
 from memmap_buffer.items.shuffle import BlockShuffle, Order, Permutation, Quota, Shuffle
 from memmap_buffer.loading.batch_group import BatchGroup, CurrentBatch, PlannedBatch
 from memmap_buffer.loading.batch_reader import BatchReader
@@ -95,7 +96,7 @@ class EpochSampler:
         ranks: Ranks | None = None,
         tail: str = "pad",
     ) -> None:
-        check_tail(tail)
+        check_choice("tail", tail, Tail)
         _check_shuffle(shuffle, window, reader.selection.weight_by)
         self.reader = reader
         self.batch_size = batch_size
@@ -188,8 +189,7 @@ class EpochSampler:
             StaleEpisodeError: episodes of that epoch are gone.
             SchemaError: it is no such state, or one of other options or folders.
         """
-        if on_stale not in ("raise", "redraw"):
-            raise SchemaError(f"load_state_dict: on_stale: got {on_stale!r}, expected 'raise' or 'redraw'")
+        check_choice("load_state_dict: on_stale", on_stale, OnStale)
         try:
             kind, told = state["shuffle"], None if state["folders"] is None else EpochState.of(state)
             seed, number = _whole(state["seed"]), _whole(state["epoch"])

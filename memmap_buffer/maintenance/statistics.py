@@ -14,12 +14,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.choices import Scaling
+from memmap_buffer.choices import Scaling, check_choice
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
 from memmap_buffer.format.checksums import crc32
@@ -105,8 +105,7 @@ class Statistics:
         Raises:
             SchemaError: a field or `by` is unknown.
         """
-        if by not in get_args(Scaling):
-            raise SchemaError(f"by: got {by!r}, expected 'std', 'range' or 'quantiles'")
+        check_choice("by", by, Scaling)
         unknown = [name for name in names if name not in self.fields]
         if unknown:
             raise SchemaError(f"normalize: got {unknown[0]!r}, there are statistics of {', '.join(self.fields)}")
