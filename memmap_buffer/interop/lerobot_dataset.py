@@ -12,12 +12,11 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
-from memmap_buffer.interop.columns import flatten
-from memmap_buffer.interop.episodes import read_extra, read_names
+from memmap_buffer.interop.columns import Array, flatten
+from memmap_buffer.interop.episodes import opened, read_extra, read_names, with_excluded
 from memmap_buffer.interop.lerobot import (
     COUNTERS,
     VERSION,
@@ -30,8 +29,6 @@ from memmap_buffer.interop.lerobot import (
 )
 from memmap_buffer.schema import Field
 from memmap_buffer.views.windows import Offsets
-
-Array = npt.NDArray[Any]
 
 
 class DiskLeRobotDataset:
@@ -75,7 +72,7 @@ class DiskLeRobotDataset:
         *,
         fps: float | None = None,
     ) -> None:
-        disk = root if isinstance(root, ReplayBuffer) else ReplayBuffer.from_folder(root, read_only=True)
+        disk = opened(root)
         self.repo_id, self.root, self.episodes = repo_id, disk.folder, None if episodes is None else list(episodes)
         self.image_transforms, self.delta_timestamps, self.tolerance_s = image_transforms, delta_timestamps, tolerance_s
         self.meta = DiskLeRobotMetadata(repo_id, disk, fps)
@@ -86,7 +83,7 @@ class DiskLeRobotDataset:
         offsets = {ours: (self.delta_indices or {}).get(name, [0]) for name, ours in self.meta.stored.items()}
         self._frames: Any = disk.dataset(
             view=Offsets(offsets, padding="edge"),
-            filter_fields={"valid": {True, False}} if "valid" in disk.fieldnames else {},
+            filter_fields=with_excluded(disk),
             include_metadata=False,
             return_indices=True,
             on_stale="raise",

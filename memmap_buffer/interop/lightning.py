@@ -14,6 +14,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.episodes import opened
 
 with extra("lightning"):
     from lightning import LightningDataModule
@@ -88,7 +89,7 @@ class EpisodeDataModule(LightningDataModule):
             stage: for which of its methods.
         """
         if self.buffer is None:
-            self.buffer = _opened(self.folder)
+            self.buffer = opened(self.folder)
 
     def teardown(self, stage: str | None = None) -> None:
         """Close what `setup` opened.
@@ -136,8 +137,3 @@ class EpisodeDataModule(LightningDataModule):
         self.seed, self.split = state_dict["seed"], dict(state_dict["split"])
         self.split_seed = state_dict["split_seed"]
         self._offer()
-
-
-def _opened(folder: Any) -> Any:
-    is_open = isinstance(folder, (ReplayBuffer, ConcatBuffer))
-    return folder if is_open else ReplayBuffer.from_folder(folder, read_only=True)

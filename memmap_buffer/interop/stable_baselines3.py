@@ -12,12 +12,11 @@ from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import equal_rows
+from memmap_buffer.interop.columns import Array, equal_rows
+from memmap_buffer.interop.episodes import SPARE_SLOTS, sample_newest
 from memmap_buffer.names import Names
 from memmap_buffer.schema import Field
 from memmap_buffer.views.hindsight import Hindsight
@@ -31,8 +30,6 @@ with extra("stable-baselines3"):
     from stable_baselines3.her import GoalSelectionStrategy, HerReplayBuffer
 
 OBSERVATION = "observation"
-Array = npt.NDArray[Any]
-SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
 class DiskReplayBuffer(MemoryReplayBuffer):
@@ -204,11 +201,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             NotEnoughDataError: there is no transition.
         """
         device = None if env is not None or self.device.type == "cpu" else self.device
-        try:
-            batch = self.disk.sample(batch_size, device=device, **self._options)
-        except NotEnoughDataError:
-            self.disk.end_episodes()  # what followed the newest steps is known: then they can be drawn
-            batch = self.disk.sample(batch_size, device=device, **self._options)
+        batch = sample_newest(self.disk, self.disk.end_episodes, batch_size, device=device, **self._options)
         return self._samples(batch, env)
 
     def _samples(self, batch: Mapping[str, Any], env: VecNormalize | None) -> Any:

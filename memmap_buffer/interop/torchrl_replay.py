@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import equal_rows, flatten
-from memmap_buffer.interop.episodes import read_names, write_names
+from memmap_buffer.interop.columns import Array, BoolArray, equal_rows, flatten
+from memmap_buffer.interop.episodes import read_names, sample_newest, write_names
 from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
 from memmap_buffer.names import Names
 from memmap_buffer.paths import path_of
@@ -41,7 +40,6 @@ with extra("torchrl"):
     from torchrl.data import TensorDictReplayBuffer
     from torchrl.data.replay_buffers import Storage
 
-Array = npt.NDArray[Any]
 TRAJECTORY = "collector.traj_ids"
 SPARE_SLOTS = 128  # cost nothing, see `ReplayBuffer`; half of them for trajectories that go on side by side
 IS_INIT = "is_init"
@@ -366,12 +364,7 @@ class _Folder(Storage):  # type: ignore[misc]
                 self.disk.sample(size // length, **self.draws.of_slices(self.disk.schema, length), **options), length
             )
         options |= how.of_transitions(self.disk.schema)
-        try:
-            batch = self.disk.sample(size, **options)
-        except NotEnoughDataError:
-            self.end_episodes()  # what followed the newest steps is known: then they can be drawn
-            batch = self.disk.sample(size, **options)
-        return self._transitions(dict(batch))
+        return self._transitions(dict(sample_newest(self.disk, self.end_episodes, size, **options)))
 
     def get(self, index: Any) -> TensorDict:
         """Transitions by position, or by "index" of a batch."""
@@ -476,7 +469,7 @@ def _as_dict(data: TensorDictBase) -> dict[str, Any]:
     return out
 
 
-def _any(flags: Array) -> npt.NDArray[np.bool_]:
+def _any(flags: Array) -> BoolArray:
     """(N,) of (N, ...)"""
     return np.asarray(flags.any(axis=tuple(range(1, flags.ndim))))
 

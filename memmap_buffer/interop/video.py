@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.columns import Array
 from memmap_buffer.paths import path_of
 from memmap_buffer.pictures import frames_of
 from memmap_buffer.progress import progress
-
-Array: TypeAlias = npt.NDArray[Any]
 
 
 def write_video(path: str | PathLike[str], frames: Array, fps: int = 30) -> Path:
