@@ -734,18 +734,6 @@ class EpisodeCollector(Collector):
         strict: whether an unknown name raises; otherwise it is collected, and not stored.
     """
 
-    def __init__(
-        self,
-        replay_buffer: ReplayBuffer,
-        num_groups: int,
-        fieldnames: Sequence[str] | None = None,
-        meta_fieldnames: Sequence[str] | None = None,
-        strict: bool = True,
-    ) -> None:
-        new_stream, schema = replay_buffer._new_stream, replay_buffer.schema
-        super().__init__(new_stream, schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
-        self._known = self._collected
-
     def append(self, **step: Any) -> None:
         """Append one timestep of every group.
 

@@ -351,7 +351,7 @@ class ReplayBuffer(Editing, Recording, Readable):
             meta_fieldnames: the meta fields that are collected; default: all.
             strict: whether an unknown name raises; otherwise it is collected, and not stored.
         """
-        return Collector(self._new_stream, self.schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
+        return Collector(self, num_groups, fieldnames, meta_fieldnames, strict)
 
     # Ending
 

@@ -8,7 +8,7 @@ drawn; in memory lie the bounds of the episodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, TypeVar
@@ -352,9 +352,6 @@ class _Episodes(Sequence[Any]):
         observations, actions = rows.steps(place, np.ones_like(place, np.bool_))
         rewards = rows.rewards(place[:1], length)[0]
         return Episode(_one(observations), actions, rewards, bool(rows.terminated[i]))
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
 
 
 @dataclass(frozen=True)

@@ -586,16 +586,8 @@ def make_episode_buffer(
     count = add_batch_size or 1
     if sample_batch_size > max_length:
         raise ValueError("sample_batch_size must be less than or equal to max_length")
-    made = make_trajectory_buffer(
-        count,
-        sample_batch_size,
-        sample_sequence_length,
-        1,
-        min_length // count,
-        max_length_time_axis=max_length // count,
-        folder=folder,
-        **options,
-    )
+    sizes = (count, sample_batch_size, sample_sequence_length, 1, min_length // count)
+    made = make_trajectory_buffer(*sizes, max_length_time_axis=max_length // count, folder=folder, **options)
     conditions = None if start_field is None else {start_field: True}
     return replace(made, add_axes=_axes_to_add(add_sequences, add_batch_size is not None), conditions=conditions)
 

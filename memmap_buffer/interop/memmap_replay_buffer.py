@@ -164,14 +164,11 @@ def _config(source: Path) -> dict[str, Any]:
 
 def _read_arrays(source: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
     """The fields, the meta fields and the state of a folder of .npy files."""
-    found = {path.name: path for path in sorted(source.glob("*.npy"))}
-    meta = {
-        name.removesuffix(".data.meta.npy"): path for name, path in found.items() if name.endswith(".data.meta.npy")
-    }
-    fields = {name.removesuffix(".data.npy"): path for name, path in found.items() if name.endswith(".data.npy")}
-    state = {name.removesuffix(".state.npy"): path for name, path in found.items() if name.endswith(".state.npy")}
-    arrays = [{name: _map(path) for name, path in each.items()} for each in (fields, meta, state)]
-    return arrays[0], arrays[1], {name: int(array) for name, array in arrays[2].items()}
+    fields, meta, state = (
+        {path.name.removesuffix(suffix): _map(path) for path in sorted(source.glob(f"*{suffix}"))}
+        for suffix in (".data.npy", ".data.meta.npy", ".state.npy")
+    )
+    return fields, meta, {name: int(array) for name, array in state.items()}
 
 
 def _read_hdf5(source: Path, opened: ExitStack) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:

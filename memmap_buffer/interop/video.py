@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -87,9 +86,4 @@ def pillow_images(frames: Array) -> list[Any]:
     return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
 
 
-FORMATS: dict[str, Callable[[Path, Array, int], None]] = {
-    ".mp4": write_mp4,
-    ".mkv": write_mp4,
-    ".mov": write_mp4,
-    ".gif": write_gif,
-}
+FORMATS = dict.fromkeys((".mp4", ".mkv", ".mov"), write_mp4) | {".gif": write_gif}

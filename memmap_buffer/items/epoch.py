@@ -123,6 +123,10 @@ class FolderSnapshot:
         columns = [column[slots].tolist() for column in (table.serial, table.start, table.length, table.flags)]
         return cls(number, id, tuple(ranges), tuple(zip(*columns, strict=True)), items)
 
+    def state(self) -> dict[str, Any]:
+        """The snapshot as lists and whole numbers."""
+        return {**vars(self), "episodes": [*map(list, self.episodes)], "partial": [*map(list, self.partial)]}
+
     def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
         """A later table of the folder with these episodes alone, and the steps that they had.
 
@@ -169,17 +173,7 @@ class EpochSnapshot:
 
     def state(self) -> dict[str, Any]:
         """The snapshot as lists and whole numbers, as JSON and a checkpoint of torch hold them."""
-        folders = [
-            {
-                "number": s.number,
-                "id": s.id,
-                "episodes": [list(pair) for pair in s.episodes],
-                "partial": [list(one) for one in s.partial],
-                "items": s.items,
-            }
-            for s in self.folders
-        ]
-        return {"folders": folders, "digest": self.digest}
+        return {"folders": [folder.state() for folder in self.folders], "digest": self.digest}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> EpochSnapshot:

@@ -246,18 +246,8 @@ def view_of(options: Parsed, max_timesteps: int) -> View:
         view: View = options["view"]
         return view
     if "n_steps" in options:
-        return NStep(
-            options["n_steps"],
-            current_fields=options.get("current_fields"),
-            next_fields=options.get("next_fields"),
-            sequence_fields=options.get("sequence_fields", ()),
-            gamma=options.get("gamma"),
-            reward=options["reward"],
-            terminated=options["terminated"],
-            stack=options.get("stack", {}),
-            padding=options["padding"],
-            timeline=options["timeline"],
-        )
+        names = {"reward", "terminated", *_OF_N_STEPS} & options.keys()
+        return NStep(options["n_steps"], **{name: options[name] for name in names})
     if "window_length" in options:
         return RandomCrop(options["window_length"], options.get("fields"))
     if options["timestep_level"]:

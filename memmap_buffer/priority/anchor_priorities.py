@@ -137,10 +137,8 @@ class SlotAnchors:
         alike = (serial == was_serial) & (count > 0) & (was_count > 0) & ((first - was_first) % stride == 0)
         if self._by_content:
             alike &= generation == self._generation[slots]
-        gone_many, others = (
-            [slot for slot in slots.tolist() if slot in self._many] if self._many else [],
-            runs.where(np.flatnonzero(~plain)),
-        )
+        gone_many = [slot for slot in slots.tolist() if slot in self._many] if self._many else []
+        others = runs.where(np.flatnonzero(~plain))
         gone = _ranges(slots, was_serial, was_first, was_count, first, count, alike, stride)
         come = _ranges(slots, serial, first, count, was_first, was_count, alike, stride)
         gone = self._with_many(gone, gone_many)
@@ -149,12 +147,8 @@ class SlotAnchors:
             del self._many[slot]
         for slot in np.unique(others.slot).tolist():
             self._many[slot] = others.where(np.flatnonzero(others.slot == slot))
-        self.serial[slots], self._first[slots], self._count[slots], self._generation[slots] = (
-            serial,
-            first,
-            count,
-            generation,
-        )
+        self.serial[slots], self._generation[slots] = serial, generation
+        self._first[slots], self._count[slots] = first, count
         return gone, self._with_many(come, np.unique(others.slot).tolist())
 
 

@@ -143,7 +143,9 @@ class TreeFile:
             BufferLockedError: another process does.
             WriterLostError: another folder stands at the path.
         """
-        self._hold()
+        with suppress(FileNotFoundError):
+            self._folder.hold()
+        self.require_place()
         if self.storage.read_only or not self.storage.layout.writable:
             return
         try:
@@ -154,11 +156,6 @@ class TreeFile:
                 "name, or open the folder with read_only=True for priorities of your own",
                 path=self.storage.path,
             ) from None
-
-    def _hold(self) -> None:
-        with suppress(FileNotFoundError):
-            self._folder.hold()
-        self.require_place()
 
     def require_place(self) -> None:
         """Raise WriterLostError where another folder than the one that was opened stands at the path."""
