@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.api.collector import Collector
-from memmap_buffer.api.editing import Editing
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.api.recording import Recording
 from memmap_buffer.choices import Checksum, Durability, Publish, Shard, Stage, Verify
+from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
 from memmap_buffer.format import creation, storage
 from memmap_buffer.format.episode_table import IntArray
@@ -33,7 +33,6 @@ from memmap_buffer.maintenance.statistics import (
     store_statistics,
 )
 from memmap_buffer.paths import path_of
-from memmap_buffer.priority.sum_tree import FloatArray
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 WITHOUT_A_TIME_LIMIT = 1000  # timesteps of an episode, which goes on in the next one
 
 
-class ReplayBuffer(Editing, Recording, Readable):
+class ReplayBuffer(Recording, Readable):
     """A folder of episodes, one memory-mapped array per field.
 
     Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by

@@ -35,7 +35,6 @@ from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
 from memmap_buffer.pictures import Picture, picture_of, table_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Schema, nest
-from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.windows import Trajectory
 from memmap_buffer.writing.validation import positions_of
@@ -240,7 +239,8 @@ class Readable:
         patience = Patience()
         while True:
             try:
-                return reader.read(_anchors_at(reader, positions))
+                index = reader.index(refresh=True)
+                return reader.read(index.locate(positions_of(positions, len(index))[0]))
             except StaleEpisodeError:
                 if not patience.wait():
                     raise
@@ -598,11 +598,6 @@ class Readable:
     def _close_priorities(self) -> None:
         while self._priorities:
             self._priorities.popitem()[1].close()
-
-
-def _anchors_at(reader: BatchReader, positions: Any) -> Anchors:
-    index = reader.index(refresh=True)
-    return index.locate(positions_of(positions, len(index))[0])
 
 
 def _require_seed_for(ranks: Ranks, reader: BatchReader, shuffle: Shuffle) -> None:

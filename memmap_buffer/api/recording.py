@@ -11,11 +11,11 @@ from weakref import ref
 
 import numpy as np
 
-from memmap_buffer.dtypes import check_count, to_numpy
+from memmap_buffer.api.editing import Editing
+from memmap_buffer.dtypes import FloatArray, check_count, to_numpy
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.sum_tree import FloatArray
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.episode import Block, Episode, Held
 from memmap_buffer.writing.vector_env import EpisodeGroup, EpisodeStream, Steps
@@ -83,27 +83,19 @@ class GivenErrors:
                 del waiting[episode]
 
 
-class Recording:
+class Recording(Editing):
     """The writing half of `ReplayBuffer`."""
 
-    _storage: Storage
-    _writer: Writer
     _skips_resets = False  # whether the step after an episode's end is the environment's reset
 
     def _record_to(self, storage: Storage, writer: Writer) -> None:
         self._storage, self._writer = storage, writer
         self._scopes: dict[int, Episode | EpisodeGroup] = {}  # by thread
         self._begun: tuple[ref[Episode], ...] = ()
-        self._newest: dict[
-            int, Episode
-        ] = {}  # by thread: of those that were begun, what `store` finds without a handle
+        # By thread, of those that were begun: what `store` finds without a handle.
+        self._newest: dict[int, Episode] = {}
         self._stream: EpisodeStream | None = None
         self._errors = GivenErrors()
-
-    @property
-    def _turn(self) -> Any:
-        """To be held, by `with`, by whatever writes."""
-        raise NotImplementedError
 
     def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> Any:
         """Give published steps the priorities of their errors."""

@@ -123,9 +123,7 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
             numbers or has more than five axes, or a `task_index` is of no task.
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
-    rate = fps or imported.get("fps")
-    if rate is None:
-        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
+    rate = rate_of(buffer, imported, fps)
     if (root / "meta").exists():
         raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
     require_tables(buffer, buffer.schema.fields)
@@ -137,14 +135,14 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
     features: dict[str, Any] = {}
     with ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in exported(buffer, known, float(rate), tasks):
+        for row, columns in exported(buffer, known, rate, tasks):
             data.write(pa.table({name: _arrow(column) for name, column in columns.items()}))
             episodes.add(row | statistics.add(columns))
             features = features or {name: feature_of(column, known.get(name)) for name, column in columns.items()}
     pq.write_table(tasks.table(), root / TASKS)
     counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
     _write_json(root / "meta/stats.json", statistics.whole())
-    _write_json(root / "meta/info.json", _info_of(counts, float(rate), imported.get("robot_type"), features))
+    _write_json(root / "meta/info.json", info_of(counts, rate, imported, features))
 
 
 def exported(
@@ -303,15 +301,26 @@ def is_image(column: Any) -> bool:
     return bool(column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3))
 
 
-def _info_of(counts: Mapping[str, int], rate: float, robot: Any, features: Mapping[str, Any]) -> dict[str, Any]:
+def rate_of(buffer: ReplayBuffer, imported: Mapping[str, Any], fps: float | None) -> float:
+    """Frames a second, a whole number where it is one: as given, else those of the imported data set."""
+    rate = fps or imported.get("fps")
+    if rate is None:
+        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
+    return int(rate) if float(rate).is_integer() else float(rate)
+
+
+def info_of(
+    counts: Mapping[str, int], rate: float, imported: Mapping[str, Any], features: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The contents of `meta/info.json`."""
     return {
         "codebase_version": VERSION,
-        "robot_type": robot,
+        "robot_type": imported.get("robot_type"),
         **counts,
         "chunks_size": 1000,
         "data_files_size_in_mb": 100,
         "video_files_size_in_mb": 200,
-        "fps": int(rate) if rate.is_integer() else rate,
+        "fps": rate,
         "splits": {"train": f"0:{counts['total_episodes']}"},
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
         "video_path": None,

@@ -19,12 +19,13 @@ from memmap_buffer.interop.columns import Array, flatten
 from memmap_buffer.interop.episodes import opened, read_extra, read_names, with_excluded
 from memmap_buffer.interop.lerobot import (
     COUNTERS,
-    VERSION,
     FeatureStatistics,
     Tasks,
     exported,
     feature_name,
     feature_of,
+    info_of,
+    rate_of,
     shaped,
 )
 from memmap_buffer.schema import Field
@@ -170,9 +171,7 @@ class DiskLeRobotMetadata:
     def __init__(self, repo_id: str, disk: ReplayBuffer, fps: float | None = None) -> None:
         self.repo_id, self.root, self._disk = repo_id, disk.folder, disk
         imported = read_extra(disk, "lerobot") or {}
-        rate = fps or imported.get("fps")
-        if rate is None:
-            raise SchemaError(f"{disk.folder}: it does not say how many steps a second has; pass fps=…")
+        rate = rate_of(disk, imported, fps)
         if not disk.num_episodes:
             raise NotEnoughDataError(f"{disk.folder}: there are no episodes")
         self.serials, lengths = disk.serials, disk.episode_lens
@@ -182,15 +181,8 @@ class DiskLeRobotMetadata:
         self.stored = {feature_name(field, names): field for field in disk.fieldnames if field != "valid"}
         self._tasks_of(imported)
         self._imported, self._stats = imported, _read_stats(imported, len(lengths), int(ends[-1]))
-        self.info: dict[str, Any] = {
-            "codebase_version": VERSION,
-            "robot_type": imported.get("robot_type"),
-            "total_episodes": len(lengths),
-            "total_frames": int(ends[-1]),
-            "total_tasks": len(self.texts),
-            "fps": int(rate) if float(rate).is_integer() else float(rate),
-            "features": self._features(known),
-        }
+        totals = {"total_episodes": len(lengths), "total_frames": int(ends[-1]), "total_tasks": len(self.texts)}
+        self.info = info_of(totals, rate, imported, self._features(known))
         columns = {
             "episode_index": np.arange(len(lengths)),
             "length": lengths,

@@ -136,7 +136,8 @@ def export_minari(
         if made is not None
         else tuple(map(deserialize_space, (imported["observation_space"], imported["action_space"])))
     )
-    spec = made.spec if made is not None else _spec(imported.get("env_spec"))
+    told = imported.get("env_spec")
+    spec = made.spec if made is not None else told and gymnasium.envs.registration.EnvSpec.from_json(told)
     storage = MinariStorage.new(
         _new_path(dataset_id), *spaces, env_spec=spec, data_format=data_format, jpeg_encoding=False
     )
@@ -269,7 +270,3 @@ def _new_path(dataset_id: str) -> Path:
     path = Path(get_dataset_path(dataset_id)) / "data"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _spec(text: str | None) -> Any:
-    return None if text is None else gymnasium.envs.registration.EnvSpec.from_json(text)

@@ -21,7 +21,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import Array, BoolArray, equal_rows, flatten
-from memmap_buffer.interop.episodes import read_names, sample_newest, write_names
+from memmap_buffer.interop.episodes import episode_bounds, read_names, sample_newest, write_names
 from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
 from memmap_buffer.names import Names
 from memmap_buffer.paths import path_of
@@ -277,13 +277,11 @@ class _Folder(Storage):  # type: ignore[misc]
         if ids is not None:
             cuts[:-1] |= _any(ids[1:] != ids[:-1])
         index = np.empty((count, 2), np.int64)
-        start = 0
-        for stop in [*(np.flatnonzero(cuts[:-1]) + 1).tolist(), count]:
+        for start, stop in episode_bounds(cuts):
             key = row if ids is None else int(ids[start].reshape(-1)[0])
             part = slice(start, stop)
             run = ({name: a[part] for name, a in fields.items()}, {name: a[part] for name, a in after.items()})
             index[part] = self._write_run(key, *run, ended=bool(ends[stop - 1]))
-            start = stop
         return index
 
     def _write_run(self, key: Any, fields: dict[str, Array], after: dict[str, Array], *, ended: bool) -> Array:

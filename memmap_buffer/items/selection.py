@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import Array, check_count, decode
+from memmap_buffer.dtypes import Array, FloatArray, check_count, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED, TIME
@@ -24,7 +24,6 @@ from memmap_buffer.views.batch_builder import Ends
 from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.view import View, described
 
-FloatArray = npt.NDArray[np.float64]
 Weigh: TypeAlias = Callable[[Any], Any]
 EPISODE_COLUMNS = ("episode_lens", "episode_time")  # timesteps; when it was published, in seconds since 1970
 MAX_BLOCK = 1000  # episodes among which a split deals out exactly

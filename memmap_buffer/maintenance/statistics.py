@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.choices import Scaling, check_choice
 from memmap_buffer.dtypes import Array, decode
@@ -29,10 +28,10 @@ from memmap_buffer.format.records import FINAL
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
+from memmap_buffer.views.anchors import BoolArray
 
 log = logging.getLogger("memmap_buffer")
 
-BoolArray = npt.NDArray[np.bool_]
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 SAMPLE = 1 << 16  # entries of a sample: ranks within 0.0076 of the truth, but for one case in a thousand
 SAMPLE_BYTES = 1 << 26

@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
-from memmap_buffer.priority.sum_tree import FloatArray, SumTree, new_nodes, with_zeros
+from memmap_buffer.priority.sum_tree import SumTree, new_nodes, with_zeros
 from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
 

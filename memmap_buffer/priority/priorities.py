@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import all_of, any_of
+from memmap_buffer.dtypes import FloatArray, all_of, any_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
@@ -21,7 +21,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.sum_tree import MAX_PRIORITY, FloatArray, SumTree, with_zeros
+from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, with_zeros
 from memmap_buffer.priority.tree_file import TreeFile, steps_in
 
 REMEMBERED = 4096  # changes that a tree of anchors may be behind

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, FloatArray
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, EpisodeStateError, WriterLostError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
@@ -45,7 +45,6 @@ from memmap_buffer.priority.sum_tree import (
     KIND,
     MAX_PRIORITY,
     STEP,
-    FloatArray,
     SumTree,
     capacity_of,
     new_nodes,
