@@ -218,6 +218,13 @@ class Schema:
             return dict(values)
         return dict(_flatten(values, "", lambda name: name in known))
 
+    def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:
+        """The values of a field as stored, (*lead dimensions, *field). Raises SchemaError naming the field."""
+        try:
+            return self.all[name].encode(value, lead=lead)
+        except SchemaError as error:
+            raise SchemaError(f"field {name!r}{where}: {error}{hint}", field=name) from None
+
     def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
         """`names` with groups expanded to their fields. Raises SchemaError naming the closest one for an unknown."""
         known = self.all if among is None else among
