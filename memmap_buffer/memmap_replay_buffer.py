@@ -80,7 +80,7 @@ class EpisodeIndex(int):
 
 
 class Part(np.ndarray[Any, Any]):
-    """What was read from a `Column`: what is assigned to it, or computed in place, is assigned to the column, too."""
+    """Values that were read from a `Column`: an assignment to them, or a computation in place, changes it, too."""
 
     _assign: Callable[[Any, Any], None] | None = None  # to what was read, where it changed
     _whole: Any = None  # all that was read, of which this is a part
@@ -104,7 +104,7 @@ class Part(np.ndarray[Any, Any]):
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """What changes in the block is assigned, and no more: the rest may be another meanwhile."""
+        """Assign the values that change in the block, and no others: those may have changed on the disk meanwhile."""
         if self._assign is None or not np.may_share_memory(self, self._whole):  # it is a copy of a part
             yield
             return
@@ -385,7 +385,7 @@ class ReplayBuffer(api.ReplayBuffer):
         return opened[k] if 0 <= k < len(opened) else None
 
     def _own_batch(self) -> EpisodeGroup | None:
-        """What `store_batch` opened, if it is open, and no block is entered."""
+        """The batch that `store_batch` opened, if it is open still and no block is entered."""
         own = self._own.get(get_ident()) if get_ident() not in self._scopes else None
         return own if isinstance(own, EpisodeGroup) and own.state == "open" else None
 

@@ -163,7 +163,7 @@ class Schema:
 
     @cached_property
     def defaults(self) -> dict[str, Array]:
-        """What a step that leaves a field out gets, where there is a default. Read-only: all steps share it."""
+        """The defaults, which a step gets that leaves a field out. Read-only: all steps share them."""
         defaults = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is not None}
         return {name: np.broadcast_to(value, value.shape) for name, value in defaults.items()}
 
@@ -280,7 +280,7 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
 
 
 def declared(where: str, given: Any, example: object = "float") -> Mapping[str, Any]:
-    """What was given, if it is a dict. Raises SchemaError."""
+    """The declaration that was given. Raises SchemaError unless it is a dict."""
     if not isinstance(given, Mapping):
         raise SchemaError(f"{where}: got {given!r}, expected a dict by name, such as {{'reward': {example!r}}}")
     return given

@@ -547,7 +547,7 @@ class Readable:
         return np.asarray(self._by_name(name, lambda priorities: read_priorities(priorities, given)))
 
     def _by_name(self, name: str, work: Callable[[NamedPriorities], Any]) -> Any:
-        """What is done with priorities of a name; again, where the columns change meanwhile."""
+        """The result of a function of the priorities of a name; called again where the columns change meanwhile."""
         while True:
             folders = self._folders
             try:
@@ -586,7 +586,7 @@ class Readable:
         return priorities
 
     def _settled(self) -> Folders:
-        """What is read once no other thread is changing the columns."""
+        """The folders as they are once no other thread is changing their columns."""
         return self._folders
 
     def _read_from(self, folders: Folders) -> None:

@@ -40,7 +40,7 @@ class Scope(Block, Generic[Opened]):
         return opened
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """What was opened ends, and nobody stores to it any more."""
+        """End the episode, or the batch; the thread stores to it no longer."""
         try:
             self._opened.leave(kind, error, trace)
         finally:

@@ -108,7 +108,7 @@ class Handle:
 @partial(jax.tree_util.register_dataclass, data_fields=["time", "oldest"], meta_fields=["handle", "length"])
 @dataclass(frozen=True)
 class State:
-    """What was added up to a time.
+    """The steps that were added up to a time.
 
     Args:
         time: int32, steps of each row so far.
@@ -636,7 +636,7 @@ def _by_priority(buffer: DiskBuffer, exponent: float) -> DiskBuffer:
 
 
 def _axes_to_add(add_sequences: bool, add_batches: bool) -> tuple[int, ...]:
-    """Those that `add` puts in front of leaves, in this order."""
+    """The axes that `add` puts in front of leaves, in this order."""
     return (*[int(add_batches)] * (not add_sequences), *[0] * (not add_batches))
 
 
@@ -696,7 +696,7 @@ def _traced(tree: Tree) -> bool:
 
 
 def _on_host(work: Callable[..., Any], result: Tree, *given: Any) -> Any:
-    """What a function of arrays gives: now, or where it is traced when that is run, in the order of such calls."""
+    """The result of a function of arrays: now, or where it is traced when the trace runs, in the order of such calls."""
     return io_callback(work, result, *given, ordered=True) if _traced(given) else work(*given)
 
 

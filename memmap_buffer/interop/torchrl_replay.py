@@ -180,7 +180,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
                 self._storage.update(np.asarray(index).reshape(-1, 2), np.asarray(priority).reshape(-1))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """The same from a batch with "index" and the TD errors below `priority_key`."""
+        """`update_priority` from a batch with "index" and the TD errors below `priority_key`."""
         if self._priorities is not None:
             self.update_priority(data.get("index").cpu(), data.get(self.priority_key).detach().cpu())
 
@@ -201,7 +201,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
 
 @dataclass(frozen=True)
 class _Draws:
-    """How batches are drawn, as options of `ReplayBuffer.sample`."""
+    """The options of `ReplayBuffer.sample` by which batches are drawn."""
 
     prioritized: Prioritized | None
     slice_len: int | None
@@ -453,7 +453,7 @@ def _collated(batch: TensorDict) -> TensorDict:
 
 
 def _info(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What torchrl tells beside a batch."""
+    """The index and the weights that torchrl returns beside a batch."""
     told = {"index": batch["_indices"]}
     return {**told, "priority_weight": batch["_weights"]} if "_weights" in batch else told
 

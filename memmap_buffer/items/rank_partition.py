@@ -49,7 +49,7 @@ class Ranks:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank; every rank must call it."""
+        """The values that the ranks gave, by rank; every rank must call it."""
         return [value]
 
     def require_equal(self, batches: int, error: Exception | None = None) -> None:

@@ -91,7 +91,7 @@ class Selection:
             raise SchemaError(f"part: got {self.part!r} without split; give split={{{self.part!r}: 0.9, …}} too")
 
     def excluding(self, schema: Schema) -> Selection:
-        """The same without the anchors that the field `valid` excludes, where the schema has one.
+        """The selection without the anchors that the field `valid` excludes, where the schema has one.
 
         The anchor must be valid: the timestep, the first step of a transition or a window (the episode's, where the
         window begins before it), offset 0. Other steps of an item, such as the later ones of a window or the rewards of
@@ -104,7 +104,7 @@ class Selection:
         return replace(self, filter_fields={VALID: True, **self.filter_fields})
 
     def without_callables(self) -> Selection:
-        """The same without callables among the filters, so that it can be pickled."""
+        """The selection without callables among its filters, so that it can be pickled."""
         meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
         fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
         return replace(self, filter_meta=meta, filter_fields=fields, weight_by=_weighing(self.weight_by)[0])
@@ -294,7 +294,7 @@ class Selection:
 def _highest(
     each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray], name: str, k: int
 ) -> list[IntArray]:
-    """Of the slots of all folders those of the k episodes where a meta field is highest; the newer ones where equal."""
+    """The slots of the k episodes, of all folders, whose meta field is highest; newer episodes where it is equal."""
     columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
     values = np.concatenate([column.reshape(-1) for column in columns])
     best = np.zeros(len(values), np.bool_)

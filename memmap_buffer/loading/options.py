@@ -213,7 +213,7 @@ def _check(options: Parsed) -> None:
 
 
 def _objections(options: Parsed) -> Iterator[str]:
-    """What is wrong with options that exclude or need each other, or with their values."""
+    """The reasons why options cannot be given together, or with these values."""
     levels = [name for name in ("view", "n_steps", "window_length", "timestep_level") if options.get(name)]
     transform, by_n_steps = options.get("transform", ()), "n_steps" in options
     if len(levels) > 1:

@@ -139,21 +139,6 @@ class Priorities:
         """The sums over `leaves`; to be read after `follow`."""
         return self._file.tree
 
-    @property
-    def alpha(self) -> float:
-        """α of the leaves."""
-        return self._file.alpha
-
-    @property
-    def epsilon(self) -> float:
-        """ε of errors that come."""
-        return self._file.epsilon
-
-    @property
-    def serials(self) -> IntArray:
-        """(slots,) of each slot's episode, -1 for none."""
-        return self.serials_of(np.arange(len(self._file.pairs)))
-
     def serials_of(self, slots: IntArray) -> IntArray:
         """(B,) of the episodes in slots (B,), -1 for none."""
         serials: IntArray = self._file.pair_words.take(2 * slots)
@@ -358,7 +343,7 @@ class Priorities:
                 self._changed(*self._steps(leaves))
 
     def _enter_few(self, slots: IntArray) -> bool:
-        """The same where all show some steps more or fewer of the episodes that they had; False where they do not."""
+        """`_enter` of slots that show a few steps more or fewer of the episodes that they had; False for others."""
         table, file, shown = self._episodes.table, self._file, self._episodes.shown
         words, per_slot = file.pair_words, self.storage.layout.max_timesteps
         gone: list[int] = []
