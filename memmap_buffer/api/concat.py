@@ -108,12 +108,12 @@ class ConcatBuffer(Readable):
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where they are."""
-        return tuple(storage.path for storage in self._present)
+        return tuple(storage.path for _, storage in self._present)
 
     @property
     def shards(self) -> tuple[int, ...]:
         """The number of each folder, by which `_indices` and `_index` begin."""
-        return tuple(number for number, storage in self._numbered if not storage.withdrawn)
+        return tuple(number for number, _ in self._present)
 
     @property
     def read_only(self) -> bool:
@@ -121,12 +121,11 @@ class ConcatBuffer(Readable):
         return True
 
     @property
-    def _present(self) -> list[Storage]:
-        return [storage for _, storage in self._numbered if not storage.withdrawn]
-
-    @property
-    def _numbered(self) -> list[tuple[int, Storage]]:
-        return [(number, storage) for number, storage, _ in self._folders.by_number(self._folders.tables)]
+    def _present(self) -> list[tuple[int, Storage]]:
+        """The folders that were not removed since, by number."""
+        return [
+            (n, storage) for n, storage, _ in self._folders.by_number(self._folders.tables) if not storage.withdrawn
+        ]
 
     def statistics(
         self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
@@ -138,7 +137,7 @@ class ConcatBuffer(Readable):
             quantiles: as for `ReplayBuffer.statistics`.
             seed: as for `ReplayBuffer.statistics`.
         """
-        return statistics(self._present, names, quantiles, seed=seed)
+        return statistics([storage for _, storage in self._present], names, quantiles, seed=seed)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise self._refusal("a ConcatBuffer only reads; write to one of its sources")

@@ -696,7 +696,7 @@ def _traced(tree: Tree) -> bool:
 
 
 def _on_host(work: Callable[..., Any], result: Tree, *given: Any) -> Any:
-    """The result of a function of arrays: now, or where it is traced when the trace runs, in the order of such calls."""
+    """The result of a function of arrays: now, or where it is traced when that runs, in the order of such calls."""
     return io_callback(work, result, *given, ordered=True) if _traced(given) else work(*given)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.interop.columns import Array
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names
 from memmap_buffer.names import Names
 from memmap_buffer.paths import path_of
@@ -102,7 +102,7 @@ def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
         np.savez_compressed(file, **named, terminals=terminals)
 
 
-def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
+def _read(path: Path) -> dict[str, Array]:
     try:
         with ZipFile(path) as archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]
@@ -116,7 +116,7 @@ def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
         raise SchemaError(f"{path}: it is no npz file of plain arrays ({error})") from error
 
 
-def _read_array(archive: ZipFile, name: str) -> npt.NDArray[Any]:
+def _read_array(archive: ZipFile, name: str) -> Array:
     with archive.open(f"{name}.npy") as file:
-        array: npt.NDArray[Any] = np.lib.format.read_array(file)  # which refuses objects
+        array: Array = np.lib.format.read_array(file)  # which refuses objects
     return array

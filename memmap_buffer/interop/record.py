@@ -21,7 +21,6 @@ from memmap_buffer.environments import encode_space, names_of, resets_by_a_step,
 from memmap_buffer.errors import BufferFullError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import read_names, write_names
-from memmap_buffer.names import Names
 from memmap_buffer.schema import Field, Schema
 
 with extra("gymnasium"):
@@ -103,8 +102,7 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         **options: Any,
     ) -> None:
         super().__init__(env)
-        opened = _open(buffer, env, infos, meta, options)
-        self._recorder = EnvRecorder(opened, env, 1, meta, keep_partial=keep_partial, owned=opened is not buffer)
+        self._recorder = EnvRecorder(buffer, env, 1, infos, meta, options, keep_partial=keep_partial)
         self._autoreset = resets_by_a_step(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -177,8 +175,7 @@ class RecordVectorEpisodes(_Recorded, VectorWrapper[Any, Any, Any, Any, Any]):
                 f"autoreset_mode: got {self._mode!r} in the metadata of {env}, expected a gymnasium.vector."
                 "AutoresetMode; pass autoreset_mode=…"
             )
-        opened, count = _open(buffer, env, infos, meta, options), env.num_envs
-        self._recorder = EnvRecorder(opened, env, count, meta, keep_partial=keep_partial, owned=opened is not buffer)
+        self._recorder = EnvRecorder(buffer, env, env.num_envs, infos, meta, options, keep_partial=keep_partial)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -238,33 +235,25 @@ class RecordVectorEpisodes(_Recorded, VectorWrapper[Any, Any, Any, Any, Any]):
         super().close(**kwargs)
 
 
-def _open(
-    place: Place,
-    env: Any,
-    infos: Mapping[str, Any] | None,
-    meta: Mapping[str, Any] | None,
-    options: dict[str, Any],
+def _opened(
+    place: Place, env: Any, infos: Mapping[str, Any] | None, meta: Mapping[str, Any] | None, options: dict[str, Any]
 ) -> ReplayBuffer:
+    """The buffer to record into, in which the changed keys of spaces and infos are stored."""
     names = names_of(*spaces_of(env))
     if isinstance(place, ReplayBuffer):
         if options or infos:
             given = ", ".join([*options, *(["infos"] if infos else [])])
             raise SchemaError(f"{given}: the buffer is open already, and says this itself; drop them, or give a folder")
-        _store_names(place, names)
-        return place
-    own = Schema.from_example(meta).fields if meta else {}
-    meta_fields = {**META, **own, **(options.pop("meta_fields", None) or {})}
-    fields = {**(options.pop("fields", None) or {}), **(names.ours({INFO: infos}) if infos else {})}
-    buffer = ReplayBuffer.for_env(env, place, fields=fields, meta_fields=meta_fields, **options)
-    _store_names(buffer, names)
-    return buffer
-
-
-def _store_names(buffer: ReplayBuffer, names: Names) -> None:
-    """Add the changed keys to those that are stored already."""
+        buffer = place
+    else:
+        own = Schema.from_example(meta).fields if meta else {}
+        meta_fields = {**META, **own, **(options.pop("meta_fields", None) or {})}
+        fields = {**(options.pop("fields", None) or {}), **(names.ours({INFO: infos}) if infos else {})}
+        buffer = ReplayBuffer.for_env(env, place, fields=fields, meta_fields=meta_fields, **options)
     stored = read_names(buffer)
     stored.changed |= names.changed
     write_names(buffer, stored)
+    return buffer
 
 
 def _seed_of(seed: int | Sequence[int | None] | None, i: int) -> int | None:
@@ -314,33 +303,35 @@ class EnvRecorder:
     """The recording of one or more environments into one buffer; it knows nothing of how Gymnasium resets.
 
     Args:
-        buffer: shared by the environments.
+        place: the buffer, shared by the environments, or its folder.
         env: one environment, or a vector of them.
         num_envs: how many they are.
-        meta: values of further meta fields.
+        infos: as for `RecordEpisodes`.
+        meta: as for `RecordEpisodes`.
+        options: as for `RecordEpisodes`.
         keep_partial: whether episodes that are left before their end are published.
-        owned: whether `close` closes the buffer.
     """
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        place: Place,
         env: Any,
         num_envs: int,
+        infos: Mapping[str, Any] | None,
         meta: Mapping[str, Any] | None,
+        options: dict[str, Any],
         *,
         keep_partial: bool,
-        owned: bool,
     ) -> None:
-        self.buffer = buffer
+        self.buffer = buffer = _opened(place, env, infos, meta, options)
+        self._owned = buffer is not place
         self.meta = dict(meta or {})
         self.states = [EnvState() for _ in range(num_envs)]
         self._observation_space, self._action_space = spaces_of(env)
         self._keep_partial = keep_partial
-        self._owned = owned
         names = read_names(buffer)
-        infos = [name for name in buffer.schema.fields if name.startswith(f"{INFO}.")]
-        self._infos = {name: ".".join(map(str, names.path(name)[1:])) for name in infos}
+        of_infos = [name for name in buffer.schema.fields if name.startswith(f"{INFO}.")]
+        self._infos = {name: ".".join(map(str, names.path(name)[1:])) for name in of_infos}
         _check_fields(buffer.schema, schema_of(self._observation_space, self._action_space))
 
     def check_seed(self, seed: int | None) -> None:

@@ -87,10 +87,9 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         self.optimize_memory_usage, self.handle_timeout_termination = False, handle_timeout_termination
         self.n_steps, self.gamma = n_steps, gamma
         shapes = self.obs_shape if isinstance(self.obs_shape, dict) else {"": self.obs_shape}
-        groups = Names().ours({key or OBSERVATION: key for key in shapes})
-        self._parts = {key: part for part, key in groups.items()}
         of = {key: observation_space[key] if key else observation_space for key in shapes}  # type: ignore[index]
-        fields = {part: Field(of[key].dtype, shapes[key], final=True) for part, key in groups.items()}
+        self._observed = {key: Field(of[key].dtype, shape, final=True) for key, shape in shapes.items()}
+        self._parts = {key: part for part, key in Names().ours({key or OBSERVATION: key for key in shapes}).items()}
         self._action = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
         self.disk = ReplayBuffer(
             folder,
@@ -99,7 +98,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             spare_slots=max(SPARE_SLOTS, n_envs),
             publish=self.publish,
             fields={
-                OBSERVATION: fields[OBSERVATION] if "" in shapes else fields,
+                **self._nested(OBSERVATION, self._observed),
                 "action": self._action,
                 "reward": "float",
                 "terminated": "bool",
@@ -151,7 +150,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             infos: of each environment.
         """
         now, following = self._arrays(obs), self._arrays(next_obs)
-        if not self._goes_on(now):
+        if not (self._over | equal_rows(self._following, now)).all():  # some environment was reset, and nobody said so
             self.disk.end_episodes()
         done = np.asarray(done, np.bool_).reshape(self.n_envs)
         late = np.zeros_like(done)
@@ -171,19 +170,12 @@ class DiskReplayBuffer(MemoryReplayBuffer):
 
     def _arrays(self, obs: Any) -> dict[str, Array]:
         """Observations by their keys, of the stored shape and dtype."""
-        shapes: Any = self.obs_shape if isinstance(self.obs_shape, dict) else {"": self.obs_shape}
-        given = obs if isinstance(obs, Mapping) else {"": obs}
-        space: Any = self.observation_space if isinstance(self.obs_shape, dict) else {"": self.observation_space}
-        return {
-            key: np.array(given[key], space[key].dtype).reshape(self.n_envs, *shape) for key, shape in shapes.items()
-        }
+        given, fields = obs if isinstance(obs, Mapping) else {"": obs}, self._observed.items()
+        return {key: np.array(given[key], field.dtype).reshape(self.n_envs, *field.shape) for key, field in fields}
 
-    def _goes_on(self, now: dict[str, Array]) -> bool:
-        """Whether these observations are those that followed the last steps, where these did not end an episode."""
-        return bool((self._over | equal_rows(self._following, now)).all())
-
-    def _nested(self, name: str, arrays: dict[str, Array]) -> dict[str, Any]:
-        return {name: arrays[""] if "" in arrays else {self._parts[key]: value for key, value in arrays.items()}}
+    def _nested(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """One value of a single observation; of a dict of them a group by the names of fields."""
+        return {name: values[""] if "" in values else {self._parts[key]: value for key, value in values.items()}}
 
     # Reading
 

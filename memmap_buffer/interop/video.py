@@ -54,9 +54,16 @@ def sheet_of(frames: Array, rows: int, columns: int) -> Array:
     """
     images = frames_of(frames, "frames")
     chosen: Array = images[np.linspace(0, len(images) - 1, rows * columns).astype(int)]
-    height, width = chosen.shape[1:3]
-    grid = chosen.reshape(rows, columns, height, width, 3).swapaxes(1, 2)
-    return grid.reshape(rows * height, columns * width, 3)
+    return grid_of(chosen, columns)
+
+
+def grid_of(images: Array, columns: int) -> Array:
+    """(N, H, W, 3) uint8 as one image, in rows from left to right; the last row is filled up with black."""
+    count, height, width = images.shape[:3]
+    rows = -(-count // columns)
+    grid = np.zeros((rows * columns, height, width, 3), np.uint8)
+    grid[:count] = images
+    return grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
 
 
 def write_mp4(place: Path, frames: Array, fps: int) -> None:

@@ -20,7 +20,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
-from memmap_buffer.priority.sum_tree import SumTree, new_nodes, with_zeros
+from memmap_buffer.priority.sum_tree import SumTree, with_zeros
 from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
 
@@ -247,8 +247,7 @@ class AnchorPriorities:
         self._unsorted = 0
 
     def _new_tree(self) -> SumTree:
-        leaves = self._leaves_needed
-        return SumTree(new_nodes(leaves), leaves, minima=self._how.normalize == "buffer")
+        return SumTree.empty(self._leaves_needed, minima=self._how.normalize == "buffer")
 
     @property
     def count(self) -> int:

@@ -47,7 +47,6 @@ from memmap_buffer.priority.sum_tree import (
     STEP,
     SumTree,
     capacity_of,
-    new_nodes,
     num_nodes,
     with_zeros,
 )
@@ -370,7 +369,7 @@ class TreeFile:
         self._head[WORDS:] = 0
         self._head[MINIMA] = 0
         if not self._locks:
-            self.tree = SumTree(new_nodes(self.leaves), self.leaves)
+            self.tree = SumTree.empty(self.leaves)
             self._restore(*kept)
             return
         if why != NEW:
