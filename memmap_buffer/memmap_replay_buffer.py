@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from memmap_buffer.errors import (
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.interop.video import sheet_of, write_video
 from memmap_buffer.items.filters import matches
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Schema
 from memmap_buffer.writing.episode import Episode
 from memmap_buffer.writing.vector_env import EpisodeGroup
@@ -306,7 +306,7 @@ class ReplayBuffer(api.ReplayBuffer):
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_episodes: int | None = None,
         max_timesteps: int | None = None,
         fields: Mapping[str, Any] | Schema | None = None,
@@ -679,11 +679,7 @@ class ReplayBuffer(api.ReplayBuffer):
         return np.concatenate([rows[:n] for rows, n in zip(data[name], data["_lens"].tolist(), strict=True)])
 
     def save_video(
-        self,
-        path: str | PathLike[str],
-        episode_index: int | Sequence[int] = 0,
-        field: str | None = None,
-        fps: int = 30,
+        self, path: AnyPath, episode_index: int | Sequence[int] = 0, field: str | None = None, fps: int = 30
     ) -> Path:
         """Write the images of episodes as a film; see `trajectory_to_video`.
 
@@ -863,7 +859,7 @@ class EpisodeCollector(Collector):
         return stored
 
 
-def trajectory_to_video(frames: Any, path: str | PathLike[str], fps: int = 30) -> Path:
+def trajectory_to_video(frames: Any, path: AnyPath, fps: int = 30) -> Path:
     """Write images as a film.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from memmap_buffer.maintenance.statistics import (
     statistics,
     store_statistics,
 )
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
@@ -104,7 +103,7 @@ class ReplayBuffer(Recording, Readable):
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_episodes: int | None = None,
         max_timesteps: int | None = None,
         fields: Mapping[str, Any] | Schema | None = None,
@@ -156,7 +155,7 @@ class ReplayBuffer(Recording, Readable):
     @classmethod
     def from_folder(
         cls,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         read_only: bool = False,
         *,
         durability: Durability = "process",
@@ -193,7 +192,7 @@ class ReplayBuffer(Recording, Readable):
     def for_env(
         cls,
         env: Any,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         *,
         max_episodes: int | None = None,
         max_timesteps: int | None = None,
@@ -354,7 +353,7 @@ class ReplayBuffer(Recording, Readable):
 
     # Ending
 
-    def snapshot(self, path: str | PathLike[str]) -> None:
+    def snapshot(self, path: AnyPath) -> None:
         """Copy the published episodes into a new buffer, from any process; a writer may go on meanwhile.
 
         Args:
@@ -400,7 +399,7 @@ class ReplayBuffer(Recording, Readable):
         self.close()
 
 
-def _free_shard(root: str | PathLike[str], layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
+def _free_shard(root: AnyPath, layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
     if shard != "auto":
         raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
     if excluded:

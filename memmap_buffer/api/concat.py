@@ -15,7 +15,7 @@ from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.views.folders import Folders
 
 
@@ -34,9 +34,7 @@ class ConcatBuffer(Readable):
 
     _refusal: type[ReadOnlyError] = ReadOnlyError
 
-    def __init__(
-        self, sources: Sequence[str | PathLike[str] | ReplayBuffer], weights: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, sources: Sequence[AnyPath | ReplayBuffer], weights: Sequence[float] | None = None) -> None:
         if isinstance(sources, str | PathLike | ReplayBuffer):
             raise SchemaError(
                 f"ConcatBuffer: got {sources!r} alone, expected a list of folders or buffers; write ConcatBuffer([…]), "
@@ -52,11 +50,7 @@ class ConcatBuffer(Readable):
 
     @classmethod
     def from_root(
-        cls,
-        root: str | PathLike[str],
-        weights: Sequence[float] | None = None,
-        *,
-        on_damaged: OnDamaged = "raise",
+        cls, root: AnyPath, weights: Sequence[float] | None = None, *, on_damaged: OnDamaged = "raise"
     ) -> ConcatBuffer:
         """The buffers that are direct subfolders of `root`.
 
@@ -151,7 +145,7 @@ class ConcatBuffer(Readable):
 ConcatReplayBuffer = ConcatBuffer
 
 
-def _storage(source: str | PathLike[str] | ReplayBuffer) -> Storage:
+def _storage(source: AnyPath | ReplayBuffer) -> Storage:
     if isinstance(source, ReplayBuffer):
         return source._storage
     return Storage.open(source, read_only=True)

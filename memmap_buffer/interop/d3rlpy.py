@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +21,7 @@ from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import Array, flatten, to_numpy
 from memmap_buffer.interop.episodes import opened, with_excluded
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Schema
 
 with extra("d3rlpy"):
@@ -77,7 +77,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
 
     def __init__(
         self,
-        folder: str | PathLike[str] | ReplayBuffer | ConcatBuffer,
+        folder: AnyPath | ReplayBuffer | ConcatBuffer,
         *,
         observation: str | Sequence[str] = "observation",
         action: str = "action",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.interop.columns import BoolArray, flatten
 from memmap_buffer.names import Names
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Schema
 
 NAMES = "names"
@@ -26,7 +26,7 @@ SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
 def import_episodes(
-    folder: str | PathLike[str],
+    folder: AnyPath,
     episodes: Iterable[Mapping[str, Any]],
     fields: Mapping[str, Any] | Schema,
     meta_fields: Mapping[str, Any] | None = None,

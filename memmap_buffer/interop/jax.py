@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.rows import Rows
 from memmap_buffer.names import Names
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Field
 
@@ -34,7 +34,6 @@ with extra("jax"):
     from jax.experimental import io_callback
 
 Tree = Any
-Folder = str | PathLike[str]
 START_FIELD = "prev_done"  # memorax's
 
 
@@ -184,7 +183,7 @@ class DiskBuffer:
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability` and `max_timesteps`.
     """
 
-    folder: Folder
+    folder: AnyPath
     add_batch_size: int
     max_length_time_axis: int
     min_length_time_axis: int
@@ -334,7 +333,7 @@ def make_trajectory_buffer(
     max_size: int | None = None,
     max_length_time_axis: int | None = None,
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """Windows of consecutive steps, flashbax's `make_trajectory_buffer`.
@@ -376,7 +375,7 @@ def make_flat_buffer(
     add_sequences: bool = False,
     add_batch_size: int | None = None,
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """Transitions, flashbax's `make_flat_buffer`: pairs of a step and the one after it.
@@ -416,7 +415,7 @@ def make_item_buffer(
     add_sequences: bool = False,
     add_batches: bool = False,
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """Single steps, flashbax's `make_item_buffer`.
@@ -456,7 +455,7 @@ def make_prioritised_trajectory_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """`make_trajectory_buffer` with windows drawn by priority.
@@ -491,7 +490,7 @@ def make_prioritised_flat_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """`make_flat_buffer` with transitions drawn by priority.
@@ -523,7 +522,7 @@ def make_prioritised_item_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """`make_item_buffer` with steps drawn by priority.
@@ -559,7 +558,7 @@ def make_episode_buffer(
     add_batch_size: int | None = None,
     min_length_time_axis: int | None = None,
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """Windows that begin where episodes do, memorax's `make_episode_buffer`.
@@ -603,7 +602,7 @@ def make_prioritised_episode_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """`make_episode_buffer` with windows drawn by priority.

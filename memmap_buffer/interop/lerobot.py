@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
 from memmap_buffer.maintenance.statistics import RunningStatistics
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 with extra("lerobot"):
@@ -49,9 +48,7 @@ QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 MAX_AXES = 5  # of a feature: LeRobot has no type for more
 
 
-def import_lerobot(
-    path: str | PathLike[str], folder: str | PathLike[str], *, videos: str = "raise", **options: Any
-) -> ReplayBuffer:
+def import_lerobot(path: AnyPath, folder: AnyPath, *, videos: str = "raise", **options: Any) -> ReplayBuffer:
     """Copy a LeRobot data set into a folder.
 
     Args:
@@ -106,7 +103,7 @@ def import_lerobot(
     )
 
 
-def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: float | None = None) -> None:
+def export_lerobot(buffer: ReplayBuffer, path: AnyPath, *, fps: float | None = None) -> None:
     """Copy a buffer into a new LeRobot data set, which has no place for final observations and most meta fields.
 
     Images, uint8 of shape (H, W, 1 or 3), become PNG. Statistics of all frames and all their pixels are written for

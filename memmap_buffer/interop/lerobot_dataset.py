@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from memmap_buffer.interop.lerobot import (
     rate_of,
     shaped,
 )
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field
 from memmap_buffer.views.windows import Offsets
 
@@ -65,7 +65,7 @@ class DiskLeRobotDataset:
     def __init__(
         self,
         repo_id: str,
-        root: str | PathLike[str] | ReplayBuffer,
+        root: AnyPath | ReplayBuffer,
         episodes: Sequence[int] | None = None,
         image_transforms: Callable[[Any], Any] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from os import PathLike
 from typing import Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
@@ -15,6 +14,7 @@ from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import opened
+from memmap_buffer.paths import AnyPath
 
 with extra("lightning"):
     from lightning import LightningDataModule
@@ -52,7 +52,7 @@ class EpisodeDataModule(LightningDataModule):
 
     def __init__(
         self,
-        folder: str | PathLike[str] | ReplayBuffer | ConcatBuffer,
+        folder: AnyPath | ReplayBuffer | ConcatBuffer,
         batch_size: int,
         *,
         split: Mapping[str, float] | None = None,

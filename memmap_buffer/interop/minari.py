@@ -9,7 +9,6 @@ action t.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import InferredFields, as_text, flatten, put
 from memmap_buffer.interop.episodes import ends_of, import_episodes, read_extra, read_names, require_fields
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 with extra("minari"):
@@ -44,11 +43,7 @@ GIVEN = "given"
 
 
 def import_minari(
-    dataset: str | PathLike[str] | MinariDataset,
-    folder: str | PathLike[str],
-    *,
-    infos: bool | Sequence[str] = True,
-    **options: Any,
+    dataset: AnyPath | MinariDataset, folder: AnyPath, *, infos: bool | Sequence[str] = True, **options: Any
 ) -> ReplayBuffer:
     """Copy a local Minari data set into a folder.
 
@@ -156,7 +151,7 @@ def export_minari(
     return MinariDataset(storage)
 
 
-def _load(dataset: str | PathLike[str]) -> MinariDataset:
+def _load(dataset: AnyPath) -> MinariDataset:
     path = path_of(dataset)
     if isinstance(dataset, str) and not path.exists():
         return minari.load_dataset(dataset)

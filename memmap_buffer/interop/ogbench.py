@@ -6,7 +6,6 @@ it is not imported, and exported as zeros.
 
 from __future__ import annotations
 
-from os import PathLike
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -18,14 +17,14 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.interop.columns import Array
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"}
 OF_ACTIONS = frozenset({"action", "reward"})
 
 
-def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
+def import_ogbench(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuffer:
     """Copy an OGBench file into a folder, cut into its episodes; all of the file is held in memory meanwhile.
 
     Every array of one row a step is imported: `observations` and `actions` as `observation` and `action`, others, such
@@ -70,7 +69,7 @@ def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **opt
     )
 
 
-def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
+def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
     """Copy a buffer into a new file in OGBench's layout; all of it is held in memory meanwhile.
 
     Args:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from memmap_buffer.environments import encode_space, names_of, resets_by_a_step,
 from memmap_buffer.errors import BufferFullError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import read_names, write_names
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field, Schema
 
 with extra("gymnasium"):
@@ -43,7 +43,7 @@ META: dict[str, Any] = {
     GIVEN_SEED: Field("bool", default=False),
     "success": Field("int8", default=-1),
 }
-Place = str | PathLike[str] | ReplayBuffer
+Place = AnyPath | ReplayBuffer
 
 
 class _Recorded:

@@ -7,7 +7,6 @@ part begins with the last steps of the one before, so that every window of a row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.interop.columns import Array, IntArray, flatten
 from memmap_buffer.interop.episodes import SPARE_SLOTS
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Field
 from memmap_buffer.views.windows import Window
@@ -62,7 +62,7 @@ class Rows:
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         fields: Mapping[str, Field],
         num_rows: int,
         length: int,

@@ -7,7 +7,6 @@ takes the place of a `RandomMemory`; called again with the same folder, a run go
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import Array, equal_rows
 from memmap_buffer.interop.episodes import SPARE_SLOTS, sample_newest
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field
 
 with extra("skrl"):
@@ -51,7 +51,7 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         memory_size: int,
         num_envs: int = 1,
         device: Any = None,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_timesteps: int = 1000,
         **options: Any,
     ) -> None:

@@ -8,7 +8,6 @@ Called again with the same folder, a run goes on with every transition that was 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +17,7 @@ from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import Array, equal_rows
 from memmap_buffer.interop.episodes import SPARE_SLOTS, sample_newest
 from memmap_buffer.names import Names
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field
 from memmap_buffer.views.hindsight import Hindsight
 
@@ -74,7 +74,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         *,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         n_steps: int = 1,
         gamma: float = 0.99,
         max_timesteps: int = 1000,
@@ -286,7 +286,7 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         goal_selection_strategy: GoalSelectionStrategy | str = "future",
         copy_info_dict: bool = False,
         *,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         **options: Any,
     ) -> None:
         if copy_info_dict:

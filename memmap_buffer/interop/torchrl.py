@@ -10,7 +10,6 @@ import operator
 import re
 from collections.abc import Mapping
 from functools import reduce
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import flatten, put, with_final
 from memmap_buffer.interop.episodes import episode_bounds, import_episodes
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field, Schema
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def to_tensordict(
     return TensorDict.from_dict(nested, batch_size=[size])
 
 
-def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
+def import_torchrl(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuffer:
     """Copy the dump of a replay buffer over a LazyMemmapStorage of one dimension into a folder.
 
     An episode ends where ("next", "done") is true, where ("collector", "traj_ids") changes, and at the newest entry.

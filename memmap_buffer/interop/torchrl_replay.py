@@ -11,7 +11,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from memmap_buffer.interop.columns import Array, BoolArray, equal_rows, flatten
 from memmap_buffer.interop.episodes import episode_bounds, read_names, sample_newest, write_names
 from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.windows import Offsets
@@ -83,7 +82,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         capacity: int,
         *,
         batch_size: int | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import Array
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.pictures import frames_of
 from memmap_buffer.progress import progress
 
 
-def write_video(path: str | PathLike[str], frames: Array, fps: int = 30) -> Path:
+def write_video(path: AnyPath, frames: Array, fps: int = 30) -> Path:
     """Write images as a film.
 
     Args:
