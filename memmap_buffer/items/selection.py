@@ -25,6 +25,7 @@ from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.view import View, described
 
 Weigh: TypeAlias = Callable[[Any], Any]
+NumberedFolder: TypeAlias = tuple[int, Storage, EpisodeTable]  # as `Folders.by_number` gives it
 EPISODE_COLUMNS = ("episode_lens", "episode_time")  # timesteps; when it was published, in seconds since 1970
 MAX_BLOCK = 1000  # episodes among which a split deals out exactly
 
@@ -166,7 +167,7 @@ class Selection:
             streams=streams,
         )
 
-    def _streams(self, each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray]) -> Streams:
+    def _streams(self, each: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> Streams:
         """Which episode follows which, of those that pass."""
         name = self.view.stream
         names = [
@@ -267,7 +268,7 @@ class Selection:
         u = (rank[place, serial % block] + 0.5) / block
         return np.asarray((u >= edges[start]) & (u < edges[start + 1]))
 
-    def _members(self, each: Sequence[tuple[int, Storage, EpisodeTable]]) -> dict[int, IntArray]:
+    def _members(self, each: Sequence[NumberedFolder]) -> dict[int, IntArray]:
         """The serials of the part, folder by folder, where the split counts episodes."""
         edges, start = self._edges()
         serials = [table.serial[table.visible] for *_, table in each]
@@ -291,9 +292,7 @@ class Selection:
         return splitmix(serial.astype(np.uint64) + key)
 
 
-def _highest(
-    each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray], name: str, k: int
-) -> list[IntArray]:
+def _highest(each: Sequence[NumberedFolder], slots: Sequence[IntArray], name: str, k: int) -> list[IntArray]:
     """The slots of the k episodes, of all folders, whose meta field is highest; newer episodes where it is equal."""
     columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
     values = np.concatenate([column.reshape(-1) for column in columns])
@@ -377,7 +376,7 @@ def _weighing(weight_by: object) -> tuple[str | None, Weigh | None]:
 
 
 def _weights(
-    each: Sequence[tuple[int, Storage, EpisodeTable]], parts: Sequence[Runs], name: str | None, weigh: Weigh | None
+    each: Sequence[NumberedFolder], parts: Sequence[Runs], name: str | None, weigh: Weigh | None
 ) -> list[FloatArray]:
     """(R,) the weight of each run's episode, folder by folder: a meta field, or what a function makes of all of it."""
     columns = [_episode_column(*one[1:], str(name), p.slot).reshape(-1) for one, p in zip(each, parts, strict=True)]

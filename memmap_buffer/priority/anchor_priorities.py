@@ -24,6 +24,7 @@ from memmap_buffer.priority.sum_tree import SumTree, with_zeros
 from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
 
+FirstAndCount: TypeAlias = tuple[IntArray, IntArray]  # of one run a slot: the first timestep, how many anchors
 BLOCK = 1 << 20  # leaves that are looked at together
 
 
@@ -140,8 +141,9 @@ class SlotAnchors:
             alike &= generation == self._generation[slots]
         gone_many = [slot for slot in slots.tolist() if slot in self._many] if self._many else []
         others = runs.where(np.flatnonzero(~plain))
-        gone = _ranges(slots, was_serial, was_first, was_count, first, count, alike, stride)
-        come = _ranges(slots, serial, first, count, was_first, was_count, alike, stride)
+        now, before = (first, count), (was_first, was_count)
+        gone = _without(slots, was_serial, before, now, alike, stride)
+        come = _without(slots, serial, now, before, alike, stride)
         gone = self._with_many(gone, gone_many)
         self.count += int(come.count.sum()) + int(others.count.sum()) - int(gone.count.sum())
         for slot in gone_many:
@@ -158,19 +160,13 @@ def _runs_of(rows: list[tuple[int, int, int, int]]) -> Runs:
     return Runs(*np.array([row for row in rows if row[-1]] or np.empty((0, 4)), np.int64).T)
 
 
-def _ranges(
-    slots: IntArray,
-    serial: IntArray,
-    first: IntArray,
-    count: IntArray,
-    other: IntArray,
-    others: IntArray,
-    alike: Any,
-    stride: int,
+def _without(
+    slots: IntArray, serial: IntArray, own: FirstAndCount, other: FirstAndCount, alike: Any, stride: int
 ) -> Runs:
-    """The runs (first, count) without what they share with (other, others), where these are `alike`."""
-    before = np.where(alike, np.clip((other - first) // stride, 0, count), count)
-    kept = np.where(alike, np.clip((other - first) // stride + others, before, count), count)
+    """The anchors of own runs that the other ones do not have, where these are `alike`; else all of them."""
+    (first, count), (other_first, other_count) = own, other
+    before = np.where(alike, np.clip((other_first - first) // stride, 0, count), count)
+    kept = np.where(alike, np.clip((other_first - first) // stride + other_count, before, count), count)
     columns = [[slots, slots], [serial, serial], [first, first + kept * stride], [before, count - kept]]
     slot, serial, first, count = (np.concatenate(pair) for pair in columns)
     some = np.flatnonzero(count)
