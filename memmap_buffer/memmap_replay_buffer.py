@@ -723,7 +723,7 @@ class EpisodeCollector(Collector):
     """A `Collector` whose columns are asked for by name.
 
     Args:
-        replay_buffer: what it stores to.
+        replay_buffer: the buffer to which the timesteps are stored.
         num_groups: G.
         fieldnames: the fields that are collected; default: all.
         meta_fieldnames: the meta fields that are collected; default: all.

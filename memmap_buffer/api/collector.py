@@ -23,8 +23,7 @@ class Collector:
     computed from them (`collector["advantage"] = …`).
 
     Args:
-        new_stream: a function from the number of groups to the stream that publishes their timesteps.
-        schema: the buffer's fields.
+        replay_buffer: the buffer to which the timesteps are stored.
         num_groups: G.
         fieldnames: the fields that are collected; default: all.
         meta_fieldnames: the meta fields that are collected; default: all.
@@ -36,17 +35,17 @@ class Collector:
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        replay_buffer: ReplayBuffer,
         num_groups: int,
         fieldnames: Sequence[str] | None = None,
         meta_fieldnames: Sequence[str] | None = None,
         strict: bool = True,
     ) -> None:
-        schema = buffer.schema
+        schema = replay_buffer.schema
         fields, meta = schema.fields, schema.meta_fields
         chosen = schema.require(fields if fieldnames is None else fieldnames, "fieldnames", fields)
         meta_chosen = schema.require(meta if meta_fieldnames is None else meta_fieldnames, "meta_fieldnames", meta)
-        self._new_stream = buffer._new_stream
+        self._new_stream = replay_buffer._new_stream
         self._collected = self._known = schema.with_fields(
             {n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen}
         )

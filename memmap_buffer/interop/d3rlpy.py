@@ -46,6 +46,10 @@ SLICERS = (BasicTrajectorySlicer, FrameStackTrajectorySlicer)
 SCANNED = 1 << 20  # timesteps whose episodes are looked up at once
 
 
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
+
+
 class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
     """A data set for `fit` whose episodes lie in a folder; in the place of `MDPDataset`.
 
@@ -212,17 +216,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
             length=length,
         )
 
-    def append(self, observation: Any, action: Any, reward: Any) -> None:
-        """Refused: record by `memmap_buffer.ReplayBuffer`, then `refresh`."""
-        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
-
-    def append_episode(self, episode: Any) -> None:
-        """Refused: store it by `memmap_buffer.ReplayBuffer.store_episode`, then `refresh`."""
-        raise NotImplementedError("DiskDataset is only read; use memmap_buffer.ReplayBuffer.store_episode, refresh()")
-
-    def clip_episode(self, terminated: bool) -> None:
-        """Refused, as `append`."""
-        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
+    append = append_episode = clip_episode = _refuse
 
 
 @dataclass(frozen=True)
@@ -314,8 +308,7 @@ class _Rows:
 
     # BufferProtocol
 
-    def append(self, episode: Any, index: int) -> None:
-        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
+    append = _refuse
 
     @property
     def episodes(self) -> _Episodes:
