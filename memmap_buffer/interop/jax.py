@@ -640,16 +640,16 @@ def _axes_to_add(add_sequences: bool, add_batches: bool) -> tuple[int, ...]:
 
 
 def _pair(experience: Tree) -> ExperiencePair:
-    first, second = (jax.tree_util.tree_map(partial(_step, at), experience) for at in (0, 1))
-    return ExperiencePair(first, second)
+    return ExperiencePair(_step(experience, 0), _step(experience, 1))
 
 
 def _only(experience: Tree) -> Tree:
-    return jax.tree_util.tree_map(partial(_step, 0), experience)
+    return _step(experience, 0)
 
 
-def _step(at: int, leaf: Any) -> Any:
-    return leaf[:, at]
+def _step(experience: Tree, at: int) -> Tree:
+    """One step of each window."""
+    return jax.tree_util.tree_map(lambda leaf: leaf[:, at], experience)
 
 
 def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Iterator[Any]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 OF_NEXT = ("reward", "terminated", "truncated", "done")
 REMEDY = "no episode ends there: mark the end by ('next', 'done') or ('collector', 'traj_ids')"
+SIGNS = r'[/<>:"|?*\\ %\x00-\x1f\x7f]'  # that tensordict leaves out of the names of files
 LEFT_OUT = frozenset({"index", "done", "terminated", "truncated"})  # at the root: of the step before
 
 
@@ -181,13 +182,9 @@ def _arrays(folder: Path) -> dict[str, Any]:
 
 def _file_of(folder: Path, key: str, suffix: str = "") -> Path:
     """The file of a key: tensordict writes signs that a path may not have as %XX, older versions as they are."""
-    encoded = "%2E" * len(key) if key in (".", "..") else re.sub(r'[/<>:"|?*\\ %\x00-\x1f\x7f]', _percent, key) or "%"
+    encoded = "%2E" * len(key) if key in (".", "..") else re.sub(SIGNS, lambda sign: f"%{ord(sign[0]):02X}", key) or "%"
     before = folder / f"{key}{suffix}"
     return before if re.fullmatch(r"[\w -]+", key) and before.exists() else folder / f"{encoded}{suffix}"
-
-
-def _percent(found: re.Match[str]) -> str:
-    return f"%{ord(found[0]):02X}"
 
 
 def _map(path: Path, about: Mapping[str, Any]) -> Any:
