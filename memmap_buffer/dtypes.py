@@ -19,6 +19,7 @@ import numpy.typing as npt
 from memmap_buffer.errors import SchemaError
 
 Array: TypeAlias = npt.NDArray[Any]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 MAX_STRING = 4096
 NUMERIC = (

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
+from typing import TypeAlias
 
 from memmap_buffer.errors import SchemaError
 
+AnyPath: TypeAlias = str | PathLike[str]
 
-def path_of(given: str | PathLike[str]) -> Path:
+
+def path_of(given: AnyPath) -> Path:
     """A path in which `~` and `~user` are home folders; "./~" is a name like any other.
 
     Raises:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.api.collector import Collector
-from memmap_buffer.api.editing import Editing
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.api.recording import Recording
 from memmap_buffer.choices import Checksum, Durability, Publish, Shard, Stage, Verify
+from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
 from memmap_buffer.format import creation, storage
 from memmap_buffer.format.episode_table import IntArray
@@ -32,8 +31,7 @@ from memmap_buffer.maintenance.statistics import (
     statistics,
     store_statistics,
 )
-from memmap_buffer.paths import path_of
-from memmap_buffer.priority.sum_tree import FloatArray
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 WITHOUT_A_TIME_LIMIT = 1000  # timesteps of an episode, which goes on in the next one
 
 
-class ReplayBuffer(Editing, Recording, Readable):
+class ReplayBuffer(Recording, Readable):
     """A folder of episodes, one memory-mapped array per field.
 
     Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
@@ -105,7 +103,7 @@ class ReplayBuffer(Editing, Recording, Readable):
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_episodes: int | None = None,
         max_timesteps: int | None = None,
         fields: Mapping[str, Any] | Schema | None = None,
@@ -157,7 +155,7 @@ class ReplayBuffer(Editing, Recording, Readable):
     @classmethod
     def from_folder(
         cls,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         read_only: bool = False,
         *,
         durability: Durability = "process",
@@ -194,7 +192,7 @@ class ReplayBuffer(Editing, Recording, Readable):
     def for_env(
         cls,
         env: Any,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         *,
         max_episodes: int | None = None,
         max_timesteps: int | None = None,
@@ -351,11 +349,11 @@ class ReplayBuffer(Editing, Recording, Readable):
             meta_fieldnames: the meta fields that are collected; default: all.
             strict: whether an unknown name raises; otherwise it is collected, and not stored.
         """
-        return Collector(self._new_stream, self.schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
+        return Collector(self, num_groups, fieldnames, meta_fieldnames, strict)
 
     # Ending
 
-    def snapshot(self, path: str | PathLike[str]) -> None:
+    def snapshot(self, path: AnyPath) -> None:
         """Copy the published episodes into a new buffer, from any process; a writer may go on meanwhile.
 
         Args:
@@ -401,7 +399,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         self.close()
 
 
-def _free_shard(root: str | PathLike[str], layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
+def _free_shard(root: AnyPath, layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
     if shard != "auto":
         raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
     if excluded:

@@ -1,31 +1,32 @@
-"""Whole episodes into a new buffer and out of one, and facts of a data set that are no field.
+"""Whole episodes into a new buffer and out of one, what trainers' buffers do alike, and facts that are no field.
 
-Those are JSON documents in the folder's `extra/`, which `pack` and `snapshot` copy.
+These are JSON documents in the folder's `extra/`, which `pack` and `snapshot` copy.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.interop.columns import flatten
+from memmap_buffer.api.concat import ConcatBuffer
+from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer.interop.columns import BoolArray, flatten
 from memmap_buffer.names import Names
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Schema
 
 NAMES = "names"
+SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
 def import_episodes(
-    folder: str | PathLike[str],
+    folder: AnyPath,
     episodes: Iterable[Mapping[str, Any]],
     fields: Mapping[str, Any] | Schema,
     meta_fields: Mapping[str, Any] | None = None,
@@ -72,9 +73,7 @@ def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, A
         yield range(start, stop), flatten(buffer.episode(i))
 
 
-def ends_of(
-    schema: Schema, episode: Mapping[str, Any], length: int
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[BoolArray, BoolArray]:
     """(terminated, truncated) at each step, (length,) both, by the fields that the schema declares to end episodes.
 
     Args:
@@ -106,6 +105,30 @@ def episode_bounds(ends: Any) -> list[tuple[int, int]]:
     """
     stops = np.union1d(np.flatnonzero(ends) + 1, len(ends)).tolist()
     return list(pairwise([0, *stops])) if len(ends) else []
+
+
+# Buffers of trainers
+
+
+def opened(folder: Any) -> Any:
+    """The buffer of a folder, to be read; one that is open already is left as it is."""
+    is_open = isinstance(folder, ReplayBuffer | ConcatBuffer)
+    return folder if is_open else ReplayBuffer.from_folder(folder, read_only=True)
+
+
+def with_excluded(buffer: Any) -> dict[str, Any]:
+    """The `filter_fields` that keep the timesteps which the field `valid` excludes."""
+    field = buffer.schema.fields.get("valid")
+    return {} if field is None or field.dtype != "bool" else {"valid": {True, False}}
+
+
+def sample_newest(disk: ReplayBuffer, end_episodes: Callable[[], None], batch_size: int, **options: Any) -> Any:
+    """A batch; where only the newest steps are there, their episodes end first, so that what follows them is known."""
+    try:
+        return disk.sample(batch_size, **options)
+    except NotEnoughDataError:
+        end_episodes()
+        return disk.sample(batch_size, **options)
 
 
 # Facts of a data set

@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
 from memmap_buffer.maintenance.statistics import RunningStatistics
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 with extra("lerobot"):
@@ -49,9 +48,7 @@ QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 MAX_AXES = 5  # of a feature: LeRobot has no type for more
 
 
-def import_lerobot(
-    path: str | PathLike[str], folder: str | PathLike[str], *, videos: str = "raise", **options: Any
-) -> ReplayBuffer:
+def import_lerobot(path: AnyPath, folder: AnyPath, *, videos: str = "raise", **options: Any) -> ReplayBuffer:
     """Copy a LeRobot data set into a folder.
 
     Args:
@@ -106,7 +103,7 @@ def import_lerobot(
     )
 
 
-def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: float | None = None) -> None:
+def export_lerobot(buffer: ReplayBuffer, path: AnyPath, *, fps: float | None = None) -> None:
     """Copy a buffer into a new LeRobot data set, which has no place for final observations and most meta fields.
 
     Images, uint8 of shape (H, W, 1 or 3), become PNG. Statistics of all frames and all their pixels are written for
@@ -123,9 +120,7 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
             numbers or has more than five axes, or a `task_index` is of no task.
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
-    rate = fps or imported.get("fps")
-    if rate is None:
-        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
+    rate = rate_of(buffer, imported, fps)
     if (root / "meta").exists():
         raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
     require_tables(buffer, buffer.schema.fields)
@@ -137,14 +132,14 @@ def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: floa
     features: dict[str, Any] = {}
     with ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in exported(buffer, known, float(rate), tasks):
+        for row, columns in exported(buffer, known, rate, tasks):
             data.write(pa.table({name: _arrow(column) for name, column in columns.items()}))
             episodes.add(row | statistics.add(columns))
             features = features or {name: feature_of(column, known.get(name)) for name, column in columns.items()}
     pq.write_table(tasks.table(), root / TASKS)
     counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
     _write_json(root / "meta/stats.json", statistics.whole())
-    _write_json(root / "meta/info.json", _info_of(counts, float(rate), imported.get("robot_type"), features))
+    _write_json(root / "meta/info.json", info_of(counts, rate, imported, features))
 
 
 def exported(
@@ -303,15 +298,26 @@ def is_image(column: Any) -> bool:
     return bool(column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3))
 
 
-def _info_of(counts: Mapping[str, int], rate: float, robot: Any, features: Mapping[str, Any]) -> dict[str, Any]:
+def rate_of(buffer: ReplayBuffer, imported: Mapping[str, Any], fps: float | None) -> float:
+    """Frames a second, a whole number where it is one: as given, else those of the imported data set."""
+    rate = fps or imported.get("fps")
+    if rate is None:
+        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
+    return int(rate) if float(rate).is_integer() else float(rate)
+
+
+def info_of(
+    counts: Mapping[str, int], rate: float, imported: Mapping[str, Any], features: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The contents of `meta/info.json`."""
     return {
         "codebase_version": VERSION,
-        "robot_type": robot,
+        "robot_type": imported.get("robot_type"),
         **counts,
         "chunks_size": 1000,
         "data_files_size_in_mb": 100,
         "video_files_size_in_mb": 200,
-        "fps": int(rate) if rate.is_integer() else rate,
+        "fps": rate,
         "splits": {"train": f"0:{counts['total_episodes']}"},
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
         "video_path": None,

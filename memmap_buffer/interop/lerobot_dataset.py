@@ -8,30 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
-from memmap_buffer.interop.columns import flatten
-from memmap_buffer.interop.episodes import read_extra, read_names
+from memmap_buffer.interop.columns import Array, flatten
+from memmap_buffer.interop.episodes import opened, read_extra, read_names, with_excluded
 from memmap_buffer.interop.lerobot import (
     COUNTERS,
-    VERSION,
     FeatureStatistics,
     Tasks,
     exported,
     feature_name,
     feature_of,
+    info_of,
+    rate_of,
     shaped,
 )
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field
 from memmap_buffer.views.windows import Offsets
-
-Array = npt.NDArray[Any]
 
 
 class DiskLeRobotDataset:
@@ -67,7 +65,7 @@ class DiskLeRobotDataset:
     def __init__(
         self,
         repo_id: str,
-        root: str | PathLike[str] | ReplayBuffer,
+        root: AnyPath | ReplayBuffer,
         episodes: Sequence[int] | None = None,
         image_transforms: Callable[[Any], Any] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
@@ -75,7 +73,7 @@ class DiskLeRobotDataset:
         *,
         fps: float | None = None,
     ) -> None:
-        disk = root if isinstance(root, ReplayBuffer) else ReplayBuffer.from_folder(root, read_only=True)
+        disk = opened(root)
         self.repo_id, self.root, self.episodes = repo_id, disk.folder, None if episodes is None else list(episodes)
         self.image_transforms, self.delta_timestamps, self.tolerance_s = image_transforms, delta_timestamps, tolerance_s
         self.meta = DiskLeRobotMetadata(repo_id, disk, fps)
@@ -86,7 +84,7 @@ class DiskLeRobotDataset:
         offsets = {ours: (self.delta_indices or {}).get(name, [0]) for name, ours in self.meta.stored.items()}
         self._frames: Any = disk.dataset(
             view=Offsets(offsets, padding="edge"),
-            filter_fields={"valid": {True, False}} if "valid" in disk.fieldnames else {},
+            filter_fields=with_excluded(disk),
             include_metadata=False,
             return_indices=True,
             on_stale="raise",
@@ -173,9 +171,7 @@ class DiskLeRobotMetadata:
     def __init__(self, repo_id: str, disk: ReplayBuffer, fps: float | None = None) -> None:
         self.repo_id, self.root, self._disk = repo_id, disk.folder, disk
         imported = read_extra(disk, "lerobot") or {}
-        rate = fps or imported.get("fps")
-        if rate is None:
-            raise SchemaError(f"{disk.folder}: it does not say how many steps a second has; pass fps=…")
+        rate = rate_of(disk, imported, fps)
         if not disk.num_episodes:
             raise NotEnoughDataError(f"{disk.folder}: there are no episodes")
         self.serials, lengths = disk.serials, disk.episode_lens
@@ -185,15 +181,8 @@ class DiskLeRobotMetadata:
         self.stored = {feature_name(field, names): field for field in disk.fieldnames if field != "valid"}
         self._tasks_of(imported)
         self._imported, self._stats = imported, _read_stats(imported, len(lengths), int(ends[-1]))
-        self.info: dict[str, Any] = {
-            "codebase_version": VERSION,
-            "robot_type": imported.get("robot_type"),
-            "total_episodes": len(lengths),
-            "total_frames": int(ends[-1]),
-            "total_tasks": len(self.texts),
-            "fps": int(rate) if float(rate).is_integer() else float(rate),
-            "features": self._features(known),
-        }
+        totals = {"total_episodes": len(lengths), "total_frames": int(ends[-1]), "total_tasks": len(self.texts)}
+        self.info = info_of(totals, rate, imported, self._features(known))
         columns = {
             "episode_index": np.arange(len(lengths)),
             "length": lengths,

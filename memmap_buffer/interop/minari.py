@@ -9,7 +9,6 @@ action t.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import InferredFields, as_text, flatten, put
 from memmap_buffer.interop.episodes import ends_of, import_episodes, read_extra, read_names, require_fields
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 with extra("minari"):
@@ -44,11 +43,7 @@ GIVEN = "given"
 
 
 def import_minari(
-    dataset: str | PathLike[str] | MinariDataset,
-    folder: str | PathLike[str],
-    *,
-    infos: bool | Sequence[str] = True,
-    **options: Any,
+    dataset: AnyPath | MinariDataset, folder: AnyPath, *, infos: bool | Sequence[str] = True, **options: Any
 ) -> ReplayBuffer:
     """Copy a local Minari data set into a folder.
 
@@ -136,7 +131,8 @@ def export_minari(
         if made is not None
         else tuple(map(deserialize_space, (imported["observation_space"], imported["action_space"])))
     )
-    spec = made.spec if made is not None else _spec(imported.get("env_spec"))
+    told = imported.get("env_spec")
+    spec = made.spec if made is not None else told and gymnasium.envs.registration.EnvSpec.from_json(told)
     storage = MinariStorage.new(
         _new_path(dataset_id), *spaces, env_spec=spec, data_format=data_format, jpeg_encoding=False
     )
@@ -155,7 +151,7 @@ def export_minari(
     return MinariDataset(storage)
 
 
-def _load(dataset: str | PathLike[str]) -> MinariDataset:
+def _load(dataset: AnyPath) -> MinariDataset:
     path = path_of(dataset)
     if isinstance(dataset, str) and not path.exists():
         return minari.load_dataset(dataset)
@@ -269,7 +265,3 @@ def _new_path(dataset_id: str) -> Path:
     path = Path(get_dataset_path(dataset_id)) / "data"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _spec(text: str | None) -> Any:
-    return None if text is None else gymnasium.envs.registration.EnvSpec.from_json(text)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import VIEW_OPTIONS, as_episode, columns_of, flatten
 from memmap_buffer.interop.episodes import import_episodes
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.windows import Trajectory
 
@@ -44,7 +43,7 @@ MAX_BLOCK = 32 << 20  # bytes that a read task gathers at once
 LOCK_TIMEOUT = 60.0  # seconds for which a recorder waits until its predecessor has ended
 
 
-def shard_folder(root: str | PathLike[str], number: int) -> Path:
+def shard_folder(root: AnyPath, number: int) -> Path:
     """The folder of a root's shard, absolute: Ray's processes have another working directory."""
     return path_of(root).absolute() / f"shard-{number:05d}"
 
@@ -52,14 +51,14 @@ def shard_folder(root: str | PathLike[str], number: int) -> Path:
 # Reading
 
 
-def open_root(root: str | PathLike[str]) -> ConcatBuffer:
+def open_root(root: AnyPath) -> ConcatBuffer:
     """The buffers of a root, or one buffer, to be read as one."""
     whole = path_of(root).absolute()
     return ConcatBuffer([whole]) if (whole / "schema.json").exists() else ConcatBuffer.from_root(whole)
 
 
 def read_ray(
-    root: str | PathLike[str],
+    root: AnyPath,
     *,
     override_num_blocks: int | None = None,
     concurrency: int | None = None,
@@ -164,7 +163,7 @@ def _read(shared: Any, items: range, most: int, columns: Callable[[Any], Any]) -
 
 def write_ray(
     dataset: ray.data.Dataset,
-    root: str | PathLike[str],
+    root: AnyPath,
     fields: Mapping[str, Any] | Schema,
     meta_fields: Mapping[str, Any] | None = None,
     *,
@@ -267,7 +266,7 @@ class Recorder:
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_episodes: int,
         max_timesteps: int,
         fields: Mapping[str, Any] | Schema,
@@ -337,7 +336,7 @@ def _opened_for_writing(make: Callable[[], ReplayBuffer]) -> ReplayBuffer:
 
 
 def start_recorders(
-    root: str | PathLike[str],
+    root: AnyPath,
     count: int,
     *,
     max_episodes: int,

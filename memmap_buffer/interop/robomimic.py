@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from memmap_buffer.interop.episodes import (
     require_fields,
 )
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):
@@ -41,7 +40,7 @@ OBSERVATION, NEXT, MASK = "observation.", "next_obs", "mask."
 GYM_ARGS = {"env_name": "", "type": 2, "env_kwargs": {}}  # 2: robomimic's number for environments of Gym
 
 
-def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
+def import_robomimic(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuffer:
     """Copy a robomimic file into a folder, an episode for each demonstration, in the order of their numbers.
 
     Args:
@@ -90,7 +89,7 @@ def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **o
         )
 
 
-def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: Any = None) -> None:
+def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) -> None:
     """Copy a buffer into a new file in robomimic's layout.
 
     Demonstrations are named by the meta field `demo`, else `demo_0`, …; bool meta fields `mask.<name>` become masks.

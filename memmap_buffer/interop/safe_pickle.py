@@ -89,7 +89,7 @@ def safe_dumps(value: Any) -> bytes:
 
 
 def _commands(value: Any) -> bytes:
-    """What puts a value on the stack."""
+    """The opcodes that put a value on the stack."""
     if isinstance(value, dict):
         return b"}(" + b"".join(_commands(key) + _commands(item) for key, item in value.items()) + b"u"
     if isinstance(value, (list, tuple)):

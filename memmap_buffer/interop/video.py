@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.paths import path_of
+from memmap_buffer.interop.columns import Array
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.pictures import frames_of
 from memmap_buffer.progress import progress
 
-Array: TypeAlias = npt.NDArray[Any]
 
-
-def write_video(path: str | PathLike[str], frames: Array, fps: int = 30) -> Path:
+def write_video(path: AnyPath, frames: Array, fps: int = 30) -> Path:
     """Write images as a film.
 
     Args:
@@ -57,9 +53,16 @@ def sheet_of(frames: Array, rows: int, columns: int) -> Array:
     """
     images = frames_of(frames, "frames")
     chosen: Array = images[np.linspace(0, len(images) - 1, rows * columns).astype(int)]
-    height, width = chosen.shape[1:3]
-    grid = chosen.reshape(rows, columns, height, width, 3).swapaxes(1, 2)
-    return grid.reshape(rows * height, columns * width, 3)
+    return grid_of(chosen, columns)
+
+
+def grid_of(images: Array, columns: int) -> Array:
+    """(N, H, W, 3) uint8 as one image, in rows from left to right; the last row is filled up with black."""
+    count, height, width = images.shape[:3]
+    rows = -(-count // columns)
+    grid = np.zeros((rows * columns, height, width, 3), np.uint8)
+    grid[:count] = images
+    return grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
 
 
 def write_mp4(place: Path, frames: Array, fps: int) -> None:
@@ -89,9 +92,4 @@ def pillow_images(frames: Array) -> list[Any]:
     return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
 
 
-FORMATS: dict[str, Callable[[Path, Array, int], None]] = {
-    ".mp4": write_mp4,
-    ".mkv": write_mp4,
-    ".mov": write_mp4,
-    ".gif": write_gif,
-}
+FORMATS = dict.fromkeys((".mp4", ".mkv", ".mov"), write_mp4) | {".gif": write_gif}

@@ -124,7 +124,7 @@ def _between(runs: Runs, low: int | None, high: int | None, stride: int) -> Runs
 
 
 def _split(runs: Runs, stride: int) -> Runs:
-    """The same anchors in runs of at most `CHUNK_STEPS`, as an episode may say that it has billions."""
+    """The anchors in runs of at most `CHUNK_STEPS`, as the record of an episode may claim billions of timesteps."""
     parts = -(-runs.count // CHUNK_STEPS)
     run = np.repeat(np.arange(len(parts)), parts)
     before = (np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)) * CHUNK_STEPS

@@ -115,10 +115,7 @@ class EpisodeGroup(Block):
         for name, values in batch.items():
             if name not in known:
                 raise self.schema.unknown(name, where, known)
-            try:
-                rows = known[name].encode(values, lead=1)
-            except SchemaError as error:
-                raise SchemaError(f"field {name!r}, {where}: {error}", field=name) from None
+            rows = self.schema.encode(name, values, 1, f", {where}")
             if len(rows) != len(self):
                 raise SchemaError(
                     f"field {name!r}, {where}: got a batch of {len(rows)}, expected {len(self)}", field=name
@@ -415,13 +412,9 @@ def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
 
 def _encode(schema: Schema, name: str, value: Any, lead: int, time: bool) -> Array:
     """(T, B, *field) of a field as it was given."""
-    field = schema.all[name]
-    try:
-        rows = field.encode(value, lead=lead)
-    except SchemaError as error:
-        raise SchemaError(f"field {name!r}: {error}", field=name) from None
-    axes = rows.shape[:lead]
-    return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *field.cell))
+    rows = schema.encode(name, value, lead)
+    axes, shape = rows.shape[:lead], rows.shape[lead:]
+    return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *shape))
 
 
 def _require_same_axes(columns: Mapping[str, Array]) -> tuple[int, int]:
