@@ -176,7 +176,8 @@ class WriteHandles:
         region = self.layout.region(name, slot)
         if t == 0:
             return region.start
-        end = end_of(self.storage.maps.rows[name][slot * self._row[name][3] + t - 1])
+        # Of an added field there may be no index: the timesteps are zeros.
+        end = end_of(self.storage.maps.rows[name][slot * self._row[name][3] + t - 1]) or region.start
         if not region.start <= end <= region.stop:
             raise self.storage.damaged_blob(name, f"timestep {t - 1} of slot {slot} has a blob of another slot")
         return end
@@ -376,7 +377,7 @@ class SlotWriter:
     def give_back(self) -> None:
         """Once all rows are written, give the space back that an episode before took beyond them."""
         before = max(self._before, self.room)
-        if self.length < before or self.files.layout.coded:  # fewer timesteps may have had larger blobs
+        if self.length < before or (before and self.files.layout.coded):  # fewer timesteps may have had larger blobs
             self.files.give_back(self.slot, self.length, before)
 
     def _begin(self) -> None:
