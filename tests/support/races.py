@@ -187,9 +187,7 @@ def _transitions(data: dict[str, np.ndarray], t: np.ndarray, k: np.ndarray) -> I
 
 def create(folder: Path, **options: Any) -> None:
     """An empty ring of 8."""
-    ReplayBuffer(
-        folder, RING, LONGEST, meta_fields=META_FIELDS, circular=True, **{"fields": FIELDS, **options}
-    ).close()
+    ReplayBuffer(folder, RING, LONGEST, meta_fields=META_FIELDS, circular=True, **{"fields": FIELDS, **options}).close()
 
 
 def turn(folder: Path, truth: Truth, until: Callable[[], bool], *, updates: bool = False, **how: Any) -> int:

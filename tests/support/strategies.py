@@ -218,7 +218,7 @@ def items_of(reference, cut, **choice):
 
 @st.composite
 def recordings(draw, end="terminated", how=HOW, min_size=1, codecs=(None, None, "zstd")):
-    """What a buffer and the plans for it are: rings that wrap, open, aborted and partial episodes, compressed fields."""
+    """What a buffer and the plans for it are: rings that wrap, open, aborted, partial episodes, compressed fields."""
     plan = st.builds(
         Plan,
         st.integers(1, MAX_TIMESTEPS),
