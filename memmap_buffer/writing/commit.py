@@ -176,8 +176,7 @@ class WriteHandles:
         region = self.layout.region(name, slot)
         if t == 0:
             return region.start
-        # Of an added field there may be no index: the timesteps are zeros.
-        end = end_of(self.storage.maps.rows[name][slot * self._row[name][3] + t - 1]) or region.start
+        end = end_of(self.storage.maps.rows[name][slot * self._row[name][3] + t - 1])
         if not region.start <= end <= region.stop:
             raise self.storage.damaged_blob(name, f"timestep {t - 1} of slot {slot} has a blob of another slot")
         return end

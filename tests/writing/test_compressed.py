@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from conftest import assert_same
 from fault_injection import KILLED, in_child, shown, state_of, system, without_barriers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,12 +140,6 @@ class Pair:
             loaders = [buffer.dataloader(5, shuffle=True, seed=2, **options) for buffer in self.both]
             for batches in zip(*loaders, strict=True):
                 assert_same(*batches)
-
-
-def assert_same(raw: Any, coded: Any) -> None:
-    assert raw.keys() == coded.keys()
-    for key, value in raw.items():
-        assert value.dtype == coded[key].dtype and torch.equal(value, coded[key]), key
 
 
 numbers = st.integers(0, 99)
