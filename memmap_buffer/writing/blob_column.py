@@ -60,7 +60,6 @@ class BlobColumn:
         number, place = divmod(rows, self._size)
         if number > self._current[0]:
             self._encode_current()
-            self._done = {}
             self._current = number, self._fresh()
         if number == self._current[0]:
             self._done.pop(place, None)
