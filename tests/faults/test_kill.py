@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child, listing
-from kill_writer import FIELDS, RING, Writers, content, ended_at, exact, following, make, same, staged, steps
+from kill_writer import CODED, FIELDS, RING, Writers, content, ended_at, exact, following, make, same, staged, steps
 
 from memmap_buffer import NotABufferError, ReplayBuffer, verify
 from memmap_buffer.format import syscalls
@@ -82,9 +82,9 @@ class Promises:
             assert length == last + 1 or (length is None and last == len(content(serial)["t"]))
 
 
-def kill_often(writers: Writers, folder: Path, times: int, seed: int) -> Counter[str]:
+def kill_often(writers: Writers, folder: Path, times: int, seed: int, **made: Any) -> Counter[str]:
     """Kill a writer again and again on one buffer; what was acknowledged, by mode."""
-    make(folder).close()
+    make(folder, **made).close()
     chance, promises, more = random.Random(seed), Promises(), 0
     for kill in range(times):
         mode = list(MODES)[kill % len(MODES)]
@@ -111,10 +111,17 @@ def test_acknowledged_episodes_steps_and_updates_survive_kills_at_random_times(w
     assert min(told[mode] for mode in MODES) >= 1, told
 
 
+def test_compressed_fields_survive_kills_at_random_times(writers, tmp_path):
+    """Faults 1 and 8, as above."""
+    told = kill_often(writers, tmp_path / "buffer", times=10, seed=3, fields=CODED)
+    assert min(told[mode] for mode in MODES) >= 1, told
+
+
 @pytest.mark.slow
-def test_acknowledged_episodes_steps_and_updates_survive_500_kills(writers, tmp_path):
+@pytest.mark.parametrize("fields", [FIELDS, CODED], ids=["raw", "compressed"])
+def test_acknowledged_episodes_steps_and_updates_survive_500_kills(writers, tmp_path, fields):
     """Faults 1 and 8, at the length that the issue asks for."""
-    told = kill_often(writers, tmp_path / "buffer", times=500, seed=2)
+    told = kill_often(writers, tmp_path / "buffer", times=500, seed=2, fields=fields)
     assert min(told[mode] for mode in MODES) > 200, told
 
 

@@ -351,6 +351,7 @@ def test_what_looks_at_rows_goes_on_where_they_are_overwritten_meanwhile(
         if waiting:
             for number in waiting.pop():
                 pair.coded.store_episode(**episode_of(number, LONGEST))
+            out[places] = 0
             return np.arange(len(index))
         return decode(self, index, out, places)
 
