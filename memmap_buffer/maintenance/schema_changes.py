@@ -1,4 +1,4 @@
-"""Whole columns: a field more, a field less, another name. One new file at most; the schema's replacement commits it.
+"""Whole columns: a field more, a field less, another name. No new files but of one field; the new schema commits it.
 
 A kill at any point leaves the schema and the files as they were or as they are to be (`format`, "Creating").
 """

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import fault_injection
 import numpy as np
 import pytest
-from races import CODED, FIELDS, LONGEST, RING, VIEWS, Truth, after, create, race, read, turn, wrong
+from races import CODED, FIELDS, LONGEST, RING, VIEWS, Beside, Truth, after, create, race, read, turn, wrong
 
-from memmap_buffer import ReplayBuffer, StaleEpisodeError
+from memmap_buffer import ReplayBuffer, StaleEpisodeError, verify
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.views.folders import Found
 
@@ -85,6 +86,25 @@ def test_without_the_check_readers_see_rows_of_other_episodes(tmp_path, monkeypa
         if run(tmp_path / str(attempt), "fixed lengths", 0.7)["wrong"]:
             return
     pytest.fail("no wrong row in 10 races")
+
+
+@pytest.mark.parametrize("name", ["varied lengths", "compressed"])
+def test_a_copy_beside_a_writer_is_exact(tmp_path, name):
+    """Fault 28: each field's rows and blobs are of one episode, also where it was updated meanwhile."""
+    truth, how, made = RACES[name]
+    create(tmp_path / "ring", **made)
+    turn(tmp_path / "ring", truth, after(RING))
+    writer = Beside(lambda: turn(tmp_path / "ring", truth, (tmp_path / "over").exists, updates=True, **how))
+    source, copies = ReplayBuffer.from_folder(tmp_path / "ring", read_only=True), []
+    for number in range(5):
+        with suppress(StaleEpisodeError):  # it turns faster than it is copied
+            source.snapshot(tmp_path / str(number))
+            copies.append(tmp_path / str(number))
+    (tmp_path / "over").touch()
+    writer.result()
+    for copy in copies:
+        assert verify(copy) == [] and not read(copy, truth, after(1))["wrong"]
+    assert copies
 
 
 # At the worst moment
