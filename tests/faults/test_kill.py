@@ -320,10 +320,11 @@ def test_signals_that_only_interrupt_change_nothing(tmp_path):
     assert exact(folder) == list(range(100 - RING["max_episodes"], 100))
 
 
+@pytest.mark.parametrize("fields", [FIELDS, pytest.param(CODED, marks=pytest.mark.slow)], ids=["raw", "compressed"])
 @pytest.mark.parametrize("mode", ["whole", "group", "step", "disk"])
-def test_a_handler_that_raises_at_any_line_of_publish_leaves_an_episode_that_can_be_published(tmp_path, mode):
+def test_a_handler_that_raises_at_any_line_of_publish_leaves_an_episode_that_can_be_published(tmp_path, mode, fields):
     """Fault 9, without chance: the error comes at the N-th line that publishing executes, for each N."""
-    options = {name: value for name, value in MODES[mode].items() if name != "work"}
+    options = {"fields": fields} | {name: value for name, value in MODES[mode].items() if name != "work"}
     child = in_child(lambda tell: tell(raise_at_every_line(tmp_path / "buffer", **options)))
     assert child.status == 0, child.told
     assert child.told[0]["wrong"] == []
