@@ -280,9 +280,8 @@ def _stored(storage: Storage, slot: int, name: str, stop: int | None = None) -> 
     if name in schema.meta_fields:
         return np.array(maps.meta[name][slot])
     rows = storage.rows_of(slot, schema.fields[name].final)
-    return storage.read_rows(
-        name, slice(rows.start, rows.stop if stop is None else min(rows.stop, rows.start + stop))
-    ).copy()
+    rows = slice(rows.start, rows.stop if stop is None else min(rows.stop, rows.start + stop))
+    return storage.read_rows(name, rows, slot, storage.table.serial[slot]).copy()
 
 
 def _with_step(storage: Storage, slot: int, t: int, name: str, value: Any) -> Array:

@@ -158,13 +158,11 @@ class CodedRows(NamedTuple):
         of = np.where(index[of, 1] == index[:, 1], of, np.arange(len(of)))
         own = np.flatnonzero(of == np.arange(len(of)))
         bad = self._decode_each(index[own], out, places[own])
+        out[places[own[bad]]] = 0
         if len(own) < len(of):
             copies = np.flatnonzero(of != np.arange(len(of)))
             out[places[copies]] = out[places[of[copies]]]
-        if not bad:
-            return np.empty(0, np.int64)
-        out[places[own[bad]]] = 0
-        return np.flatnonzero(np.isin(of, own[bad]))
+        return np.flatnonzero(np.isin(of, own[bad])) if bad else np.empty(0, np.int64)
 
     def _decode_each(self, index: Array, out: Array, places: IntArray) -> list[int]:
         """Decode blobs, some at a time in threads where they are many; which cannot be decoded."""

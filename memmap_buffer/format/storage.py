@@ -201,21 +201,33 @@ class Storage:
             field, mapped[name + BLOBS].reshape(-1), None if content is None else Dictionary.of(content.copy())
         )
 
-    def read_rows(self, name: str, rows: IntArray | slice) -> Array:
+    def read_rows(self, name: str, rows: IntArray | slice, slots: Any, serials: Any) -> Array:
         """Rows of a per-timestep field as stored, (N, *field), decoded where they are compressed.
 
+        Args:
+            name: the field.
+            rows: which.
+            slots: (N,) or one, where their episodes are; of one that is overwritten meanwhile, rows may be anything.
+            serials: the numbers of these episodes, likewise.
+
         Raises:
-            CorruptBufferError: a blob is none, or was overwritten while it was read.
+            CorruptBufferError: a timestep of an episode that is as it was cannot be decoded.
         """
-        stored = self.maps.rows[name]
-        found = stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
-        coded = self.maps.coded.get(name)
+        stored, coded = self.maps.rows[name], self.maps.coded.get(name)
         if coded is None:
-            return found
-        try:
-            return coded.decode(found)
-        except ValueError as error:
-            raise self.damaged_blob(name, error) from None
+            return stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
+        rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        field = self.layout.schema.fields[name]
+        out = np.empty((len(rows), *field.shape), field.storage)
+        broken = coded.decode_into(stored.take(rows, 0, None, "clip"), out, np.arange(len(rows)))
+        if len(broken):  # what is not being overwritten is the same when it is read again
+            slots, serials = (np.broadcast_to(of, len(rows))[broken] for of in (slots, serials))
+            generations, again = self.generations(slots), np.zeros(len(broken), np.bool_)
+            again[coded.decode_into(stored.take(rows[broken], 0, None, "clip"), out, broken)] = True
+            again &= self.unmoved(slots, serials, generations, None)
+            if again.any():
+                raise self.damaged_blob(name, f"a timestep of episode {serials[again][0]} cannot be decoded")
+        return out
 
     def damaged_blob(self, name: str, why: object) -> CorruptBufferError:
         """The error for a compressed field of which a blob cannot be decoded."""

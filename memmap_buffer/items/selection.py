@@ -237,11 +237,11 @@ class Selection:
         schema, flags, length = storage.layout.schema, table.of(table.flags, slots), table.of(table.length, slots)
         episodes = Runs(slots, table.of(table.serial, slots), np.zeros(len(slots), np.int64), length)
         ends, has_final = self.view.ends(schema), flags & FINAL != 0
-        ended = _ended(storage, slots, length, flags, ends)
+        ended = _ended(storage, episodes, flags, ends)
         inner = np.flatnonzero(flags & INNER_END) if ends.names else slots[:0]
         start = table.of(table.start, slots)
         if (len(inner) or start.any()) and not self.view.per_episode:
-            parts = _parts(storage, slots, start, length, inner, ends)
+            parts = _parts(storage, episodes, start, inner, ends)
             runs = parts.anchors(self.view, schema, episodes, has_final, ended)
         else:
             runs = self.view.anchors(schema, episodes, has_final, ended)
@@ -422,14 +422,15 @@ class _Parts(NamedTuple):
         return Runs(runs.slot, runs.serial, first, runs.count - skipped, last)
 
 
-def _parts(storage: Storage, slots: IntArray, start: IntArray, length: IntArray, inner: IntArray, ends: Ends) -> _Parts:
+def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, ends: Ends) -> _Parts:
     """The parts of episodes (E,) from `start` on, those at positions `inner` cut: their columns of `ends` are read."""
+    slots, serials, length = episodes.slot, episodes.serial, episodes.count
     numbers, stops, ended = [np.arange(len(slots))], [length], [np.zeros(len(slots), np.bool_)]
     for i in inner.tolist():
         found, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)
         for name in ends.names:
             first = int(storage.first_row(slots[i : i + 1], storage.layout.schema.fields[name].final)[0])
-            column = storage.maps.rows[name][first : first + len(found)]
+            column = storage.read_rows(name, slice(first, first + len(found)), slots[i], serials[i])
             here = column.any(axis=tuple(range(1, column.ndim)))
             found |= here
             terminated |= here & (name == ends.terminated)
@@ -446,8 +447,9 @@ def _parts(storage: Storage, slots: IntArray, start: IntArray, length: IntArray,
     return _Parts(number, begin, stop, np.append(is_first[1:], True), np.concatenate(ended)[order])
 
 
-def _ended(storage: Storage, slots: IntArray, length: IntArray, flags: npt.NDArray[np.uint32], ends: Ends) -> BoolArray:
+def _ended(storage: Storage, episodes: Runs, flags: npt.NDArray[np.uint32], ends: Ends) -> BoolArray:
     """Which episodes terminated: the record tells, or the last step is read."""
+    slots, serials, length = episodes.slot, episodes.serial, episodes.count
     name = ends.terminated
     if ends.recorded:
         return np.asarray(flags & TERMINATED != 0)
@@ -455,5 +457,5 @@ def _ended(storage: Storage, slots: IntArray, length: IntArray, flags: npt.NDArr
         return np.zeros(len(slots), np.bool_)
     final = storage.layout.schema.fields[name].final
     rows = storage.first_row(slots, final) + np.maximum(length - 1, 0)
-    values = storage.maps.rows[name][rows]
+    values = storage.read_rows(name, rows, slots, serials)
     return np.asarray(values.any(axis=tuple(range(1, values.ndim))))

@@ -351,8 +351,13 @@ def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[t
         storage.trust(slots)  # an episode that fails its check is not visible any more
         valid = storage.table.shows(slots, table.serial[slots])
         ranges = zip(first.tolist(), block, strict=True)
-        parts = [slice(row + start, row + stop) for row, (_, start, stop) in ranges]
-        rows = np.concatenate([storage.read_rows(name, part) if meta is None else meta[part] for part in parts])
+        parts = [(slice(row + start, row + stop), slot) for row, (slot, start, stop) in ranges]
+        rows = np.concatenate(
+            [
+                storage.read_rows(name, part, slot, table.serial[slot]) if meta is None else meta[part]
+                for part, slot in parts
+            ]
+        )
         valid &= storage.unmoved(slots, table.serial[slots], table.generation[slots], table.changes)
         yield rows, np.repeat(valid, [stop - start for _, start, stop in block])
 

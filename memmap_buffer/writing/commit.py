@@ -384,7 +384,7 @@ class SlotWriter:
     def give_back(self) -> None:
         """Once all rows are written, give the space back that an episode before took beyond them."""
         before = max(self._before, self.room)
-        if self.length < before or self.files.layout.coded:  # fewer timesteps may have had larger blobs
+        if self.length < before or (before and self.files.layout.coded):  # fewer timesteps may have had larger blobs
             self.files.give_back(self.slot, self.length, before)
 
     def _begin(self) -> None:

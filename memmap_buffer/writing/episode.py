@@ -431,7 +431,8 @@ class Episode(Block):
 
     def _first_capacity(self) -> int:
         # Pages that are not written to yet cost nothing; where they are written out in between, no more is staged.
-        step = sum(field.itemsize for field in self._schema.fields.values() if field.codec is None) or 1
+        fields = self._schema.fields.values()
+        step = sum(field.itemsize for field in fields if field.codec is None or not self.staged) or 1
         return max(FIRST_CAPACITY if self.staged else 1, CHUNK_BYTES // step)
 
     def _release(self) -> None:
