@@ -40,6 +40,7 @@ from memmap_buffer.format.records import (
     OPEN,
     RECORD,
     SERIAL,
+    SHOWN,
     STATE_WORD,
     STOP,
     WORDS,
@@ -275,7 +276,9 @@ class Storage:
         if new.valid is old.valid:
             return False
         gone = old.visible[~new.valid[old.visible]]
-        same = self.maps.words[gone, GENERATION] & np.uint64(1) == 1
+        words = self.maps.words[gone]
+        same = words[:, GENERATION] & np.uint64(1) == 1
+        same &= words[:, SHOWN] & np.uint64(2**32 - 1) < words[:, SHOWN] >> np.uint64(32)  # else a ring gave it up
         return bool((same & (new.serial[gone] == old.serial[gone])).any())
 
     def _read_table(self, changes: int, before: EpisodeTable | None = None) -> EpisodeTable:
