@@ -17,8 +17,6 @@ from memmap_buffer.choices import Verify
 from memmap_buffer.cli.minimal import agreed, say
 from memmap_buffer.cli.terminal import Problem, is_terminal, progress
 from memmap_buffer.errors import MemmapBufferError
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.maintenance.disk import stored_bytes
 
 POLL = 0.2  # seconds between two updates of a copy's bar
 
@@ -32,16 +30,6 @@ def disk_use(folder: Path) -> tuple[int, int]:
     """(bytes that the files of a folder take on disk, their bytes with holes)."""
     found = [path.lstat() for path in list(folder.rglob("*")) if not path.is_symlink() and path.is_file()]
     return sum(status.st_blocks * 512 for status in found), sum(status.st_size for status in found)
-
-
-def bytes_to_copy(source: Path) -> int:
-    """The bytes that a copy of a folder will have."""
-    storage = Storage.open(source, read_only=True, verify="never")
-    schema, steps, episodes = storage.layout.schema, storage.table.steps, len(storage.table.visible)
-    raw = [field for field in schema.fields.values() if field.codec is None]
-    rows = sum(field.itemsize * (steps + field.final * episodes) for field in raw)
-    blobs = sum(stored_bytes(storage, name)[0] for name in storage.layout.coded)
-    return rows + blobs + sum(field.itemsize * episodes for field in schema.meta_fields.values())
 
 
 @contextmanager

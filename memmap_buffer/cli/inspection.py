@@ -28,8 +28,7 @@ from memmap_buffer.cli.terminal import (
     say_json,
     show_table,
 )
-from memmap_buffer.codecs import codec_to_json
-from memmap_buffer.maintenance.disk import stored_bytes
+from memmap_buffer.maintenance.disk import compression_of
 from memmap_buffer.maintenance.statistics import FieldStatistics
 from memmap_buffer.schema import Field
 
@@ -196,8 +195,8 @@ def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
 def _field_facts(buffer: ReplayBuffer, name: str, field: Field) -> dict[str, Any]:
     facts = {**asdict(field), "bytes": field.itemsize}
     if field.codec is not None:
-        stored, raw = stored_bytes(buffer._storage, name)
-        facts |= {"codec": codec_to_json(field.codec), "bytes_stored": stored, "bytes_raw": raw}
+        codec, stored, raw = compression_of(buffer._storage, name)
+        facts |= {"codec": codec, "bytes_stored": stored, "bytes_raw": raw}
     return facts
 
 

@@ -15,10 +15,12 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli import minimal
 from memmap_buffer.cli.episodes import matching, read_episode, serials_of, table_of
-from memmap_buffer.cli.folders import bytes_to_copy, new_folder, opened, require_new, watching
+from memmap_buffer.cli.folders import new_folder, opened, require_new, watching
 from memmap_buffer.cli.minimal import FOUND, OK, agreed, print_left_out, say, shards_of
 from memmap_buffer.cli.terminal import Episodes, FolderArgument, Problem, Target, Where, Yes, end, progress
 from memmap_buffer.maintenance import pack as copies
+from memmap_buffer.maintenance.disk import bytes_to_copy
+from memmap_buffer.maintenance.recoding import codecs_of
 from memmap_buffer.schema import Field
 
 Source = Annotated[Path, typer.Argument(help="The folder to copy; it may be in use.", show_default=False)]
@@ -42,7 +44,7 @@ def repair(folder: FolderArgument, yes: Yes = False) -> None:
 
 def pack(source: Source, target: Target, codec: Codecs = None) -> None:
     """Copy a buffer into a new folder that is read-only and without holes: the form to keep and to publish."""
-    wanted = minimal.codecs_of(codec)
+    wanted = codecs_of(codec)
     with nullcontext() if wanted else watching("packing", target, bytes_to_copy(source)):  # else it has its own bar
         left_out = copies.pack(source, target, codec=wanted)
     end(minimal.print_copy(target, left_out))
@@ -52,7 +54,7 @@ def unpack(
     source: Source, target: Target, max_episodes: Size = None, max_timesteps: Size = None, codec: Codecs = None
 ) -> None:
     """Copy a buffer, packed or not, into a new folder that can be written to."""
-    wanted = minimal.codecs_of(codec)
+    wanted = codecs_of(codec)
     with nullcontext() if wanted else watching("unpacking", target, bytes_to_copy(source)):
         left_out = copies.unpack(source, target, max_episodes, max_timesteps, codec=wanted)
     end(minimal.print_copy(target, left_out))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.codecs import CODECS, Codec
-from memmap_buffer.errors import MemmapBufferError, NotABufferError, SchemaError
+from memmap_buffer.errors import MemmapBufferError, NotABufferError
 from memmap_buffer.maintenance.pack import pack, unpack
+from memmap_buffer.maintenance.recoding import codecs_of
 from memmap_buffer.maintenance.repair import LOST, repair
 from memmap_buffer.maintenance.verification import Finding, verify
 
@@ -139,22 +139,6 @@ def check_and_repair(folder: Path, yes: bool) -> int:
     for finding in left:
         say(str(finding))
     return FOUND if left else OK
-
-
-def codecs_of(given: Sequence[str] | None) -> dict[str, Codec | str | None] | None:
-    """What `--codec` says: field -> its codec, as in frame=zstd, frame=zstd:19, camera=jpeg:90 or depth=none."""
-    found: dict[str, Codec | str | None] = {}
-    for text in given or ():
-        field, _, spelled = text.partition("=")
-        kind, colon, number = spelled.partition(":")
-        try:
-            found[field] = {"none": None}.get(kind, kind) if not colon else CODECS[kind](int(number))
-        except (KeyError, ValueError):
-            raise SchemaError(
-                f"--codec {text!r}: expected a field and its codec, as in frame=zstd, frame=zstd:19, camera=jpeg:90 "
-                "or depth=none"
-            ) from None
-    return found or None
 
 
 def print_findings(found: Sequence[Finding]) -> int:

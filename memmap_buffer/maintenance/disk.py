@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from memmap_buffer.codecs import codec_to_json
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.blobs import beyond, lengths_of
 from memmap_buffer.format.episode_table import IntArray
@@ -101,14 +102,38 @@ def _measured(sample: _Sample, seconds: float) -> dict[int, list[float]]:
     return took
 
 
-def stored_bytes(storage: Storage, name: str) -> tuple[int, int]:
-    """What a compressed field's visible timesteps take, (with their index, as raw rows), in bytes; no disk blocks."""
-    field, table, stored, rows = storage.layout.coded[name], storage.table, 0, 0
+def bytes_to_copy(source: Path) -> int:
+    """The bytes that a copy of a folder will have."""
+    storage = Storage.open(source, read_only=True, verify="never")
+    schema, steps, episodes = storage.layout.schema, storage.table.steps, len(storage.table.visible)
+    raw = [field for field in schema.fields.values() if field.codec is None]
+    rows = sum(field.itemsize * (steps + field.final * episodes) for field in raw)
+    blobs = sum(compression_of(storage, name).stored for name in storage.layout.coded)
+    return rows + blobs + sum(field.itemsize * episodes for field in schema.meta_fields.values())
+
+
+class Compression(NamedTuple):
+    """How much smaller the visible timesteps of a field are, by their bytes; disk blocks are not counted.
+
+    Attributes:
+        codec: as it stands in the schema.
+        stored: with their index and dictionary.
+        raw: as rows.
+    """
+
+    codec: dict[str, Any]
+    stored: int
+    raw: int
+
+
+def compression_of(storage: Storage, name: str) -> Compression:
+    """What the codec of a field saves."""
+    field, table = storage.layout.coded[name], storage.table
+    stored, rows = storage.layout.dictionaries.get(name, 0), 0
     for slot in table.visible.tolist():
         index = storage.maps.rows[name][storage.rows_of(slot, field.final)]
-        stored, rows = stored + int(lengths_of(index).sum()), rows + len(index)
-    dictionary = storage.layout.dictionaries.get(name, 0)
-    return stored + dictionary + rows * field.in_file.itemsize, rows * field.itemsize
+        stored, rows = stored + int(lengths_of(index).sum()) + index.nbytes, rows + len(index)
+    return Compression(codec_to_json(field.codec), stored, rows * field.itemsize)
 
 
 class _Sample:

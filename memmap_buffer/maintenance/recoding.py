@@ -6,21 +6,22 @@ timesteps at a time, so neither takes more memory for a larger field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.codecs import Zstd, parse_codec
+from memmap_buffer.codecs import CODECS, Codec, Zstd, parse_codec
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.format import syscalls
 from memmap_buffer.format.blobs import Dictionary, contents_of, encode_many, index_of, lengths_of, stored_blobs
 from memmap_buffer.format.checksums import EMPTY, add_rows, checksum_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import read_at, system, write_all
+from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.schema import Field, Schema
 
 CHUNK = 4 << 20  # bytes read, summed and written at a time: they stay in the processor's cache
@@ -179,7 +180,7 @@ def close_up(layout: Layout, there: Mapping[str, int]) -> Layout:
         key = name + BLOBS
         old, new = layout.arrays[key], closed.arrays[key]
         assert len(old.header) == len(new.header)
-        system.truncate(there[key], new.size)
+        syscalls.system.truncate(there[key], new.size)
         write_all(there[key], new.header, 0)
     return closed
 
@@ -238,6 +239,22 @@ def _decoded(source: Storage, name: str, index: Array) -> Array:
         return source.maps.coded[name].decode(index)
     except ValueError:
         raise DamagedError(f"has a blob of {name!r} that cannot be decoded") from None
+
+
+def codecs_of(given: Sequence[str] | None) -> dict[str, Codec | str | None] | None:
+    """Field -> its codec, of words such as frame=zstd, frame=zstd:19, camera=jpeg:90 or depth=none."""
+    found: dict[str, Codec | str | None] = {}
+    for text in given or ():
+        field, _, spelled = text.partition("=")
+        kind, colon, number = spelled.partition(":")
+        try:
+            found[field] = {"none": None}.get(kind, kind) if not colon else CODECS[kind](int(number))
+        except (KeyError, ValueError):
+            raise SchemaError(
+                f"--codec {text!r}: expected a field and its codec, as in frame=zstd, frame=zstd:19, camera=jpeg:90 "
+                "or depth=none"
+            ) from None
+    return found or None
 
 
 # Dictionaries
