@@ -132,9 +132,8 @@ def ask_for_blobs(storage: Storage, name: str, low: IntArray, high: IntArray, ga
     begin, stop = (
         np.minimum(at, len(coded.data)).astype(np.int64) for at in (index[low, 0], last[:, 0] + lengths_of(last))
     )
-    right = (begin < stop) & (
-        stop - begin <= (high - low) * coded.field.itemsize
-    )  # else a row has no blob, or a wrong one
+    # else a row has no blob, or its index is wrong
+    right = (begin < stop) & (stop - begin <= (high - low) * coded.field.itemsize)
     if right.any():
         will_need(coded.data, joined(begin[right], stop[right], gap))
 
