@@ -93,15 +93,15 @@ class Zstd:
         """
         key = ("decompress", None if dictionary is None else dictionary.ctypes.data)
         zstandard = self._zstandard
-        decompress, size_of = _kept(
-            key,
-            dictionary,
-            lambda: (
-                zstandard.ZstdDecompressor(dict_data=self._dictionary(dictionary)).decompress,
-                zstandard.frame_content_size,
-            ),
-        )
         try:
+            decompress, size_of = _kept(
+                key,
+                dictionary,
+                lambda: (
+                    zstandard.ZstdDecompressor(dict_data=self._dictionary(dictionary)).decompress,
+                    zstandard.frame_content_size,
+                ),
+            )
             for blob, place in zip(blobs, places, strict=True):
                 if size_of(blob) != len(place):  # memory for so much is taken before anything is decoded
                     raise ValueError(f"a blob says that it is of {size_of(blob)} bytes, a row has {len(place)}")
@@ -178,6 +178,7 @@ class Jpeg:
         """Decode blobs, each to where its row belongs; see `Zstd.decode_into`."""
         for blob, place in zip(blobs, places, strict=True):
             height, width, *_ = self._simplejpeg.decode_jpeg_header(blob)
+            _require_one_pass(blob)
             if (height, width) != shape[:2]:  # memory for so much is taken before anything is decoded
                 raise ValueError(f"a blob is a picture of {height} x {width}, a row of {shape[0]} x {shape[1]}")
             self._simplejpeg.decode_jpeg(blob, _colours(shape), buffer=place)
@@ -203,7 +204,7 @@ def codec_to_json(codec: Codec) -> dict[str, Any]:
 
 def codec_from_json(spec: Any) -> Codec:
     """The codec that `schema.json` names. Raises SchemaError for any that is not known."""
-    if not isinstance(spec, Mapping) or spec.get("name") not in CODECS:
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or spec["name"] not in CODECS:
         raise SchemaError(f"codec: got {spec!r}, this release knows {', '.join(CODECS)}; install a newer one")
     given = {key: value for key, value in spec.items() if key != "name"}
     try:
@@ -217,6 +218,19 @@ def codec_from_json(spec: Any) -> Codec:
 
 def _colours(shape: tuple[int, ...]) -> str:
     return "RGB" if shape[2:] == (3,) else "GRAY"
+
+
+def _require_one_pass(blob: bytes | memoryview) -> None:
+    """Raise ValueError unless a JPEG is baseline: a progressive one may pass over its rows every 12 bytes."""
+    at = 2
+    while at + 4 <= len(blob) and blob[at] == 0xFF:
+        marker = blob[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, not the begin of a frame
+            if marker == 0xC0:
+                return
+            break
+        at += 2 + int.from_bytes(blob[at + 2 : at + 4], "big")
+    raise ValueError("a blob is no baseline JPEG")
 
 
 def _kept(key: Any, dictionary: Array | None, make: Callable[[], Any]) -> Any:

@@ -285,3 +285,49 @@ def sums_of(contents: Iterator[Array], sums: Sums = EMPTY) -> Sums:
     for part in contents:
         sums = add_rows(sums, part)
     return sums
+
+
+def lengths_of(index: Array) -> Array:
+    """The bytes (N,) of the blobs of rows of the index (N, 2); 0 where there is none."""
+    length = index[:, 1] & _LENGTH
+    return np.where(length == DEFAULT_BLOB, np.uint64(0), length)
+
+
+def beyond(coded: CodedRows, index: Array) -> Array:
+    """Whether rows of the index (N, 2) have a blob that is not all in the file, or larger than a timestep."""
+    size, begin, length = np.uint64(len(coded.data)), index[:, 0], lengths_of(index)
+    missing = (length > coded.field.itemsize) | (length > size - np.minimum(begin, size))
+    return np.asarray(missing & (length > 0))
+
+
+def stored_blobs(coded: CodedRows, index: Array) -> list[bytes] | None:
+    """Copies of the blobs of rows of the index (N, 2), b"" where a row has none; None where one is not in the file."""
+    if beyond(coded, index).any():
+        return None
+    data, length = memoryview(coded.data), lengths_of(index)  # type: ignore[arg-type]
+    begin = np.where(length == 0, np.uint64(0), index[:, 0])
+    return [bytes(data[a:b]) for a, b in zip(begin.tolist(), (begin + length).tolist(), strict=True)]
+
+
+def fault(coded: CodedRows, index: Array, region: range | None) -> str:
+    """What is wrong with the rows of an episode in the index (N, 2); "" for nothing. Nothing is decoded.
+
+    Args:
+        coded: the field.
+        index: see above.
+        region: the bytes of its slot, from the first of which on its blobs lie; None: they may lie anywhere.
+    """
+    index = index[lengths_of(index) > 0]
+    begin, length, number = index[:, 0], lengths_of(index), index[:, 1] >> np.uint64(32)
+    if not len(index):
+        return ""
+    if beyond(coded, index).any():
+        return "has a blob beyond the file, or longer than a timestep"
+    if (begin[1:] != begin[:-1] + length[:-1]).any():
+        return "has blobs that do not follow one another"
+    if region is not None and (int(begin[0]) != region.start or int(begin[-1] + length[-1]) > region.stop):
+        return "has blobs that lie in the place of another episode"
+    known = 0 if coded.dictionary is None else coded.dictionary.number
+    if ((number != 0) & (number != known)).any():
+        return "has a blob of a dictionary that is not there"
+    return ""

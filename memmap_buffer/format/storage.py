@@ -472,12 +472,16 @@ class Storage:
         """
         damaged = [(int(slot), name) for slot in slots for name in self.damaged(int(slot))]
         out = [(int(self.table.serial[slot]), name) for slot, name in damaged]
-        for slot, name in damaged:
+        self.void([(slot, f"fails the checksum of {name!r}") for slot, name in damaged])
+        return out
+
+    def void(self, damaged: list[tuple[int, str]]) -> None:
+        """Serve the episodes of slots no more, as each is damaged in a way."""
+        for slot, what in damaged:
             self._void[slot] = int(self.table.serial[slot])
-            log.warning("%s: episode %d fails the checksum of %r and is not served", self.path, self._void[slot], name)
+            log.warning("%s: episode %d %s and is not served", self.path, self._void[slot], what)
         if damaged:
             self._table = self._read_table(self.table.changes, self.table)
-        return out
 
     def check_always(self) -> None:
         """With `verify="always"`, check everything, also what would come back in the place of damaged episodes."""

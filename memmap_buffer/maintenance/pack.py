@@ -7,17 +7,18 @@ A writer may go on meanwhile: like every reader they read the generations again,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, StaleEpisodeError
-from memmap_buffer.format.checksums import EMPTY, add_rows, checksum, checksum_of, checksum_row, digest_of
+from memmap_buffer.format.checksums import checksum, checksum_row, digest_of
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import (
     CHECK,
@@ -34,14 +35,22 @@ from memmap_buffer.format.records import (
 )
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import write_all
+from memmap_buffer.maintenance.recoding import DamagedError, Recoding, close_up, copy_rows
 from memmap_buffer.maintenance.snapshot import ROUNDS, counters, new_copy, visible, write_counters
 from memmap_buffer.paths import path_of
+from memmap_buffer.progress import progress
 from memmap_buffer.writing.validation import positions_of
 
-CHUNK = 4 << 20  # bytes read, summed and written at a time: they stay in the processor's cache
+Shape: TypeAlias = "Callable[[Layout, IntArray, int, Recoding], Layout]"
 
 
-def pack(src: str | PathLike[str], dst: str | PathLike[str], *, episodes: Any = None) -> list[int]:
+def pack(
+    src: str | PathLike[str],
+    dst: str | PathLike[str],
+    *,
+    codec: Mapping[str, Any] | None = None,
+    episodes: Any = None,
+) -> list[int]:
     """Copy a buffer into a new folder that is read-only, dense and without holes: made to be kept and published.
 
     It has the episodes that were visible when the call began, each as it was at one moment of it, with their serials,
@@ -50,9 +59,16 @@ def pack(src: str | PathLike[str], dst: str | PathLike[str], *, episodes: Any = 
     which is by slot. The `id` is that of the source; where `episodes` leaves some out, one that follows
     from it and these.
 
+    Blobs of compressed fields are copied as they are, unless `codec` names the field: then its timesteps are decoded
+    and encoded anew. What a lossy codec lost stays lost, and each other lossy one loses more; one that the field has
+    already is not applied again. For Zstandard a dictionary is trained by a sample of all timesteps, and kept if it
+    saves more than it takes.
+
     Args:
         src: a folder of any layout; its writer may go on meanwhile.
         dst: where; no buffer may be there.
+        codec: field -> its codec in the copy, as in `Field`; None for raw. "zstd" is of level 12 here, as what is
+            packed is written once. Fields that are not named keep theirs.
         episodes: positions: an int, list, array or slice; None for all, those that a ring has trimmed included.
 
     Returns:
@@ -63,14 +79,16 @@ def pack(src: str | PathLike[str], dst: str | PathLike[str], *, episodes: Any = 
         NotEnoughDataError: there is no episode to copy.
         EpisodeIndexError: there is no such episode; an IndexError.
         StaleEpisodeError: episodes change faster than they are copied.
+        SchemaError: `codec` names no field, or a codec that does not fit.
+        ImportError: the package of a codec is not installed.
         OSError: the disk is full, say.
     """
 
-    def dense(source: Layout, lengths: IntArray, steps: int) -> Layout:
+    def dense(source: Layout, lengths: IntArray, steps: int, recoding: Recoding) -> Layout:
         rows, columns = int(lengths.sum()), len(source.schema.all)
-        return Layout(source.schema, len(lengths), source.max_timesteps, spare_slots=0, rows=rows, columns=columns)
+        return recoding.layout(len(lengths), source.max_timesteps, rows, spare_slots=0, columns=columns)
 
-    return _transfer(src, dst, episodes, dense)
+    return _transfer(src, dst, episodes, codec, dense, is_dense=True)
 
 
 def unpack(
@@ -79,6 +97,7 @@ def unpack(
     max_episodes: int | None = None,
     max_timesteps: int | None = None,
     *,
+    codec: Mapping[str, Any] | None = None,
     episodes: Any = None,
     circular: bool = False,
     capacity: int | None = None,
@@ -91,6 +110,7 @@ def unpack(
         dst: as for `pack`.
         max_episodes: as for `ReplayBuffer`; None for that of the source.
         max_timesteps: as for `ReplayBuffer`; None for that of the source.
+        codec: as for `pack`, but for "zstd", which is of level 3, as for `Field`: what is recorded then has it, too.
         episodes: as for `pack`.
         circular: as for `ReplayBuffer`.
         capacity: as for `ReplayBuffer`.
@@ -100,15 +120,17 @@ def unpack(
         The serials that were left out, as `pack` does.
 
     Raises:
-        SchemaError: a size is too small for the episodes.
+        SchemaError: a size is too small for the episodes, or as `pack` raises it.
         MemmapBufferError: as `pack` raises it.
+        ImportError: as `pack` raises it.
         OSError: the disk is full, say.
     """
 
-    def grid(source: Layout, lengths: IntArray, steps: int) -> Layout:
+    def grid(source: Layout, lengths: IntArray, steps: int, recoding: Recoding) -> Layout:
         most = source.max_episodes if max_episodes is None else max_episodes
         longest = source.max_timesteps if max_timesteps is None else max_timesteps
-        layout = Layout(source.schema, most, longest, spare_slots=spare_slots, circular=circular, capacity=capacity)
+        options = {"spare_slots": spare_slots, "circular": circular, "capacity": capacity}
+        layout = recoding.layout(most, longest, **options)
         needed = {"max_episodes": len(lengths), "max_timesteps": int(lengths.max()), "capacity": steps}
         for name, size in needed.items():
             given = getattr(layout, name)
@@ -118,7 +140,7 @@ def unpack(
                 )
         return layout
 
-    return _transfer(src, dst, episodes, grid)
+    return _transfer(src, dst, episodes, codec, grid, is_dense=False)
 
 
 @dataclass(frozen=True)
@@ -126,7 +148,7 @@ class _Plan:
     """What goes where: the i-th episode to slot i of the new layout, its steps to the rows from `first` on.
 
     Attributes: slots, serials, start, length, flags, first: (n,), in the order of the serials, as they were when it was
-        made.
+        made. recoding: how the fields of the copy are compressed.
     """
 
     slots: IntArray
@@ -136,6 +158,7 @@ class _Plan:
     flags: npt.NDArray[np.uint32]
     first: IntArray
     layout: Layout
+    recoding: Recoding
 
 
 class _Left(Exception):
@@ -147,7 +170,13 @@ class _Left(Exception):
 
 
 def _transfer(
-    src: str | PathLike[str], dst: str | PathLike[str], episodes: Any, shape: Callable[[Layout, IntArray, int], Layout]
+    src: str | PathLike[str],
+    dst: str | PathLike[str],
+    episodes: Any,
+    codec: Mapping[str, Any] | None,
+    shape: Shape,
+    *,
+    is_dense: bool,
 ) -> list[int]:
     source = Storage.open(src, read_only=True, verify="never")  # each checksum is compared all the same
     table, slots = visible(source)
@@ -157,12 +186,17 @@ def _transfer(
     wanted = table.serial[slots[np.unique(positions_of(episodes, len(slots))[0])]]
     serials = wanted
     name = source.layout.id if len(wanted) == visible_ones else source.layout.part_id(wanted.tolist())
+    chosen = slots[np.isin(table.serial[slots], wanted)]
+    recoding = Recoding.of(source, codec, chosen, dense=is_dense)
     for _ in range(ROUNDS):
-        plan = _plan(source, serials, lambda *sizes: replace(shape(*sizes), id=name))
+        plan = _plan(source, serials, recoding, lambda *sizes: replace(shape(*sizes), id=name))
         try:
             with new_copy(source, path_of(dst), plan.layout, ("extra",)) as there:
+                recoding.write_dictionaries(plan.layout, there)
                 _copy(source, plan, there)
                 write_counters(there["/state"], plan.layout, counters(source))
+                if is_dense and plan.layout.coded:
+                    _replace_schema(Folder(path_of(dst)), close_up(plan.layout, there))
         except _Left as left:
             # The files are made for all that were planned, so they are made anew; a ring that overtook the copy once
             # would do it again, so as many more of its oldest are not tried.
@@ -173,7 +207,13 @@ def _transfer(
     raise StaleEpisodeError(f"{source.path}: episodes change faster than they can be copied; pause the writer")
 
 
-def _plan(source: Storage, serials: IntArray, shape: Callable[[Layout, IntArray, int], Layout]) -> _Plan:
+def _replace_schema(target: Folder, layout: Layout) -> None:
+    """Have an unfinished copy be of another layout of the same files; killed here, it is discarded like any other."""
+    target.write_new("schema.json.old", layout.to_json(), sync=True)
+    target.rename("schema.json.old", "schema.json.new")
+
+
+def _plan(source: Storage, serials: IntArray, recoding: Recoding, shape: Shape) -> _Plan:
     table, slots = visible(source)
     slots = slots[np.isin(table.serial[slots], serials)]
     if not len(slots):
@@ -182,9 +222,9 @@ def _plan(source: Storage, serials: IntArray, shape: Callable[[Layout, IntArray,
             "faster than it can be read"
         )
     start, length = table.start[slots], table.length[slots]
-    layout = shape(source.layout, length, int((length - start).sum()))
+    layout = shape(source.layout, length, int((length - start).sum()), recoding)
     first = np.cumsum(length) - length if layout.rows is not None else np.arange(len(slots)) * layout.max_timesteps
-    return _Plan(slots, table.serial[slots], start, length, table.flags[slots], first, layout)
+    return _Plan(slots, table.serial[slots], start, length, table.flags[slots], first, layout, recoding)
 
 
 def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
@@ -196,7 +236,8 @@ def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
     copied = np.zeros(len(plan.slots), np.uint64)  # the generation that each was copied under, 0 where it was not
     pending = np.arange(len(copied))
     for attempt in range(ROUNDS):
-        for i in pending.tolist():
+        # to encode takes long; what is only copied is as fast as the disk
+        for i in progress(pending.tolist(), "encoding") if plan.recoding.anew else pending.tolist():
             copied[i] = _copy_episode(source, plan, i, there)
         table = source.refresh()
         moved = table.generation[plan.slots] != copied
@@ -217,39 +258,44 @@ def _copy_episode(source: Storage, plan: _Plan, i: int, there: dict[str, int]) -
         return 0
     length, planned, now = int(plan.length[i]), int(plan.flags[i]), int(record["flags"])
     flags = (planned | CUT) & ~OPEN if planned & OPEN else now & ~DELETED  # an open one ends where it was
-    checksums = _copy_arrays(source, plan, i, bool(flags & FINAL), there)
+    try:
+        before, after = _copy_arrays(source, plan, i, bool(flags & FINAL), there)
+    except DamagedError as error:
+        before, after, why = {}, {}, str(error)
+    else:
+        why = ""
     bad = []
-    if now & CHECKED and record["length"] == length and (now ^ planned) & OPEN == 0:
-        bad = source.mismatches(slot, now, checksums)
+    if not why and now & CHECKED and record["length"] == length and (now ^ planned) & OPEN == 0:
+        bad = source.mismatches(slot, now, before)
     if source.maps.words[slot, GENERATION] != generation:
         return 0
     if bad and source.maps.words[slot, CHECK] == word[CHECK]:
         source.check(np.array([slot]))
-    if bad:
+    elif why and source.maps.words[slot, CHECK] == word[CHECK]:
+        source.void([(slot, why)])
+    if bad or why:
         return 0
-    _write_record(plan, i, word, flags, checksums, there)
+    _write_record(plan, i, word, flags, after, there)
     return generation
 
 
-def _copy_arrays(source: Storage, plan: _Plan, i: int, has_final: bool, there: dict[str, int]) -> dict[str, int]:
-    """Copy an episode's rows and meta, a chunk at a time; the checksum of each by its name."""
-    slot, length, checksums = plan.slots[i], int(plan.length[i]), {}
+def _copy_arrays(
+    source: Storage, plan: _Plan, i: int, has_final: bool, there: dict[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Copy an episode's rows and meta; the checksum of each by its name, in the source and in the copy."""
+    slot, length, before, after = plan.slots[i], int(plan.length[i]), {}, {}
     for name, field in plan.layout.schema.fields.items():
-        first = int(source.first_row(slot[None], field.final)[0])
-        offset = plan.layout.row_offset(name, int(plan.first[i]) + i * field.final)
-        stop, step, sums = length + (field.final and has_final), max(1, CHUNK // field.itemsize), EMPTY
-        for t in range(0, stop, step):
-            rows = source.maps.rows[name][first + t : first + min(t + step, stop)]
-            write_all(there[name], rows, offset + t * field.itemsize)
-            sums = add_rows(sums, rows)
-        checksums[name] = checksum_of(sums)
+        first, row = int(source.first_row(slot[None], field.final)[0]), int(plan.first[i]) + i * field.final
+        rows = range(first, first + length + (field.final and has_final))
+        before[name], after[name] = copy_rows(source, name, rows, plan.recoding, plan.layout, row, there)
         if field.final and not has_final:  # the row is there all the same, and no hole
-            write_all(there[name], bytes(field.itemsize), offset + length * field.itemsize)
+            empty = bytes(field.in_file.itemsize)
+            write_all(there[name], empty, plan.layout.row_offset(name, row + length))
     for name in plan.layout.schema.meta_fields:
         value = source.maps.meta[name][slot : slot + 1]
         write_all(there[name], value, plan.layout.arrays[name].offset(i))
-        checksums[name] = checksum(value)
-    return checksums
+        before[name] = after[name] = checksum(value)
+    return before, after
 
 
 def _write_record(

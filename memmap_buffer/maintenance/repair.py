@@ -17,10 +17,11 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError
 from memmap_buffer.format import syscalls
+from memmap_buffer.format.blobs import end_of, fault, lengths_of
 from memmap_buffer.format.checksums import checksum_row, digest_of
 from memmap_buffer.format.creation import LEFT_BEHIND, RESERVED
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
+from memmap_buffer.format.layout import BLOBS, MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import CHECKED, CUT, FINAL, GENERATION, MAX_SERIAL, OPEN, RECORD, seal
 from memmap_buffer.format.storage import Storage
@@ -93,8 +94,8 @@ def _repair(place: Folder, survey: Survey, found: Sequence[Finding]) -> None:
     slots = {f.slot for f in damage if f.slot is not None} - survey.spoilt.keys()
     _take_out(place, slots | Survey(place.path).cut_slots(stay))
     _repair_checksums(place, survey, found, lost)
-    for name in sorted(stay):
-        _repair_file(place, survey, name)
+    for key in (key for name in sorted(stay) for key in survey.layout.keys_of(name)):
+        _repair_file(place, survey, key)
     _drop_fields(place, survey.layout, lost)
 
 
@@ -126,10 +127,10 @@ def _require_repairable(survey: Survey) -> None:
 def _lost_fields(survey: Survey, found: Iterable[Finding]) -> set[str]:
     """The fields that leave the schema: nothing is there, or all episodes are damaged in it, which is no chance."""
     slots, names = survey.repaired.table.visible, survey.layout.schema.all
-    nothing = {name for name in names if survey.nothing_of(name)} if len(slots) else set()
+    nothing = {name for name in names if survey.is_lost(name)} if len(slots) else set()
     rows = [f.field for f in found if f.slot is not None and f.file != "checksums.npy"]
     bad = {name: rows.count(name) for name in names}
-    every = {name for name, n in bad.items() if n and n == len(slots) and (n > 1 or name in survey.broken)}
+    every = {name for name, n in bad.items() if n and n == len(slots) and (n > 1 or survey.is_broken(name))}
     return nothing | every if survey.layout.schema.fields.keys() - nothing - every else nothing
 
 
@@ -243,7 +244,8 @@ def _drop_fields(place: Folder, layout: Layout, lost: set[str]) -> None:
     if not lost:
         return
     for name in sorted(lost):
-        _move(place, layout.arrays[name].name)
+        for key in layout.keys_of(name):
+            _move(place, layout.arrays[key].name)
     fields, meta = (
         {name: field for name, field in group.items() if name not in lost}
         for group in (layout.schema.fields, layout.schema.meta_fields)
@@ -382,7 +384,11 @@ def _emptied(word: Array) -> bytes:
 
 
 def _copy_away(place: Folder, survey: Survey, slot: int) -> None:
-    """The slot's record and rows as `.npy` files of their own; all its rows, where the record does not tell."""
+    """The slot's record and rows as `.npy` files of their own; all its rows, where the record does not tell.
+
+    Of compressed fields all blobs of the slot, or of a packed folder's episode; their index is as it was, so that it
+    counts from the first byte of the slot, or from the first blob.
+    """
     table, layout = survey.repaired.table, survey.layout
     known = bool(table.valid[slot])
     length = int(table.length[slot]) if known else layout.max_timesteps if layout.rows is None else 0
@@ -392,12 +398,25 @@ def _copy_away(place: Folder, survey: Survey, slot: int) -> None:
         final = layout.schema.fields[name].final
         first = int(survey.repaired.first_row(np.array([slot]), final)[0])
         parts[name] = name, layout.row_offset(name, first), rows[first : first + length + (final and has_final)]
+        if name in layout.coded:
+            region, data = _region(survey, name, slot, parts[name][2]), survey.maps.coded[name].data
+            begin = layout.arrays[name + BLOBS].offset(0) + region.start
+            parts[f"{name}.blobs"] = name + BLOBS, begin, data[region.start : region.stop]
     for name, values in survey.maps.meta.items():
         parts[name] = name, layout.arrays[name].offset(slot), values[slot : slot + 1]
     base = _free(place, f"slot-{slot}", ".record.npy")
     for name, (key, offset, part) in parts.items():
         header = ArrayFile(name, part.dtype, part.shape).header
         _copy(place, layout.arrays[key].name, f"{base}.{name}.npy", offset, part.nbytes, header)
+
+
+def _region(survey: Survey, name: str, slot: int, index: Array) -> range:
+    """The bytes of a slot's blobs; in a packed folder from the first to the last that the index has, if it is right."""
+    if survey.layout.rows is None:
+        return survey.layout.region(name, slot)
+    index = index[lengths_of(index) > 0]
+    right = len(index) and not fault(survey.maps.coded[name], index, None)
+    return range(int(index[0, 0]), end_of(index[-1])) if right else range(0)
 
 
 def _take_over(place: Folder, lock: WriterLock) -> None:

@@ -15,8 +15,9 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError
+from memmap_buffer.format.blobs import beyond, fault
 from memmap_buffer.format.creation import LEFT_BEHIND
-from memmap_buffer.format.layout import ArrayFile
+from memmap_buffer.format.layout import BLOBS, ArrayFile
 from memmap_buffer.format.records import (
     CHECK,
     CHECKED,
@@ -135,12 +136,22 @@ class Survey(Storage):
         entry = math.prod(self._shape(key)[1:]) * self.layout.arrays[key].dtype.itemsize
         return self.size_of(key) - len(self.layout.arrays[key].header) < entry
 
+    def is_lost(self, name: str) -> bool:
+        """Whether nothing of a field is left, as a file of it holds not one entry."""
+        return any(self.nothing_of(key) for key in (name, name + BLOBS) if key in self.layout.arrays)
+
+    def is_broken(self, name: str) -> bool:
+        """Whether a file of a field is broken."""
+        return not self.broken.keys().isdisjoint(self.layout.keys_of(name))
+
     def size_of(self, key: str) -> int:
         """The size of a broken file, 0 if it is missing or no plain file."""
         return _size(self.broken[key])
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        """(entries, …) of a file: records, rows of a field, values of a meta field."""
+        """(entries, …) of a file: records, rows of a field, values of a meta field, bytes of blobs."""
+        if key.endswith(BLOBS):
+            return (math.prod(self.layout.arrays[key].shape),)
         return self.layout.rows_shape(key) if key in self.layout.schema.fields else self.layout.arrays[key].shape
 
     def _entries(self, key: str) -> Array:
@@ -186,7 +197,7 @@ class Survey(Storage):
 
     def _files(self) -> Iterator[Finding]:
         for key, array in self.layout.arrays.items():
-            field = None if key.startswith("/") else key
+            field = key.partition("/")[0] or None
             if key in self.strangers:
                 what = f"holds {self.strangers[key]}, and schema.json says {array.shape}: one is of another buffer"
                 yield Finding(array.name, what, field=field)
@@ -274,7 +285,13 @@ class Survey(Storage):
         """What is wrong with the rows of a visible slot."""
         serial, cut = int(self.table.serial[slot]), self.cut(slot)
         for name in cut:
-            yield Finding(self.layout.arrays[name].name, f"{name!r} is cut off", slot, serial, name)
+            key = name if name in self.broken else name + BLOBS
+            yield Finding(self.layout.arrays[key].name, f"{name!r} is cut off", slot, serial, name)
+        faults = {name: self._fault(name, slot) for name in self.layout.coded if name not in cut}
+        for name, why in faults.items():
+            if why and (self.maps.words[slot, [GENERATION, CHECK]] == self._seen(slot)).all():
+                yield Finding(self.layout.arrays[name].name, f"{name!r} {why}", slot, serial, name)
+        cut += [name for name, why in faults.items() if why]
         flags = int(self.table.flags[slot])
         if (flags & OPEN and self.broken) or not flags & CHECKED or slot >= len(self.maps.checksums):
             return
@@ -289,6 +306,16 @@ class Survey(Storage):
                 )
                 yield Finding("episodes.npy", f"the {what}", slot, serial)
 
+    def _seen(self, slot: int) -> tuple[int, int]:
+        return int(self.table.generation[slot]), int(self.table.check[slot])
+
+    def _fault(self, name: str, slot: int) -> str:
+        """What is wrong with the index of an episode's blobs."""
+        field, is_grid = self.layout.coded[name], self.layout.rows is None
+        index = self.maps.rows[name][self.rows_of(slot, field.final)].copy() if name in self.maps.rows else None
+        region = self.layout.region(name, slot) if is_grid else None
+        return "" if index is None else fault(self.maps.coded[name], index, region)
+
     def _checksum(self, slot: int, serial: int, name: str) -> Finding:
         table = self.table
         checksums = self.checksums_of(slot, self.checked_length(slot), bool(table.flags[slot] & FINAL))
@@ -296,13 +323,17 @@ class Survey(Storage):
         # Rows that were changed have another CRC-32 by one bit in one case of 10^8 only.
         if (stored ^ checksums[name]).bit_count() == 1:
             return Finding("checksums.npy", f"one bit of the checksum of {name!r} is wrong", slot, serial, name)
-        return Finding(self.layout.arrays[name].name, f"{name!r} fails its checksum", slot, serial, name)
+        file = self.layout.arrays[name + BLOBS if name in self.layout.coded else name].name
+        return Finding(file, f"{name!r} fails its checksum", slot, serial, name)
 
     def cut(self, slot: int) -> list[str]:
         """The fields whose rows of a visible slot are not all there, in files of which something is."""
         fields, rows, meta = self.layout.schema.fields, self.maps.rows, self.maps.meta
         cut = [n for n in self.broken.keys() & rows if self.rows_of(slot, fields[n].final).stop > len(rows[n])]
-        return sorted(cut + [name for name in self.broken.keys() & meta if slot >= len(meta[name])])
+        for name in (name for name in self.layout.coded if name + BLOBS in self.broken and name in rows):
+            if beyond(self.maps.coded[name], rows[name][self.rows_of(slot, fields[name].final)]).any():
+                cut.append(name)
+        return sorted({*cut, *(name for name in self.broken.keys() & meta if slot >= len(meta[name]))})
 
     def cut_slots(self, fields: set[str]) -> set[int]:
         """The slots of episodes, or of what was one, whose rows of some of these fields are not all there."""

@@ -40,6 +40,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.format.records import CUT, OPEN
 from memmap_buffer.maintenance import pack as module
+from memmap_buffer.maintenance import recoding
 
 CUT_OR_OPEN = CUT | OPEN
 
@@ -184,7 +185,7 @@ def test_a_field_of_any_size_takes_little_memory(tmp_path: Path) -> None:
     unpack(tmp_path / "packed", tmp_path / "unpacked")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2 * module.CHUNK
+    assert peak < 2 * recoding.CHUNK
     assert (np.load(tmp_path / "packed" / "data" / "x.npy", mmap_mode="r")[:, -1] == np.arange(3).repeat(40)).all()
 
 
