@@ -22,6 +22,7 @@ paths, pictures, extras, progress. torch is imported by `loading.tensors`, `data
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.collector import Collector
 from memmap_buffer.api.concat import ConcatBuffer, ConcatReplayBuffer
+from memmap_buffer.codecs import Jpeg, Zstd
 from memmap_buffer.errors import (
     BufferFullError,
     BufferLockedError,
@@ -66,6 +67,7 @@ __all__ = [
     "Field",
     "Finding",
     "Hindsight",
+    "Jpeg",
     "MemmapBufferError",
     "NStep",
     "Normalize",
@@ -91,6 +93,7 @@ __all__ = [
     "View",
     "Window",
     "WriterLostError",
+    "Zstd",
     "advantages",
     "compute_importance_weights",
     "discounted_returns",
