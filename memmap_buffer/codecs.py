@@ -106,10 +106,10 @@ class Zstd:
         """
         zstandard, size = self._zstandard, out.itemsize * math.prod(out.shape[1:])
         key = ("decompress", None if dictionary is None else dictionary.ctypes.data)
-        decompressor = _kept(key, dictionary, lambda: self._decompressor(dictionary))
         flat = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
         try:
+            decompressor = _kept(key, dictionary, lambda: self._decompressor(dictionary))
             self._require_sizes(blobs, ends, size)
             reader = decompressor.stream_reader(blobs, read_across_frames=True)
             for first, stop in pairwise(cuts):
@@ -204,6 +204,7 @@ class Jpeg:
         for (begin, end), place in zip(pairwise([0, *ends.tolist()]), places.tolist(), strict=True):
             blob = data[begin:end]
             height, width, *_ = header(blob)
+            _require_one_pass(blob)
             if (height, width) != shape[:2]:  # memory for so much is taken before anything is decoded
                 raise ValueError(f"a blob is a picture of {height} x {width}, a row of {shape[0]} x {shape[1]}")
             decode(blob, colours, buffer=out[place])
@@ -229,7 +230,7 @@ def codec_to_json(codec: Codec) -> dict[str, Any]:
 
 def codec_from_json(spec: Any) -> Codec:
     """The codec that `schema.json` names. Raises SchemaError for any that is not known."""
-    if not isinstance(spec, Mapping) or spec.get("name") not in CODECS:
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or spec["name"] not in CODECS:
         raise SchemaError(f"codec: got {spec!r}, this release knows {', '.join(CODECS)}; install a newer one")
     given = {key: value for key, value in spec.items() if key != "name"}
     try:
@@ -243,6 +244,19 @@ def codec_from_json(spec: Any) -> Codec:
 
 def _colours(shape: tuple[int, ...]) -> str:
     return "RGB" if shape[2:] == (3,) else "GRAY"
+
+
+def _require_one_pass(blob: bytes | memoryview) -> None:
+    """Raise ValueError unless a JPEG is baseline: a progressive one may pass over its rows every 12 bytes."""
+    at = 2
+    while at + 4 <= len(blob) and blob[at] == 0xFF:
+        marker = blob[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, not the begin of a frame
+            if marker == 0xC0:
+                return
+            break
+        at += 2 + int.from_bytes(blob[at + 2 : at + 4], "big")
+    raise ValueError("a blob is no baseline JPEG")
 
 
 def _kept(key: Any, dictionary: Array | None, make: Callable[[], Any]) -> Any:

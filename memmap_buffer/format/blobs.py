@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, pairwise
+from itertools import accumulate, chain
 from multiprocessing import current_process
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -111,6 +111,14 @@ class CodedRows(NamedTuple):
         there &= index[:, 0] <= size - np.minimum(length, size).astype(np.uint64)
         return length.astype(np.int64), there
 
+    def blobs(self, index: Array) -> list[bytes | None]:
+        """Copies of the blobs of rows of the index (N, 2); None of one that lies beyond the file."""
+        length, there = self._lengths(index)
+        begin, data = np.where(there, index[:, 0], 0).astype(np.int64), memoryview(self.data)  # type: ignore[arg-type]
+        ends = (begin + np.where(there, length, 0)).tolist()
+        each = zip(begin.tolist(), ends, there.tolist(), strict=True)
+        return [data[a:b].tobytes() if ok else None for a, b, ok in each]
+
     def _joined(self, index: Array, length: IntArray) -> bytes:
         """A copy of blobs that lie in the file, one behind the other."""
         data, begins = memoryview(self.data), index[:, 0].astype(np.int64)  # type: ignore[arg-type]
@@ -199,17 +207,13 @@ class CodedRows(NamedTuple):
         """The bytes that the checksum of rows of the index (N, 2) is of, some at a time: see `contents_of`."""
         if not len(index):
             return
-        length, there = self._lengths(index)
-        length[~there] = 0
-        stops = np.arange(SUMMED, int(length.sum()) + 8 * len(index) + SUMMED, SUMMED)
-        cuts = np.searchsorted(np.cumsum(length + 8), stops, side="right") + 1
+        ends = np.cumsum(np.minimum(index[:, 1] & _LENGTH, np.uint64(self.field.itemsize)) + np.uint64(8))
+        parts = np.searchsorted(ends, np.arange(0, int(ends[-1]), SUMMED) + SUMMED, side="right") + 1
         begin = 0
-        for stop in np.minimum(cuts, len(index)).tolist():
+        for stop in np.minimum(parts, len(index)).tolist():
             if stop > begin:
-                some, lengths = index[begin:stop], length[begin:stop]
-                data = memoryview(self._joined(some * there[begin:stop, None], lengths))
-                ends = np.cumsum(lengths).tolist()
-                yield contents_of(some, [data[a:b] for a, b in pairwise([0, *ends])])
+                some = index[begin:stop]
+                yield contents_of(some, [blob or b"" for blob in self.blobs(some)])
                 begin = stop
 
 
@@ -226,10 +230,10 @@ def _first_of_same(index: Array) -> IntArray | None:
     return of
 
 
-def contents_of(index: Array, blobs: Sequence[bytes | memoryview]) -> Array:
+def contents_of(index: Array, blobs: Sequence[bytes]) -> Array:
     """The bytes (n,) that the checksum of compressed timesteps is of: the second word of each row, then its blob."""
     words = np.ascontiguousarray(index[:, 1]).tobytes()
-    pieces: list[bytes | memoryview] = [b""] * (2 * len(blobs))
+    pieces = [b""] * (2 * len(blobs))
     pieces[::2] = [words[8 * i : 8 * i + 8] for i in range(len(blobs))]
     pieces[1::2] = blobs
     return np.frombuffer(b"".join(pieces), np.uint8)
@@ -257,9 +261,8 @@ def encode_many(field: Field, rows: Array, dictionary: Dictionary | None = None)
 
 def index_of(field: Field, blobs: Sequence[bytes], begin: int, dictionary: Dictionary | None = None) -> Array:
     """The rows of the index (N, 2) of blobs that lie one behind the other from `begin` on."""
-    lengths = np.fromiter(map(len, blobs), np.uint64, len(blobs))
-    index = np.empty((len(blobs), 2), np.uint64)
-    index[:, 0] = np.uint64(begin) + np.cumsum(lengths) - lengths
+    index, lengths = np.empty((len(blobs), 2), np.uint64), np.fromiter(map(len, blobs), np.uint64, len(blobs))
+    index[:, 0] = np.fromiter(accumulate(map(len, blobs), initial=begin), np.uint64, len(blobs))
     index[:, 1] = lengths
     if dictionary is not None:
         index[:, 1] |= np.where(lengths < field.itemsize, np.uint64(dictionary.number << 32), np.uint64(0))

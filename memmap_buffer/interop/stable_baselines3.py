@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.environments import image_codec
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import equal_rows
@@ -55,6 +56,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         n_steps: the most steps of a transition.
         gamma: γ of their returns.
         max_timesteps: longer episodes are stored in parts; no transition of one step is lost where they are cut.
+        codec: of observations that are images, as for `Field`: "zstd", say.
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability`.
 
     Attributes:
@@ -81,6 +83,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         n_steps: int = 1,
         gamma: float = 0.99,
         max_timesteps: int = 1000,
+        codec: Any = None,
         **options: Any,
     ) -> None:
         if optimize_memory_usage:
@@ -93,7 +96,10 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         groups = Names().ours({key or OBSERVATION: key for key in shapes})
         self._parts = {key: part for part, key in groups.items()}
         of = {key: observation_space[key] if key else observation_space for key in shapes}  # type: ignore[index]
-        fields = {part: Field(of[key].dtype, shapes[key], final=True) for part, key in groups.items()}
+        images = {key: image_codec(of[key].dtype, shape, codec) for key, shape in shapes.items()}
+        fields = {
+            part: Field(of[key].dtype, shapes[key], final=True, codec=images[key]) for part, key in groups.items()
+        }
         self._action = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
         self.disk = ReplayBuffer(
             folder,
