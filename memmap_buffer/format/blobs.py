@@ -18,7 +18,7 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, crc32
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.syscalls import process_id, processors
+from memmap_buffer.format.syscalls import process_id, processors, yield_to_others
 from memmap_buffer.schema import DEFAULT_BLOB, Field
 
 T = TypeVar("T")
@@ -46,7 +46,8 @@ class Threads:
         """Have one of them do some work."""
         made = self._made
         if made is None or made[0] != process_id():
-            made = self._made = process_id(), ThreadPoolExecutor(self.count, "memmap_buffer-codec")
+            pool = ThreadPoolExecutor(self.count, "memmap_buffer-codec", initializer=yield_to_others)
+            made = self._made = process_id(), pool
         return made[1].submit(work, *args)
 
     def map(self, work: Callable[[Any], T], parts: Sequence[Any]) -> list[T]:
