@@ -14,9 +14,9 @@ The packages, from the top floor down; imports between them go down this list on
     format        the bytes: the specification, system calls, one folder open
 
 Above them: compat, functions that users of other systems look for; memmap_replay_buffer and memmap_replay_datasets, the
-names of that package. Below them: schema, dtypes, errors, and seven that know no buffer: choices, environments, names,
-paths, pictures, extras, progress. torch is imported by `loading.tensors`, `datasets`, `transport`, `prefetch` and
-`distributed` alone, which are loaded when tensors or a loader are first asked for.
+names of that package. Below them: schema, codecs, dtypes, errors, and seven that know no buffer: choices, environments,
+names, paths, pictures, extras, progress. torch is imported by `loading.tensors`, `datasets`, `transport`, `prefetch`
+and `distributed` alone, which are loaded when tensors or a loader are first asked for.
 """
 
 from memmap_buffer.api.buffer import ReplayBuffer
