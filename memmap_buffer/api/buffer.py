@@ -200,6 +200,7 @@ class ReplayBuffer(Recording, Readable):
         spare_slots: int | None = None,
         publish: Publish | None = None,
         fields: Mapping[str, Any] | None = None,
+        codec: Any = None,
         **options: Any,
     ) -> Self:
         """A buffer with the fields of a Gymnasium environment's timesteps; of a vector's, those of one of them.
@@ -219,6 +220,7 @@ class ReplayBuffer(Recording, Readable):
                 place.
             publish: default: "step" beside a `capacity`, otherwise "episode".
             fields: more fields, such as log_prob, or others in the place of these.
+            codec: of observations that are images (uint8, two axes or more), as for `Field`: "zstd", say.
             options: any other argument of the constructor.
 
         Raises:
@@ -227,7 +229,7 @@ class ReplayBuffer(Recording, Readable):
         """
         from memmap_buffer.environments import count_of, max_steps_of, resets_by_a_step, schema_of, spaces_of
 
-        known = {**schema_of(*spaces_of(env)), **declared("fields", fields or {})}
+        known = {**schema_of(*spaces_of(env), codec), **declared("fields", fields or {})}
         limit = max_timesteps or max_steps_of(env) or (None if capacity is None else WITHOUT_A_TIME_LIMIT)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.environments import image_codec
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import Array, equal_rows
 from memmap_buffer.interop.episodes import SPARE_SLOTS, sample_newest
@@ -52,6 +53,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         n_steps: the most steps of a transition.
         gamma: γ of their returns.
         max_timesteps: longer episodes are stored in parts; no transition of one step is lost where they are cut.
+        codec: of observations that are images, as for `Field`: "zstd", say.
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability`.
 
     Attributes:
@@ -78,6 +80,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         n_steps: int = 1,
         gamma: float = 0.99,
         max_timesteps: int = 1000,
+        codec: Any = None,
         **options: Any,
     ) -> None:
         if optimize_memory_usage:
@@ -88,7 +91,10 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         self.n_steps, self.gamma = n_steps, gamma
         shapes = self.obs_shape if isinstance(self.obs_shape, dict) else {"": self.obs_shape}
         of = {key: observation_space[key] if key else observation_space for key in shapes}  # type: ignore[index]
-        self._observed = {key: Field(of[key].dtype, shape, final=True) for key, shape in shapes.items()}
+        self._observed = {
+            key: Field(of[key].dtype, shape, final=True, codec=image_codec(of[key].dtype, shape, codec))
+            for key, shape in shapes.items()
+        }
         self._parts = {key: part for part, key in Names().ours({key or OBSERVATION: key for key in shapes}).items()}
         self._action = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
         self.disk = ReplayBuffer(

@@ -476,12 +476,11 @@ class BatchBuilder:
         stops = np.cumsum([0, *map(math.prod, leads)])
         out = self._pool.empty((int(stops[-1]), *field.shape), field.storage)
         for storage, chosen, *_ in self.found.groups:
-            found = [self._rows_in_file(storage, chosen, gather) for gather in wanted]
-            places = [
-                np.arange(start, stop).reshape(count, (stop - start) // max(count, 1))[chosen].ravel()
-                for start, stop in pairwise(stops.tolist())
-            ]
-            of, place = np.concatenate(found), np.concatenate(places)
+            of = np.concatenate([self._rows_in_file(storage, chosen, gather) for gather in wanted])
+            place = np.arange(len(out))
+            if self.found.order is not None:
+                parts = [place[start:stop].reshape(count, -1) for start, stop in pairwise(stops.tolist())]
+                place = np.concatenate([part[chosen].ravel() for part in parts])
             if name not in storage.maps.coded:
                 out[place] = of
                 continue

@@ -113,6 +113,21 @@ def test_the_transitions_are_those_of_their_own_buffer(
     assert verify(tmp_path) == []
 
 
+def test_images_alone_are_compressed_and_come_back_as_they_were(tmp_path: Path) -> None:
+    space = spaces.Dict({"image": spaces.Box(0, 255, (1, 9, 9), np.uint8), "state": spaces.Box(0, 255, (3,), np.uint8)})
+    buffer = DiskReplayBuffer(64, space, spaces.Discrete(2), "cpu", folder=tmp_path / "disk", codec="zstd")
+    fields = buffer.disk.schema.fields
+    assert [name for name, field in fields.items() if field.codec is not None] == ["observation.image"]
+    images = np.random.default_rng(0).integers(0, 3, (21, 1, 1, 9, 9), dtype=np.uint8)
+    now = [{"image": image, "state": np.full((1, 3), t, np.uint8)} for t, image in enumerate(images)]
+    for t in range(20):
+        buffer.add(now[t], now[t + 1], np.zeros(1, int), np.zeros(1), np.array([t == 19]), [{}])  # type: ignore[arg-type]
+    batch: Any = buffer.sample(16)
+    steps = batch.observations["state"][:, 0].long().numpy()
+    np.testing.assert_array_equal(batch.observations["image"], images[steps, 0])
+    np.testing.assert_array_equal(batch.next_observations["image"], images[steps + 1, 0])
+
+
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_returns_of_several_steps_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_envs: int) -> None:
     options = {"n_steps": 4, "gamma": 0.9}
