@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,6 +73,7 @@ def is_dtype_name(name: str) -> bool:
     return name in NUMERIC or (string is not None and int(string[1]) <= MAX_STRING)
 
 
+@cache
 def storage_dtype(name: str) -> np.dtype[Any]:
     """The little-endian numpy dtype in which the canonical `name` is stored; bfloat16 as its bits, uint16."""
     # By its text: where the machine is little-endian, that is numpy's own object, which `is` finds at once.
@@ -216,7 +218,7 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is a NaN
         out = array.astype(target)
     if array.dtype.kind == "f":
-        if not np.isfinite(out).all() and (lost := np.isinf(out) & np.isfinite(array)).any():
+        if not all_of(np.isfinite(out)) and (lost := np.isinf(out) & np.isfinite(array)).any():
             raise _lossy(array[lost], name, "it would become infinite")
     elif array.dtype.kind in "iu" and not _integers_equal(array, out):
         raise _lossy(array, name, _ROUNDED)

@@ -13,6 +13,7 @@ from fault_injection import in_child
 from interruptions import interrupted
 
 from memmap_buffer import Field, ReplayBuffer, WriterLostError, verify
+from memmap_buffer.format import lock
 from memmap_buffer.writing import rounds
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.rounds import MappedFiles
@@ -86,7 +87,8 @@ def test_what_is_stored_at_once_is_what_is_written_one_by_one(
 def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "AHEAD", 1600)  # a frame
+    monkeypatch.setattr(rounds, "BLOCK", 1600)  # a frame, so that the steps of a slot are allocated one by one
+    monkeypatch.setattr(rounds, "AHEAD", 1600)
     rng = np.random.default_rng(0)
     buffer = created(tmp_path, 2)
     steps = [
@@ -135,7 +137,7 @@ def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: P
 
 
 def test_who_may_not_write_any_more_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(lock, "LOOK_SECONDS", 0.0)
     rng, plain = np.random.default_rng(0), {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
     buffer = created(tmp_path / "a", 2)
     for call in range(4):
