@@ -230,8 +230,7 @@ def barrier(fd: int) -> None:
     system.barrier(fd)
 
 
-def process_id() -> int:
-    return os.getpid()
+process_id = os.getpid
 
 
 def close_all(descriptors: dict[str, int]) -> None:

@@ -8,7 +8,7 @@ on file systems that overwrite in place. Elsewhere, and under durability "power"
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,8 @@ ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in t
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 STEP = 1 << 32
+# A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; whether it is `final`.
+Rows: TypeAlias = tuple[str, Array, np.dtype[Any] | None, bool]
 
 
 class MappedFiles:
@@ -43,6 +45,8 @@ class MappedFiles:
         self.words = self._mapped(arrays["/episodes"]).view(np.uint64).reshape(-1)
         self.state = self._mapped(arrays["/state"]).view(np.uint64).reshape(-1)
         self.rows = {name: self._mapped(arrays[name]) for name in layout.schema.fields}
+        fields = layout.schema.fields.items()
+        self._single, self._several = ([self._rows_of(*each, many) for each in fields] for many in (False, True))
         self._large: list[tuple[int, int, int, int]] = []  # descriptor, header, rows a slot, bytes a row
         self._small: list[tuple[int, int, int, int]] = []
         for name, field in layout.schema.fields.items():
@@ -62,6 +66,18 @@ class MappedFiles:
         close_all({"": fd})
         out: Array = np.frombuffer(mapped, array.dtype, offset=len(array.header)).reshape(array.shape)
         return out
+
+    def fields_of(self, num_rows: int) -> list[Rows]:
+        """What so many rows are stored to at a time."""
+        return self._single if num_rows == 1 else self._several
+
+    def _rows_of(self, name: str, field: Field, several: bool) -> Rows:
+        rows = self.rows[name].reshape(-1, *field.shape)
+        if not several or not field.shape:
+            return name, rows, None, field.final
+        # Rows are copied as bytes: numpy stores those of a list in half the time that it takes for as short arrays.
+        whole = np.dtype((np.void, field.itemsize))
+        return name, rows.reshape(-1).view(whole), whole, field.final
 
     def prepare(self, slot: int, t: int) -> int:
         """Have room on the disk for timesteps of a slot from `t` on; up to which one. Raises OSError: it is full."""
@@ -98,18 +114,8 @@ class Round:
         self.slots: IntArray = np.array([one.slot for one in slot_writers])
         self._shown = self.slots * WORDS + SHOWN
         self._room = 0
-        self._fields = [(name, *self._rows_of(name, field)) for name, field in files.layout.schema.fields.items()]
+        self._fields = maps.fields_of(len(self._pairs))
         self._go_on()
-
-    def _rows_of(self, name: str, field: Field) -> tuple[Array, np.dtype[Any] | None, bool]:
-        """A field's rows one behind the other, and as what; whether each slot has one more."""
-        rows = self.maps.rows[name]
-        rows = rows.reshape(-1, *field.shape)
-        if len(self._pairs) == 1 or not field.shape:
-            return rows, None, field.final
-        # Rows are copied as bytes: numpy stores those of a list in half the time that it takes for as short arrays.
-        whole = np.dtype((np.void, field.itemsize))
-        return rows.reshape(-1).view(whole), whole, field.final
 
     def _go_on(self) -> None:
         """Count from what is published."""
@@ -166,9 +172,9 @@ class Round:
         self._room = 0
         self._go_on()
 
-    def show(self, slots: IntArray, start: IntArray, stop: IntArray) -> None:
-        """Show the steps start … stop - 1 of some slots alone."""
-        self.maps.words[slots * WORDS + SHOWN] = (start | stop << 32).view(np.uint64)
+    def show(self, slots: Any, words: Any) -> None:
+        """Show other steps of some slots: of each the first, and above it the end."""
+        self.maps.words[slots * WORDS + SHOWN] = words
 
     def tell(self, slots: IntArray) -> None:
         """Tell the readers which slots changed."""

@@ -164,17 +164,21 @@ class SlotAllocator:
 
         Those that have left already do not come back.
         """
+        if len(slots) == 1:  # by plain numbers, in a third of the time
+            slot = slots.item()
+            if self._entry.item(slot) != -1:
+                self.stop[slot] = self.stop.item(slot) + 1
+                self._last[slot] = self.round
+                self.steps += 1
+                self._published(self._entry[slot : slot + 1])
+            self.round += ends
+            return
         entries = self._entry.take(slots)
         there = entries != -1
         if not all_of(there):
             slots, entries = slots[there], entries[there]
-        if len(slots) == 1:  # by plain numbers, in a third of the time
-            slot = slots.item(0)
-            self.stop[slot] = self.stop.item(slot) + 1
-            self._last[slot] = self.round
-        else:
-            self.stop[slots] += 1
-            self._last[slots] = self.round
+        self.stop[slots] += 1
+        self._last[slots] = self.round
         self.steps += len(slots)
         self.round += ends
         self._published(entries)

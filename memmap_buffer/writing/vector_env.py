@@ -6,6 +6,7 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from threading import get_ident
 from types import TracebackType
@@ -167,7 +168,7 @@ class EpisodeStream(EpisodeGroup):
             BufferFullError: there is no room for another episode; the timesteps before it are stored.
             OSError: the disk is full, say; what could not be written is kept, and written by the next call.
         """
-        with self._writer.in_a_stream():
+        with self._writer.turn, self._writer.in_a_stream():
             self._extend(steps)
 
     def _extend(self, steps: Steps) -> None:
@@ -291,10 +292,10 @@ class EpisodeStream(EpisodeGroup):
         Args: before: what appended to all episodes together until now.
         """
         at, waiting = steps.done, recorded[~steps.have[recorded]]
-        for i in waiting if self._writer.how.publish == "episode" else ():
+        for i in waiting.tolist() if self._writer.how.publish == "episode" else ():
             self.episodes[i].require_room()
-        shown = np.array([self._writer.shows(self.episodes[i]) for i in waiting], np.bool_)
-        with self._writer.one_round():
+        shown = np.array([self._writer.shows(self.episodes[i]) for i in waiting.tolist()], np.bool_)
+        with self._writer.one_round() if len(waiting) > 1 else nullcontext():
             for i in waiting[~shown].tolist():
                 length = self.episodes[i].length
                 try:
@@ -407,7 +408,8 @@ class Steps:
         self.have = np.zeros(self._axes[1], np.bool_)
         self.ends = np.zeros(self._axes, np.bool_)
         for name in schema.ends:
-            self.ends |= self.fields[name].reshape(self._axes) != 0
+            if np.count_nonzero(self.fields[name]):
+                self.ends |= self.fields[name].reshape(self._axes) != 0
 
     @property
     def num_envs(self) -> int:

@@ -419,7 +419,7 @@ class Writer:
             self._in_round = False
         with self.turn:
             if self._files is not None:
-                self._slots.show_round(NONE)
+                self._slots.round += 1
 
     def round_of(self, episodes: Sequence[Episode]) -> Round | None:
         """What appends to these open episodes together; None where they are not shown yet, or cannot be mapped."""
@@ -529,14 +529,20 @@ class Writer:
     def _forget(self, files: WriteHandles, joint: Round | None = None) -> IntArray:
         """Show the oldest steps no more; an episode that has none left gives its disk space back."""
         moved = self._slots.forget(self._slots.surplus)
-        start, stop = self._slots.start.take(moved), self._slots.stop.take(moved)
-        if joint is None:
-            for slot, first, end in zip(moved.tolist(), start.tolist(), stop.tolist(), strict=True):
-                files.write_shown(slot, first, end)
+        if joint is not None and len(moved) == 1:  # by plain numbers, in a third of the time
+            slot = moved.item()
+            first, end = self._slots.start.item(slot), self._slots.stop.item(slot)
+            joint.show(slot, first | end << 32)
+            empty = [slot] if first == end else []
         else:
-            joint.show(moved, start, stop)
+            start, stop = self._slots.start.take(moved), self._slots.stop.take(moved)
+            if joint is None:
+                for slot, first, end in zip(moved.tolist(), start.tolist(), stop.tolist(), strict=True):
+                    files.write_shown(slot, first, end)
+            else:
+                joint.show(moved, (start | stop << 32).view(np.uint64))
+            empty = moved[start == stop].tolist()
         files.barriers("/episodes")
-        empty = moved[start == stop].tolist()
         if empty:
             growing = {one.slot for one in self._slot_writers.values() if one.flags & OPEN}
             for slot in empty:
