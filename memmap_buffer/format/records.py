@@ -172,8 +172,9 @@ def columns_of(
 
 def _few_columns_of(words: Words, slots: npt.NDArray[np.int64], max_timesteps: int) -> Columns:
     """The same of a few records of a grid, by plain numbers: of two in a fifth of the time."""
-    found = [_row_of(record, slot * max_timesteps, max_timesteps) for record, slot in zip(words.tolist(), slots.tolist())]
-    columns = zip(*found) if found else [()] * len(KINDS)
+    pairs = zip(words.tolist(), slots.tolist(), strict=True)
+    found = [_row_of(record, slot * max_timesteps, max_timesteps) for record, slot in pairs]
+    columns = zip(*found, strict=True) if found else [()] * len(KINDS)
     return Columns(*(np.array(column, kind) for column, kind in zip(columns, KINDS, strict=True)))
 
 

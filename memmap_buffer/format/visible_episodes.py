@@ -16,14 +16,9 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import (
     CHECK,
     DELETED,
-    EXTENT,
-    FLAGS,
     GENERATION,
     OPEN,
-    SERIAL,
     SHOWN,
-    START,
-    STOP,
     Columns,
     columns_of,
 )

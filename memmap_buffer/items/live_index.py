@@ -98,15 +98,15 @@ class LiveIndex:
         moved = self._episodes.moved
         if not self._by_steps or moved is None:
             return False
-        first, count, starts, (slots, left, added) = self._first, self._count, self._starts, moved
-        if not isinstance(slots, list):
-            runs = self._run_of.take(slots)
-            count[runs] += added - left
-            first[runs] += left
+        first, count, starts = self._first, self._count, self._starts
+        if isinstance(moved[0], np.ndarray):
+            runs = self._run_of.take(moved[0])
+            count[runs] += np.subtract(moved[2], moved[1])
+            first[runs] += moved[1]
             self._count_again(runs)
             return True
         between = []
-        for slot, fewer, more in zip(slots, left, added, strict=True):
+        for slot, fewer, more in zip(*moved, strict=True):
             run = self._run_of.item(slot)
             count[run] = counted = count.item(run) + more - fewer
             if fewer:

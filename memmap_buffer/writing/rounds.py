@@ -27,7 +27,7 @@ ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in t
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 STEP = 1 << 32
-# A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; whether it is `final`.
+# A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; its `final`.
 Rows: TypeAlias = tuple[str, Array, np.dtype[Any] | None, bool]
 
 

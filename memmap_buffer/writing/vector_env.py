@@ -199,7 +199,11 @@ class EpisodeStream(EpisodeGroup):
         columns = self._encoded(step)
         if columns is None:
             return False
-        if self._round is None or self._round.left <= 1 or any([np.count_nonzero(columns[end]) for end in self.schema.ends]):
+        if (
+            self._round is None
+            or self._round.left <= 1
+            or any([np.count_nonzero(columns[end]) for end in self.schema.ends])
+        ):
             self.extend(Steps.of(self.schema, columns))
             return True
         self._writer.append_round(self._round, columns)
@@ -399,7 +403,9 @@ class Steps:
         steps = cls.__new__(cls)
         steps.done, steps.meta = 0, {}
         steps.fields = {name: columns[name][None] for name in schema.fields}
-        steps.following = {name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()}
+        steps.following = {
+            name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()
+        }
         steps._axes = next(iter(steps.fields.values())).shape[:2]
         steps._find_ends(schema)
         return steps

@@ -31,7 +31,7 @@ from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit
 from memmap_buffer.writing.episode import Episode, Held, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
 from memmap_buffer.writing.rounds import MappedFiles, Round, mapped_files
-from memmap_buffer.writing.slots import NONE, SlotAllocator
+from memmap_buffer.writing.slots import SlotAllocator
 
 T = TypeVar("T")
 

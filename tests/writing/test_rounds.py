@@ -84,17 +84,18 @@ def test_what_is_stored_at_once_is_what_is_written_one_by_one(
     assert contents(tmp_path / "mapped") == contents(tmp_path / "written")
 
 
+@pytest.mark.parametrize(("block", "stored"), [(1600, 4), (rounds.BLOCK, 1)], ids=["step by step", "slots together"])
 def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, stored: int
 ) -> None:
-    monkeypatch.setattr(rounds, "BLOCK", 1600)  # a frame, so that the steps of a slot are allocated one by one
-    monkeypatch.setattr(rounds, "AHEAD", 1600)
+    monkeypatch.setattr(rounds, "BLOCK", block)
+    monkeypatch.setattr(rounds, "AHEAD", 1600)  # a frame
     rng = np.random.default_rng(0)
     buffer = created(tmp_path, 2)
     steps = [
         {**timestep(call, 2, rng), "terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)} for call in range(9)
     ]
-    for step in steps[:4]:
+    for step in steps[:stored]:
         buffer.add(**step)
     before = contents(tmp_path)
 
@@ -103,9 +104,9 @@ def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_o
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
         patch.setattr(rounds, "allocate", full)
-        buffer.add(**steps[4])
+        buffer.add(**steps[stored])
     assert contents(tmp_path) == before
-    for step in steps[4:]:
+    for step in steps[stored:]:
         buffer.add(**step)
     buffer.close()
     assert verify(tmp_path) == []
