@@ -255,7 +255,6 @@ class Episode(Block):
         stop = self.length + count
         self._require_within(stop)
         self.ended = next((name for name in self._schema.ends if rows[name].item(count - 1)), "")
-        rows = {name: np.ascontiguousarray(rows[name]) for name in self._schema.fields}
         self._writer.append(self, rows, self.length, stop)
         self.base = self.length = stop
 

@@ -117,7 +117,7 @@ def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_o
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: Path, size: int) -> None:
     seen = set()
-    for at in range(0, 400, 2):
+    for at in range(0, 400, size):
         folder, rng = tmp_path / str(at), np.random.default_rng(0)
         buffer = created(folder, size, capacity=3 * size)
         plain = {"terminated": np.zeros(size, bool), "truncated": np.zeros(size, bool)}
