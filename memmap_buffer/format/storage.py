@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.choices import Verify
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.blobs import CodedRows, Dictionary, sums_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
@@ -322,10 +322,14 @@ class Storage:
         count = state.item(_CHANGES) - changes
         if not 0 < count <= JOURNAL // 2:  # while these are read, others may be written
             return np.empty(0, np.int64) if count == 0 else None
-        if count == 1:
-            slots = state[_JOURNAL + (changes + 1) % JOURNAL :][:1].view(np.int64).copy()
+        first, journal = (changes + 1) % JOURNAL, state[_JOURNAL:].view(np.int64)
+        if first + count <= JOURNAL:
+            slots = np.sort(journal[first : first + count])
         else:
-            slots = np.unique(state[_JOURNAL + np.arange(changes + 1, changes + count + 1) % JOURNAL].view(np.int64))
+            slots = np.sort(np.concatenate([journal[first:], journal[: first + count - JOURNAL]]))
+        once = slots[1:] != slots[:-1]
+        if not all_of(once):
+            slots = np.concatenate([slots[:1], slots[1:][once]])
         if slots[0] < 0 or slots[-1] >= len(self.maps.words) or state.item(_CHANGES) - changes > JOURNAL // 2:
             return None
         return slots

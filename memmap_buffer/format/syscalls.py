@@ -247,8 +247,7 @@ def yield_to_others() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def process_id() -> int:
-    return os.getpid()
+process_id = os.getpid
 
 
 def close_all(descriptors: dict[str, int]) -> None:

@@ -23,8 +23,8 @@ from bench.compressed_peers import PEERS, Frames
 from bench.data import Array, Run
 from bench.measure import BOUND, OURS, Call, Goal, Row, finish, medians, throughput
 from bench.peers import in_turn
-from memmap_buffer import Field, Jpeg, ReplayBuffer, Zstd
-from memmap_buffer.format.blobs import Dictionary, Threads, encode
+from memmap_buffer import Field, Jpeg, ReplayBuffer, pack
+from memmap_buffer.format.blobs import Threads, encode
 from memmap_buffer.writing.episode import Episode
 
 GAMES = ("Pong", "Breakout", "Seaquest", "MsPacman")
@@ -34,7 +34,7 @@ NEXT: dict[str, Any] = {"n_steps": 1, "next_fields": ("frame",), "current_fields
 
 
 def sizes(run: Run) -> Iterator[Row]:
-    """Bytes a frame on the disk: of what `store` writes, and at level 12 with a dictionary, as `pack` does it."""
+    """Bytes a frame on the disk: of what `store` writes, and of what `pack` makes of it."""
     for name, frames in games(run).items():
         data = Frames(run, name, frames)
         buffer = store(run, name, "zstd")
@@ -43,12 +43,11 @@ def sizes(run: Run) -> Iterator[Row]:
         yield finish(
             f"size, {name}, as stored", "B/frame", live, frames[0].nbytes, frames[0].nbytes / live, Goal(5), peers
         )
-        field = Field("uint8", frames.shape[1:], codec=Zstd(12))
-        content = field.codec.train(frames, 112_640)
-        blobs = encode(field, frames, None if content is None else Dictionary.of(content))
-        packed = (sum(map(len, blobs)) + (0 if content is None else len(content))) / len(frames) + 16
+        folder = run.folder("packed")
+        pack(buffer.folder, folder, codec={"frame": "zstd"})
+        packed = sum(on_disk(path) for path in (folder / "data").glob("frame*")) / frames_of(buffer)
         raw = frames[0].nbytes
-        yield finish(f"size, {name}, level 12, dictionary", "B/frame", packed, raw, raw / packed, Goal(15))
+        yield finish(f"size, {name}, packed", "B/frame", packed, raw, raw / packed, Goal(15))
 
 
 def batches(run: Run) -> Iterator[Row]:
