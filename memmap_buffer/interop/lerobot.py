@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.codecs import Codec, Jpeg
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
@@ -54,7 +53,6 @@ ENCODERS = {
     "hevc": {"x265-params": "log-level=error:bframes=0"},  # with B-frames LeRobot 0.4.4 gives the frame after the asked
 }
 TOLERANCE = 1e-4  # seconds
-JPEG = Jpeg()
 AT_ONCE = 64 << 20  # bytes of frames that are decoded at once
 IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 GROUP = 256  # episodes
@@ -68,7 +66,7 @@ def import_lerobot(
     folder: str | PathLike[str],
     *,
     videos: str = "decode",
-    codec: Codec | str | None = JPEG,
+    codec: Any = "jpeg",
     tolerance_s: float = 1e-4,
     **options: Any,
 ) -> ReplayBuffer:
@@ -80,8 +78,8 @@ def import_lerobot(
         path: its root, with `meta/`, `data/` and, of cameras, `videos/`.
         folder: where; see `ReplayBuffer`.
         videos: "decode", or "skip" to import the other features alone.
-        codec: of the fields that videos become, as for `Field`. JPEG adds less to the error than the video has; "zstd"
-            and None keep the decoded frames to the bit, at several times the size.
+        codec: of the fields that videos become, as for `Field`. "jpeg", of quality 95, adds less to the error than
+            the video has; "zstd" and None keep the decoded frames to the bit, at several times the size.
         tolerance_s: how far a frame may be from its timestamp, in seconds.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
@@ -135,7 +133,8 @@ def export_lerobot(
         fps: steps a second; default: that of the imported data set. Timestamps are made of it, if there are none.
         videos: whether images become videos, or the names of the features that do; default: those that were videos in
             the imported data set.
-        vcodec: of the videos, as in LeRobot: "libsvtav1", or "h264" or "hevc", which take even sizes only.
+        vcodec: of the videos, as in LeRobot: "libsvtav1", which prints about itself unless the environment has
+            SVT_LOG=1, or "h264" or "hevc", which take even sizes only.
         crf: of the videos, as in LeRobot: 0 … 51, and up to 63 of "libsvtav1"; a lower one is larger and nearer to the
             images.
 

@@ -5,7 +5,6 @@ All of it needs the extra `video`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from os import PathLike
@@ -107,7 +106,6 @@ class FilmWriter:
     ) -> None:
         with extra("video"):
             import av
-        os.environ.setdefault("SVT_LOG", "1")  # or the encoder of AV1 prints 20 lines a film, past every logger
         self._av = av
         self._film: Any = av.open(str(place), "w")
         stream: Any = self._film.add_stream(
