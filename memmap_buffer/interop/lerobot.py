@@ -28,6 +28,7 @@ from memmap_buffer.maintenance.statistics import RunningStatistics
 from memmap_buffer.names import Names
 from memmap_buffer.paths import path_of
 from memmap_buffer.pictures import frames_of
+from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field
 
 with extra("lerobot"):
@@ -145,27 +146,17 @@ def export_lerobot(
         ImportError: there are videos, and the extra `video` is not installed.
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
-    rate = fps or imported.get("fps")
-    if rate is None:
-        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
-    if (root / "meta").exists():
-        raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
-    if vcodec not in ENCODERS:
-        raise SchemaError(f"vcodec: got {vcodec!r}, expected one of {', '.join(ENCODERS)}")
-    require_tables(buffer, buffer.schema.fields)
-    for name, field in buffer.schema.fields.items():
-        if len(field.shape) > MAX_AXES:
-            raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
+    rate = _require_exportable(buffer, root, fps or imported.get("fps"), vcodec)
     known, tasks = imported.get("features") or {}, Tasks(buffer, imported)
     statistics = FeatureStatistics(buffer.num_steps)
     features: dict[str, Any] = {}
     films: dict[str, _Film] = {}
     with ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in exported(buffer, known, float(rate), tasks):
+        for row, columns in progress(exported(buffer, known, rate, tasks), "episodes", len(buffer)):
             if not features:
                 for name in _films_of(columns, videos, known):
-                    films[name] = files.enter_context(closing(_Film(root, name, float(rate), vcodec, crf)))
+                    films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))
             columns |= {name: frames_of(columns[name], name) for name in films}
             data.write(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
             for film in films.values():
@@ -178,7 +169,22 @@ def export_lerobot(
     pq.write_table(tasks.table(), root / TASKS)
     counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
     _write_json(root / "meta/stats.json", statistics.whole())
-    _write_json(root / "meta/info.json", _info_of(counts, float(rate), imported.get("robot_type"), features))
+    _write_json(root / "meta/info.json", _info_of(counts, rate, imported.get("robot_type"), features))
+
+
+def _require_exportable(buffer: ReplayBuffer, root: Path, rate: float | None, vcodec: str) -> float:
+    """The frames a second, if all is as an export needs it."""
+    if rate is None:
+        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
+    if (root / "meta").exists():
+        raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
+    if vcodec not in ENCODERS:
+        raise SchemaError(f"vcodec: got {vcodec!r}, expected one of {', '.join(ENCODERS)}")
+    require_tables(buffer, buffer.schema.fields)
+    for name, field in buffer.schema.fields.items():
+        if len(field.shape) > MAX_AXES:
+            raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
+    return float(rate)
 
 
 class _Source:
@@ -302,7 +308,7 @@ class _Cameras:
 
     def __init__(self, root: Path, features: Mapping[str, Any], tolerance: float) -> None:
         self._root, self._tolerance = root, tolerance
-        self.sizes = {name: _size(about) for name, about in features.items()}
+        self.sizes = {name: _size(root, name, about) for name, about in features.items()}
         self.frames_at_once = max(
             1, AT_ONCE // max(1, sum(3 * height * width for height, width in self.sizes.values()))
         )
@@ -337,9 +343,11 @@ class _Cameras:
             self._close(name)
 
 
-def _size(about: Mapping[str, Any]) -> tuple[int, int]:
+def _size(root: Path, name: str, about: Mapping[str, Any]) -> tuple[int, int]:
     """Height and width of a video."""
     shape, names = about["shape"], about.get("names") or [""]
+    if len(shape) != 3:
+        raise CorruptBufferError(f"{root}/meta/info.json: {name!r} is a video of shape {shape}, expected three axes")
     first = "channel" in str(names[0]) or shape[-1] not in (1, 3)
     height, width = shape[1:] if first else shape[:2]
     return int(height), int(width)
