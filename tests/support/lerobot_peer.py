@@ -109,7 +109,7 @@ def read(root: str, out: str) -> None:
     for name, stats in dataset.meta.stats.items():
         found |= {f"stats/{name}/{which}": value for which, value in stats.items()}
     found["lengths"] = np.array(dataset.meta.episodes["length"])
-    found["tasks"] = np.array([",".join(tasks) for tasks in dataset.meta.episodes["tasks"]])
+    found["tasks"] = np.array([",".join(sorted(tasks)) for tasks in dataset.meta.episodes["tasks"]])  # it writes a set
     np.savez(out, **found)
 
 
