@@ -8,11 +8,11 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def progress(items: Iterable[Item], description: str) -> Iterable[Item]:
+def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
     """The same items, with a bar on stderr if that is a terminal."""
     try:
         from tqdm import tqdm
     except ImportError:
         return items
-    bar: Iterable[Item] = tqdm(items, description, disable=None, leave=False)  # None: unless a terminal
+    bar: Iterable[Item] = tqdm(items, description, total=total, disable=None, leave=False)  # None: unless a terminal
     return bar

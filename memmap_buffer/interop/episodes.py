@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaE
 from memmap_buffer.interop.columns import BoolArray, flatten
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath
+from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 
 NAMES = "names"
@@ -27,7 +28,7 @@ SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 def import_episodes(
     folder: AnyPath,
-    episodes: Iterable[Mapping[str, Any]],
+    episodes: Iterable[Mapping[str, Any] | Iterator[Mapping[str, Any]]],
     fields: Mapping[str, Any] | Schema,
     meta_fields: Mapping[str, Any] | None = None,
     *,
@@ -35,35 +36,69 @@ def import_episodes(
     options: Mapping[str, Any],
     names: Names | None = None,
     extra: Mapping[str, Any] | None = None,
+    resume: bool = False,
 ) -> ReplayBuffer:
     """Store episodes in a new buffer, which is closed if that fails.
 
     Args:
         folder: where; see `ReplayBuffer`.
-        episodes: each as for `ReplayBuffer.store_episode`.
+        episodes: each as for `ReplayBuffer.store_episode`, or an iterator of its parts, each as for
+            `Episode.extend`.
         fields: as for `ReplayBuffer`.
         meta_fields: as for `ReplayBuffer`.
         lengths: of the episodes; the buffer is as large as they need.
         options: of `ReplayBuffer`, also other sizes.
         names: the changed keys, to be stored for exports.
         extra: name -> JSON value, to be stored in the folder's `extra/`.
+        resume: go on behind the episodes that are there, which must be the first of these; their iterators of parts are
+            not begun.
 
     Returns:
         The buffer, open for writing.
+
+    Raises:
+        SchemaError: with `resume`, the folder has other episodes.
     """
     sizes = {"max_episodes": len(lengths), "max_timesteps": max([1, *lengths])}
     buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta_fields, **{**sizes, **options})
     try:
-        for episode in episodes:
-            buffer.store_episode(**episode)
-        if names is not None:
-            write_names(buffer, names)
+        done = _imported(buffer, lengths, extra or {}) if resume else 0
         for name, value in (extra or {}).items():
             write_extra(buffer, name, value)
+        left = islice(episodes, done, None)
+        for episode in progress(left, "episodes", len(lengths) - done) if resume else left:
+            _store(buffer, episode)
+        if names is not None:
+            write_names(buffer, names)
     except BaseException:
         buffer.close()
         raise
     return buffer
+
+
+def _imported(buffer: ReplayBuffer, lengths: Sequence[int], extra: Mapping[str, Any]) -> int:
+    """How many of the episodes are there, the first of all."""
+    found = buffer.episode_lens.tolist()
+    same = all(json.dumps(read_extra(buffer, name)) == json.dumps(value) for name, value in extra.items())
+    if found and not (
+        same and found == list(lengths[: len(found)]) and buffer.serials.tolist() == [*range(len(found))]
+    ):
+        raise SchemaError(
+            f"{buffer.folder}: got {len(found)} episodes that are not the first of this import; give a folder of its "
+            "own, or overwrite=True"
+        )
+    return len(found)
+
+
+def _store(buffer: ReplayBuffer, episode: Mapping[str, Any] | Iterator[Mapping[str, Any]]) -> None:
+    parts = iter([episode]) if isinstance(episode, Mapping) else episode
+    first, second = next(parts), next(parts, None)
+    if second is None:
+        buffer.store_episode(**first)
+        return
+    with buffer.one_episode() as opened:
+        for part in chain([first, second], parts):
+            opened.extend(**part)
 
 
 def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, Any]]]:

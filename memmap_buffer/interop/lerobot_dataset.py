@@ -31,6 +31,8 @@ from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field
 from memmap_buffer.views.windows import Offsets
 
+CAMERAS = ("image", "video")
+
 
 class DiskLeRobotDataset:
     """A `LeRobotDataset` whose frames lie in a folder.
@@ -209,7 +211,8 @@ class DiskLeRobotMetadata:
         columns = {name: _example(fields[ours], known.get(name)) for name, ours in self.stored.items()}
         columns.setdefault("timestamp", np.zeros(1, np.float32))
         columns |= {name: np.zeros(1, np.int64) for name in ("task_index", *COUNTERS)}
-        found = {name: dict(feature_of(column, known.get(name))) for name, column in columns.items()}
+        films = {name for name, about in known.items() if about["dtype"] == "video"}
+        found = {name: feature_of(x, known.get(name), video=name in films) for name, x in columns.items()}
         return {name: {**about, "shape": tuple(about["shape"])} for name, about in found.items()}
 
     @property
@@ -255,8 +258,8 @@ class DiskLeRobotMetadata:
     total_frames = property(lambda self: self.info["total_frames"])
     total_tasks = property(lambda self: self.info["total_tasks"])
     image_keys = property(lambda self: [name for name, about in self.features.items() if about["dtype"] == "image"])
-    camera_keys = image_keys
-    video_keys = property(lambda self: [])
+    video_keys = property(lambda self: [name for name, about in self.features.items() if about["dtype"] == "video"])
+    camera_keys = property(lambda self: [name for name, about in self.features.items() if about["dtype"] in CAMERAS])
     names = property(lambda self: {name: about["names"] for name, about in self.features.items()})
     shapes = property(lambda self: {name: about["shape"] for name, about in self.features.items()})
 
@@ -286,8 +289,9 @@ class _AsFrames:
         self._serials, self._starts = meta.serials, meta.bounds[:, 0]
         self._by_frame, self._texts, self._task_of, self._fps = meta.by_frame, meta.texts, meta.task_of, meta.fps
         self._deltas = dict(deltas)
+        over_time = {name for name, at in deltas.items() if len(at) > 1 or name not in meta.video_keys}
         self._features = {
-            name: _Feature(ours, _layout(meta.features[name], fields[ours]), name in deltas)
+            name: _Feature(ours, _layout(meta.features[name], fields[ours]), name in over_time)
             for name, ours in meta.stored.items()
         }
 
@@ -327,9 +331,10 @@ class _Feature:
         if self.layout == "scalar":
             rows = rows[..., 0]
         if self.layout == "last":
-            rows = rows.movedim(-1, -3).contiguous()
+            rows = rows.movedim(-1, -3)
         if self.layout in ("first", "last"):
-            return rows.float().div(255)
+            floats = rows.new_empty(rows.shape, dtype=rows[:0].float().dtype)
+            return floats.copy_(rows).div_(255)  # memory that is new is what takes the time: once, not three times
         if rows.dtype.is_floating_point:
             return rows.float()
         return rows if str(rows.dtype) == "torch.bool" else rows.long()
@@ -337,7 +342,7 @@ class _Feature:
 
 def _layout(about: Mapping[str, Any], field: Field) -> str:
     """Where the channels of an image are; "scalar" for one number with an axis, "" for other features."""
-    if about["dtype"] == "image":
+    if about["dtype"] in CAMERAS:
         declared_first = tuple(about["shape"]) == field.shape and "channel" in (about["names"] or [""])[0]
         return "first" if declared_first or field.shape[-1] not in (1, 3) else "last"
     return "scalar" if field.shape == (1,) else ""

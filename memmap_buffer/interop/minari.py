@@ -43,9 +43,14 @@ GIVEN = "given"
 
 
 def import_minari(
-    dataset: AnyPath | MinariDataset, folder: AnyPath, *, infos: bool | Sequence[str] = True, **options: Any
+    dataset: AnyPath | MinariDataset,
+    folder: AnyPath,
+    *,
+    infos: bool | Sequence[str] = True,
+    download: bool = False,
+    **options: Any,
 ) -> ReplayBuffer:
-    """Copy a local Minari data set into a folder.
+    """Copy a Minari data set into a folder.
 
     It is read twice, first for its dtypes; the values are exact. Bool meta fields `given.<name>` mark the
     episodes that have metadata which others lack, and `given.seed` those that have a seed.
@@ -54,6 +59,7 @@ def import_minari(
         dataset: its id, the folder of its data, or the data set, also a filtered one.
         folder: where; see `ReplayBuffer`.
         infos: all of them, none, or a list of their names.
+        download: whether Minari fetches a data set that is not there, from where its `MINARI_REMOTE` says.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
     Returns:
@@ -62,7 +68,7 @@ def import_minari(
     Raises:
         SchemaError: no field can hold an info or metadatum; the text names it.
     """
-    source = dataset if isinstance(dataset, MinariDataset) else _load(dataset)
+    source = dataset if isinstance(dataset, MinariDataset) else _load(dataset, download)
     names = names_of(source.observation_space, source.action_space)
     columns, metadata, lengths = InferredFields("column"), InferredFields("metadatum", lead=0), []
     finals: dict[str, bool] = {}
@@ -151,10 +157,10 @@ def export_minari(
     return MinariDataset(storage)
 
 
-def _load(dataset: AnyPath) -> MinariDataset:
+def _load(dataset: AnyPath, download: bool) -> MinariDataset:
     path = path_of(dataset)
     if isinstance(dataset, str) and not path.exists():
-        return minari.load_dataset(dataset)
+        return minari.load_dataset(dataset, download=download)
     return MinariDataset(path)
 
 
