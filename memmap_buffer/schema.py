@@ -179,7 +179,10 @@ class Field:
             if array.ndim != len(self.shape):
                 raise SchemaError(f"got shape {array.shape}, declared {self.shape}")
             return np.array(encode(array, self.dtype, self.shape[1:], 1), order="C")
-        rows = value if isinstance(value, (list, tuple, np.ndarray)) else list(value)
+        try:
+            rows = list(value)
+        except TypeError:
+            raise SchemaError(f"got {value!r}, expected a list for each timestep") from None
         found = [self._encode_lists(row, lead - 1) for row in rows]
         out = np.empty((len(found), *(found[0].shape if lead > 1 and found else ())), object)
         for i, row in enumerate(found):

@@ -358,6 +358,11 @@ def _values_of(storage: Storage, slots: IntArray, single: bool, data: Mapping[st
 
 def _expand(name: str, field: Field, value: Any, single: bool, lead: tuple[int, ...]) -> Array:
     """`value` encoded and broadcast to (*lead, *field); -1 in `lead` takes the value's own size."""
+    if field.is_list:
+        try:
+            return field.encode([value] if single else value, lead=2)
+        except (SchemaError, ValueError) as error:
+            raise SchemaError(f"update, field {name!r}: {error}; expected (episodes, time) lists") from None
     array, n = to_numpy(value), len(lead)
     if array.ndim == 0:
         array = array.reshape((1,) * (n + len(field.shape)))

@@ -128,16 +128,7 @@ class CodedRows(NamedTuple):
 
     def decode(self, index: Array) -> Array:
         """Stored values (N, *cell) of rows of the index (N, 2). Raises ValueError: one of them is none."""
-        if self.field.is_list:
-            members, counts, bad = self.lists(index)
-            if bad.any():
-                raise ValueError(f"{np.count_nonzero(bad)} of {len(index)} timesteps have no list")
-            out = np.empty(len(index), object)
-            stops = np.cumsum(counts)
-            for i, (a, b) in enumerate(zip((stops - counts).tolist(), stops.tolist(), strict=True)):
-                out[i] = members[a:b].copy()
-            return out
-        out = np.empty((len(index), *self.field.shape), self.field.storage)
+        out = np.empty((len(index), *self.field.cell), self.field.storage)
         broken = self.decode_into(index, out, np.arange(len(index)))
         if len(broken):
             raise ValueError(f"{len(broken)} of {len(index)} timesteps cannot be decoded")
@@ -165,17 +156,26 @@ class CodedRows(NamedTuple):
         members = np.frombuffer(b"".join(blobs), self.field.entries).reshape(-1, *self.field.shape[1:])
         return members, counts, bad
 
+    def _lists_into(self, index: Array, out: Array, places: IntArray) -> IntArray:
+        members, counts, bad = self.lists(index)
+        stops = np.cumsum(counts)
+        for place, a, b in zip(places.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True):
+            out[place] = members[a:b].copy()
+        return np.flatnonzero(bad)
+
     def decode_into(self, index: Array, out: Array, places: IntArray) -> IntArray:
         """Decode rows, each blob once.
 
         Args:
             index: rows of the index (N, 2).
-            out: (M, *field), C-contiguous.
+            out: (M, *cell), C-contiguous.
             places: (N,) where each of them goes in `out`.
 
         Returns:
             Which of them cannot be decoded; their rows are zeros.
         """
+        if self.field.is_list:
+            return self._lists_into(index, out, places)
         length = index[:, 1] & _LENGTH
         absent = (length == 0) | (length == DEFAULT_BLOB)
         if absent.any():
@@ -329,7 +329,9 @@ def lengths_of(index: Array) -> Array:
 def beyond(coded: CodedRows, index: Array) -> Array:
     """Whether rows of the index (N, 2) have a blob that is not all in the file, or larger than a timestep."""
     size, begin, length = np.uint64(len(coded.data)), index[:, 0], lengths_of(index)
-    missing = (length > coded.field.itemsize) | (length > size - np.minimum(begin, size))
+    member = np.uint64(coded.field.itemsize)
+    wrong = length % member != 0 if coded.field.is_list else length > member
+    missing = wrong | (length > size - np.minimum(begin, size))
     return np.asarray(missing & (length > 0))
 
 

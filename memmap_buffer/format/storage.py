@@ -219,7 +219,7 @@ class Storage:
             return stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
         rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         field = self.layout.schema.fields[name]
-        out = np.empty((len(rows), *field.shape), field.storage)
+        out = np.empty((len(rows), *field.cell), field.storage)
         broken = coded.decode_into(stored.take(rows, 0, None, "clip"), out, np.arange(len(rows)))
         if len(broken):  # what is not being overwritten is the same when it is read again
             slots, serials = (np.broadcast_to(of, len(rows))[broken] for of in (slots, serials))

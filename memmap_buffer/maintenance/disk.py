@@ -106,7 +106,7 @@ def bytes_to_copy(source: Path) -> int:
     """The bytes that a copy of a folder will have."""
     storage = Storage.open(source, read_only=True, verify="never")
     schema, steps, episodes = storage.layout.schema, storage.table.steps, len(storage.table.visible)
-    raw = [field for field in schema.fields.values() if field.codec is None]
+    raw = [field for field in schema.fields.values() if not field.is_coded]
     rows = sum(field.itemsize * (steps + field.final * episodes) for field in raw)
     blobs = sum(compression_of(storage, name).stored for name in storage.layout.coded)
     return rows + blobs + sum(field.itemsize * episodes for field in schema.meta_fields.values())
@@ -116,12 +116,12 @@ class Compression(NamedTuple):
     """How much smaller the visible timesteps of a field are, by their bytes; disk blocks are not counted.
 
     Attributes:
-        codec: as it stands in the schema.
+        codec: as it stands in the schema; None of lists.
         stored: with their index and dictionary.
         raw: as rows.
     """
 
-    codec: dict[str, Any]
+    codec: dict[str, Any] | None
     stored: int
     raw: int
 
@@ -133,7 +133,8 @@ def compression_of(storage: Storage, name: str) -> Compression:
     for slot in table.visible.tolist():
         index = storage.maps.rows[name][storage.rows_of(slot, field.final)]
         stored, rows = stored + int(lengths_of(index).sum()) + index.nbytes, rows + len(index)
-    return Compression(codec_to_json(field.codec), stored, rows * field.itemsize)
+    codec = None if field.codec is None else codec_to_json(field.codec)
+    return Compression(codec, stored, rows * field.itemsize)
 
 
 class _Sample:

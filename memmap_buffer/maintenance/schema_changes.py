@@ -46,7 +46,8 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
     table = files.storage.refresh()
     visible = set(table.visible.tolist())
     sums = layout.arrays["/checksums"]
-    zeros = not field.fill.tobytes().strip(b"\0")  # as a hole is read
+    fill_bytes = field.fill.item().tobytes() if field.is_list else field.fill.tobytes()
+    zeros = not fill_bytes.strip(b"\0") and not (field.is_list and fill_bytes)  # as a hole is read
     fill = np.zeros_like(field.in_file.fill) if zeros else field.in_file.fill
     with creating(folder, new, bool(files.storage.state("reserved")), only=keys):
         with ExitStack() as opened:
@@ -60,7 +61,7 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
                     count = 1 if meta else place.stop - place.start
                     rows = np.ascontiguousarray(np.broadcast_to(fill, (count, *fill.shape)))
                     written = {} if zeros and files.holes_are_harmless else {name: rows}
-                    content = rows if field.codec is None else contents_of(rows, [b""] * count)
+                    content = contents_of(rows, [b""] * count) if field.is_coded else rows
                 for key, data in written.items():
                     write_all(fd[key], data, new.arrays[key].offset(slot))
                 if table.flags[slot] & CHECKED:
@@ -72,7 +73,7 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
 
 def _in_files(layout: Layout, name: str, field: Field, slot: int, rows: Array) -> tuple[dict[str, Any], Array]:
     """What stands at a slot of each file of a field for some rows; what its checksum is of."""
-    if field.codec is None:
+    if not field.is_coded:
         return {name: rows}, rows
     blobs = encode_many(field, rows)
     index = index_of(field, blobs, layout.region(name, slot).start)

@@ -234,4 +234,6 @@ def _extent(index: Array, layout: Layout, name: str, slot: int) -> range:
     within = layout.region(name, slot) if layout.writable else packed
     begin = np.clip(index[there, 0], within.start, within.stop)
     start, stop = int(begin.min()), int((begin + length[there]).max())
-    return range(start, min(stop, within.stop, start + len(index) * layout.coded[name].itemsize))
+    field = layout.coded[name]
+    most = within.stop if field.is_list else start + len(index) * field.itemsize
+    return range(start, min(stop, within.stop, most))

@@ -26,7 +26,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
-from memmap_buffer.format.blobs import contents_of, encode, encode_many, index_of
+from memmap_buffer.format.blobs import contents_of, encode, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, crc32, digest_of
 from memmap_buffer.format.layout import BLOBS, Layout
 from memmap_buffer.format.records import (
@@ -263,6 +263,8 @@ def _blob_pieces(files: WriteHandles, name: str, slot: int, new: Array, kept: Ar
         blobs.append(blob or b"")
     index = index_of(coded.field, blobs, layout.region(name, slot).start, coded.dictionary)
     index[len(new) :, 1] = kept[:, 1]
+    if len(index):
+        files.require_room(name, slot, end_of(index[-1]))
     row = layout.row_offset(name, files.storage.start_of(name, slot))
     begin = layout.arrays[name + BLOBS].offset(slot)
     pieces: list[Piece] = [(name, row, index.tobytes()), (name + BLOBS, begin, b"".join(blobs))]
