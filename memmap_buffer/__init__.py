@@ -15,14 +15,15 @@ The packages, from the top floor down; imports between them go down this list on
     format        the bytes: the specification, system calls, one folder open
 
 Above them: compat, functions that users of other systems look for; memmap_replay_buffer and memmap_replay_datasets, the
-names of that package. Below them: schema, dtypes, errors, and seven that know no buffer: choices, environments, names,
-paths, pictures, extras, progress. torch is imported by `loading.tensors`, `datasets`, `transport`, `prefetch` and
-`distributed` alone, which are loaded when tensors or a loader are first asked for.
+names of that package. Below them: schema, codecs, dtypes, errors, and seven that know no buffer: choices, environments,
+names, paths, pictures, extras, progress. torch is imported by `loading.tensors`, `datasets`, `transport`, `prefetch`
+and `distributed` alone, which are loaded when tensors or a loader are first asked for.
 """
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.collector import Collector
 from memmap_buffer.api.concat import ConcatBuffer, ConcatReplayBuffer
+from memmap_buffer.codecs import Jpeg, Zstd
 from memmap_buffer.errors import (
     BufferFullError,
     BufferLockedError,
@@ -70,6 +71,7 @@ __all__ = [
     "Field",
     "Finding",
     "Hindsight",
+    "Jpeg",
     "MemmapBufferError",
     "NStep",
     "Normalize",
@@ -96,6 +98,7 @@ __all__ = [
     "View",
     "Window",
     "WriterLostError",
+    "Zstd",
     "advantages",
     "compute_importance_weights",
     "discounted_returns",

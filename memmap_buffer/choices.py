@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
+
+from memmap_buffer.errors import SchemaError
 
 Durability: TypeAlias = Literal["process", "power"]
 Checksum: TypeAlias = Literal["crc32"] | None
@@ -21,7 +23,14 @@ Boundary: TypeAlias = Literal["pad", "shift", "drop"]
 WindowBoundary: TypeAlias = Literal[Boundary, "repeat", "continue"]
 Strategy: TypeAlias = Literal["future", "final", "episode", "random", "geometric"]
 Variant: TypeAlias = Literal["proportional", "rank"]
-Normalizer: TypeAlias = Literal["batch", "buffer"] | None
-Reduce: TypeAlias = Literal["first", "max", "mean"] | None
+Normalizer: TypeAlias = Literal["batch", "buffer", None]
+Reduce: TypeAlias = Literal["first", "max", "mean", None]
 System: TypeAlias = Literal["memorax", "reagent", "nnabla-rl"]
 Scaling: TypeAlias = Literal["std", "range", "quantiles"]
+
+
+def check_choice(name: str, value: object, choice: Any) -> None:
+    """Raise SchemaError unless `value` is one of a choice, a type of this module."""
+    if value not in get_args(choice):
+        expected = ", ".join(map(repr, get_args(choice)))
+        raise SchemaError(f"{name}: got {value!r}, expected one of {expected}")

@@ -6,18 +6,26 @@ names one of these or is refused. While they work other threads may run.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+SEVERAL = 4  # rows that are encoded by one call, while which other threads run; it takes some 10 us more than a row
+MAX_WINDOW = 1 << 23  # memory that a hostile blob may make its decoder take besides; that of level 19 takes none
+HEADER = 18  # bytes of the longest header of a Zstandard frame
 _local = threading.local()  # compressors and decompressors: each is one thread's
 
 
@@ -60,12 +68,18 @@ class Zstd:
             dictionary: bytes (n,) that `train` made, which it takes to decode them, too.
         """
         key = ("compress", self.level, None if dictionary is None else dictionary.ctypes.data)
-        compress = _kept(key, dictionary, lambda: self._compressor(dictionary).compress)
-        return [compress(row) for row in np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)]
+        compressor = _kept(key, dictionary, lambda: self._compressor(dictionary))
+        each = list(np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8))
+        if len(each) < SEVERAL or "multi_compress_to_buffer" not in self._zstandard.backend_features:
+            return [compressor.compress(row) for row in each]
+        return [blob.tobytes() for blob in compressor.multi_compress_to_buffer(each)]
 
     def _compressor(self, dictionary: Array | None) -> Any:
+        content = self._dictionary(dictionary)
+        if content is not None:
+            content.precompute_compress(self.level)  # else each call for several rows would do it
         return self._zstandard.ZstdCompressor(
-            level=self.level, dict_data=self._dictionary(dictionary), write_checksum=False, write_dict_id=False
+            level=self.level, dict_data=content, write_checksum=False, write_dict_id=False
         )
 
     def _dictionary(self, dictionary: Array | None) -> Any:
@@ -74,40 +88,53 @@ class Zstd:
         return self._zstandard.ZstdCompressionDict(dictionary.tobytes())
 
     def decode_into(
-        self,
-        blobs: Sequence[bytes],
-        places: Sequence[memoryview],
-        shape: tuple[int, ...],
-        dictionary: Array | None = None,
+        self, blobs: bytes, ends: IntArray, out: Array, places: IntArray, dictionary: Array | None = None
     ) -> None:
         """Decode blobs, each to where its row belongs.
 
+        Rows that lie one behind the other are decoded by one call, straight into their memory.
+
         Args:
-            blobs: N of them.
-            places: N writable views of as many bytes as a row has.
-            shape: of a row.
+            blobs: one behind the other.
+            ends: (N,) where each of them ends.
+            out: (M, *field), C-contiguous.
+            places: (N,) which row of `out` each of them is.
             dictionary: of `encode`.
 
         Raises:
             ValueError: a blob that is not one of a row of that size. Some of the rows may have been decoded.
         """
+        zstandard, size = self._zstandard, out.itemsize * math.prod(out.shape[1:])
         key = ("decompress", None if dictionary is None else dictionary.ctypes.data)
-        zstandard = self._zstandard
+        flat = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
         try:
-            decompress, size_of = _kept(
-                key,
-                dictionary,
-                lambda: (
-                    zstandard.ZstdDecompressor(dict_data=self._dictionary(dictionary)).decompress,
-                    zstandard.frame_content_size,
-                ),
-            )
-            for blob, place in zip(blobs, places, strict=True):
-                if size_of(blob) != len(place):  # memory for so much is taken before anything is decoded
-                    raise ValueError(f"a blob says that it is of {size_of(blob)} bytes, a row has {len(place)}")
-                place[:] = decompress(blob)
+            decompressor = _kept(key, dictionary, lambda: self._decompressor(dictionary))
+            self._require_sizes(blobs, ends, size)
+            reader = decompressor.stream_reader(blobs, read_across_frames=True)
+            for first, stop in pairwise(cuts):
+                begin, count = int(places[first]) * size, (stop - first) * size
+                if reader.readinto(flat[begin : begin + count]) != count:
+                    raise ValueError("a blob ends before its row does")
+            if reader.read(1):
+                raise ValueError("a blob goes on behind its row")
         except zstandard.ZstdError as error:
             raise ValueError(str(error)) from None
+
+    def _decompressor(self, dictionary: Array | None) -> Any:
+        return self._zstandard.ZstdDecompressor(dict_data=self._dictionary(dictionary), max_window_size=MAX_WINDOW)
+
+    def _require_sizes(self, blobs: bytes, ends: IntArray, size: int) -> None:
+        """Raise ValueError unless each blob says that it is of so many bytes: most do so as the first one does."""
+        zstandard, begins, data = self._zstandard, np.concatenate([[0], ends[:-1]]), np.frombuffer(blobs, np.uint8)
+        length = zstandard.frame_header_size(blobs[:HEADER])
+        heads = data.take(begins[:, None] + np.arange(length), mode="clip")
+        if heads.tobytes() == heads[0].tobytes() * len(heads):
+            begins = begins[:1]
+        for begin in begins.tolist():
+            told = zstandard.frame_content_size(blobs[begin : begin + HEADER])
+            if told != size:
+                raise ValueError(f"a blob says that it is of {told} bytes, a row has {size}")
 
     def train(self, rows: Array, size: int) -> Array | None:
         """A dictionary of at most `size` bytes for rows like these (N, …); None where they are too few."""
@@ -169,19 +196,18 @@ class Jpeg:
         ]
 
     def decode_into(
-        self,
-        blobs: Sequence[bytes],
-        places: Sequence[memoryview],
-        shape: tuple[int, ...],
-        dictionary: Array | None = None,
+        self, blobs: bytes, ends: IntArray, out: Array, places: IntArray, dictionary: Array | None = None
     ) -> None:
         """Decode blobs, each to where its row belongs; see `Zstd.decode_into`."""
-        for blob, place in zip(blobs, places, strict=True):
-            height, width, *_ = self._simplejpeg.decode_jpeg_header(blob)
+        data, shape, colours = memoryview(blobs), out.shape[1:], _colours(out.shape[1:])
+        header, decode = self._simplejpeg.decode_jpeg_header, self._simplejpeg.decode_jpeg
+        for (begin, end), place in zip(pairwise([0, *ends.tolist()]), places.tolist(), strict=True):
+            blob = data[begin:end]
+            height, width, *_ = header(blob)
             _require_one_pass(blob)
             if (height, width) != shape[:2]:  # memory for so much is taken before anything is decoded
                 raise ValueError(f"a blob is a picture of {height} x {width}, a row of {shape[0]} x {shape[1]}")
-            self._simplejpeg.decode_jpeg(blob, _colours(shape), buffer=place)
+            decode(blob, colours, buffer=out[place])
 
 
 Codec: TypeAlias = Zstd | Jpeg

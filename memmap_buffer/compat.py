@@ -154,7 +154,6 @@ def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:
 
 
 def storage_spec(buffer: ReplayBuffer) -> dict[str, StorageSpec]:
-    """Where each field is stored, by dotted name."""
-    layout = buffer._storage.layout
-    arrays = {name: layout.arrays[name] for name in layout.schema.all}
+    """Where each field is stored, by dotted name; of a compressed one the index, and `<name>/blobs` besides."""
+    arrays = {key: array for key, array in buffer._storage.layout.arrays.items() if not key.startswith("/")}
     return {name: StorageSpec(buffer.folder / a.name, a.shape, a.dtype, a.size) for name, a in arrays.items()}

@@ -21,7 +21,7 @@ with extra("gymnasium"):
 TIME_LIMIT = "_max_episode_steps"  # of `TimeLimit`
 
 
-def schema_of(observation_space: Space[Any], action_space: Space[Any]) -> dict[str, Any]:
+def schema_of(observation_space: Space[Any], action_space: Space[Any], codec: Any = None) -> dict[str, Any]:
     """The fields of one environment's timesteps, as `ReplayBuffer` and `Schema` take them.
 
     Box, Discrete, MultiDiscrete and MultiBinary keep their shape and dtype, Text(n) becomes "U<n>"; Dict and Tuple are
@@ -31,6 +31,7 @@ def schema_of(observation_space: Space[Any], action_space: Space[Any]) -> dict[s
     Args:
         observation_space: of one environment; of a vector environment `single_observation_space`.
         action_space: of one environment; of a vector environment `single_action_space`.
+        codec: of images: spaces of uint8 with two axes or more.
 
     Returns:
         `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`.
@@ -40,7 +41,7 @@ def schema_of(observation_space: Space[Any], action_space: Space[Any]) -> dict[s
     """
     members = Names().ours({"observation": _members(observation_space), "action": _members(action_space)})
     return {
-        "observation": _fields("observation", members["observation"], final=True),
+        "observation": _fields("observation", members["observation"], final=True, codec=codec),
         "action": _fields("action", members["action"], final=False),
         "reward": "float",
         "terminated": "bool",
@@ -125,13 +126,19 @@ def _is_text(space: spaces.Tuple[Any]) -> bool:
     return len(space.spaces) > 0 and all(isinstance(member, spaces.Text) for member in space.spaces)
 
 
-def _fields(name: str, space: Any, *, final: bool) -> Any:
+def image_codec(dtype: Any, shape: tuple[int, ...], codec: Any) -> Any:
+    """The codec of a field of observations: that of images, where it is one."""
+    return codec if dtype == np.uint8 and len(shape) > 1 else None
+
+
+def _fields(name: str, space: Any, *, final: bool, codec: Any = None) -> Any:
     if isinstance(space, dict):
-        return {part: _fields(f"{name}.{part}", member, final=final) for part, member in space.items()}
+        return {part: _fields(f"{name}.{part}", member, final=final, codec=codec) for part, member in space.items()}
     if isinstance(space, spaces.Text):
         return Field(f"U{space.max_length}", (), final=final)
     if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-        return Field(np.dtype(space.dtype), tuple(space.shape or ()), final=final)
+        shape = tuple(space.shape or ())
+        return Field(np.dtype(space.dtype), shape, final=final, codec=image_codec(space.dtype, shape, codec))
     raise SchemaError(
         f"{name}: got {space}, expected Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple; "
         "give it a fixed size by an observation or action wrapper",

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from memmap_buffer.errors import (
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.interop.video import sheet_of, write_video
 from memmap_buffer.items.filters import matches
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Schema
 from memmap_buffer.writing.episode import Episode
 from memmap_buffer.writing.vector_env import EpisodeGroup
@@ -80,7 +80,7 @@ class EpisodeIndex(int):
 
 
 class Part(np.ndarray[Any, Any]):
-    """What was read from a `Column`: what is assigned to it, or computed in place, is assigned to the column, too."""
+    """Values that were read from a `Column`: an assignment to them, or a computation in place, changes it, too."""
 
     _assign: Callable[[Any, Any], None] | None = None  # to what was read, where it changed
     _whole: Any = None  # all that was read, of which this is a part
@@ -104,7 +104,7 @@ class Part(np.ndarray[Any, Any]):
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """What changes in the block is assigned, and no more: the rest may be another meanwhile."""
+        """Assign the values that change in the block, and no others: those may have changed on the disk meanwhile."""
         if self._assign is None or not np.may_share_memory(self, self._whole):  # it is a copy of a part
             yield
             return
@@ -306,7 +306,7 @@ class ReplayBuffer(api.ReplayBuffer):
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_episodes: int | None = None,
         max_timesteps: int | None = None,
         fields: Mapping[str, Any] | Schema | None = None,
@@ -385,7 +385,7 @@ class ReplayBuffer(api.ReplayBuffer):
         return opened[k] if 0 <= k < len(opened) else None
 
     def _own_batch(self) -> EpisodeGroup | None:
-        """What `store_batch` opened, if it is open, and no block is entered."""
+        """The batch that `store_batch` opened, if it is open still and no block is entered."""
         own = self._own.get(get_ident()) if get_ident() not in self._scopes else None
         return own if isinstance(own, EpisodeGroup) and own.state == "open" else None
 
@@ -679,11 +679,7 @@ class ReplayBuffer(api.ReplayBuffer):
         return np.concatenate([rows[:n] for rows, n in zip(data[name], data["_lens"].tolist(), strict=True)])
 
     def save_video(
-        self,
-        path: str | PathLike[str],
-        episode_index: int | Sequence[int] = 0,
-        field: str | None = None,
-        fps: int = 30,
+        self, path: AnyPath, episode_index: int | Sequence[int] = 0, field: str | None = None, fps: int = 30
     ) -> Path:
         """Write the images of episodes as a film; see `trajectory_to_video`.
 
@@ -727,24 +723,12 @@ class EpisodeCollector(Collector):
     """A `Collector` whose columns are asked for by name.
 
     Args:
-        replay_buffer: what it stores to.
+        replay_buffer: the buffer to which the timesteps are stored.
         num_groups: G.
         fieldnames: the fields that are collected; default: all.
         meta_fieldnames: the meta fields that are collected; default: all.
         strict: whether an unknown name raises; otherwise it is collected, and not stored.
     """
-
-    def __init__(
-        self,
-        replay_buffer: ReplayBuffer,
-        num_groups: int,
-        fieldnames: Sequence[str] | None = None,
-        meta_fieldnames: Sequence[str] | None = None,
-        strict: bool = True,
-    ) -> None:
-        new_stream, schema = replay_buffer._new_stream, replay_buffer.schema
-        super().__init__(new_stream, schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
-        self._known = self._collected
 
     def append(self, **step: Any) -> None:
         """Append one timestep of every group.
@@ -875,7 +859,7 @@ class EpisodeCollector(Collector):
         return stored
 
 
-def trajectory_to_video(frames: Any, path: str | PathLike[str], fps: int = 30) -> Path:
+def trajectory_to_video(frames: Any, path: AnyPath, fps: int = 30) -> Path:
     """Write images as a film.
 
     Args:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any, ClassVar
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.datasets import EpisodeDataset
+from memmap_buffer.paths import AnyPath
 
 
 class ReplayDatasetTrajectory(EpisodeDataset):
@@ -25,7 +25,7 @@ class ReplayDatasetTrajectory(EpisodeDataset):
 
     level: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, replay_buffer: ReplayBuffer | str | PathLike[str], **options: Any) -> None:
+    def __init__(self, replay_buffer: ReplayBuffer | AnyPath, **options: Any) -> None:
         if not isinstance(replay_buffer, ReplayBuffer):
             replay_buffer = ReplayBuffer.from_folder(replay_buffer, read_only=True)
         reader = BatchReader(replay_buffer._folders, {**self.level, **options})

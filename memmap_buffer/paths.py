@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from os import PathLike
 from pathlib import Path
+from typing import TypeAlias
 
 from memmap_buffer.errors import SchemaError
 
+AnyPath: TypeAlias = str | PathLike[str]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|[a-z]+::")
 
 
@@ -16,7 +18,7 @@ def is_url(given: object) -> bool:
     return isinstance(given, str) and _URL.match(given) is not None
 
 
-def path_of(given: str | PathLike[str]) -> Path:
+def path_of(given: AnyPath) -> Path:
     """A path in which `~` and `~user` are home folders; "./~" is a name like any other.
 
     Raises:

@@ -179,7 +179,10 @@ class Field:
             if array.ndim != len(self.shape):
                 raise SchemaError(f"got shape {array.shape}, declared {self.shape}")
             return np.array(encode(array, self.dtype, self.shape[1:], 1), order="C")
-        rows = value if isinstance(value, (list, tuple, np.ndarray)) else list(value)
+        try:
+            rows = list(value)
+        except TypeError:
+            raise SchemaError(f"got {value!r}, expected a list for each timestep") from None
         found = [self._encode_lists(row, lead - 1) for row in rows]
         out = np.empty((len(found), *(found[0].shape if lead > 1 and found else ())), object)
         for i, row in enumerate(found):
@@ -255,7 +258,7 @@ class Schema:
 
     @cached_property
     def defaults(self) -> dict[str, Array]:
-        """What a step that leaves a field out gets, where there is a default. Read-only: all steps share it."""
+        """The defaults, which a step gets that leaves a field out. Read-only: all steps share them."""
         defaults = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is not None}
         return {name: np.broadcast_to(value, value.shape) for name, value in defaults.items()}
 
@@ -310,6 +313,13 @@ class Schema:
         if values.keys() <= known.keys():
             return dict(values)
         return dict(_flatten(values, "", lambda name: name in known))
+
+    def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:
+        """The values of a field as stored, (*lead dimensions, *field). Raises SchemaError naming the field."""
+        try:
+            return self.all[name].encode(value, lead=lead)
+        except SchemaError as error:
+            raise SchemaError(f"field {name!r}{where}: {error}{hint}", field=name) from None
 
     def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
         """`names` with groups expanded to their fields. Raises SchemaError naming the closest one for an unknown."""
@@ -366,7 +376,7 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
 
 
 def declared(where: str, given: Any, example: object = "float") -> Mapping[str, Any]:
-    """What was given, if it is a dict. Raises SchemaError."""
+    """The declaration that was given. Raises SchemaError unless it is a dict."""
     if not isinstance(given, Mapping):
         raise SchemaError(f"{where}: got {given!r}, expected a dict by name, such as {{'reward': {example!r}}}")
     return given

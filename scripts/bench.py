@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import memmap_buffer
-from bench import cold, online, read, scale, write
+from bench import cold, compressed, online, read, scale, write
 from bench.data import Run
 from bench.measure import HEAD, Row
 
@@ -54,6 +54,13 @@ GROUPS: dict[str, dict[str, Case]] = {
     "online": {"online": online.add_and_sample, "online-frames": online.add_and_sample_frames},
     "workers": {"loader-workers": read.workers, "loader-prefetch": read.prefetched},
     "cold": {"cold-image": cold.cold_batches, "cold-stream": cold.cold_stream},
+    "compressed": {
+        "compressed-size": compressed.sizes,
+        "compressed-batches": compressed.batches,
+        "compressed-cold": compressed.cold,
+        "compressed-jpeg": compressed.cameras,
+        "compressed-recording": compressed.recording,
+    },
     "scale": {"open": scale.opening, "growth": scale.growth},
 }
 PROGRAMS = {"priority": "bench.priority", "shards": "bench.shards", "ray": "bench.ray_recorders"}

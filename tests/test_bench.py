@@ -40,6 +40,12 @@ def rows(folder: Path, *arguments: str) -> list[dict[str, object]]:
         pytest.param("workers", ("loader, 2 workers over none and 2 ms", "loader, prefetch=2"), marks=slow),
         ("online", ("add 64 and sample(256), 10^4 episodes", "add 8 and sample(256), frames")),
         ("cold", ("cold sample(256), image", "cold loader(256), image", "cold epoch")),
+        ("compressed-batches", ("sample(256) with next, ",)),
+        pytest.param(
+            "compressed",
+            ("size, ", "cold sample(256)", "64 frames of 480 x 640, jpeg", "recording 2 x 30", "store() of two"),
+            marks=slow,
+        ),
         pytest.param("scale", ("open 10^2 episodes", "shuffled windows of 64, 10^5 steps"), marks=slow),
     ],
 )

@@ -100,6 +100,13 @@ def test_the_fields_are_those_of_a_timestep_and_the_observation_has_a_final_one(
     assert [name for name, field in fields.items() if field.final] == list(fields)[:3]
 
 
+def test_a_codec_is_that_of_the_observations_that_are_images_alone():
+    members = {"image": SPACES["image"], "bytes": spaces.Box(0, 255, (9,), np.uint8), "state": SPACES["box"]}
+    fields = Schema(schema_of(spaces.Dict(members), SPACES["image"], "zstd")).fields
+    assert {name for name, field in fields.items() if field.codec is not None} == {"observation.image"}
+    assert fields["observation.image"] == Field("uint8", (4, 4, 3), final=True, codec="zstd")
+
+
 @pytest.mark.parametrize(
     ("space", "text"),
     [

@@ -1,6 +1,7 @@
 """The programs of examples/ run on a small budget, with warnings as errors, and keep their promises."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ReplayBuffer, Zstd
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -145,6 +146,19 @@ def test_soft_actor_critic_keeps_the_newest_steps_and_goes_on_where_it_stood(tmp
     saved = torch.load(tmp_path / "sac-Pendulum-v1" / "sac.pt", weights_only=True)
     assert saved["steps"] == 360 and all(weight.isfinite().all() for weight in saved["actor"].values())
     assert saved["log_alpha"] < 0  # it has learned
+
+
+def test_a_game_is_learned_from_its_pixels_in_a_compressed_ring_of_a_million_under_a_gigabyte(tmp_path):
+    budget = ["--game", "Catch", "--steps", 240, "--warm-up", 224, "--report", 120]
+    printed = run_well("atari_dqn", tmp_path, *budget)
+    assert "DQN on Catch: 240 steps in the buffer" in printed
+    assert float(re.findall(r"a million take ([\d.]+) GB", printed)[-1]) < 1
+    buffer = ReplayBuffer.from_folder(tmp_path / "dqn-Catch", read_only=True)
+    assert (buffer.capacity, buffer.schema.fields["observation"].codec) == (1_000_000, Zstd())
+    frames = buffer.episode(0)["observation"]
+    assert frames.shape == (21, 84, 84) and set(np.unique(frames)) == {0, 144, 236}  # as they were drawn
+    weights = torch.load(tmp_path / "dqn-Catch.pt", weights_only=True)
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 def test_two_processes_learn_as_one_does_from_the_same_global_batches(recording):

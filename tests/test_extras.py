@@ -17,6 +17,8 @@ NEEDS = {
     "interop.d4rl": ("h5py", "hdf5"),
     "interop.robomimic": ("h5py", "hdf5"),
     "interop.ray": ("ray", "ray"),
+    "interop.rllib": ("pyarrow", "rllib"),
+    "interop.rllib_offline": ("msgpack", "rllib"),
     "interop.d3rlpy": ("d3rlpy", "d3rlpy"),
     "interop.lightning": ("lightning", "lightning"),
     "interop.jax": ("jax", "jax"),

@@ -15,7 +15,7 @@ from memmap_buffer.api.recording import Recording
 from memmap_buffer.loading.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN = {"d3rlpy.md", "jax.md", "ray.md"}  # run by test_d3rlpy.py, test_jax.py and ray_cases.py in tests/interop
+OWN = {"d3rlpy.md", "jax.md", "ray.md", "rllib.md"}  # run by tests of the same names, or …_cases.py, in tests/interop
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

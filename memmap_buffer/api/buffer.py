@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.api.collector import Collector
-from memmap_buffer.api.editing import Editing
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.api.recording import Recording
 from memmap_buffer.choices import Checksum, Durability, Publish, Shard, Stage, Verify
+from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
 from memmap_buffer.format import creation, storage
 from memmap_buffer.format.episode_table import IntArray
@@ -32,8 +31,7 @@ from memmap_buffer.maintenance.statistics import (
     statistics,
     store_statistics,
 )
-from memmap_buffer.paths import is_url, path_of
-from memmap_buffer.priority.sum_tree import FloatArray
+from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.remote.shards import cache_of, open_url
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 WITHOUT_A_TIME_LIMIT = 1000  # timesteps of an episode, which goes on in the next one
 
 
-class ReplayBuffer(Editing, Recording, Readable):
+class ReplayBuffer(Recording, Readable):
     """A folder of episodes, one memory-mapped array per field.
 
     Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
@@ -106,7 +104,7 @@ class ReplayBuffer(Editing, Recording, Readable):
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_episodes: int | None = None,
         max_timesteps: int | None = None,
         fields: Mapping[str, Any] | Schema | None = None,
@@ -158,7 +156,7 @@ class ReplayBuffer(Editing, Recording, Readable):
     @classmethod
     def from_folder(
         cls,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         read_only: bool = False,
         *,
         durability: Durability = "process",
@@ -168,7 +166,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         stage: Stage = "ram",
         verify: Verify = "auto",
         storage_options: Mapping[str, Any] | None = None,
-        cache: str | PathLike[str] | None = None,
+        cache: AnyPath | None = None,
         cache_bytes: int | None = None,
     ) -> Self:
         """Open an existing folder with the schema that it holds.
@@ -204,7 +202,7 @@ class ReplayBuffer(Editing, Recording, Readable):
     def for_env(
         cls,
         env: Any,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         *,
         max_episodes: int | None = None,
         max_timesteps: int | None = None,
@@ -212,6 +210,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         spare_slots: int | None = None,
         publish: Publish | None = None,
         fields: Mapping[str, Any] | None = None,
+        codec: Any = None,
         **options: Any,
     ) -> Self:
         """A buffer with the fields of a Gymnasium environment's timesteps; of a vector's, those of one of them.
@@ -231,6 +230,7 @@ class ReplayBuffer(Editing, Recording, Readable):
                 place.
             publish: default: "step" beside a `capacity`, otherwise "episode".
             fields: more fields, such as log_prob, or others in the place of these.
+            codec: of observations that are images (uint8, two axes or more), as for `Field`: "zstd", say.
             options: any other argument of the constructor.
 
         Raises:
@@ -239,7 +239,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         """
         from memmap_buffer.environments import count_of, max_steps_of, resets_by_a_step, schema_of, spaces_of
 
-        known = {**schema_of(*spaces_of(env)), **declared("fields", fields or {})}
+        known = {**schema_of(*spaces_of(env), codec), **declared("fields", fields or {})}
         limit = max_timesteps or max_steps_of(env) or (None if capacity is None else WITHOUT_A_TIME_LIMIT)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
@@ -361,11 +361,11 @@ class ReplayBuffer(Editing, Recording, Readable):
             meta_fieldnames: the meta fields that are collected; default: all.
             strict: whether an unknown name raises; otherwise it is collected, and not stored.
         """
-        return Collector(self._new_stream, self.schema, num_groups, fieldnames, meta_fieldnames, strict=strict)
+        return Collector(self, num_groups, fieldnames, meta_fieldnames, strict)
 
     # Ending
 
-    def snapshot(self, path: str | PathLike[str]) -> None:
+    def snapshot(self, path: AnyPath) -> None:
         """Copy the published episodes into a new buffer, from any process; a writer may go on meanwhile.
 
         Args:
@@ -411,7 +411,7 @@ class ReplayBuffer(Editing, Recording, Readable):
         self.close()
 
 
-def _free_shard(root: str | PathLike[str], layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
+def _free_shard(root: AnyPath, layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
     if shard != "auto":
         raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
     if excluded:

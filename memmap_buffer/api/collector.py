@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from memmap_buffer.dtypes import Array, decode, to_numpy
 from memmap_buffer.errors import EpisodeStateError, NotEnoughDataError, SchemaError
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.writing.vector_env import NEXT, EpisodeStream, Steps
+
+if TYPE_CHECKING:
+    from memmap_buffer.api.buffer import ReplayBuffer
 
 
 class Collector:
@@ -20,8 +23,7 @@ class Collector:
     computed from them (`collector["advantage"] = …`).
 
     Args:
-        new_stream: a function from the number of groups to the stream that publishes their timesteps.
-        schema: the buffer's fields.
+        replay_buffer: the buffer to which the timesteps are stored.
         num_groups: G.
         fieldnames: the fields that are collected; default: all.
         meta_fieldnames: the meta fields that are collected; default: all.
@@ -33,19 +35,20 @@ class Collector:
 
     def __init__(
         self,
-        new_stream: Callable[[int], EpisodeStream],
-        schema: Schema,
+        replay_buffer: ReplayBuffer,
         num_groups: int,
         fieldnames: Sequence[str] | None = None,
         meta_fieldnames: Sequence[str] | None = None,
-        *,
         strict: bool = True,
     ) -> None:
+        schema = replay_buffer.schema
         fields, meta = schema.fields, schema.meta_fields
         chosen = schema.require(fields if fieldnames is None else fieldnames, "fieldnames", fields)
         meta_chosen = schema.require(meta if meta_fieldnames is None else meta_fieldnames, "meta_fieldnames", meta)
-        self._new_stream = new_stream
-        self._collected = schema.with_fields({n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen})
+        self._new_stream = replay_buffer._new_stream
+        self._collected = self._known = schema.with_fields(
+            {n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen}
+        )
         self._strict = strict
         self.num_groups = num_groups
         self._parts: dict[str, list[Array]] = {}

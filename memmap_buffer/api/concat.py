@@ -15,7 +15,7 @@ from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
-from memmap_buffer.paths import is_url, path_of
+from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.remote.shards import RemoteShards, cache_of
 from memmap_buffer.views.folders import Folders
 
@@ -35,9 +35,7 @@ class ConcatBuffer(Readable):
 
     _refusal: type[ReadOnlyError] = ReadOnlyError
 
-    def __init__(
-        self, sources: Sequence[str | PathLike[str] | ReplayBuffer], weights: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, sources: Sequence[AnyPath | ReplayBuffer], weights: Sequence[float] | None = None) -> None:
         if isinstance(sources, str | PathLike | ReplayBuffer):
             raise SchemaError(
                 f"ConcatBuffer: got {sources!r} alone, expected a list of folders or buffers; write ConcatBuffer([…]), "
@@ -54,12 +52,12 @@ class ConcatBuffer(Readable):
     @classmethod
     def from_root(
         cls,
-        root: str | PathLike[str],
+        root: AnyPath,
         weights: Sequence[float] | None = None,
         *,
         on_damaged: OnDamaged = "raise",
         storage_options: Mapping[str, Any] | None = None,
-        cache: str | PathLike[str] | None = None,
+        cache: AnyPath | None = None,
         cache_bytes: int | None = None,
     ) -> ConcatBuffer:
         """The buffers that are direct subfolders of `root`, or that were published to it.
@@ -123,12 +121,12 @@ class ConcatBuffer(Readable):
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where they are."""
-        return tuple(storage.path for storage in self._present)
+        return tuple(storage.path for _, storage in self._present)
 
     @property
     def shards(self) -> tuple[int, ...]:
         """The number of each folder, by which `_indices` and `_index` begin."""
-        return tuple(number for number, storage in self._numbered if not storage.withdrawn)
+        return tuple(number for number, _ in self._present)
 
     @property
     def read_only(self) -> bool:
@@ -136,12 +134,11 @@ class ConcatBuffer(Readable):
         return True
 
     @property
-    def _present(self) -> list[Storage]:
-        return [storage for _, storage in self._numbered if not storage.withdrawn]
-
-    @property
-    def _numbered(self) -> list[tuple[int, Storage]]:
-        return [(number, storage) for number, storage, _ in self._folders.by_number(self._folders.tables)]
+    def _present(self) -> list[tuple[int, Storage]]:
+        """The folders that were not removed since, by number."""
+        return [
+            (n, storage) for n, storage, _ in self._folders.by_number(self._folders.tables) if not storage.withdrawn
+        ]
 
     def statistics(
         self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
@@ -153,7 +150,7 @@ class ConcatBuffer(Readable):
             quantiles: as for `ReplayBuffer.statistics`.
             seed: as for `ReplayBuffer.statistics`.
         """
-        return statistics(self._present, names, quantiles, seed=seed)
+        return statistics([storage for _, storage in self._present], names, quantiles, seed=seed)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise self._refusal("a ConcatBuffer only reads; write to one of its sources")
@@ -167,7 +164,7 @@ class ConcatBuffer(Readable):
 ConcatReplayBuffer = ConcatBuffer
 
 
-def _storage(source: str | PathLike[str] | ReplayBuffer | Storage) -> Storage:
+def _storage(source: AnyPath | ReplayBuffer | Storage) -> Storage:
     if isinstance(source, Storage):
         return source
     if isinstance(source, ReplayBuffer):

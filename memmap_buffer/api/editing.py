@@ -280,9 +280,8 @@ def _stored(storage: Storage, slot: int, name: str, stop: int | None = None) -> 
     if name in schema.meta_fields:
         return np.array(maps.meta[name][slot])
     rows = storage.rows_of(slot, schema.fields[name].final)
-    return storage.read_rows(
-        name, slice(rows.start, rows.stop if stop is None else min(rows.stop, rows.start + stop))
-    ).copy()
+    rows = slice(rows.start, rows.stop if stop is None else min(rows.stop, rows.start + stop))
+    return storage.read_rows(name, rows, slot, storage.table.serial[slot]).copy()
 
 
 def _with_step(storage: Storage, slot: int, t: int, name: str, value: Any) -> Array:
@@ -359,6 +358,11 @@ def _values_of(storage: Storage, slots: IntArray, single: bool, data: Mapping[st
 
 def _expand(name: str, field: Field, value: Any, single: bool, lead: tuple[int, ...]) -> Array:
     """`value` encoded and broadcast to (*lead, *field); -1 in `lead` takes the value's own size."""
+    if field.is_list:
+        try:
+            return field.encode([value] if single else value, lead=2)
+        except (SchemaError, ValueError) as error:
+            raise SchemaError(f"update, field {name!r}: {error}; expected (episodes, time) lists") from None
     array, n = to_numpy(value), len(lead)
     if array.ndim == 0:
         array = array.reshape((1,) * (n + len(field.shape)))

@@ -35,7 +35,6 @@ from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
 from memmap_buffer.pictures import Picture, picture_of, table_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Schema, nest
-from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.windows import Trajectory
 from memmap_buffer.writing.validation import positions_of
@@ -240,7 +239,8 @@ class Readable:
         patience = Patience()
         while True:
             try:
-                return reader.read(_anchors_at(reader, positions))
+                index = reader.index(refresh=True)
+                return reader.read(index.locate(positions_of(positions, len(index))[0]))
             except StaleEpisodeError:
                 if not patience.wait():
                     raise
@@ -326,11 +326,9 @@ class Readable:
         from memmap_buffer.loading.distributed import ranks_of
         from memmap_buffer.loading.tensors import torch_seed
 
-        own = {name: value for name, value in options.items() if name in Options.__annotations__}
+        loader_options: dict[str, Any] = dict(options)
+        own = {name: loader_options.pop(name) for name in options if name in Options.__annotations__}
         own |= dataset_kwargs or {}
-        loader_options: dict[str, Any] = {
-            name: value for name, value in options.items() if name not in Options.__annotations__
-        }
         check_loader_options(loader_options, [*Options.__annotations__, *signature(Readable.dataloader).parameters])
         check_count("batch_size", batch_size)
         check_count("prefetch", prefetch, 0)
@@ -347,31 +345,18 @@ class Readable:
         ranks = ranks_of(rank, world_size)
         reader.require(reader.index(refresh=True))
         if seed is None:
-            if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
-                raise SchemaError(
-                    "seed: got None, and the ranks that were given cannot agree on one; give all the same"
-                )
+            _require_seed_for(ranks, reader, shuffle)
             seed = torch_seed(loader_options.get("generator"))
         check_count("seed", seed, 0)
         draws = self._make_sampler(reader)
         sampler: PrioritizedSampler | EpochSampler
         # `state_dict` tells the numbers in those of Python.
+        sizes: dict[str, Any] = {"batch_size": int(batch_size), "drop_last": drop_last, "seed": int(seed)}
         if isinstance(draws, PrioritizedDraws):
-            sampler = PrioritizedSampler(
-                draws, batch_size=int(batch_size), drop_last=drop_last, seed=int(seed), rank=ranks.now().rank
-            )
+            sampler = PrioritizedSampler(draws, **sizes, rank=ranks.now().rank)
         else:
-            sampler = EpochSampler(
-                reader,
-                batch_size=int(batch_size),
-                shuffle=shuffle,
-                drop_last=drop_last,
-                seed=int(seed),
-                weights=self._weights,
-                window=shuffle_window,
-                ranks=ranks,
-                tail=tail,
-            )
+            order: dict[str, Any] = {"shuffle": shuffle, "window": shuffle_window, "weights": self._weights}
+            sampler = EpochSampler(reader, **sizes, **order, ranks=ranks, tail=tail)
         if not len(sampler):
             raise NotEnoughDataError(
                 f"drop_last={drop_last}, tail={tail!r} and batch_size={batch_size} for {ranks.now().world_size} ranks "
@@ -562,7 +547,7 @@ class Readable:
         return np.asarray(self._by_name(name, lambda priorities: read_priorities(priorities, given)))
 
     def _by_name(self, name: str, work: Callable[[NamedPriorities], Any]) -> Any:
-        """What is done with priorities of a name; again, where the columns change meanwhile."""
+        """The result of a function of the priorities of a name; called again where the columns change meanwhile."""
         while True:
             folders = self._folders
             try:
@@ -601,7 +586,7 @@ class Readable:
         return priorities
 
     def _settled(self) -> Folders:
-        """What is read once no other thread is changing the columns."""
+        """The folders as they are once no other thread is changing their columns."""
         return self._folders
 
     def _read_from(self, folders: Folders) -> None:
@@ -615,9 +600,10 @@ class Readable:
             self._priorities.popitem()[1].close()
 
 
-def _anchors_at(reader: BatchReader, positions: Any) -> Anchors:
-    index = reader.index(refresh=True)
-    return index.locate(positions_of(positions, len(index))[0])
+def _require_seed_for(ranks: Ranks, reader: BatchReader, shuffle: Shuffle) -> None:
+    """Raise SchemaError where ranks that were given would each draw a seed of their own."""
+    if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
+        raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
 
 
 def _position(i: Any) -> list[int]:

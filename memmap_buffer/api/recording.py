@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
 from types import TracebackType
@@ -11,12 +11,11 @@ from weakref import ref
 
 import numpy as np
 
-from memmap_buffer.dtypes import check_count
+from memmap_buffer.api.editing import Editing
+from memmap_buffer.dtypes import FloatArray, check_count, to_numpy
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.given_errors import GivenErrors, errors_of
-from memmap_buffer.priority.sum_tree import FloatArray
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.episode import Block, Episode, Held
 from memmap_buffer.writing.vector_env import EpisodeGroup, EpisodeStream, Steps
@@ -41,34 +40,62 @@ class Scope(Block, Generic[Opened]):
         return opened
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """What was opened ends, and nobody stores to it any more."""
+        """End the episode, or the batch; the thread stores to it no longer."""
         try:
             self._opened.leave(kind, error, trace)
         finally:
             self._scopes.pop(self._opened.thread, None)
 
 
-class Recording:
+class GivenErrors:
+    """The errors of steps that are not published yet."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, dict[Episode, list[tuple[Any, Any]]]] = {}
+
+    def __bool__(self) -> bool:
+        return any(self._waiting.values())
+
+    def add(self, name: str, episodes: Sequence[Episode], t: Sequence[Any], errors: Sequence[Any]) -> None:
+        """Take errors for the priorities of a name: of each episode those of one step, or of several."""
+        waiting = self._waiting.setdefault(name, {})
+        for episode, at, error in zip(episodes, t, errors, strict=True):
+            waiting.setdefault(episode, []).append((at, error))
+
+    def settle(self, published: int, give: Callable[[str, IntArray, FloatArray], Any]) -> None:
+        """Give those of episodes that are published; those of episodes that were dropped are forgotten.
+
+        Args:
+            published: the serials below are.
+            give: takes a name, (B, 2) serials and steps, and (B,) errors.
+        """
+        for name, waiting in self._waiting.items():
+            ready = [episode for episode in waiting if episode.state == "aborted" or 0 <= episode.serial < published]
+            parts = [(episode.serial, *part) for episode in ready for part in waiting[episode] if episode.serial >= 0]
+            if parts:
+                serials, t, errors = zip(*parts, strict=True)
+                counts = [np.size(at) for at in t]
+                indices = np.stack(
+                    [np.repeat(serials, counts), np.concatenate([np.atleast_1d(at) for at in t])], axis=1
+                )
+                give(name, indices, np.concatenate([np.atleast_1d(error) for error in errors]))
+            for episode in ready:
+                del waiting[episode]
+
+
+class Recording(Editing):
     """The writing half of `ReplayBuffer`."""
 
-    _storage: Storage
-    _writer: Writer
     _skips_resets = False  # whether the step after an episode's end is the environment's reset
 
     def _record_to(self, storage: Storage, writer: Writer) -> None:
         self._storage, self._writer = storage, writer
         self._scopes: dict[int, Episode | EpisodeGroup] = {}  # by thread
         self._begun: tuple[ref[Episode], ...] = ()
-        self._newest: dict[
-            int, Episode
-        ] = {}  # by thread: of those that were begun, what `store` finds without a handle
+        # By thread, of those that were begun: what `store` finds without a handle.
+        self._newest: dict[int, Episode] = {}
         self._stream: EpisodeStream | None = None
         self._errors = GivenErrors()
-
-    @property
-    def _turn(self) -> Any:
-        """To be held, by `with`, by whatever writes."""
-        raise NotImplementedError
 
     def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> Any:
         """Give published steps the priorities of their errors."""
@@ -187,9 +214,7 @@ class Recording:
         with self._turn:
             priority = self._priority(priority, arrays)
             columns, meta, finals, length = validation.whole_episode(self._storage.layout.schema, arrays)
-            errors = None if priority is None else errors_of(priority, (length,), "(T,)")
-            if errors is not None:
-                self._give_errors(priority_name, np.empty((0, 2), np.int64), np.empty(0))  # to own them, or to raise
+            errors = self._errors_given(priority, priority_name, (length,), "(T,)")
             episode = self._writer.open(meta)
             try:
                 episode.fill(columns, length)
@@ -270,13 +295,7 @@ class Recording:
             self._writer.require_writable()
             steps = Steps(self._storage.layout.schema, given, time=time)
             count, size = steps.ends.shape
-            errors = (
-                None
-                if priority is None
-                else errors_of(priority, (count, size)[not time :], "(T, B)" if time else "(B)")
-            )
-            if errors is not None:
-                self._give_errors(name, np.empty((0, 2), np.int64), np.empty(0))  # to own them, or to raise
+            errors = self._errors_given(priority, name, (count, size)[not time :], "(T, B)" if time else "(B)")
             if self._stream is None:
                 self._stream = self._new_stream(size)
             if len(self._stream) != size:
@@ -308,6 +327,14 @@ class Recording:
             given["priority"] = priority
             return None
         return priority
+
+    def _errors_given(self, priority: Any, name: str, shape: tuple[int, ...], axes: str) -> FloatArray | None:
+        """The errors of steps that are not stored yet, if there are any; their priorities are owned from then on."""
+        if priority is None:
+            return None
+        errors = _errors_of(priority, shape, axes)
+        self._give_errors(name, np.empty((0, 2), np.int64), np.empty(0))  # to own them, or to raise
+        return errors
 
     def _settle_errors(self) -> None:
         """Give the errors of steps that were published meanwhile."""
@@ -360,3 +387,24 @@ class Recording:
         if not isinstance(mine, EpisodeGroup):
             raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
         return mine
+
+
+def _errors_of(given: Any, shape: tuple[int, ...], axes: str) -> FloatArray:
+    """Errors as they were given.
+
+    Args:
+        given: numbers.
+        shape: that they must have; of one environment its axis may be left out.
+        axes: what the axes are, for the error.
+
+    Raises:
+        SchemaError: another shape, or no finite numbers.
+    """
+    errors = to_numpy(given)
+    alone = shape[:-1] if shape[-1] == 1 and axes.endswith("B)") else shape
+    if errors.shape not in (shape, alone) or errors.dtype.kind not in "fiu" or not np.isfinite(errors).all():
+        raise SchemaError(
+            f"priority: got {errors.dtype} {errors.shape}, expected a finite number for the TD error of each step, "
+            f"{axes} = {shape}"
+        )
+    return errors.astype(np.float64).reshape(shape)

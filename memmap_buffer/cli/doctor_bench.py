@@ -19,6 +19,7 @@ from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import FOUND, clean, say
 from memmap_buffer.cli.terminal import FolderArgument, Json, bytes_of, end, progress, say_json, show_table
 from memmap_buffer.errors import NotEnoughDataError
+from memmap_buffer.interop.columns import flatten
 from memmap_buffer.maintenance.disk import DiskSpeed, disk_of, measure_disk_speed
 from memmap_buffer.views.windows import Window
 
@@ -178,14 +179,10 @@ def _sampler(buffer: ReplayBuffer, options: dict[str, Any]) -> Callable[[], Any]
 def _size_of(draw: Callable[[], Any]) -> tuple[int, int] | None:
     """(items, bytes) of a batch; None where there is nothing to draw from."""
     try:
-        leaves = _leaves(draw())
+        leaves = list(flatten(draw()).values())
     except NotEnoughDataError:
         return None
     return len(leaves[0]), sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
-
-
-def _leaves(batch: dict[str, Any]) -> list[Any]:
-    return [leaf for v in batch.values() for leaf in (_leaves(v) if isinstance(v, dict) else [v])]
 
 
 def _bursts(contenders: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:

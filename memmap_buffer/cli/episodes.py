@@ -172,8 +172,8 @@ def _value_like(column: Array, text: str, condition: str) -> Any:
             return text
         if column.dtype.kind == "b":
             return _TRUTH[text.lower()]
-        return (
-            complex(text) if column.dtype.kind == "c" else int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-        )
+        if column.dtype.kind == "c":
+            return complex(text)
+        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     except (KeyError, ValueError):
         raise Problem(f"--where {condition!r}: {text!r} is no value of a column of {column.dtype}") from None

@@ -32,14 +32,6 @@ def disk_use(folder: Path) -> tuple[int, int]:
     return sum(status.st_blocks * 512 for status in found), sum(status.st_size for status in found)
 
 
-def bytes_to_copy(source: Path) -> int:
-    """The bytes that a copy of a folder will have."""
-    with opened(source, verify="never") as buffer:
-        schema, steps, episodes = buffer.schema, buffer.num_steps, buffer.num_episodes
-    rows = sum(field.itemsize * (steps + field.final * episodes) for field in schema.fields.values())
-    return rows + sum(field.itemsize * episodes for field in schema.meta_fields.values())
-
-
 @contextmanager
 def watching(what: str, folder: Path, total: float) -> Iterator[None]:
     """Show a bar during the block, which fills a folder: its bytes on disk, out of `total`."""

@@ -39,6 +39,7 @@ FORMATS = {
     "robomimic": Format("a robomimic file (HDF5)"),
     "lerobot": Format("a LeRobot v3 data set (folder)"),
     "parquet": Format("a folder of two Parquet tables (export only)"),
+    "rllib": Format("a folder that RLlib's `output` wrote (import only)"),
     "torchrl": Format("a folder that a LazyMemmapStorage of torchrl dumped (import only)"),
     "memmap_replay_buffer": Format("a folder of memmap-replay-buffer; out in its HDF5 layout"),
 }

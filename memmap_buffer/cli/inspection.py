@@ -29,6 +29,7 @@ from memmap_buffer.cli.terminal import (
     say_json,
     show_table,
 )
+from memmap_buffer.maintenance.disk import compression_of
 from memmap_buffer.maintenance.statistics import FieldStatistics
 from memmap_buffer.schema import Field
 
@@ -201,13 +202,17 @@ def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
         "bytes_apparent": apparent,
         "bytes_per_step": sum(field.itemsize for field in buffer.schema.fields.values()),
         **{name: _summary(table[name]) for name in ("length", "return") if name in table},
-        "fields": {name: _field_facts(field) for name, field in buffer.schema.fields.items()},
-        "meta_fields": {name: _field_facts(field) for name, field in buffer.schema.meta_fields.items()},
+        "fields": {name: _field_facts(buffer, name, field) for name, field in buffer.schema.fields.items()},
+        "meta_fields": {name: _field_facts(buffer, name, field) for name, field in buffer.schema.meta_fields.items()},
     }
 
 
-def _field_facts(field: Field) -> dict[str, Any]:
-    return {**asdict(field), "bytes": field.itemsize}
+def _field_facts(buffer: ReplayBuffer, name: str, field: Field) -> dict[str, Any]:
+    facts = {**asdict(field), "bytes": field.itemsize}
+    if field.codec is not None:
+        codec, stored, raw = compression_of(buffer._storage, name)
+        facts |= {"codec": codec, "bytes_stored": stored, "bytes_raw": raw}
+    return facts
 
 
 def _say_facts(facts: dict[str, Any]) -> None:
@@ -232,8 +237,17 @@ def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:
         unit: [bytes_of(f["bytes"]) for f in fields.values()],
         "default": defaults,
         "final": ["yes" if f["final"] else "" for f in fields.values()],
+        "codec": [_codec_of(f) for f in fields.values()],
     }
-    return {name: column for name, column in columns.items() if name != "final" or any(column)}
+    return {name: column for name, column in columns.items() if name not in ("final", "codec") or any(column)}
+
+
+def _codec_of(facts: dict[str, Any]) -> str:
+    """How a field is compressed, and how many bytes of timesteps became one with their index."""
+    if facts["codec"] is None:
+        return ""
+    spelled = " ".join(map(str, facts["codec"].values()))
+    return f"{spelled}, {facts['bytes_raw'] / facts['bytes_stored']:.1f} : 1" if facts["bytes_stored"] else spelled
 
 
 def _summary(values: Array) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -15,14 +15,17 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli import minimal
 from memmap_buffer.cli.episodes import matching, read_episode, serials_of, table_of
-from memmap_buffer.cli.folders import bytes_to_copy, new_folder, opened, require_new, watching
+from memmap_buffer.cli.folders import new_folder, opened, require_new, watching
 from memmap_buffer.cli.minimal import FOUND, OK, agreed, print_left_out, say, shards_of
 from memmap_buffer.cli.terminal import Episodes, FolderArgument, Problem, Target, Where, Yes, end, progress
 from memmap_buffer.maintenance import pack as copies
+from memmap_buffer.maintenance.disk import bytes_to_copy
+from memmap_buffer.maintenance.recoding import codecs_of
 from memmap_buffer.schema import Field
 
 Source = Annotated[Path, typer.Argument(help="The folder to copy; it may be in use.", show_default=False)]
 Size = Annotated[int | None, typer.Option(min=1, help="As many as the source, if not given.")]
+Codecs = Annotated[list[str] | None, typer.Option("--codec", metavar="FIELD=CODEC", help=minimal.CODEC_HELP)]
 Folders = Annotated[list[Path], typer.Argument(help="The folders, in the order of their episodes.", show_default=False)]
 Parts = Annotated[list[str] | None, typer.Option("--part", help="A part and its share, as in train=0.8; repeat it.")]
 
@@ -39,17 +42,21 @@ def repair(folder: FolderArgument, yes: Yes = False) -> None:
     end(minimal.check_and_repair(folder, yes))
 
 
-def pack(source: Source, target: Target) -> None:
+def pack(source: Source, target: Target, codec: Codecs = None) -> None:
     """Copy a buffer into a new folder that is read-only and without holes: the form to keep and to publish."""
-    with watching("packing", target, bytes_to_copy(source)):
-        left_out = copies.pack(source, target)
+    wanted = codecs_of(codec)
+    with nullcontext() if wanted else watching("packing", target, bytes_to_copy(source)):  # else it has its own bar
+        left_out = copies.pack(source, target, codec=wanted)
     end(minimal.print_copy(target, left_out))
 
 
-def unpack(source: Source, target: Target, max_episodes: Size = None, max_timesteps: Size = None) -> None:
+def unpack(
+    source: Source, target: Target, max_episodes: Size = None, max_timesteps: Size = None, codec: Codecs = None
+) -> None:
     """Copy a buffer, packed or not, into a new folder that can be written to."""
-    with watching("unpacking", target, bytes_to_copy(source)):
-        left_out = copies.unpack(source, target, max_episodes, max_timesteps)
+    wanted = codecs_of(codec)
+    with nullcontext() if wanted else watching("unpacking", target, bytes_to_copy(source)):
+        left_out = copies.unpack(source, target, max_episodes, max_timesteps, codec=wanted)
     end(minimal.print_copy(target, left_out))
 
 

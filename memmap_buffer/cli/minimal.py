@@ -9,17 +9,20 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import MemmapBufferError, NotABufferError
 from memmap_buffer.maintenance.pack import pack, unpack
+from memmap_buffer.maintenance.recoding import codecs_of
 from memmap_buffer.maintenance.repair import LOST, repair
 from memmap_buffer.maintenance.verification import Finding, verify
 
 OK, FOUND, FAILED, INTERRUPTED = 0, 1, 2, 130  # the last as shells have it: 128 + SIGINT
+CODEC_HELP = "How a field is compressed: frame=zstd, frame=zstd:19 (its level), camera=jpeg:90 (its quality), x=none."
 COMMANDS = ("verify", "repair", "pack", "unpack")
 EXTRA = "only verify, repair, pack and unpack work without typer and rich; for all: pip install 'memmap-buffer[cli]'"
 
@@ -179,7 +182,12 @@ def _parser() -> argparse.ArgumentParser:
     for command, copy in ((dense, pack), (grid, unpack)):
         command.add_argument("src", type=Path)
         command.add_argument("dst", type=Path)
-        command.set_defaults(run=lambda copy=copy, **given: print_copy(given["dst"], copy(**given)))
+        command.add_argument("--codec", action="append", metavar="FIELD=CODEC", help=CODEC_HELP)
+        command.set_defaults(run=lambda copy=copy, **given: print_copy(given["dst"], _copy(copy, **given)))
     grid.add_argument("--max-episodes", type=int, help="default: as many as the source")
     grid.add_argument("--max-timesteps", type=int, help="default: as many as the source")
     return parser
+
+
+def _copy(copy: Callable[..., list[int]], codec: Sequence[str] | None, **given: Any) -> list[int]:
+    return copy(codec=codecs_of(codec), **given)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from memmap_buffer.cli.folders import new_file, opened
 from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.terminal import Episode, Episodes, Fields, FolderArgument, Problem, Reward, Yes, progress
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.video import pillow_images, write_gif, write_mp4
+from memmap_buffer.interop.video import grid_of, pillow_images, write_gif, write_mp4
 from memmap_buffer.pictures import MAX_LINES, frames_of, is_image, lines_of
 
 SHEET = 16  # frames of a contact sheet
@@ -154,14 +155,12 @@ def _panels_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None)
     if not drawn:
         raise Problem(f"--field: {', '.join(chosen)}: no numbers of at most {MAX_LINES} entries a step; try `video`")
 
-    def panel(name: str) -> Callable[[Any], None]:
-        def draw(axes: Any) -> None:
-            axes.plot(drawn[name], linewidth=1)
-            axes.set(ylabel=name, xlabel="timestep", title=f"episode {serial}")
+    return [partial(_draw_lines, name, values, f"episode {serial}") for name, values in drawn.items()]
 
-        return draw
 
-    return [panel(name) for name in drawn]
+def _draw_lines(name: str, values: Array, title: str, axes: Any) -> None:
+    axes.plot(values, linewidth=1)
+    axes.set(ylabel=name, xlabel="timestep", title=title)
 
 
 # Films
@@ -170,12 +169,7 @@ def _panels_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None)
 def _write_sheet(place: Path, frames: Array, fps: int) -> None:
     """Frames spread over the episode, in rows from left to right."""
     chosen = frames[np.linspace(0, len(frames) - 1, min(SHEET, len(frames))).round().astype(int)]
-    columns = int(np.ceil(np.sqrt(len(chosen))))
-    rows = -(-len(chosen) // columns)
-    sheet = np.zeros((rows * columns, *chosen.shape[1:]), np.uint8)
-    sheet[: len(chosen)] = chosen
-    height, width = chosen.shape[1:3]
-    sheet = sheet.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
+    sheet = grid_of(chosen, int(np.ceil(np.sqrt(len(chosen)))))
     pillow_images(sheet[None])[0].save(place)
 
 

@@ -9,6 +9,8 @@ The folder
     state.npy              (1,) record of 256 bytes, and a journal of 1,024 words
     checksums.npy          (slots, columns) u4: a checksum a field
     data/<field>.npy       (slots, max_timesteps, *shape); one more timestep with `final`; packed: (rows, *shape)
+    data/<f>.blobs.npy     of a compressed field only, whose `data/<f>.npy` is the index of these bytes: see "Blobs"
+    data/<f>.dictionary.npy  of one that has a dictionary
     meta/<field>.npy       (slots, *shape)
     priority/<name>.*      optional, one tree of priorities each: `priority.tree_file` tells their format
     extra/                 optional
@@ -26,14 +28,14 @@ a hole of a file on a full tmpfs kills. Files are created 0600, and MUST be plai
 schema.json
 -----------
 UTF-8 JSON without a byte order mark, at most 1 MiB, no key twice, no NaN or Infinity: `{"format": "memmap-buffer",
-"version": 1, "id", "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular",
-"capacity", "rows", "columns", "fields", "meta_fields", "ends"}`. `id` is 32 hexadecimal digits, drawn at random when
-the buffer is created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a
-grid and the total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape",
-"default", "final", "column"}`, `column` being its place in checksums.npy. `ends` is `{"terminated",
-"truncated"}`, each the name of a field that is true (not 0) at the last step of an episode that ended so, or null;
-without `ends`, the fields of these two names, if there are such of one number or bool. Readers MUST refuse unknown keys
-and versions.
+"version": 1, "id", "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular", "capacity",
+"rows", "columns", "fields", "meta_fields", "ends"}`. `id` is 32 hexadecimal digits, drawn at random when the buffer is
+created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a grid and the
+total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape", "default", "final",
+"column"}`, `column` being its place in checksums.npy. `ends` is `{"terminated", "truncated"}`, each the name of a field
+that is true (not 0) at the last step of an episode that ended so, or null; without `ends`, the fields of these two
+names, if there are such of one number or bool. A compressed field, which is none of `meta_fields` and not of text, has
+three keys more, `"codec", "blobs", "dictionary"`. Readers MUST refuse unknown keys, codecs and versions.
 Names are dot-joined identifiers, `[A-Za-z][A-Za-z0-9_]*`, of at most 64 characters in all, distinct without regard
 to case, no name being a dotted prefix of another. dtypes are the names of `dtypes.NUMERIC` and U1 … U4096; bfloat16
 is stored as its bits in u2.
@@ -78,11 +80,41 @@ as newer ones may leave before it, it would be seen again.
 checksums.npy
 -------------
 The checksum of a field is of the bytes of its rows from step 0 to `length`, the final observation included; that of a
-meta field is of its value. Each whole block of 4,096 bytes, counted from the first of these bytes, becomes the sum of
-its 512 words of 8 bytes modulo 2^64. The checksum is the CRC-32 (as zlib has it) of the sums, 8 bytes each, followed by
-the bytes behind the last whole block: of less than a block the CRC-32 itself. Any change within one word of 8 bytes is
+meta field is of its value; that of a compressed field, of the second word of each of these rows of the index followed
+by the bytes of its blob. Each whole block of 4,096 bytes, counted from the first of these bytes, becomes the sum of its
+512 words of 8 bytes modulo 2^64. The checksum is the CRC-32 (as zlib has it) of the sums, 8 bytes each, followed by the
+bytes behind the last whole block: of less than a block the CRC-32 itself. Any change within one word of 8 bytes is
 seen, and, but for one in 2^32, any block that was lost, is of something else or stands elsewhere. An exchange of words
 within a block is not.
+
+Blobs
+-----
+Each timestep of a compressed field is a blob of its own, so any is read alone. `codec` is `{"name": "zstd", "level"}`,
+each blob a Zstandard frame that states its content size, without a checksum and a dictionary's number; or `{"name":
+"jpeg", "quality", "subsampling"}`, each a baseline JPEG of a field of uint8 (height, width), (height, width, 1) or
+(height, width, 3), the last stored as YCbCr. These keys say how a writer encodes; what a blob is follows from its
+bytes.
+
+data/<f>.npy is the index, u8 (slots, max_timesteps, 2), or (rows, 2) in a packed folder, one more timestep with
+`final`. A row is offset | length + 2^32 number: where the blob begins in data/<f>.blobs.npy behind the header, its
+bytes, and the number of its dictionary. A length of 0 is a row of zeros, one of 2^32 - 1 the field's default, both
+without a blob, whose first word means nothing; and one of the bytes of a row is the row itself, as it is where
+compressing it gives no fewer.
+
+data/<f>.blobs.npy is u1 (slots, bytes of max_timesteps rows) in a grid, one more row with `final`, and `blobs` null;
+and (`blobs`,) in a packed folder. The blobs of an episode MUST lie end to end in the order of its steps, the final
+observation last; in a grid from the first byte of its slot on, in a packed folder each episode behind the one before. A
+file SHOULD be sparse, as a slot's blobs fill the begin of its part only.
+
+data/<f>.dictionary.npy is u1 (`dictionary`,), at most 2^24; `dictionary` is null where there is none. The number of a
+dictionary is the CRC-32 of its bytes, 1 where that is 0; a blob without one has the number 0. A blob that is its row
+has the number 0, too. A writer MAY leave blobs of the dictionary that is there beside others of none.
+
+Readers MUST NOT take memory for what a blob says of itself before they have compared it with the row: its content size,
+or height and width. They MUST refuse a blob that is not all in the file, is longer than a row, names another dictionary
+than the one there, or does not decode to exactly one row, and SHOULD refuse a JPEG that is not baseline, as 12 bytes of
+another may cost a pass over all of its rows. A blob is copied before it is decoded, as its slot may be written to
+meanwhile; whoever copies an episode elsewhere copies its blobs, and SHOULD NOT encode them again.
 
 state.npy
 ---------
@@ -102,7 +134,7 @@ the folder and state.npy at its path with those that it has open, and stops if o
 relative to the folder that it has open, and MUST NOT remove one that it could not make. A slot is chosen that is
 neither visible nor taken by an open episode. Then, in this order:
 
-1. the slot's generation, odd   2. data and meta   3. the slot's checksums
+1. the slot's generation, odd   2. data, blobs before their index, and meta   3. the slot's checksums
    (durability "power": a barrier on each of these files)
 4. the record with its even generation, in one write: the commit   ("power": a barrier)
 5. `next`, to the serial + 1; then `changes`

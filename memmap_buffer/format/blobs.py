@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, chain
 from multiprocessing import current_process
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +18,17 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, crc32
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.syscalls import process_id, processors
+from memmap_buffer.format.syscalls import process_id, processors, yield_to_others
 from memmap_buffer.schema import DEFAULT_BLOB, Field
 
+T = TypeVar("T")
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
 MAX_THREADS = 4
-PART = 1 << 20  # bytes of rows that a thread decodes or encodes at once; fewer are done at once, by one
+PART = 1 << 19  # bytes of rows that are worth waking a thread for: 0.1 ms and more
+PIECES = 4  # parts of a batch for each thread; with more of them none waits long for another, and each costs 10 us
+LARGEST = 1 << 26  # bytes of rows whose blobs are copied together
 SUMMED = 4 << 20  # bytes of blobs that are looked at together
-BoolArray = npt.NDArray[np.bool_]
 _LENGTH = np.uint64(2**32 - 1)
 
 
@@ -42,8 +47,30 @@ class Threads:
         """Have one of them do some work."""
         made = self._made
         if made is None or made[0] != process_id():
-            made = self._made = process_id(), ThreadPoolExecutor(self.count, "memmap_buffer-codec")
+            pool = ThreadPoolExecutor(self.count, "memmap_buffer-codec", initializer=yield_to_others)
+            made = self._made = process_id(), pool
         return made[1].submit(work, *args)
+
+    def map(self, work: Callable[[Any], T], parts: Sequence[Any]) -> list[T]:
+        """The results of some work on parts, by this thread and the others: each takes the next one that is left.
+
+        So none is waited for that has no processor.
+        """
+        found: list[Any] = [None] * len(parts)
+        left = iter(range(len(parts)))
+
+        def some() -> None:
+            for i in left:
+                found[i] = work(parts[i])
+
+        helpers = [self.submit(some) for _ in range(min(self.count, len(parts)) - 1)]
+        try:
+            some()
+        finally:  # they write to memory that is another's after this
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result()
+        return found
 
 
 threads = Threads()
@@ -79,33 +106,29 @@ class CodedRows(NamedTuple):
     data: Array
     dictionary: Dictionary | None
 
+    def _lengths(self, index: Array) -> tuple[IntArray, BoolArray]:
+        """The length of the blob of each row of the index (N, 2), and which of them lie in the file."""
+        length, size = index[:, 1] & _LENGTH, len(self.data)
+        there = length <= (size if self.field.is_list else min(size, self.field.itemsize))
+        there &= index[:, 0] <= size - np.minimum(length, size).astype(np.uint64)
+        return length.astype(np.int64), there
+
     def blobs(self, index: Array) -> list[bytes | None]:
         """Copies of the blobs of rows of the index (N, 2); None of one that lies beyond the file."""
-        begin, length = index[:, 0], index[:, 1] & _LENGTH
-        size, data = len(self.data), memoryview(self.data)  # type: ignore[arg-type]
-        most = size if self.field.is_list else min(size, self.field.itemsize)
-        there = (length <= most) & (begin <= size - np.minimum(length, size).astype(np.uint64))
-        length = np.where(there, length, 0)
-        begin = np.where(there, begin, 0)
-        found: list[bytes | None] = [
-            data[a:b].tobytes() for a, b in zip(begin.tolist(), (begin + length).tolist(), strict=True)
-        ]
-        for i in np.flatnonzero(~there).tolist():
-            found[i] = None
-        return found
+        length, there = self._lengths(index)
+        begin, data = np.where(there, index[:, 0], 0).astype(np.int64), memoryview(self.data)  # type: ignore[arg-type]
+        ends = (begin + np.where(there, length, 0)).tolist()
+        each = zip(begin.tolist(), ends, there.tolist(), strict=True)
+        return [data[a:b].tobytes() if ok else None for a, b, ok in each]
+
+    def _joined(self, index: Array, length: IntArray) -> bytes:
+        """A copy of blobs that lie in the file, one behind the other."""
+        data, begins = memoryview(self.data), index[:, 0].astype(np.int64)  # type: ignore[arg-type]
+        return b"".join([data[a:b] for a, b in zip(begins.tolist(), (begins + length).tolist(), strict=True)])
 
     def decode(self, index: Array) -> Array:
         """Stored values (N, *cell) of rows of the index (N, 2). Raises ValueError: one of them is none."""
-        if self.field.is_list:
-            members, counts, bad = self.lists(index)
-            if bad.any():
-                raise ValueError(f"{np.count_nonzero(bad)} of {len(index)} timesteps have no list")
-            out = np.empty(len(index), object)
-            stops = np.cumsum(counts)
-            for i, (a, b) in enumerate(zip((stops - counts).tolist(), stops.tolist(), strict=True)):
-                out[i] = members[a:b].copy()
-            return out
-        out = np.empty((len(index), *self.field.shape), self.field.storage)
+        out = np.empty((len(index), *self.field.cell), self.field.storage)
         broken = self.decode_into(index, out, np.arange(len(index)))
         if len(broken):
             raise ValueError(f"{len(broken)} of {len(index)} timesteps cannot be decoded")
@@ -133,17 +156,26 @@ class CodedRows(NamedTuple):
         members = np.frombuffer(b"".join(blobs), self.field.entries).reshape(-1, *self.field.shape[1:])
         return members, counts, bad
 
+    def _lists_into(self, index: Array, out: Array, places: IntArray) -> IntArray:
+        members, counts, bad = self.lists(index)
+        stops = np.cumsum(counts)
+        for place, a, b in zip(places.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True):
+            out[place] = members[a:b].copy()
+        return np.flatnonzero(bad)
+
     def decode_into(self, index: Array, out: Array, places: IntArray) -> IntArray:
         """Decode rows, each blob once.
 
         Args:
             index: rows of the index (N, 2).
-            out: (M, *field), C-contiguous.
+            out: (M, *cell), C-contiguous.
             places: (N,) where each of them goes in `out`.
 
         Returns:
             Which of them cannot be decoded; their rows are zeros.
         """
+        if self.field.is_list:
+            return self._lists_into(index, out, places)
         length = index[:, 1] & _LENGTH
         absent = (length == 0) | (length == DEFAULT_BLOB)
         if absent.any():
@@ -153,67 +185,57 @@ class CodedRows(NamedTuple):
             if not there.size:
                 return there
             return there[self.decode_into(index[there], out, places[there])]
-        _, first, same = np.unique(index[:, 0], return_index=True, return_inverse=True)
-        of = first[same]  # the row that has the blob of each
-        of = np.where(index[of, 1] == index[:, 1], of, np.arange(len(of)))
-        own = np.flatnonzero(of == np.arange(len(of)))
-        bad = self._decode_each(index[own], out, places[own])
-        if len(own) < len(of):
-            copies = np.flatnonzero(of != np.arange(len(of)))
-            out[places[copies]] = out[places[of[copies]]]
-        if not bad:
-            return np.empty(0, np.int64)
-        out[places[own[bad]]] = 0
-        return np.flatnonzero(np.isin(of, own[bad]))
+        of = _first_of_same(index)
+        if of is None:
+            bad = self._decode_each(index, out, places)
+            out[places[bad]] = 0
+            return bad
+        is_first = of == np.arange(len(of))
+        own, copies = np.flatnonzero(is_first), np.flatnonzero(~is_first)
+        bad = own[self._decode_each(index[own], out, places[own])]
+        out[places[bad]] = 0
+        for copy, first in zip(places[copies].tolist(), places[of[copies]].tolist(), strict=True):
+            out[copy] = out[first]
+        return np.flatnonzero(np.isin(of, bad)) if len(bad) else bad
 
-    def _decode_each(self, index: Array, out: Array, places: IntArray) -> list[int]:
-        """Decode blobs, some at a time in threads where they are many; which cannot be decoded."""
-        size, flat = self.field.itemsize, memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        blobs = self.blobs(index)
-        numbers = (index[:, 1] >> np.uint64(32)).astype(np.int64)
-        known = 0 if self.dictionary is None else self.dictionary.number
-        bad = [i for i, blob in enumerate(blobs) if blob is None]
-        bad += np.flatnonzero((numbers != 0) & (numbers != known)).tolist()
-        begins = (places * size).tolist()
-        jobs: list[tuple[list[int], Array | None]] = []
-        for number in {0, known}:
-            chosen = [i for i in np.flatnonzero(numbers == number).tolist() if blobs[i] is not None]
-            raw = [i for i in chosen if len(blobs[i]) == size]  # type: ignore[arg-type]
-            for i in raw:
-                flat[begins[i] : begins[i] + size] = blobs[i]  # type: ignore[assignment]
-            if raw:
-                chosen = [i for i in chosen if len(blobs[i]) < size]  # type: ignore[arg-type]
-            if chosen:
-                jobs.append((chosen, None if number == 0 else self.dictionary.content))  # type: ignore[union-attr]
+    def _decode_each(self, index: Array, out: Array, places: IntArray) -> IntArray:
+        """Decode blobs, each another, in threads where they are many; which of them cannot be decoded."""
+        size = self.field.itemsize
+        length, good = self._lengths(index)
+        numbers = index[:, 1] >> np.uint64(32)
+        known = np.uint64(0 if self.dictionary is None else self.dictionary.number)
+        good &= (numbers == 0) | (numbers == known)
+        raw = good & (length == size)
+        if raw.any():
+            rows = np.frombuffer(self._joined(index[raw], length[raw]), self.field.storage)
+            out[places[raw]] = rows.reshape(-1, *self.field.shape)
+        parts: list[tuple[IntArray, Array | None]] = []
+        for number in {0, int(known)}:
+            chosen = np.flatnonzero(good & ~raw & (numbers == number))
+            count = min(threads.count * PIECES, len(chosen) * size // PART) if threads.count > 1 else 1
+            count = max(count, len(chosen) * size // LARGEST, 1)
+            content = self.dictionary.content if number and self.dictionary is not None else None
+            parts += [(part, content) for part in np.array_split(chosen, count) if len(part)]
 
-        def work(chosen: Sequence[int], dictionary: Array | None) -> list[int]:
-            return self._decode_some(
-                [(i, blobs[i]) for i in chosen],  # type: ignore[misc]
-                [flat[begins[i] : begins[i] + size] for i in chosen],
-                dictionary,
-            )
+        def work(part: tuple[IntArray, Array | None]) -> IntArray:
+            return self._decode_some(index, length, out, places, *part)
 
-        count = min(threads.count, max(1, len(blobs) * size // PART))
-        if count == 1:
-            return bad + [i for chosen, dictionary in jobs for i in work(chosen, dictionary)]
-        parts = [(chosen[k::count], dictionary) for chosen, dictionary in jobs for k in range(count)]
-        waiting = [threads.submit(work, *part) for part in parts[1:] if part[0]]
-        bad += work(*parts[0])
-        return bad + [i for future in waiting for i in future.result()]
+        return np.concatenate([np.flatnonzero(~good), *threads.map(work, parts)])
 
     def _decode_some(
-        self, blobs: Sequence[tuple[int, bytes]], places: Sequence[memoryview], dictionary: Array | None
-    ) -> list[int]:
-        """Decode blobs; the numbers of those that cannot be."""
-        decode_into, shape = self.field.codec.decode_into, self.field.shape
+        self, index: Array, length: IntArray, out: Array, places: IntArray, chosen: IntArray, dictionary: Array | None
+    ) -> IntArray:
+        """Decode some of the blobs; which of them cannot be."""
+        wanted = length[chosen]
+        blobs = self._joined(index[chosen], wanted)
         try:
-            decode_into([blob for _, blob in blobs], places, shape, dictionary)
+            self.field.codec.decode_into(blobs, np.cumsum(wanted), out, places[chosen], dictionary)
         except ValueError:
-            if len(blobs) == 1:
-                return [blobs[0][0]]
-            each = zip(blobs, places, strict=True)
-            return [i for one, place in each for i in self._decode_some([one], [place], dictionary)]
-        return []
+            if len(chosen) == 1:
+                return chosen
+            each = np.split(chosen, len(chosen))
+            return np.concatenate([self._decode_some(index, length, out, places, one, dictionary) for one in each])
+        return chosen[:0]
 
     def contents(self, index: Array) -> Iterator[Array]:
         """The bytes that the checksum of rows of the index (N, 2) is of, some at a time: see `contents_of`."""
@@ -228,6 +250,19 @@ class CodedRows(NamedTuple):
                 some = index[begin:stop]
                 yield contents_of(some, [blob or b"" for blob in self.blobs(some)])
                 begin = stop
+
+
+def _first_of_same(index: Array) -> IntArray | None:
+    """For each row of the index (N, 2) the first one that is the same, (N,); None where all differ."""
+    order = index[:, 0].argsort(kind="stable")
+    ordered = index[order]
+    same = (ordered[1:] == ordered[:-1]).all(1)
+    if not same.any():
+        return None
+    starts = np.concatenate([[True], ~same])
+    of = np.empty(len(index), np.int64)
+    of[order] = order[starts][np.cumsum(starts) - 1]
+    return of
 
 
 def contents_of(index: Array, blobs: Sequence[bytes]) -> Array:
@@ -257,18 +292,14 @@ def decoded(field: Field, blobs: Sequence[bytes]) -> Array:
 def encode_many(field: Field, rows: Array, dictionary: Dictionary | None = None) -> list[bytes]:
     """The same, in threads where they are many."""
     most = max(1, PART // field.itemsize)
-    if field.is_list or len(rows) <= most or threads.count == 1:
-        return encode(field, rows, dictionary)
     parts = [rows[i : i + most] for i in range(0, len(rows), most)]
-    waiting = [threads.submit(encode, field, part, dictionary) for part in parts]
-    return [blob for future in waiting for blob in future.result()]
+    return list(chain.from_iterable(threads.map(lambda part: encode(field, part, dictionary), parts)))
 
 
 def index_of(field: Field, blobs: Sequence[bytes], begin: int, dictionary: Dictionary | None = None) -> Array:
     """The rows of the index (N, 2) of blobs that lie one behind the other from `begin` on."""
-    lengths = np.fromiter(map(len, blobs), np.uint64, len(blobs))
-    index = np.empty((len(blobs), 2), np.uint64)
-    index[:, 0] = np.uint64(begin) + np.cumsum(lengths) - lengths
+    index, lengths = np.empty((len(blobs), 2), np.uint64), np.fromiter(map(len, blobs), np.uint64, len(blobs))
+    index[:, 0] = np.fromiter(accumulate(map(len, blobs), initial=begin), np.uint64, len(blobs))
     index[:, 1] = lengths
     if dictionary is not None:
         index[:, 1] |= np.where(lengths < field.itemsize, np.uint64(dictionary.number << 32), np.uint64(0))
@@ -298,7 +329,9 @@ def lengths_of(index: Array) -> Array:
 def beyond(coded: CodedRows, index: Array) -> Array:
     """Whether rows of the index (N, 2) have a blob that is not all in the file, or larger than a timestep."""
     size, begin, length = np.uint64(len(coded.data)), index[:, 0], lengths_of(index)
-    missing = (length > coded.field.itemsize) | (length > size - np.minimum(begin, size))
+    member = np.uint64(coded.field.itemsize)
+    wrong = length % member != 0 if coded.field.is_list else length > member
+    missing = wrong | (length > size - np.minimum(begin, size))
     return np.asarray(missing & (length > 0))
 
 

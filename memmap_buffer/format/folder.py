@@ -479,10 +479,10 @@ def will_need(array: Array, ranges: Iterable[tuple[int, int]]) -> None:
             syscalls.will_need(begin, min(ASKED_BYTES, end - begin))
 
 
-def in_memory(array: Array, rows: Iterable[int]) -> list[bool]:
-    """Whether each of these rows of an array of `Folder.map` is in memory, whole."""
+def in_memory(array: Array, ranges: Iterable[tuple[int, int]]) -> list[bool]:
+    """Whether each of some ranges of rows, (first, stop), of an array of `Folder.map` is in memory, whole."""
     start, width = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
-    return [syscalls.in_memory(*_pages(start + row * width, start + (row + 1) * width)) for row in rows]
+    return [syscalls.in_memory(*_pages(start + first * width, start + stop * width)) for first, stop in ranges]
 
 
 def _pages(first: int, stop: int) -> tuple[int, int]:

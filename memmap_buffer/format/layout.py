@@ -337,9 +337,14 @@ class Layout:
         text = f"{self.id} {','.join(map(str, serials))}"
         return hashlib.blake2b(text.encode(), digest_size=ID_BYTES).hexdigest()
 
-    def with_fields(self, schema: Schema, column_of: Mapping[str, int]) -> Layout:
+    def with_fields(
+        self, schema: Schema, column_of: Mapping[str, int], dictionaries: Mapping[str, int] | None = None
+    ) -> Layout:
         """The same layout with other fields."""
-        return replace(self, schema=schema, column_of=column_of, columns=max(self.columns, 1 + max(column_of.values())))
+        columns = max(self.columns, 1 + max(column_of.values()))
+        kept = self.dictionaries if dictionaries is None else dictionaries
+        kept = {name: size for name, size in kept.items() if name in schema.fields}
+        return replace(self, schema=schema, column_of=column_of, columns=columns, dictionaries=kept)
 
 
 def _most_episodes(schema: Schema, max_timesteps: int, capacity: int | None, spare_slots: int) -> int:

@@ -17,6 +17,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
 
+LOOK_SECONDS = 0.05  # how often `glance` looks whether the folder is still at its path
 ATTEMPTS = 50  # to take a lock that this process seems to have
 
 
@@ -61,7 +62,7 @@ class WriterLock:
         self._lock: Any = None
         self._pid = 0
         self._turn: Turn | None = None
-        self.term = 0
+        self.term, self._looked = 0, 0.0
         self._episodes: tuple[weakref.ref[Any], ...] = ()
         self.lost = ""
 
@@ -163,6 +164,13 @@ class WriterLock:
         if storage.state("term") != self.term:
             self.lost = "fenced"
             self._fail("fenced")
+
+    def glance(self, storage: Storage) -> None:
+        """The same many times a second: the path is looked at now and then."""
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS or not self.mine or storage.state("term") != self.term:
+            self.check(storage)
+            self._looked = now
 
     def require_place(self, storage: Storage) -> None:
         """Raise WriterLostError where another folder than the one that was opened, or none, stands at the path."""

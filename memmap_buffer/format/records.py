@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -53,6 +54,9 @@ _LOW, _HALF, _FLAGS = np.uint64(2**32 - 1), np.uint64(32), np.uint64(2**16 - 1)
 _OTHER_FLAGS = np.uint64((2**16 - 1 & ~ALL_FLAGS) << 32)
 _OPEN = np.uint64(OPEN << 32)
 MAX_TERM = 2**32 - 2
+FEW = 8  # records: up to so many are looked at one by one
+KINDS = ("u8", "i8", "i8", "i8", "u8", "u4", "?")  # of the columns of a table
+_WORD = 2**32 - 1
 PART = 8192  # records looked at together: few enough for the processor's cache, enough for the cost of numpy's calls
 
 
@@ -93,7 +97,6 @@ def seal(
     check: int = 0,
 ) -> bytes:
     """A record as bytes, its check filled in; `stop` is the length unless another is given."""
-    fold = _SEED
     words = (
         generation,
         serial,
@@ -102,12 +105,9 @@ def seal(
         time | round << 32,
         term | digest << 32,
     )
-    for word in words:
-        fold = ((fold ^ word) * _MULTIPLIER) & _MASK
-        fold ^= fold >> 29
-    stop = length if stop is None else stop
+    stop, check = length if stop is None else stop, fold_of(words)
     return _PACKED.pack(
-        generation, serial, length, flags, columns, first_row, time, round, term, digest, start, stop, fold
+        generation, serial, length, flags, columns, first_row, time, round, term, digest, start, stop, check
     )
 
 
@@ -128,7 +128,7 @@ class Columns(NamedTuple):
     @classmethod
     def empty(cls, n: int) -> Columns:
         """Of any content, in one piece of memory: most of that comes in large pages, which cost few faults."""
-        kinds = [np.dtype(kind) for kind in ("u8", "i8", "i8", "i8", "u8", "u4", "?")]
+        kinds = [np.dtype(kind) for kind in KINDS]
         ends = [n * size for size in accumulate(kind.itemsize for kind in kinds)]
         memory = np.empty(ends[-1], np.uint8)
         return cls(*(memory[end - n * kind.itemsize : end].view(kind) for kind, end in zip(kinds, ends, strict=True)))
@@ -148,6 +148,8 @@ def columns_of(
         rows: None for a grid, else the rows of a packed folder.
         slots: (n,) of which slots they are, as a grid's first rows follow from that; None: all of them.
     """
+    if slots is not None and rows is None and len(slots) <= FEW:
+        return _few_columns_of(words, slots, max_timesteps)
     n, size = len(words), min(len(words), PART)
     out, first_row = Columns.empty(n), np.empty(0 if rows is None else n, np.uint64)
     expected = (np.arange(size) if slots is None else slots).astype(np.uint64) * np.uint64(max_timesteps)
@@ -166,6 +168,33 @@ def columns_of(
     if rows is not None:
         _keep_apart(out, first_row, rows)
     return out
+
+
+def _few_columns_of(words: Words, slots: npt.NDArray[np.int64], max_timesteps: int) -> Columns:
+    """The same of a few records of a grid, by plain numbers: of two in a fifth of the time."""
+    pairs = zip(words.tolist(), slots.tolist(), strict=True)
+    found = [_row_of(record, slot * max_timesteps, max_timesteps) for record, slot in pairs]
+    columns = zip(*found, strict=True) if found else [()] * len(KINDS)
+    return Columns(*(np.array(column, kind) for column, kind in zip(columns, KINDS, strict=True)))
+
+
+def _row_of(words: list[int], first_row: int, max_timesteps: int) -> tuple[int, ...]:
+    generation, serial, extent, row, _, _, shown, check = words
+    length, flags, start, stop = extent & _WORD, extent >> 32 & 0xFFFF, shown & _WORD, shown >> 32
+    valid = 0 < generation < MAX_SERIAL and not generation & 1 and serial < MAX_SERIAL and not flags & ~ALL_FLAGS
+    valid = valid and row == first_row and 0 < length <= stop and start <= stop <= max_timesteps
+    valid = valid and (stop == length or bool(flags & OPEN)) and check == fold_of(words[:SHOWN])
+    signed = serial if serial < 1 << 63 else serial - (1 << 64)
+    return generation, signed, start, stop, check, flags, valid
+
+
+def fold_of(words: Sequence[int]) -> int:
+    """The check of one record, of its first words."""
+    fold = _SEED
+    for word in words:
+        fold = ((fold ^ word) * _MULTIPLIER) & _MASK
+        fold ^= fold >> 29
+    return fold
 
 
 def columns_since(words: Words, before: Columns, max_timesteps: int) -> Columns:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.choices import Verify
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.blobs import CodedRows, Dictionary, sums_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
@@ -40,6 +40,7 @@ from memmap_buffer.format.records import (
     OPEN,
     RECORD,
     SERIAL,
+    SHOWN,
     STATE_WORD,
     STOP,
     WORDS,
@@ -205,29 +206,43 @@ class Storage:
             field, mapped[name + BLOBS].reshape(-1), None if content is None else Dictionary.of(content.copy())
         )
 
-    def read_rows(self, name: str, rows: IntArray | slice) -> Array:
+    def read_rows(self, name: str, rows: IntArray | slice, slots: Any, serials: Any) -> Array:
         """Rows of a per-timestep field as stored, (N, *field), decoded where they are compressed.
 
+        Args:
+            name: the field.
+            rows: which.
+            slots: (N,) or one, where their episodes are; of one that is overwritten meanwhile, rows may be anything.
+            serials: the numbers of these episodes, likewise.
+
         Raises:
-            CorruptBufferError: a blob is none, or was overwritten while it was read.
+            CorruptBufferError: a timestep of an episode that is as it was cannot be decoded.
         """
         if self.mirror is not None:
             low = np.array([rows.start]) if isinstance(rows, slice) else rows.ravel()
             high = np.array([rows.stop]) if isinstance(rows, slice) else low + 1
-            found: Array = self.mirror.read(self, name, low, high, lambda: self._rows_there(name, rows).copy())
+            found: Array = self.mirror.read(
+                self, name, low, high, lambda: self._rows_there(name, rows, slots, serials).copy()
+            )
             return found
-        return self._rows_there(name, rows)
+        return self._rows_there(name, rows, slots, serials)
 
-    def _rows_there(self, name: str, rows: IntArray | slice) -> Array:
-        stored = self.maps.rows[name]
-        found: Array = stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
-        coded = self.maps.coded.get(name)
+    def _rows_there(self, name: str, rows: IntArray | slice, slots: Any, serials: Any) -> Array:
+        stored, coded = self.maps.rows[name], self.maps.coded.get(name)
         if coded is None:
-            return found
-        try:
-            return coded.decode(found)
-        except ValueError as error:
-            raise self.damaged_blob(name, error) from None
+            return stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
+        rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        field = self.layout.schema.fields[name]
+        out = np.empty((len(rows), *field.cell), field.storage)
+        broken = coded.decode_into(stored.take(rows, 0, None, "clip"), out, np.arange(len(rows)))
+        if len(broken):  # what is not being overwritten is the same when it is read again
+            slots, serials = (np.broadcast_to(of, len(rows))[broken] for of in (slots, serials))
+            generations, again = self.generations(slots), np.zeros(len(broken), np.bool_)
+            again[coded.decode_into(stored.take(rows[broken], 0, None, "clip"), out, broken)] = True
+            again &= self.unmoved(slots, serials, generations, None)
+            if again.any():
+                raise self.damaged_blob(name, f"a timestep of episode {serials[again][0]} cannot be decoded")
+        return out
 
     def damaged_blob(self, name: str, why: object) -> CorruptBufferError:
         """The error for a compressed field of which a blob cannot be decoded."""
@@ -282,7 +297,9 @@ class Storage:
         if new.valid is old.valid:
             return False
         gone = old.visible[~new.valid[old.visible]]
-        same = self.maps.words[gone, GENERATION] & np.uint64(1) == 1
+        words = self.maps.words[gone]
+        same = words[:, GENERATION] & np.uint64(1) == 1
+        same &= words[:, SHOWN] & np.uint64(2**32 - 1) < words[:, SHOWN] >> np.uint64(32)  # else a ring gave it up
         return bool((same & (new.serial[gone] == old.serial[gone])).any())
 
     def _read_table(self, changes: int, before: EpisodeTable | None = None) -> EpisodeTable:
@@ -326,10 +343,14 @@ class Storage:
         count = state.item(_CHANGES) - changes
         if not 0 < count <= JOURNAL // 2:  # while these are read, others may be written
             return np.empty(0, np.int64) if count == 0 else None
-        if count == 1:
-            slots = state[_JOURNAL + (changes + 1) % JOURNAL :][:1].view(np.int64).copy()
+        first, journal = (changes + 1) % JOURNAL, state[_JOURNAL:].view(np.int64)
+        if first + count <= JOURNAL:
+            slots = np.sort(journal[first : first + count])
         else:
-            slots = np.unique(state[_JOURNAL + np.arange(changes + 1, changes + count + 1) % JOURNAL].view(np.int64))
+            slots = np.sort(np.concatenate([journal[first:], journal[: first + count - JOURNAL]]))
+        once = slots[1:] != slots[:-1]
+        if not all_of(once):
+            slots = np.concatenate([slots[:1], slots[1:][once]])
         if slots[0] < 0 or slots[-1] >= len(self.maps.words) or state.item(_CHANGES) - changes > JOURNAL // 2:
             return None
         return slots

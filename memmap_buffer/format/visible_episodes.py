@@ -6,23 +6,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.dtypes import all_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import (
     CHECK,
     DELETED,
-    EXTENT,
-    FLAGS,
     GENERATION,
     OPEN,
-    SERIAL,
     SHOWN,
-    START,
-    STOP,
     Columns,
     columns_of,
 )
@@ -30,7 +26,10 @@ from memmap_buffer.format.storage import Storage
 
 NO_SLOTS: IntArray = np.empty(0, np.int64)
 FEW = 16  # slots: up to so many are looked at one by one, as a call of numpy takes as long as ten numbers
+FEWER = 8  # of which little more is looked at
 LOW = 2**32 - 1
+_LOW, _HALF = np.uint64(LOW), np.uint64(32)
+Moved: TypeAlias = tuple[list[int], list[int], list[int]] | tuple[IntArray, IntArray, IntArray]
 
 
 class VisibleEpisodes:
@@ -43,8 +42,8 @@ class VisibleEpisodes:
         changes: the change counter of the folder to which they were followed; None in the middle of it.
         order: (2, n) the serials and slots from `head` to `tail` are those of the episodes, by ascending serials, with
             some that are gone. Entries behind them are added, and others taken off the front, until all is read anew.
-        moved: where the last `follow` found nothing but that episodes show other steps: (slot, by how many `start` is
-            higher, by how many `stop` is) of each; else None.
+        moved: where the last `follow` found nothing but that episodes show other steps: (slots, by how many the `start`
+            of each is higher, by how many its `stop` is), lists where they are few; else None.
     """
 
     table: EpisodeTable
@@ -57,7 +56,7 @@ class VisibleEpisodes:
         self._num_episodes = 0
         self.order: IntArray = np.empty((2, 0), np.int64)
         self.head = self.tail = 0
-        self.moved: list[tuple[int, int, int]] | None = None
+        self.moved: Moved | None = None
         self._hidden = 0  # episodes of lower serials are not shown any more
 
     def is_current(self, storage: Storage) -> bool:
@@ -72,7 +71,7 @@ class VisibleEpisodes:
         """
         changes, before = storage.changes, self.changes
         if changes == before and storage.num_damaged == self._num_damaged:
-            self.moved = []
+            self.moved = [], [], []
             return NO_SLOTS
         self.changes = self.moved = None  # until all is done
         slots = None if before is None or not self._may_be_followed(storage) else storage.changed_since(before)
@@ -117,7 +116,7 @@ class VisibleEpisodes:
 
     def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
         """Look at the records of some slots again; None where these do not tell what is visible."""
-        show_others = self._few_show_others if len(slots) <= FEW else self._show_others
+        show_others = self._few_show_others if len(slots) <= FEWER else self._show_others
         if storage.state("base") <= self._hidden and show_others(storage, slots):
             return slots
         table, base = self.table, storage.state("base")
@@ -145,38 +144,43 @@ class VisibleEpisodes:
         return np.unique(np.concatenate([slots, gone])) if gone else slots
 
     def _show_others(self, storage: Storage, slots: IntArray) -> bool:
-        """Where all are as they were but for the steps that they show, take these; False where they are not."""
+        """Where all are as they were but for the steps that they show, take these; False where they are not.
+
+        No writer changes what a record says and leaves its check and its generation.
+        """
         table, words = self.table, storage.maps.words.take(slots, axis=0)
-        halves = words.view(np.uint32)
-        start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
-        length, flags = (words[:, EXTENT] & np.uint64(LOW)).astype(np.int64), halves[:, FLAGS]
-        same = (words[:, CHECK] == table.check.take(slots)) & (words[:, GENERATION] == table.generation.take(slots))
-        same &= (words[:, SERIAL].view(np.int64) == table.serial.take(slots)) & self.shown.take(slots)
-        same &= (start < stop) & (stop <= storage.layout.max_timesteps)
-        if not (same & ((stop == length) | ((stop > length) & (flags & OPEN != 0)))).all():
-            return False
+        start, stop = (words[:, SHOWN] & _LOW).view(np.int64), (words[:, SHOWN] >> _HALF).view(np.int64)
         left, added = start - table.start.take(slots), stop - table.length.take(slots)
-        self.num_steps += int(added.sum() - left.sum())
+        good = (words[:, CHECK] == table.check.take(slots)) & (words[:, GENERATION] == table.generation.take(slots))
+        good &= self.shown.take(slots) & (start < stop) & (stop <= storage.layout.max_timesteps) & (added >= 0)
+        good &= (added == 0) | (table.flags.take(slots) & OPEN != 0)
+        if not all_of(good):
+            return False
+        self.num_steps += int((added - left).sum())
         table.start[slots], table.length[slots] = start, stop
-        self.moved = list(zip(slots.tolist(), left.tolist(), added.tolist(), strict=True))
+        self.moved = slots, left, added
         return True
 
     def _few_show_others(self, storage: Storage, slots: IntArray) -> bool:
         """The same, one by one."""
-        table, limit, found = self.table, storage.layout.max_timesteps, []
-        for slot, words in zip(slots.tolist(), storage.maps.words[slots].tolist(), strict=True):
-            same = words[CHECK] == table.check.item(slot) and words[GENERATION] == table.generation.item(slot)
-            if not (same and words[SERIAL] == table.serial.item(slot) and self.shown.item(slot)):
+        table, words, limit = self.table, storage.maps.words, storage.layout.max_timesteps
+        found = slots.tolist()
+        shown, left, added = [], [], []
+        for slot in found:
+            word = words.item(slot, SHOWN)  # before these, so that it is of the same episode
+            same = words.item(slot, CHECK) == table.check.item(slot)
+            if not (same and words.item(slot, GENERATION) == table.generation.item(slot) and self.shown.item(slot)):
                 return False
-            start, stop, length = words[SHOWN] & LOW, words[SHOWN] >> 32, words[EXTENT] & LOW
-            if not (start < stop <= limit and (stop == length or (stop > length and words[EXTENT] >> 32 & OPEN))):
+            start, stop, before = word & LOW, word >> 32, table.length.item(slot)
+            if not start < stop <= limit or (stop != before and (stop < before or not table.flags.item(slot) & OPEN)):
                 return False
-            found.append((slot, start, stop))
-        moved = [(slot, start - table.start.item(slot), stop - table.length.item(slot)) for slot, start, stop in found]
-        for (slot, start, stop), (_, left, added) in zip(found, moved, strict=True):
-            self.num_steps += added - left
+            shown.append((slot, start, stop))
+            left.append(start - table.start.item(slot))
+            added.append(stop - before)
+        for slot, start, stop in shown:
             table.start[slot], table.length[slot] = start, stop
-        self.moved = moved
+        self.num_steps += sum(added) - sum(left)
+        self.moved = found, left, added
         return True
 
     def _append(self, serials: IntArray, slots: IntArray) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,9 @@ import numpy.typing as npt
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Field, Schema
 
-Array = npt.NDArray[Any]
+Array: TypeAlias = npt.NDArray[Any]
+IntArray: TypeAlias = npt.NDArray[np.int64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 VIEW_OPTIONS = ("view", "n_steps", "timestep_level", "window_length")
 POSITION = ("_source", "_serial", "_t")
 
@@ -111,7 +113,7 @@ def with_final(where: str, column: Any, following: Any, first: int, remedy: str)
     return np.concatenate([column, following[-1:]])
 
 
-def equal_rows(one: Mapping[str, Array], other: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
+def equal_rows(one: Mapping[str, Array], other: Mapping[str, Array]) -> BoolArray:
     """(N,) where all columns of `one` have the same rows as those of `other`, to the last bit: NaN equals itself.
 
     Args:

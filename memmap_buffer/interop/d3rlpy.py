@@ -8,19 +8,20 @@ drawn; in memory lie the bounds of the episodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.columns import Array, flatten, to_numpy
+from memmap_buffer.interop.episodes import opened, with_excluded
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Schema
 
 with extra("d3rlpy"):
@@ -39,11 +40,14 @@ with extra("d3rlpy"):
     )
     from d3rlpy.dataset import ReplayBuffer as MemoryReplayBuffer
 
-Array = npt.NDArray[Any]
 T = TypeVar("T")
 PICKERS = (BasicTransitionPicker, FrameStackTransitionPicker, MultiStepTransitionPicker, SparseRewardTransitionPicker)
 SLICERS = (BasicTrajectorySlicer, FrameStackTrajectorySlicer)
 SCANNED = 1 << 20  # timesteps whose episodes are looked up at once
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
 
 
 class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
@@ -77,7 +81,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
 
     def __init__(
         self,
-        folder: str | PathLike[str] | ReplayBuffer | ConcatBuffer,
+        folder: AnyPath | ReplayBuffer | ConcatBuffer,
         *,
         observation: str | Sequence[str] = "observation",
         action: str = "action",
@@ -88,7 +92,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
         action_space: constants.ActionSpace | None = None,
         action_size: int | None = None,
     ) -> None:
-        self.disk = _opened(folder)
+        self.disk: Any = opened(folder)
         schema: Schema = self.disk.schema
         self._rows = _Rows(
             self.disk,
@@ -212,17 +216,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
             length=length,
         )
 
-    def append(self, observation: Any, action: Any, reward: Any) -> None:
-        """Refused: record by `memmap_buffer.ReplayBuffer`, then `refresh`."""
-        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
-
-    def append_episode(self, episode: Any) -> None:
-        """Refused: store it by `memmap_buffer.ReplayBuffer.store_episode`, then `refresh`."""
-        raise NotImplementedError("DiskDataset is only read; use memmap_buffer.ReplayBuffer.store_episode, refresh()")
-
-    def clip_episode(self, terminated: bool) -> None:
-        """Refused, as `append`."""
-        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
+    append = append_episode = clip_episode = _refuse
 
 
 @dataclass(frozen=True)
@@ -268,17 +262,18 @@ class _Rows:
         self.terminated = np.zeros(len(self.lengths), np.bool_)
         if self._terminated is not None:
             flags = last.at(self.starts + self.lengths - 1).data
-            self.terminated = _at(flags, self._terminated).numpy().reshape(len(self.lengths), -1)[:, 0].astype(np.bool_)
+            self.terminated = (
+                flatten(flags)[self._terminated].numpy().reshape(len(self.lengths), -1)[:, 0].astype(np.bool_)
+            )
         self._stops = np.cumsum(self.lengths - ~self.terminated)
         if not self.transition_count:
             raise NotEnoughDataError("there are episodes, but no transition: each has one timestep and is truncated")
 
     def _timesteps(self, fields: list[str], **options: Any) -> Any:
-        every = {"valid": {True, False}} if "valid" in self._disk.fieldnames else None
         return self._disk.dataset(
             timestep_level=True,
             fields=fields,
-            filter_fields=every,
+            filter_fields=with_excluded(self._disk),
             include_metadata=False,
             on_stale="raise",
             fieldname_map={name: key for name, key in self._named.items() if name in fields},
@@ -299,7 +294,7 @@ class _Rows:
         missing = ~exists.reshape(-1)
 
         def column(key: str) -> Array:
-            values = _at_least_2d(_numpy(found[key]))
+            values = _at_least_2d(to_numpy(found[key]))
             values[missing] = 0
             return values.reshape(*place.shape, *values.shape[1:])
 
@@ -308,13 +303,12 @@ class _Rows:
     def rewards(self, place: Array, count: Array) -> Array:
         """Rewards (B, max(count), *shape) of so many timesteps from each place on; more are of other timesteps."""
         places = np.minimum(place[:, None] + np.arange(count.max()), len(self._rewards) - 1)
-        found = _at_least_2d(_numpy(_at(self._rewards.at(places.reshape(-1)).data, self._reward)))
+        found = _at_least_2d(to_numpy(flatten(self._rewards.at(places.reshape(-1)).data)[self._reward]))
         return found.reshape(*places.shape, *found.shape[1:])
 
     # BufferProtocol
 
-    def append(self, episode: Any, index: int) -> None:
-        raise NotImplementedError("DiskDataset is only read; record by memmap_buffer.ReplayBuffer, then refresh()")
+    append = _refuse
 
     @property
     def episodes(self) -> _Episodes:
@@ -351,9 +345,6 @@ class _Episodes(Sequence[Any]):
         observations, actions = rows.steps(place, np.ones_like(place, np.bool_))
         rewards = rows.rewards(place[:1], length)[0]
         return Episode(_one(observations), actions, rewards, bool(rows.terminated[i]))
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -392,11 +383,6 @@ class _Transitions(Sequence[Any]):
         )
 
 
-def _opened(folder: Any) -> Any:
-    is_open = isinstance(folder, (ReplayBuffer, ConcatBuffer))
-    return folder if is_open else ReplayBuffer.from_folder(folder, read_only=True)
-
-
 def _action_space(actions: Array) -> constants.ActionSpace:
     whole = bool(np.all(actions.astype(np.int32) == actions))
     return constants.ActionSpace.DISCRETE if whole else constants.ActionSpace.CONTINUOUS
@@ -421,16 +407,6 @@ def _returns(rewards: Array, interval: Array, gamma: float) -> Array:
         discounts = (gamma ** np.arange(n)).reshape(n, *[1] * (rewards.ndim - 2))
         out[interval == n] = np.sum(own * discounts, axis=1)
     return out
-
-
-def _at(batch: Any, name: str) -> Any:
-    for part in name.split("."):
-        batch = batch[part]
-    return batch
-
-
-def _numpy(values: Any) -> Array:
-    return np.asarray((values.float() if str(values.dtype) == "torch.bfloat16" else values).numpy())
 
 
 def _at_least_2d(values: Array) -> Array:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from memmap_buffer.interop.episodes import (
     require_fields,
 )
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):
@@ -38,12 +37,7 @@ ENDS = {"terminals": "terminated", "timeouts": "truncated"}  # as the schema cal
 
 
 def import_d4rl(
-    path: str | PathLike[str],
-    folder: str | PathLike[str],
-    *,
-    max_episode_steps: int | None = None,
-    infos: bool = True,
-    **options: Any,
+    path: AnyPath, folder: AnyPath, *, max_episode_steps: int | None = None, infos: bool = True, **options: Any
 ) -> ReplayBuffer:
     """Copy a D4RL file into a folder, cut into its episodes.
 
@@ -104,7 +98,7 @@ def import_d4rl(
         )
 
 
-def export_d4rl(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
+def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
     """Copy a buffer into a new file in D4RL's layout.
 
     The last step of every episode that did not terminate is a timeout; of the last episode only if it was truncated.

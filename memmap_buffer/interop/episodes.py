@@ -1,32 +1,34 @@
-"""Whole episodes into a new buffer and out of one, and facts of a data set that are no field.
+"""Whole episodes into a new buffer and out of one, what trainers' buffers do alike, and facts that are no field.
 
-Those are JSON documents in the folder's `extra/`, which `pack` and `snapshot` copy.
+These are JSON documents in the folder's `extra/`, which `pack` and `snapshot` copy.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
-from os import PathLike
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.interop.columns import flatten
+from memmap_buffer.api.concat import ConcatBuffer
+from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer.interop.columns import BoolArray, flatten
 from memmap_buffer.names import Names
+from memmap_buffer.paths import AnyPath
+from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 
 NAMES = "names"
+SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
 def import_episodes(
-    folder: str | PathLike[str],
-    episodes: Iterable[Mapping[str, Any]],
+    folder: AnyPath,
+    episodes: Iterable[Mapping[str, Any] | Iterator[Mapping[str, Any]]],
     fields: Mapping[str, Any] | Schema,
     meta_fields: Mapping[str, Any] | None = None,
     *,
@@ -34,35 +36,69 @@ def import_episodes(
     options: Mapping[str, Any],
     names: Names | None = None,
     extra: Mapping[str, Any] | None = None,
+    resume: bool = False,
 ) -> ReplayBuffer:
     """Store episodes in a new buffer, which is closed if that fails.
 
     Args:
         folder: where; see `ReplayBuffer`.
-        episodes: each as for `ReplayBuffer.store_episode`.
+        episodes: each as for `ReplayBuffer.store_episode`, or an iterator of its parts, each as for
+            `Episode.extend`.
         fields: as for `ReplayBuffer`.
         meta_fields: as for `ReplayBuffer`.
         lengths: of the episodes; the buffer is as large as they need.
         options: of `ReplayBuffer`, also other sizes.
         names: the changed keys, to be stored for exports.
         extra: name -> JSON value, to be stored in the folder's `extra/`.
+        resume: go on behind the episodes that are there, which must be the first of these; their iterators of parts are
+            not begun.
 
     Returns:
         The buffer, open for writing.
+
+    Raises:
+        SchemaError: with `resume`, the folder has other episodes.
     """
     sizes = {"max_episodes": len(lengths), "max_timesteps": max([1, *lengths])}
     buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta_fields, **{**sizes, **options})
     try:
-        for episode in episodes:
-            buffer.store_episode(**episode)
-        if names is not None:
-            write_names(buffer, names)
+        done = _imported(buffer, lengths, extra or {}) if resume else 0
         for name, value in (extra or {}).items():
             write_extra(buffer, name, value)
+        left = islice(episodes, done, None)
+        for episode in progress(left, "episodes", len(lengths) - done) if resume else left:
+            _store(buffer, episode)
+        if names is not None:
+            write_names(buffer, names)
     except BaseException:
         buffer.close()
         raise
     return buffer
+
+
+def _imported(buffer: ReplayBuffer, lengths: Sequence[int], extra: Mapping[str, Any]) -> int:
+    """How many of the episodes are there, the first of all."""
+    found = buffer.episode_lens.tolist()
+    same = all(json.dumps(read_extra(buffer, name)) == json.dumps(value) for name, value in extra.items())
+    if found and not (
+        same and found == list(lengths[: len(found)]) and buffer.serials.tolist() == [*range(len(found))]
+    ):
+        raise SchemaError(
+            f"{buffer.folder}: got {len(found)} episodes that are not the first of this import; give a folder of its "
+            "own, or overwrite=True"
+        )
+    return len(found)
+
+
+def _store(buffer: ReplayBuffer, episode: Mapping[str, Any] | Iterator[Mapping[str, Any]]) -> None:
+    parts = iter([episode]) if isinstance(episode, Mapping) else episode
+    first, second = next(parts), next(parts, None)
+    if second is None:
+        buffer.store_episode(**first)
+        return
+    with buffer.one_episode() as opened:
+        for part in chain([first, second], parts):
+            opened.extend(**part)
 
 
 def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, Any]]]:
@@ -72,9 +108,7 @@ def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, A
         yield range(start, stop), flatten(buffer.episode(i))
 
 
-def ends_of(
-    schema: Schema, episode: Mapping[str, Any], length: int
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[BoolArray, BoolArray]:
     """(terminated, truncated) at each step, (length,) both, by the fields that the schema declares to end episodes.
 
     Args:
@@ -106,6 +140,30 @@ def episode_bounds(ends: Any) -> list[tuple[int, int]]:
     """
     stops = np.union1d(np.flatnonzero(ends) + 1, len(ends)).tolist()
     return list(pairwise([0, *stops])) if len(ends) else []
+
+
+# Buffers of trainers
+
+
+def opened(folder: Any) -> Any:
+    """The buffer of a folder, to be read; one that is open already is left as it is."""
+    is_open = isinstance(folder, ReplayBuffer | ConcatBuffer)
+    return folder if is_open else ReplayBuffer.from_folder(folder, read_only=True)
+
+
+def with_excluded(buffer: Any) -> dict[str, Any]:
+    """The `filter_fields` that keep the timesteps which the field `valid` excludes."""
+    field = buffer.schema.fields.get("valid")
+    return {} if field is None or field.dtype != "bool" else {"valid": {True, False}}
+
+
+def sample_newest(disk: ReplayBuffer, end_episodes: Callable[[], None], batch_size: int, **options: Any) -> Any:
+    """A batch; where only the newest steps are there, their episodes end first, so that what follows them is known."""
+    try:
+        return disk.sample(batch_size, **options)
+    except NotEnoughDataError:
+        end_episodes()
+        return disk.sample(batch_size, **options)
 
 
 # Facts of a data set

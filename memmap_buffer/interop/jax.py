@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.rows import Rows
 from memmap_buffer.names import Names
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Field
 
@@ -34,7 +34,6 @@ with extra("jax"):
     from jax.experimental import io_callback
 
 Tree = Any
-Folder = str | PathLike[str]
 START_FIELD = "prev_done"  # memorax's
 
 
@@ -108,7 +107,7 @@ class Handle:
 @partial(jax.tree_util.register_dataclass, data_fields=["time", "oldest"], meta_fields=["handle", "length"])
 @dataclass(frozen=True)
 class State:
-    """What was added up to a time.
+    """The steps that were added up to a time.
 
     Args:
         time: int32, steps of each row so far.
@@ -184,7 +183,7 @@ class DiskBuffer:
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability` and `max_timesteps`.
     """
 
-    folder: Folder
+    folder: AnyPath
     add_batch_size: int
     max_length_time_axis: int
     min_length_time_axis: int
@@ -334,7 +333,7 @@ def make_trajectory_buffer(
     max_size: int | None = None,
     max_length_time_axis: int | None = None,
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """Windows of consecutive steps, flashbax's `make_trajectory_buffer`.
@@ -376,7 +375,7 @@ def make_flat_buffer(
     add_sequences: bool = False,
     add_batch_size: int | None = None,
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """Transitions, flashbax's `make_flat_buffer`: pairs of a step and the one after it.
@@ -416,7 +415,7 @@ def make_item_buffer(
     add_sequences: bool = False,
     add_batches: bool = False,
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """Single steps, flashbax's `make_item_buffer`.
@@ -456,7 +455,7 @@ def make_prioritised_trajectory_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """`make_trajectory_buffer` with windows drawn by priority.
@@ -491,7 +490,7 @@ def make_prioritised_flat_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """`make_flat_buffer` with transitions drawn by priority.
@@ -523,7 +522,7 @@ def make_prioritised_item_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """`make_item_buffer` with steps drawn by priority.
@@ -559,7 +558,7 @@ def make_episode_buffer(
     add_batch_size: int | None = None,
     min_length_time_axis: int | None = None,
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """Windows that begin where episodes do, memorax's `make_episode_buffer`.
@@ -586,16 +585,8 @@ def make_episode_buffer(
     count = add_batch_size or 1
     if sample_batch_size > max_length:
         raise ValueError("sample_batch_size must be less than or equal to max_length")
-    made = make_trajectory_buffer(
-        count,
-        sample_batch_size,
-        sample_sequence_length,
-        1,
-        min_length // count,
-        max_length_time_axis=max_length // count,
-        folder=folder,
-        **options,
-    )
+    sizes = (count, sample_batch_size, sample_sequence_length, 1, min_length // count)
+    made = make_trajectory_buffer(*sizes, max_length_time_axis=max_length // count, folder=folder, **options)
     conditions = None if start_field is None else {start_field: True}
     return replace(made, add_axes=_axes_to_add(add_sequences, add_batch_size is not None), conditions=conditions)
 
@@ -611,7 +602,7 @@ def make_prioritised_episode_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
     *,
-    folder: Folder,
+    folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
     """`make_episode_buffer` with windows drawn by priority.
@@ -644,21 +635,21 @@ def _by_priority(buffer: DiskBuffer, exponent: float) -> DiskBuffer:
 
 
 def _axes_to_add(add_sequences: bool, add_batches: bool) -> tuple[int, ...]:
-    """Those that `add` puts in front of leaves, in this order."""
+    """The axes that `add` puts in front of leaves, in this order."""
     return (*[int(add_batches)] * (not add_sequences), *[0] * (not add_batches))
 
 
 def _pair(experience: Tree) -> ExperiencePair:
-    first, second = (jax.tree_util.tree_map(partial(_step, at), experience) for at in (0, 1))
-    return ExperiencePair(first, second)
+    return ExperiencePair(_step(experience, 0), _step(experience, 1))
 
 
 def _only(experience: Tree) -> Tree:
-    return jax.tree_util.tree_map(partial(_step, 0), experience)
+    return _step(experience, 0)
 
 
-def _step(at: int, leaf: Any) -> Any:
-    return leaf[:, at]
+def _step(experience: Tree, at: int) -> Tree:
+    """One step of each window."""
+    return jax.tree_util.tree_map(lambda leaf: leaf[:, at], experience)
 
 
 def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Iterator[Any]:
@@ -704,7 +695,7 @@ def _traced(tree: Tree) -> bool:
 
 
 def _on_host(work: Callable[..., Any], result: Tree, *given: Any) -> Any:
-    """What a function of arrays gives: now, or where it is traced when that is run, in the order of such calls."""
+    """The result of a function of arrays: now, or where it is traced when that runs, in the order of such calls."""
     return io_callback(work, result, *given, ordered=True) if _traced(given) else work(*given)
 
 

@@ -1,9 +1,9 @@
-"""LeRobot data sets, version 3.0, in and out: features in Parquet, images among them, and the tasks of episodes.
+"""LeRobot data sets, version 3.0, in and out: features in Parquet, images and videos, and the tasks of episodes.
 
 A feature keeps its dotted name, with identifiers as its parts; `next.reward`, `next.done` and `next.success` become
 `reward`, `done` and `success`. The text of an episode's task is its meta field `task`. LeRobot's counters (`index`,
 `frame_index`, `episode_index`) are not stored; `task_index` is, as the frames of an episode may have several tasks.
-Videos are left out, as only a decoder could read them.
+The frames of videos are found by their times, as LeRobot finds them; they become uint8 fields (height, width, 3).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import chain
-from os import PathLike
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,12 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
+from memmap_buffer.interop.video import FilmReader, FilmWriter, film_info
 from memmap_buffer.maintenance.statistics import RunningStatistics
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
+from memmap_buffer.pictures import frames_of
+from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field
 
 with extra("lerobot"):
@@ -42,6 +44,16 @@ RENAMED = {"next.reward": "reward", "next.done": "done", "next.success": "succes
 DATA = "data/chunk-000/file-000.parquet"
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
+VIDEO = "videos/{}/chunk-{:03d}/file-{:03d}.mp4"
+CHUNK = 1000  # files
+VIDEO_MB = 200  # of a file, to which no further episode is added
+ENCODERS = {
+    "libsvtav1": {"preset": "12"},
+    "h264": {},
+    "hevc": {"x265-params": "log-level=error:bframes=0"},  # with B-frames LeRobot 0.4.4 gives the frame after the asked
+}
+TOLERANCE = 1e-4  # seconds
+AT_ONCE = 64 << 20  # bytes of frames that are decoded at once
 IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 GROUP = 256  # episodes
 BLOCK_BYTES = 1 << 22  # of values whose statistics are computed at once
@@ -50,14 +62,25 @@ MAX_AXES = 5  # of a feature: LeRobot has no type for more
 
 
 def import_lerobot(
-    path: str | PathLike[str], folder: str | PathLike[str], *, videos: str = "raise", **options: Any
+    path: AnyPath,
+    folder: AnyPath,
+    *,
+    videos: str = "decode",
+    codec: Any = "jpeg",
+    tolerance_s: float = 1e-4,
+    **options: Any,
 ) -> ReplayBuffer:
     """Copy a LeRobot data set into a folder.
 
+    An import that was killed goes on where it stood, if it is called again with the same arguments.
+
     Args:
-        path: its root, with `meta/` and `data/`.
+        path: its root, with `meta/`, `data/` and, of cameras, `videos/`.
         folder: where; see `ReplayBuffer`.
-        videos: "raise" where a feature is a video, or "skip": import the others.
+        videos: "decode", or "skip" to import the other features alone.
+        codec: of the fields that videos become, as for `Field`. "jpeg", of quality 95, adds less to the error than
+            the video has; "zstd" and None keep the decoded frames to the bit, at several times the size.
+        tolerance_s: how far a frame may be from its timestamp, in seconds.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
     Returns:
@@ -65,86 +88,280 @@ def import_lerobot(
 
     Raises:
         NotABufferError: it is no such data set.
-        SchemaError: a feature is a video.
-        CorruptBufferError: a file lacks a feature that `meta/info.json` names.
+        CorruptBufferError: a file lacks a feature that `meta/info.json` names, or a video the frame at a timestamp.
+        SchemaError: the folder has episodes that are not the first of these.
+        ImportError: there are videos, and the extra `video`, or that of the codec, is not installed.
     """
-    root = path_of(path)
-    info = _info(root)
-    features = {name: about for name, about in info["features"].items() if name not in COUNTERS}
-    films = [name for name, about in features.items() if about["dtype"] == "video"]
-    if films and videos != "skip":
-        raise SchemaError(f"{root}: {', '.join(films)} are videos; pass videos='skip' to import the other features")
-    features = {name: about for name, about in features.items() if name not in films}
-    files = sorted((root / "data").glob("chunk-*/file-*.parquet"))
-    counters = (pq.read_table(file, columns=["episode_index"]) for file in files)
-    lengths = [stop - start for table in counters for start, stop in _bounds(table)]
-    if not lengths:
-        raise NotABufferError(f"{root}: it has no episodes in data/", path=root)
-    tasks, names = _tasks(root), Names()
-    ours = {name: RENAMED.get(name) or names.named(name.split(".")) for name in features}
-    tables = (_read(file, features) for file in files)
-    first = next(tables)
-
-    def episodes() -> Iterator[dict[str, Any]]:
-        for table, columns in chain([first], tables):
-            for start, stop in _bounds(table):
-                number = int(table["task_index"][start].as_py()) if "task_index" in table.column_names else -1
-                rows = {ours[name]: column[start:stop] for name, column in columns.items()}
-                yield {**rows, "task": tasks.get(number, "")}
-
-    texts = [tasks[number] for number in range(len(tasks)) if number in tasks]  # LeRobot finds a text by its place
-    facts = {key: info.get(key) for key in ("fps", "robot_type", "features")} | {"stats": _statistics(root, lengths)}
-    return import_episodes(
-        folder,
-        episodes(),
-        {ours[name]: _field(column) for name, column in first[1].items()},
-        {"task": f"U{max([1, *map(len, tasks.values())])}"},
-        lengths=lengths,
-        options=options,
-        names=names,
-        extra={"lerobot": facts | {"tasks": texts if len(texts) == len(tasks) else None}},
-    )
+    if videos not in ("decode", "skip"):
+        raise SchemaError(f"videos: got {videos!r}, expected 'decode' or 'skip'")
+    source = _Source(path_of(path), decodes=videos == "decode")
+    ends = {options.get(end, end) for end in ("terminated", "truncated")}
+    with closing(_Cameras(source.root, source.cameras, tolerance_s)) as cameras:
+        pictures = {source.ours[name]: Field("uint8", (*size, 3), codec=codec) for name, size in cameras.sizes.items()}
+        return import_episodes(
+            folder,
+            source.episodes(cameras, ends),
+            source.fields() | pictures,
+            {"task": f"U{max([1, *map(len, source.tasks.values())])}"},
+            lengths=source.lengths,
+            options=options,
+            names=source.names,
+            extra={"lerobot": source.facts()},
+            resume=True,
+        )
 
 
-def export_lerobot(buffer: ReplayBuffer, path: str | PathLike[str], *, fps: float | None = None) -> None:
+def export_lerobot(
+    buffer: ReplayBuffer,
+    path: AnyPath,
+    *,
+    fps: float | None = None,
+    videos: bool | Sequence[str] | None = None,
+    vcodec: str = "libsvtav1",
+    crf: int = 30,
+) -> None:
     """Copy a buffer into a new LeRobot data set, which has no place for final observations and most meta fields.
 
-    Images, uint8 of shape (H, W, 1 or 3), become PNG. Statistics of all frames and all their pixels are written for
-    the whole and for each episode. The meta field `task` is an episode's task; in a buffer that was imported from
-    LeRobot, `task_index` is the task of each frame.
+    Images, uint8 of shape (H, W, 1 or 3), become PNG in the tables, or videos, which are lossy. Statistics of all
+    frames and all their pixels, as they were before the encoder, are written for the whole and for each episode. The
+    meta field `task` is an episode's task; in a buffer that was imported from LeRobot, `task_index` is the task of
+    each frame.
 
     Args:
         buffer: the source; a field `observation` that is not nested becomes `observation.state`.
         path: the new root.
         fps: steps a second; default: that of the imported data set. Timestamps are made of it, if there are none.
+        videos: whether images become videos, or the names of the features that do; default: those that were videos in
+            the imported data set.
+        vcodec: of the videos, as in LeRobot: "libsvtav1", which prints about itself unless the environment has
+            SVT_LOG=1, or "h264" or "hevc", which take even sizes only.
+        crf: of the videos, as in LeRobot: 0 … 51, and up to 63 of "libsvtav1"; a lower one is larger and nearer to the
+            images.
 
     Raises:
         SchemaError: no `fps` is known, there is a data set already, there are no episodes, a field is of complex
-            numbers or has more than five axes, or a `task_index` is of no task.
+            numbers or has more than five axes, a `task_index` is of no task, a feature of `videos` is no image, the
+            codec takes no frames of that size, or the timestamps beside videos are not those of `fps`.
+        ImportError: there are videos, and the extra `video` is not installed.
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
-    rate = fps or imported.get("fps")
-    if rate is None:
-        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
+    rate = _require_exportable(buffer, root, rate_of(buffer, imported, fps), vcodec)
+    known, tasks = imported.get("features") or {}, Tasks(buffer, imported)
+    statistics = FeatureStatistics(buffer.num_steps)
+    features: dict[str, Any] = {}
+    films: dict[str, _Film] = {}
+    with ExitStack() as files:
+        data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
+        for row, columns in progress(exported(buffer, known, rate, tasks), "episodes", len(buffer)):
+            if not features:
+                for name in _films_of(columns, videos, known):
+                    films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))
+            columns |= {name: frames_of(columns[name], name) for name in films}
+            data.write(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
+            for film in films.values():
+                row |= film.write(columns)
+            episodes.add(row | statistics.add(columns))
+            features = features or {
+                name: feature_of(column, known.get(name), video=name in films) for name, column in columns.items()
+            }
+    features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
+    pq.write_table(tasks.table(), root / TASKS)
+    counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
+    _write_json(root / "meta/stats.json", statistics.whole())
+    _write_json(root / "meta/info.json", info_of(counts, rate, imported, features))
+
+
+def _require_exportable(buffer: ReplayBuffer, root: Path, rate: float, vcodec: str) -> float:
+    """The frames a second, if all is as an export needs it."""
     if (root / "meta").exists():
         raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
+    if vcodec not in ENCODERS:
+        raise SchemaError(f"vcodec: got {vcodec!r}, expected one of {', '.join(ENCODERS)}")
     require_tables(buffer, buffer.schema.fields)
     for name, field in buffer.schema.fields.items():
         if len(field.shape) > MAX_AXES:
             raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
-    known, tasks = imported.get("features") or {}, Tasks(buffer, imported)
-    statistics = FeatureStatistics(buffer.num_steps)
-    features: dict[str, Any] = {}
-    with ExitStack() as files:
-        data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in exported(buffer, known, float(rate), tasks):
-            data.write(pa.table({name: _arrow(column) for name, column in columns.items()}))
-            episodes.add(row | statistics.add(columns))
-            features = features or {name: feature_of(column, known.get(name)) for name, column in columns.items()}
-    pq.write_table(tasks.table(), root / TASKS)
-    counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
-    _write_json(root / "meta/stats.json", statistics.whole())
-    _write_json(root / "meta/info.json", _info_of(counts, float(rate), imported.get("robot_type"), features))
+    return rate
+
+
+class _Source:
+    """A data set that is imported.
+
+    Attributes:
+        root: of the data set.
+        cameras: the features that are videos and wanted, as `meta/info.json` has them.
+        lengths: of the episodes.
+        tasks: number -> text.
+        names: the changed names.
+        ours: feature -> field.
+
+    Args:
+        root: see above.
+        decodes: whether videos are wanted.
+    """
+
+    def __init__(self, root: Path, *, decodes: bool) -> None:
+        self.root, self._info = root, _info(root)
+        features = {name: about for name, about in self._info["features"].items() if name not in COUNTERS}
+        videos = {name: about for name, about in features.items() if about["dtype"] == "video"}
+        self.cameras = videos if decodes else {}
+        tables = {name: about for name, about in features.items() if name not in videos}
+        self._files = [_DataFile(file, tables) for file in sorted((root / "data").glob("chunk-*/file-*.parquet"))]
+        self.lengths = [stop - start for file in self._files for start, stop in file.bounds]
+        if not self.lengths:
+            raise NotABufferError(f"{root}: it has no episodes in data/", path=root)
+        self.tasks, self.names = _tasks(root), Names()
+        wanted = [name for name in features if name in tables or name in self.cameras]
+        self.ours = {name: RENAMED.get(name) or self.names.named(name.split(".")) for name in wanted}
+
+    def fields(self) -> dict[str, Field]:
+        """The fields of the features in tables."""
+        return {self.ours[name]: _field(column) for name, column in self._files[0].columns.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """What `extra/lerobot.json` has, for exports."""
+        facts = {key: self._info.get(key) for key in ("fps", "robot_type", "features")}
+        texts = [self.tasks[i] for i in range(len(self.tasks)) if i in self.tasks]  # LeRobot finds a text by its place
+        whole = texts if len(texts) == len(self.tasks) else None
+        return facts | {"stats": _statistics(self.root, self.lengths), "tasks": whole}
+
+    def episodes(self, cameras: _Cameras, ends: set[str | None]) -> Iterator[Iterator[dict[str, Any]]]:
+        """The parts of each episode, of which nothing is read before they are asked for.
+
+        Args:
+            cameras: of the data set.
+            ends: fields that end episodes.
+        """
+        for file in self._files:
+            for start, stop in file.bounds:
+                yield self._parts(cameras, ends, file, range(start, stop))
+            file.forget()
+
+    def _parts(
+        self, cameras: _Cameras, ends: set[str | None], file: _DataFile, span: range
+    ) -> Iterator[dict[str, Any]]:
+        rows = {self.ours[name]: column[span.start : span.stop] for name, column in file.columns.items()}
+        task = {"task": self.tasks.get(file.number("task_index", span.start), "")}
+        ends_within = any(np.count_nonzero(rows[name][:-1]) for name in rows.keys() & ends)
+        size = len(span) if ends_within else cameras.frames_at_once  # `extend` takes an end at its last step alone
+        for at in range(0, len(span), size):
+            part = span[at : at + size]
+            images = cameras.read(file, part) if self.cameras else {}
+            columns = {name: column[at : at + size] for name, column in rows.items()}
+            yield columns | {self.ours[name]: image for name, image in images.items()} | task
+
+
+class _DataFile:
+    """A Parquet file in `data/`, whose columns are read when they are asked for.
+
+    Args:
+        path: of the file.
+        features: those that it has, as `meta/info.json` has them.
+    """
+
+    def __init__(self, path: Path, features: Mapping[str, Any]) -> None:
+        self.path, self._features = path, features
+
+    @cached_property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The first row of each episode, and the one after its last."""
+        numbers = pq.read_table(self.path, columns=["episode_index"])["episode_index"].to_numpy()
+        return episode_bounds(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)])
+
+    @cached_property
+    def _table(self) -> Any:
+        return pq.read_table(self.path)
+
+    @cached_property
+    def columns(self) -> dict[str, Any]:
+        """(rows, *shape) of each feature."""
+        return {name: _column(self.path, self._table, name, about) for name, about in self._features.items()}
+
+    def number(self, name: str, row: int) -> int:
+        """The number in a column; -1 if there is no such column."""
+        return int(self._table[name][row].as_py()) if name in self._table.column_names else -1
+
+    def forget(self) -> None:
+        """Give the memory of what was read back."""
+        self.__dict__.pop("columns", None)
+        self.__dict__.pop("_table", None)
+
+
+class _Cameras:
+    """The videos of a data set, each read from its begin to its end as long as frames are asked for in their order.
+
+    Attributes:
+        sizes: feature -> height and width.
+        frames_at_once: how many are decoded at once.
+
+    Args:
+        root: of the data set.
+        features: those that are videos, as `meta/info.json` has them.
+        tolerance: how far a frame may be from its timestamp, in seconds.
+
+    Raises:
+        CorruptBufferError: `meta/episodes` does not say where the frames of an episode are.
+    """
+
+    def __init__(self, root: Path, features: Mapping[str, Any], tolerance: float) -> None:
+        self._root, self._tolerance = root, tolerance
+        self.sizes = {name: _size(root, name, about) for name, about in features.items()}
+        self.frames_at_once = max(
+            1, AT_ONCE // max(1, sum(3 * height * width for height, width in self.sizes.values()))
+        )
+        self._places = {name: _places(root, name) for name in features}
+        self._open: dict[str, tuple[Path, FilmReader]] = {}
+
+    def read(self, file: _DataFile, rows: range) -> dict[str, Any]:
+        """Feature -> (rows, height, width, 3) uint8 of rows of one episode."""
+        if "timestamp" not in file.columns:
+            raise CorruptBufferError(f"{file.path}: it has no column 'timestamp', by which frames are found")
+        times = file.columns["timestamp"][rows.start : rows.stop].reshape(-1).astype(np.float64)
+        episode = file.number("episode_index", rows.start)
+        return {name: self._frames(name, episode, times) for name in self.sizes}
+
+    def _frames(self, name: str, episode: int, times: Any) -> Any:
+        if episode not in self._places[name]:
+            raise CorruptBufferError(f"{self._root}/meta/episodes: it has no video of {name!r} of episode {episode}")
+        chunk, number, start = self._places[name][episode]
+        place = self._root / VIDEO.format(name, chunk, number)
+        if self._open.get(name, (None,))[0] != place:
+            self._close(name)
+            self._open[name] = place, FilmReader(place, self.sizes[name])
+        slack = np.spacing(np.float32(start + times.max()))  # timestamps are float32
+        return self._open[name][1].read(start + times, self._tolerance + float(slack))
+
+    def _close(self, name: str) -> None:
+        if name in self._open:
+            self._open.pop(name)[1].close()
+
+    def close(self) -> None:
+        for name in list(self._open):
+            self._close(name)
+
+
+def _size(root: Path, name: str, about: Mapping[str, Any]) -> tuple[int, int]:
+    """Height and width of a video."""
+    shape, names = about["shape"], about.get("names") or [""]
+    if len(shape) != 3:
+        raise CorruptBufferError(f"{root}/meta/info.json: {name!r} is a video of shape {shape}, expected three axes")
+    first = "channel" in str(names[0]) or shape[-1] not in (1, 3)
+    height, width = shape[1:] if first else shape[:2]
+    return int(height), int(width)
+
+
+def _places(root: Path, name: str) -> dict[int, tuple[int, int, float]]:
+    """Episode -> the numbers of chunk and file of its video, and the time in it of its first frame."""
+    wanted = ["episode_index", *(f"videos/{name}/{x}" for x in ("chunk_index", "file_index", "from_timestamp"))]
+    places: dict[int, tuple[int, int, float]] = {}
+    for file in sorted((root / "meta/episodes").glob("chunk-*/file-*.parquet")):
+        table = pq.ParquetFile(file).read(columns=wanted)
+        missing = set(wanted) - set(table.column_names)
+        if missing:
+            raise CorruptBufferError(f"{file}: it has no column {min(missing)!r}, where the frames are", path=file)
+        rows = zip(*(table[column].to_pylist() for column in wanted), strict=True)
+        places |= {episode: place for episode, *place in rows}
+    return places
 
 
 def exported(
@@ -241,6 +458,67 @@ class _Table:
             self._writer.close()
 
 
+def _films_of(columns: Mapping[str, Any], videos: bool | Sequence[str] | None, known: Mapping[str, Any]) -> list[str]:
+    """The features that become videos."""
+    images = [name for name, column in columns.items() if is_image(column)]
+    if videos is None:
+        return [name for name in images if known.get(name, {}).get("dtype") == "video"]
+    wanted = images if videos is True else list(videos or ())
+    for name in wanted:
+        if name not in images:
+            raise SchemaError(
+                f"videos: got {name!r}, expected features of uint8 images, (height, width, 1 or 3): "
+                f"{', '.join(images) or 'there are none'}"
+            )
+    return wanted
+
+
+class _Film:
+    """The videos of a feature: of many episodes each, up to a size, after which there is another file."""
+
+    def __init__(self, root: Path, name: str, rate: float, vcodec: str, crf: int) -> None:
+        self._root, self._name, self._rate, self._vcodec = root, name, rate, vcodec
+        self._options = {"g": "2", "crf": str(crf), **ENCODERS[vcodec]}
+        self._number, self._frames = -1, 0
+        self._writer: FilmWriter | None = None
+
+    def write(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Add an episode; where its frames are, for `meta/episodes`."""
+        frames, times = columns[self._name], columns["timestamp"]
+        expected = np.arange(len(frames)) / self._rate
+        if not (abs(times - expected) <= TOLERANCE + np.spacing(np.float32(expected[-1]))).all():
+            raise SchemaError(
+                f"field 'timestamp': LeRobot finds frame t of a video at t / {self._rate:g} s ± {TOLERANCE} s, and "
+                f"those of an episode are up to {abs(times - expected).max():g} s away; give their fps=, drop the "
+                "field, or export images by videos=False"
+            )
+        if self._writer is None or self._writer.size >= VIDEO_MB << 20:
+            self.close()
+            self._number, self._frames = self._number + 1, 0
+            path = self._path(self._number)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._writer = FilmWriter(path, frames.shape[1:3], self._rate, self._vcodec, self._options)
+        self._writer.write(frames)
+        start, self._frames = self._frames, self._frames + len(frames)
+        chunk, file = divmod(self._number, CHUNK)
+        found: dict[str, Any] = {"chunk_index": chunk, "file_index": file}
+        found |= {"from_timestamp": start / self._rate, "to_timestamp": self._frames / self._rate}
+        return {f"videos/{self._name}/{which}": value for which, value in found.items()}
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def info(self) -> dict[str, Any]:
+        """What LeRobot tells of a video in `meta/info.json`."""
+        about = film_info(self._path(0))
+        return {f"video.{which}": value for which, value in about.items()} | {"has_audio": False}
+
+    def _path(self, number: int) -> Path:
+        return self._root / VIDEO.format(self._name, *divmod(number, CHUNK))
+
+
 class FeatureStatistics:
     """The statistics in `meta/stats.json` and `meta/episodes`; those of text are left out.
 
@@ -303,18 +581,30 @@ def is_image(column: Any) -> bool:
     return bool(column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3))
 
 
-def _info_of(counts: Mapping[str, int], rate: float, robot: Any, features: Mapping[str, Any]) -> dict[str, Any]:
+def rate_of(buffer: ReplayBuffer, imported: Mapping[str, Any], fps: float | None) -> float:
+    """Frames a second, a whole number where it is one: as given, else those of the imported data set."""
+    rate = fps or imported.get("fps")
+    if rate is None:
+        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
+    return int(rate) if float(rate).is_integer() else float(rate)
+
+
+def info_of(
+    counts: Mapping[str, int], rate: float, imported: Mapping[str, Any], features: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The contents of `meta/info.json`."""
+    films = (about["dtype"] == "video" for about in features.values())
     return {
         "codebase_version": VERSION,
-        "robot_type": robot,
+        "robot_type": imported.get("robot_type"),
         **counts,
-        "chunks_size": 1000,
+        "chunks_size": CHUNK,
         "data_files_size_in_mb": 100,
-        "video_files_size_in_mb": 200,
-        "fps": int(rate) if rate.is_integer() else rate,
+        "video_files_size_in_mb": VIDEO_MB,
+        "fps": rate,
         "splits": {"train": f"0:{counts['total_episodes']}"},
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "video_path": None,
+        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4" if any(films) else None,
         "features": features,
     }
 
@@ -352,17 +642,6 @@ def _tasks(root: Path) -> dict[int, str]:
     table = pq.read_table(root / TASKS)
     texts = next(name for name in table.column_names if name != "task_index")
     return dict(zip(table["task_index"].to_pylist(), table[texts].to_pylist(), strict=True))
-
-
-def _bounds(table: Any) -> list[tuple[int, int]]:
-    numbers = table["episode_index"].to_numpy()
-    return episode_bounds(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)])
-
-
-def _read(file: Path, features: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The table of a file, and its features as arrays."""
-    table = pq.read_table(file)
-    return table, {name: _column(file, table, name, about) for name, about in features.items()}
 
 
 def _column(file: Path, table: Any, name: str, about: Mapping[str, Any]) -> Any:
@@ -419,11 +698,11 @@ def _png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def feature_of(column: Any, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def feature_of(column: Any, known: Mapping[str, Any] | None, *, video: bool = False) -> Mapping[str, Any]:
     """The entry of a feature in `meta/info.json`: that of the imported data set, as long as it still fits."""
     shape, kind, names = list(column.shape[1:]) or [1], column.dtype.name, None
     if is_image(column):
-        kind, names = "image", ["height", "width", "channels"]
+        kind, names = "video" if video else "image", ["height", "width", "channels"]
     elif column.dtype.kind == "U":
         kind = "string"
     if known and (known["dtype"], sorted(known["shape"])) == (kind, sorted(shape)):

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
-from memmap_buffer.interop.columns import flatten
-from memmap_buffer.interop.episodes import read_extra, read_names
+from memmap_buffer.interop.columns import Array, flatten
+from memmap_buffer.interop.episodes import opened, read_extra, read_names, with_excluded
 from memmap_buffer.interop.lerobot import (
     COUNTERS,
-    VERSION,
     FeatureStatistics,
     Tasks,
     exported,
     feature_name,
     feature_of,
+    info_of,
+    rate_of,
     shaped,
 )
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field
 from memmap_buffer.views.windows import Offsets
 
-Array = npt.NDArray[Any]
+CAMERAS = ("image", "video")
 
 
 class DiskLeRobotDataset:
@@ -67,7 +67,7 @@ class DiskLeRobotDataset:
     def __init__(
         self,
         repo_id: str,
-        root: str | PathLike[str] | ReplayBuffer,
+        root: AnyPath | ReplayBuffer,
         episodes: Sequence[int] | None = None,
         image_transforms: Callable[[Any], Any] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
@@ -75,7 +75,7 @@ class DiskLeRobotDataset:
         *,
         fps: float | None = None,
     ) -> None:
-        disk = root if isinstance(root, ReplayBuffer) else ReplayBuffer.from_folder(root, read_only=True)
+        disk = opened(root)
         self.repo_id, self.root, self.episodes = repo_id, disk.folder, None if episodes is None else list(episodes)
         self.image_transforms, self.delta_timestamps, self.tolerance_s = image_transforms, delta_timestamps, tolerance_s
         self.meta = DiskLeRobotMetadata(repo_id, disk, fps)
@@ -86,7 +86,7 @@ class DiskLeRobotDataset:
         offsets = {ours: (self.delta_indices or {}).get(name, [0]) for name, ours in self.meta.stored.items()}
         self._frames: Any = disk.dataset(
             view=Offsets(offsets, padding="edge"),
-            filter_fields={"valid": {True, False}} if "valid" in disk.fieldnames else {},
+            filter_fields=with_excluded(disk),
             include_metadata=False,
             return_indices=True,
             on_stale="raise",
@@ -173,9 +173,7 @@ class DiskLeRobotMetadata:
     def __init__(self, repo_id: str, disk: ReplayBuffer, fps: float | None = None) -> None:
         self.repo_id, self.root, self._disk = repo_id, disk.folder, disk
         imported = read_extra(disk, "lerobot") or {}
-        rate = fps or imported.get("fps")
-        if rate is None:
-            raise SchemaError(f"{disk.folder}: it does not say how many steps a second has; pass fps=…")
+        rate = rate_of(disk, imported, fps)
         if not disk.num_episodes:
             raise NotEnoughDataError(f"{disk.folder}: there are no episodes")
         self.serials, lengths = disk.serials, disk.episode_lens
@@ -185,15 +183,8 @@ class DiskLeRobotMetadata:
         self.stored = {feature_name(field, names): field for field in disk.fieldnames if field != "valid"}
         self._tasks_of(imported)
         self._imported, self._stats = imported, _read_stats(imported, len(lengths), int(ends[-1]))
-        self.info: dict[str, Any] = {
-            "codebase_version": VERSION,
-            "robot_type": imported.get("robot_type"),
-            "total_episodes": len(lengths),
-            "total_frames": int(ends[-1]),
-            "total_tasks": len(self.texts),
-            "fps": int(rate) if float(rate).is_integer() else float(rate),
-            "features": self._features(known),
-        }
+        totals = {"total_episodes": len(lengths), "total_frames": int(ends[-1]), "total_tasks": len(self.texts)}
+        self.info = info_of(totals, rate, imported, self._features(known))
         columns = {
             "episode_index": np.arange(len(lengths)),
             "length": lengths,
@@ -220,7 +211,8 @@ class DiskLeRobotMetadata:
         columns = {name: _example(fields[ours], known.get(name)) for name, ours in self.stored.items()}
         columns.setdefault("timestamp", np.zeros(1, np.float32))
         columns |= {name: np.zeros(1, np.int64) for name in ("task_index", *COUNTERS)}
-        found = {name: dict(feature_of(column, known.get(name))) for name, column in columns.items()}
+        films = {name for name, about in known.items() if about["dtype"] == "video"}
+        found = {name: feature_of(x, known.get(name), video=name in films) for name, x in columns.items()}
         return {name: {**about, "shape": tuple(about["shape"])} for name, about in found.items()}
 
     @property
@@ -266,8 +258,8 @@ class DiskLeRobotMetadata:
     total_frames = property(lambda self: self.info["total_frames"])
     total_tasks = property(lambda self: self.info["total_tasks"])
     image_keys = property(lambda self: [name for name, about in self.features.items() if about["dtype"] == "image"])
-    camera_keys = image_keys
-    video_keys = property(lambda self: [])
+    video_keys = property(lambda self: [name for name, about in self.features.items() if about["dtype"] == "video"])
+    camera_keys = property(lambda self: [name for name, about in self.features.items() if about["dtype"] in CAMERAS])
     names = property(lambda self: {name: about["names"] for name, about in self.features.items()})
     shapes = property(lambda self: {name: about["shape"] for name, about in self.features.items()})
 
@@ -297,8 +289,9 @@ class _AsFrames:
         self._serials, self._starts = meta.serials, meta.bounds[:, 0]
         self._by_frame, self._texts, self._task_of, self._fps = meta.by_frame, meta.texts, meta.task_of, meta.fps
         self._deltas = dict(deltas)
+        over_time = {name for name, at in deltas.items() if len(at) > 1 or name not in meta.video_keys}
         self._features = {
-            name: _Feature(ours, _layout(meta.features[name], fields[ours]), name in deltas)
+            name: _Feature(ours, _layout(meta.features[name], fields[ours]), name in over_time)
             for name, ours in meta.stored.items()
         }
 
@@ -338,9 +331,10 @@ class _Feature:
         if self.layout == "scalar":
             rows = rows[..., 0]
         if self.layout == "last":
-            rows = rows.movedim(-1, -3).contiguous()
+            rows = rows.movedim(-1, -3)
         if self.layout in ("first", "last"):
-            return rows.float().div(255)
+            floats = rows.new_empty(rows.shape, dtype=rows[:0].float().dtype)
+            return floats.copy_(rows).div_(255)  # memory that is new is what takes the time: once, not three times
         if rows.dtype.is_floating_point:
             return rows.float()
         return rows if str(rows.dtype) == "torch.bool" else rows.long()
@@ -348,7 +342,7 @@ class _Feature:
 
 def _layout(about: Mapping[str, Any], field: Field) -> str:
     """Where the channels of an image are; "scalar" for one number with an axis, "" for other features."""
-    if about["dtype"] == "image":
+    if about["dtype"] in CAMERAS:
         declared_first = tuple(about["shape"]) == field.shape and "channel" in (about["names"] or [""])[0]
         return "first" if declared_first or field.shape[-1] not in (1, 3) else "last"
     return "scalar" if field.shape == (1,) else ""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from os import PathLike
 from typing import Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
+from memmap_buffer.interop.episodes import opened
+from memmap_buffer.paths import AnyPath
 
 with extra("lightning"):
     from lightning import LightningDataModule
@@ -51,7 +52,7 @@ class EpisodeDataModule(LightningDataModule):
 
     def __init__(
         self,
-        folder: str | PathLike[str] | ReplayBuffer | ConcatBuffer,
+        folder: AnyPath | ReplayBuffer | ConcatBuffer,
         batch_size: int,
         *,
         split: Mapping[str, float] | None = None,
@@ -88,7 +89,7 @@ class EpisodeDataModule(LightningDataModule):
             stage: for which of its methods.
         """
         if self.buffer is None:
-            self.buffer = _opened(self.folder)
+            self.buffer = opened(self.folder)
 
     def teardown(self, stage: str | None = None) -> None:
         """Close what `setup` opened.
@@ -136,8 +137,3 @@ class EpisodeDataModule(LightningDataModule):
         self.seed, self.split = state_dict["seed"], dict(state_dict["split"])
         self.split_seed = state_dict["split_seed"]
         self._offer()
-
-
-def _opened(folder: Any) -> Any:
-    is_open = isinstance(folder, (ReplayBuffer, ConcatBuffer))
-    return folder if is_open else ReplayBuffer.from_folder(folder, read_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaErro
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes
 from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 LENGTHS = "episode_lens"
@@ -28,7 +27,7 @@ MAX_CONFIG = 1 << 20  # bytes; a configuration of a thousand fields takes less t
 
 
 def import_memmap_replay_buffer(
-    path: str | PathLike[str], folder: str | PathLike[str], *, keep_partial: bool = False, **options: Any
+    path: AnyPath, folder: AnyPath, *, keep_partial: bool = False, **options: Any
 ) -> ReplayBuffer:
     """Copy a folder of memmap-replay-buffer, its oldest episode first.
 
@@ -71,7 +70,7 @@ def import_memmap_replay_buffer(
 
 
 def export_memmap_replay_buffer(
-    buffer: ReplayBuffer, path: str | PathLike[str], *, max_episodes: int | None = None, compression: str | None = None
+    buffer: ReplayBuffer, path: AnyPath, *, max_episodes: int | None = None, compression: str | None = None
 ) -> None:
     """Copy a buffer into a new folder in the HDF5 layout, which `ReplayBufferH5PY.from_folder` opens.
 
@@ -164,14 +163,11 @@ def _config(source: Path) -> dict[str, Any]:
 
 def _read_arrays(source: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
     """The fields, the meta fields and the state of a folder of .npy files."""
-    found = {path.name: path for path in sorted(source.glob("*.npy"))}
-    meta = {
-        name.removesuffix(".data.meta.npy"): path for name, path in found.items() if name.endswith(".data.meta.npy")
-    }
-    fields = {name.removesuffix(".data.npy"): path for name, path in found.items() if name.endswith(".data.npy")}
-    state = {name.removesuffix(".state.npy"): path for name, path in found.items() if name.endswith(".state.npy")}
-    arrays = [{name: _map(path) for name, path in each.items()} for each in (fields, meta, state)]
-    return arrays[0], arrays[1], {name: int(array) for name, array in arrays[2].items()}
+    fields, meta, state = (
+        {path.name.removesuffix(suffix): _map(path) for path in sorted(source.glob(f"*{suffix}"))}
+        for suffix in (".data.npy", ".data.meta.npy", ".state.npy")
+    )
+    return fields, meta, {name: int(array) for name, array in state.items()}
 
 
 def _read_hdf5(source: Path, opened: ExitStack) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:

@@ -9,7 +9,6 @@ action t.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import InferredFields, as_text, flatten, put
 from memmap_buffer.interop.episodes import ends_of, import_episodes, read_extra, read_names, require_fields
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 with extra("minari"):
@@ -44,13 +43,14 @@ GIVEN = "given"
 
 
 def import_minari(
-    dataset: str | PathLike[str] | MinariDataset,
-    folder: str | PathLike[str],
+    dataset: AnyPath | MinariDataset,
+    folder: AnyPath,
     *,
     infos: bool | Sequence[str] = True,
+    download: bool = False,
     **options: Any,
 ) -> ReplayBuffer:
-    """Copy a local Minari data set into a folder.
+    """Copy a Minari data set into a folder.
 
     It is read twice, first for its dtypes; the values are exact. Bool meta fields `given.<name>` mark the
     episodes that have metadata which others lack, and `given.seed` those that have a seed.
@@ -59,6 +59,7 @@ def import_minari(
         dataset: its id, the folder of its data, or the data set, also a filtered one.
         folder: where; see `ReplayBuffer`.
         infos: all of them, none, or a list of their names.
+        download: whether Minari fetches a data set that is not there, from where its `MINARI_REMOTE` says.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
     Returns:
@@ -67,7 +68,7 @@ def import_minari(
     Raises:
         SchemaError: no field can hold an info or metadatum; the text names it.
     """
-    source = dataset if isinstance(dataset, MinariDataset) else _load(dataset)
+    source = dataset if isinstance(dataset, MinariDataset) else _load(dataset, download)
     names = names_of(source.observation_space, source.action_space)
     columns, metadata, lengths = InferredFields("column"), InferredFields("metadatum", lead=0), []
     finals: dict[str, bool] = {}
@@ -136,7 +137,8 @@ def export_minari(
         if made is not None
         else tuple(map(deserialize_space, (imported["observation_space"], imported["action_space"])))
     )
-    spec = made.spec if made is not None else _spec(imported.get("env_spec"))
+    told = imported.get("env_spec")
+    spec = made.spec if made is not None else told and gymnasium.envs.registration.EnvSpec.from_json(told)
     storage = MinariStorage.new(
         _new_path(dataset_id), *spaces, env_spec=spec, data_format=data_format, jpeg_encoding=False
     )
@@ -155,10 +157,10 @@ def export_minari(
     return MinariDataset(storage)
 
 
-def _load(dataset: str | PathLike[str]) -> MinariDataset:
+def _load(dataset: AnyPath, download: bool) -> MinariDataset:
     path = path_of(dataset)
     if isinstance(dataset, str) and not path.exists():
-        return minari.load_dataset(dataset)
+        return minari.load_dataset(dataset, download=download)
     return MinariDataset(path)
 
 
@@ -269,7 +271,3 @@ def _new_path(dataset_id: str) -> Path:
     path = Path(get_dataset_path(dataset_id)) / "data"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _spec(text: str | None) -> Any:
-    return None if text is None else gymnasium.envs.registration.EnvSpec.from_json(text)

@@ -6,26 +6,25 @@ it is not imported, and exported as zeros.
 
 from __future__ import annotations
 
-from os import PathLike
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.interop.columns import Array
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"}
 OF_ACTIONS = frozenset({"action", "reward"})
 
 
-def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
+def import_ogbench(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuffer:
     """Copy an OGBench file into a folder, cut into its episodes; all of the file is held in memory meanwhile.
 
     Every array of one row a step is imported: `observations` and `actions` as `observation` and `action`, others, such
@@ -70,7 +69,7 @@ def import_ogbench(path: str | PathLike[str], folder: str | PathLike[str], **opt
     )
 
 
-def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
+def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
     """Copy a buffer into a new file in OGBench's layout; all of it is held in memory meanwhile.
 
     Args:
@@ -102,7 +101,7 @@ def export_ogbench(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
         np.savez_compressed(file, **named, terminals=terminals)
 
 
-def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
+def _read(path: Path) -> dict[str, Array]:
     try:
         with ZipFile(path) as archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]
@@ -116,7 +115,7 @@ def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
         raise SchemaError(f"{path}: it is no npz file of plain arrays ({error})") from error
 
 
-def _read_array(archive: ZipFile, name: str) -> npt.NDArray[Any]:
+def _read_array(archive: ZipFile, name: str) -> Array:
     with archive.open(f"{name}.npy") as file:
-        array: npt.NDArray[Any] = np.lib.format.read_array(file)  # which refuses objects
+        array: Array = np.lib.format.read_array(file)  # which refuses objects
     return array

@@ -7,6 +7,7 @@ from typing import Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.interop.episodes import with_excluded
 
 
 class OnlineBatches:
@@ -97,9 +98,8 @@ class OnlineBatches:
 
     def _newest(self) -> int:
         """The serial of the newest episode, of which a ring may have left its last steps alone; -1 for none."""
-        fields = self.buffer.schema.fields
-        every = {"valid": {True, False}} if "valid" in fields and fields["valid"].dtype == "bool" else {}
-        what: Any = {"timestep_level": True, "fields": [next(iter(fields))], "filter_fields": every}
+        every, first = with_excluded(self.buffer), self.buffer.fieldnames[0]
+        what: Any = {"timestep_level": True, "fields": [first], "filter_fields": every}
         try:
             return int(self.buffer.batch([-1], **what, return_indices=True, format="numpy")["_indices"][0, 0])
         except NotEnoughDataError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import exported_episodes
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
 with extra("parquet"):
@@ -24,7 +23,7 @@ EPISODES, STEPS = "episodes.parquet", "steps.parquet"
 GROUP_STEPS = 1 << 16  # a row group has as many timesteps at least, but for the last
 
 
-def export_parquet(buffer: ReplayBuffer, path: str | PathLike[str]) -> None:
+def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
     """Copy a buffer into two tables in a new folder; one row group is in memory at a time.
 
     `steps.parquet` has a row a timestep: `_episode`, the serial, `_t`, and the fields by their dotted names.

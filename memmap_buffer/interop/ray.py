@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import VIEW_OPTIONS, as_episode, columns_of, flatten
 from memmap_buffer.interop.episodes import import_episodes
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.windows import Trajectory
 
@@ -44,7 +43,7 @@ MAX_BLOCK = 32 << 20  # bytes that a read task gathers at once
 LOCK_TIMEOUT = 60.0  # seconds for which a recorder waits until its predecessor has ended
 
 
-def shard_folder(root: str | PathLike[str], number: int) -> Path:
+def shard_folder(root: AnyPath, number: int) -> Path:
     """The folder of a root's shard, absolute: Ray's processes have another working directory."""
     return path_of(root).absolute() / f"shard-{number:05d}"
 
@@ -52,8 +51,14 @@ def shard_folder(root: str | PathLike[str], number: int) -> Path:
 # Reading
 
 
+def open_root(root: AnyPath) -> ConcatBuffer:
+    """The buffers of a root, or one buffer, to be read as one."""
+    whole = path_of(root).absolute()
+    return ConcatBuffer([whole]) if (whole / "schema.json").exists() else ConcatBuffer.from_root(whole)
+
+
 def read_ray(
-    root: str | PathLike[str],
+    root: AnyPath,
     *,
     override_num_blocks: int | None = None,
     concurrency: int | None = None,
@@ -86,7 +91,7 @@ def read_ray(
         names = (names,) if isinstance(names, str) else names and tuple(names)
         options |= {"view": Trajectory(names, final_observation=True)}
     return ray.data.read_datasource(
-        _Items(_opened(root), {"on_stale": "raise"} | options, shared),
+        _Items(open_root(root), {"on_stale": "raise"} | options, shared),
         override_num_blocks=override_num_blocks,
         concurrency=concurrency,
         ray_remote_args=dict(ray_remote_args or {}),
@@ -132,11 +137,6 @@ class _Items(Datasource):  # type: ignore[misc]
         return self._shared
 
 
-def _opened(root: str | PathLike[str]) -> ConcatBuffer:
-    whole = path_of(root).absolute()
-    return ConcatBuffer([whole]) if (whole / "schema.json").exists() else ConcatBuffer.from_root(whole)
-
-
 def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:
     """An estimate of an item's bytes: an axis whose length the schema leaves open is as long as a mean episode."""
     mean = max(1, round(buffer.num_steps / max(1, buffer.num_episodes)))
@@ -163,7 +163,7 @@ def _read(shared: Any, items: range, most: int, columns: Callable[[Any], Any]) -
 
 def write_ray(
     dataset: ray.data.Dataset,
-    root: str | PathLike[str],
+    root: AnyPath,
     fields: Mapping[str, Any] | Schema,
     meta_fields: Mapping[str, Any] | None = None,
     *,
@@ -266,7 +266,7 @@ class Recorder:
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_episodes: int,
         max_timesteps: int,
         fields: Mapping[str, Any] | Schema,
@@ -336,7 +336,7 @@ def _opened_for_writing(make: Callable[[], ReplayBuffer]) -> ReplayBuffer:
 
 
 def start_recorders(
-    root: str | PathLike[str],
+    root: AnyPath,
     count: int,
     *,
     max_episodes: int,

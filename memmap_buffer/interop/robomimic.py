@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,8 @@ from memmap_buffer.interop.episodes import (
     require_fields,
 )
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
+from memmap_buffer.pictures import is_image
 from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):
@@ -41,12 +41,14 @@ OBSERVATION, NEXT, MASK = "observation.", "next_obs", "mask."
 GYM_ARGS = {"env_name": "", "type": 2, "env_kwargs": {}}  # 2: robomimic's number for environments of Gym
 
 
-def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
+def import_robomimic(path: AnyPath, folder: AnyPath, *, codec: Any = None, **options: Any) -> ReplayBuffer:
     """Copy a robomimic file into a folder, an episode for each demonstration, in the order of their numbers.
 
     Args:
         path: the file.
         folder: where; see `ReplayBuffer`.
+        codec: of the fields that are images, uint8 (height, width, 1 or 3), as for `Field`; "zstd" keeps them to the
+            bit, "jpeg" does not.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
     Returns:
@@ -81,7 +83,10 @@ def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **o
         return import_episodes(
             folder,
             map(episode, demos),
-            {name: Field(field.dtype, field.shape, final=name in final) for name, field in found.fields.items()},
+            {
+                name: Field(field.dtype, field.shape, final=name in final, codec=codec if _is_image(field) else None)
+                for name, field in found.fields.items()
+            },
             {"demo": f"U{max(map(len, demos))}", **dict.fromkeys(masks, "bool")},
             lengths=lengths,
             options=options,
@@ -90,7 +95,7 @@ def import_robomimic(path: str | PathLike[str], folder: str | PathLike[str], **o
         )
 
 
-def export_robomimic(buffer: ReplayBuffer, path: str | PathLike[str], *, env: Any = None) -> None:
+def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) -> None:
     """Copy a buffer into a new file in robomimic's layout.
 
     Demonstrations are named by the meta field `demo`, else `demo_0`, …; bool meta fields `mask.<name>` become masks.
@@ -142,6 +147,10 @@ def _read(demo: Any, names: Names) -> dict[str, Any]:
             raise SchemaError(f"{demo.name}/next_obs: {name} is not in obs; remove next_obs", field=name)
         columns[name] = with_final(f"{demo.name}/next_obs: {name}", columns[name], item[()], 0, "remove next_obs")
     return columns
+
+
+def _is_image(field: Field) -> bool:
+    return field.dtype == "uint8" and is_image(field) and field.shape[2:] in ((1,), (3,))
 
 
 def _exported(schema: Schema, episode: Mapping[str, Any], length: int) -> dict[str, Any]:

@@ -7,22 +7,20 @@ part begins with the last steps of the one before, so that every window of a row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.interop.columns import Array, IntArray, flatten
+from memmap_buffer.interop.episodes import SPARE_SLOTS
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Field
 from memmap_buffer.views.windows import Window
 
-Array = npt.NDArray[Any]
-IntArray = npt.NDArray[np.int64]
 ROW, START = "row", "start"  # meta fields of a part: its row, and the time of its first step
-SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 SPARE_STEPS = 16  # of a row: a process that dies within a round of steps leaves some rows one step longer
 LONGEST = 1000  # default timesteps of a part
 
@@ -64,7 +62,7 @@ class Rows:
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         fields: Mapping[str, Field],
         num_rows: int,
         length: int,
@@ -254,12 +252,5 @@ class Rows:
 
     def _fields(self, batch: Mapping[str, Any]) -> dict[str, Array]:
         """The fields of a batch by dotted name."""
-        return {name: _at(batch, name) for name in self.disk.fieldnames}
-
-
-def _at(batch: Mapping[str, Any], name: str) -> Any:
-    """What stands under a dotted name of a nested batch."""
-    found: Any = batch
-    for key in name.split("."):
-        found = found[key]
-    return found
+        flat = flatten(batch)
+        return {name: flat[name] for name in self.disk.fieldnames}

@@ -1,10 +1,15 @@
-"""Pickles of plain values, read without unpickling: no function is looked up, so none is called; and written so."""
+"""Pickles of plain values and of arrays, read without unpickling: no function is looked up, so none is called."""
 
 from __future__ import annotations
 
 import pickletools
+import re
 import struct
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.errors import SchemaError
 
@@ -18,6 +23,17 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUTS = frozenset(("MEMOIZE", "BINPUT", "LONG_BINPUT"))
 _GETS = frozenset(("BINGET", "LONG_BINGET"))
 _IGNORED = frozenset(("PROTO", "FRAME"))
+_BYTES = frozenset(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"))
+_NUMPY = re.compile(r"numpy(\._?core(\.numeric|\.multiarray)?)?")
+
+
+@dataclass
+class _Call:
+    """A call that a pickle asks for, which is not made; and the state that its result would get."""
+
+    name: str
+    arguments: Any = None
+    state: Any = None
 
 
 def safe_loads(data: bytes) -> Any:
@@ -26,11 +42,38 @@ def safe_loads(data: bytes) -> Any:
     Raises:
         SchemaError: it holds any other value, or is no pickle; nothing of it was executed.
     """
+    return _run(data, _step)
+
+
+def array_loads(data: bytes) -> npt.NDArray[Any]:
+    """The array of a pickle of protocol 3 or later of one array of numbers, read-only.
+
+    Raises:
+        SchemaError: it holds any other value, or is no pickle; nothing of it was executed.
+    """
+    found = _run(data, _step_of_array)
+    try:
+        if found.name == "_frombuffer":
+            content, dtype, shape, order = found.arguments
+        elif found.name == "_reconstruct":
+            _, shape, dtype, columns_first, content = found.state
+            order = "F" if columns_first else "C"
+        else:
+            raise ValueError(found.name)
+        code, byte_order = dtype.arguments[0], dtype.state[1]
+        if dtype.name != "dtype" or not re.fullmatch(r"[biufc]\d+", code):
+            raise ValueError(code)
+        return np.frombuffer(content, np.dtype(byte_order + code)).reshape(shape, order=order)
+    except (AttributeError, ValueError, TypeError, IndexError) as error:
+        raise SchemaError(f"got a pickle of something else than an array of numbers ({error})") from error
+
+
+def _run(data: bytes, step: Any) -> Any:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            _step(opcode.name, argument, stack, memo)
+            step(opcode.name, argument, stack, memo)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, MemoryError) as error:
         if isinstance(error, SchemaError):
             raise
@@ -46,7 +89,7 @@ def safe_dumps(value: Any) -> bytes:
 
 
 def _commands(value: Any) -> bytes:
-    """What puts a value on the stack."""
+    """The opcodes that put a value on the stack."""
     if isinstance(value, dict):
         return b"}(" + b"".join(_commands(key) + _commands(item) for key, item in value.items()) + b"u"
     if isinstance(value, (list, tuple)):
@@ -72,6 +115,25 @@ def _step(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> N
         stack.append(memo[argument])
     elif name not in _IGNORED and name != "STOP":
         _collect(name, stack)
+
+
+def _step_of_array(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+    """As `_step`, and the calls of numpy's own functions, as `_Call`."""
+    if name in _BYTES:
+        stack.append(bytes(argument))
+    elif name in ("STACK_GLOBAL", "GLOBAL"):
+        module, function = [stack.pop(-2), stack.pop()] if name == "STACK_GLOBAL" else argument.split(" ")
+        if not _NUMPY.fullmatch(module):
+            raise SchemaError(f"got a pickle that names {module}.{function}, and carried nothing of it out")
+        stack.append(_Call(function))
+    elif name == "REDUCE":
+        arguments = stack.pop()
+        stack.append(_Call(stack.pop().name, arguments))
+    elif name == "BUILD":
+        state = stack.pop()
+        stack[-1].state = state
+    else:
+        _step(name, argument, stack, memo)
 
 
 def _collect(name: str, stack: list[Any]) -> None:

@@ -7,25 +7,23 @@ takes the place of a `RandomMemory`; called again with the same folder, a run go
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import equal_rows
+from memmap_buffer.interop.columns import Array, equal_rows
+from memmap_buffer.interop.episodes import SPARE_SLOTS, sample_newest
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field
 
 with extra("skrl"):
     from skrl.memories.torch import Memory
     from skrl.utils.spaces.torch import compute_space_size
 
-Array = npt.NDArray[Any]
 NEXT, TERMINATED, TRUNCATED = "next_", "terminated", "truncated"
-SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
 class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
@@ -53,7 +51,7 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         memory_size: int,
         num_envs: int = 1,
         device: Any = None,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         max_timesteps: int = 1000,
         **options: Any,
     ) -> None:
@@ -157,6 +155,10 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         self.disk.add(**step)
         self._newest = {}
 
+    def _end_episodes(self) -> None:
+        self._store(None)
+        self.disk.end_episodes()
+
     def save(self, directory: str = "", *, format: str = "pt") -> None:
         """Wait until every step is on the disk; there is nothing else to be saved.
 
@@ -164,8 +166,7 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
             directory: as theirs; not used.
             format: as theirs; not used.
         """
-        self._store(None)
-        self.disk.end_episodes()
+        self._end_episodes()
         self.disk.flush()
 
     def close(self) -> None:
@@ -196,12 +197,7 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         """
         if sequence_length != 1:
             raise ValueError(f"sequence_length: got {sequence_length}, and single steps are drawn; leave it out")
-        try:
-            batch = self.disk.sample(batch_size, device=self.device, **self._draws())
-        except NotEnoughDataError:
-            self._store(None)
-            self.disk.end_episodes()  # what followed the newest steps is known: then they can be drawn
-            batch = self.disk.sample(batch_size, device=self.device, **self._draws())
+        batch = sample_newest(self.disk, self._end_episodes, batch_size, device=self.device, **self._draws())
         self.sampling_indexes = batch["_indices"].cpu()
         return _shared(batch, names, mini_batches)
 

@@ -8,17 +8,17 @@ Called again with the same folder, a run goes on with every transition that was 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import NotEnoughDataError
+from memmap_buffer.environments import image_codec
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import equal_rows
+from memmap_buffer.interop.columns import Array, equal_rows
+from memmap_buffer.interop.episodes import SPARE_SLOTS, sample_newest
 from memmap_buffer.names import Names
+from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Field
 from memmap_buffer.views.hindsight import Hindsight
 
@@ -31,8 +31,6 @@ with extra("stable-baselines3"):
     from stable_baselines3.her import GoalSelectionStrategy, HerReplayBuffer
 
 OBSERVATION = "observation"
-Array = npt.NDArray[Any]
-SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
 class DiskReplayBuffer(MemoryReplayBuffer):
@@ -55,6 +53,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         n_steps: the most steps of a transition.
         gamma: γ of their returns.
         max_timesteps: longer episodes are stored in parts; no transition of one step is lost where they are cut.
+        codec: of observations that are images, as for `Field`: "zstd", say.
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability`.
 
     Attributes:
@@ -77,10 +76,11 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         *,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         n_steps: int = 1,
         gamma: float = 0.99,
         max_timesteps: int = 1000,
+        codec: Any = None,
         **options: Any,
     ) -> None:
         if optimize_memory_usage:
@@ -90,10 +90,12 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         self.optimize_memory_usage, self.handle_timeout_termination = False, handle_timeout_termination
         self.n_steps, self.gamma = n_steps, gamma
         shapes = self.obs_shape if isinstance(self.obs_shape, dict) else {"": self.obs_shape}
-        groups = Names().ours({key or OBSERVATION: key for key in shapes})
-        self._parts = {key: part for part, key in groups.items()}
         of = {key: observation_space[key] if key else observation_space for key in shapes}  # type: ignore[index]
-        fields = {part: Field(of[key].dtype, shapes[key], final=True) for part, key in groups.items()}
+        self._observed = {
+            key: Field(of[key].dtype, shape, final=True, codec=image_codec(of[key].dtype, shape, codec))
+            for key, shape in shapes.items()
+        }
+        self._parts = {key: part for part, key in Names().ours({key or OBSERVATION: key for key in shapes}).items()}
         self._action = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
         self.disk = ReplayBuffer(
             folder,
@@ -102,7 +104,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             spare_slots=max(SPARE_SLOTS, n_envs),
             publish=self.publish,
             fields={
-                OBSERVATION: fields[OBSERVATION] if "" in shapes else fields,
+                **self._nested(OBSERVATION, self._observed),
                 "action": self._action,
                 "reward": "float",
                 "terminated": "bool",
@@ -154,7 +156,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             infos: of each environment.
         """
         now, following = self._arrays(obs), self._arrays(next_obs)
-        if not self._goes_on(now):
+        if not (self._over | equal_rows(self._following, now)).all():  # some environment was reset, and nobody said so
             self.disk.end_episodes()
         done = np.asarray(done, np.bool_).reshape(self.n_envs)
         late = np.zeros_like(done)
@@ -174,19 +176,12 @@ class DiskReplayBuffer(MemoryReplayBuffer):
 
     def _arrays(self, obs: Any) -> dict[str, Array]:
         """Observations by their keys, of the stored shape and dtype."""
-        shapes: Any = self.obs_shape if isinstance(self.obs_shape, dict) else {"": self.obs_shape}
-        given = obs if isinstance(obs, Mapping) else {"": obs}
-        space: Any = self.observation_space if isinstance(self.obs_shape, dict) else {"": self.observation_space}
-        return {
-            key: np.array(given[key], space[key].dtype).reshape(self.n_envs, *shape) for key, shape in shapes.items()
-        }
+        given, fields = obs if isinstance(obs, Mapping) else {"": obs}, self._observed.items()
+        return {key: np.array(given[key], field.dtype).reshape(self.n_envs, *field.shape) for key, field in fields}
 
-    def _goes_on(self, now: dict[str, Array]) -> bool:
-        """Whether these observations are those that followed the last steps, where these did not end an episode."""
-        return bool((self._over | equal_rows(self._following, now)).all())
-
-    def _nested(self, name: str, arrays: dict[str, Array]) -> dict[str, Any]:
-        return {name: arrays[""] if "" in arrays else {self._parts[key]: value for key, value in arrays.items()}}
+    def _nested(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """One value of a single observation; of a dict of them a group by the names of fields."""
+        return {name: values[""] if "" in values else {self._parts[key]: value for key, value in values.items()}}
 
     # Reading
 
@@ -204,11 +199,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             NotEnoughDataError: there is no transition.
         """
         device = None if env is not None or self.device.type == "cpu" else self.device
-        try:
-            batch = self.disk.sample(batch_size, device=device, **self._options)
-        except NotEnoughDataError:
-            self.disk.end_episodes()  # what followed the newest steps is known: then they can be drawn
-            batch = self.disk.sample(batch_size, device=device, **self._options)
+        batch = sample_newest(self.disk, self.disk.end_episodes, batch_size, device=device, **self._options)
         return self._samples(batch, env)
 
     def _samples(self, batch: Mapping[str, Any], env: VecNormalize | None) -> Any:
@@ -301,7 +292,7 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         goal_selection_strategy: GoalSelectionStrategy | str = "future",
         copy_info_dict: bool = False,
         *,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         **options: Any,
     ) -> None:
         if copy_info_dict:

@@ -10,7 +10,6 @@ import operator
 import re
 from collections.abc import Mapping
 from functools import reduce
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import flatten, put, with_final
 from memmap_buffer.interop.episodes import episode_bounds, import_episodes
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field, Schema
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 OF_NEXT = ("reward", "terminated", "truncated", "done")
 REMEDY = "no episode ends there: mark the end by ('next', 'done') or ('collector', 'traj_ids')"
+SIGNS = r'[/<>:"|?*\\ %\x00-\x1f\x7f]'  # that tensordict leaves out of the names of files
 LEFT_OUT = frozenset({"index", "done", "terminated", "truncated"})  # at the root: of the step before
 
 
@@ -84,7 +84,7 @@ def to_tensordict(
     return TensorDict.from_dict(nested, batch_size=[size])
 
 
-def import_torchrl(path: str | PathLike[str], folder: str | PathLike[str], **options: Any) -> ReplayBuffer:
+def import_torchrl(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuffer:
     """Copy the dump of a replay buffer over a LazyMemmapStorage of one dimension into a folder.
 
     An episode ends where ("next", "done") is true, where ("collector", "traj_ids") changes, and at the newest entry.
@@ -182,13 +182,9 @@ def _arrays(folder: Path) -> dict[str, Any]:
 
 def _file_of(folder: Path, key: str, suffix: str = "") -> Path:
     """The file of a key: tensordict writes signs that a path may not have as %XX, older versions as they are."""
-    encoded = "%2E" * len(key) if key in (".", "..") else re.sub(r'[/<>:"|?*\\ %\x00-\x1f\x7f]', _percent, key) or "%"
+    encoded = "%2E" * len(key) if key in (".", "..") else re.sub(SIGNS, lambda sign: f"%{ord(sign[0]):02X}", key) or "%"
     before = folder / f"{key}{suffix}"
     return before if re.fullmatch(r"[\w -]+", key) and before.exists() else folder / f"{encoded}{suffix}"
-
-
-def _percent(found: re.Match[str]) -> str:
-    return f"%{ord(found[0]):02X}"
 
 
 def _map(path: Path, about: Mapping[str, Any]) -> Any:

@@ -11,21 +11,19 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import equal_rows, flatten
-from memmap_buffer.interop.episodes import read_names, write_names
+from memmap_buffer.interop.columns import Array, BoolArray, equal_rows, flatten
+from memmap_buffer.interop.episodes import episode_bounds, read_names, sample_newest, write_names
 from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
 from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.windows import Offsets
@@ -41,7 +39,6 @@ with extra("torchrl"):
     from torchrl.data import TensorDictReplayBuffer
     from torchrl.data.replay_buffers import Storage
 
-Array = npt.NDArray[Any]
 TRAJECTORY = "collector.traj_ids"
 SPARE_SLOTS = 128  # cost nothing, see `ReplayBuffer`; half of them for trajectories that go on side by side
 IS_INIT = "is_init"
@@ -85,7 +82,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: AnyPath,
         capacity: int,
         *,
         batch_size: int | None = None,
@@ -182,7 +179,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
                 self._storage.update(np.asarray(index).reshape(-1, 2), np.asarray(priority).reshape(-1))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """The same from a batch with "index" and the TD errors below `priority_key`."""
+        """`update_priority` from a batch with "index" and the TD errors below `priority_key`."""
         if self._priorities is not None:
             self.update_priority(data.get("index").cpu(), data.get(self.priority_key).detach().cpu())
 
@@ -203,7 +200,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
 
 @dataclass(frozen=True)
 class _Draws:
-    """How batches are drawn, as options of `ReplayBuffer.sample`."""
+    """The options of `ReplayBuffer.sample` by which batches are drawn."""
 
     prioritized: Prioritized | None
     slice_len: int | None
@@ -279,13 +276,11 @@ class _Folder(Storage):  # type: ignore[misc]
         if ids is not None:
             cuts[:-1] |= _any(ids[1:] != ids[:-1])
         index = np.empty((count, 2), np.int64)
-        start = 0
-        for stop in [*(np.flatnonzero(cuts[:-1]) + 1).tolist(), count]:
+        for start, stop in episode_bounds(cuts):
             key = row if ids is None else int(ids[start].reshape(-1)[0])
             part = slice(start, stop)
             run = ({name: a[part] for name, a in fields.items()}, {name: a[part] for name, a in after.items()})
             index[part] = self._write_run(key, *run, ended=bool(ends[stop - 1]))
-            start = stop
         return index
 
     def _write_run(self, key: Any, fields: dict[str, Array], after: dict[str, Array], *, ended: bool) -> Array:
@@ -366,12 +361,7 @@ class _Folder(Storage):  # type: ignore[misc]
                 self.disk.sample(size // length, **self.draws.of_slices(self.disk.schema, length), **options), length
             )
         options |= how.of_transitions(self.disk.schema)
-        try:
-            batch = self.disk.sample(size, **options)
-        except NotEnoughDataError:
-            self.end_episodes()  # what followed the newest steps is known: then they can be drawn
-            batch = self.disk.sample(size, **options)
-        return self._transitions(dict(batch))
+        return self._transitions(dict(sample_newest(self.disk, self.end_episodes, size, **options)))
 
     def get(self, index: Any) -> TensorDict:
         """Transitions by position, or by "index" of a batch."""
@@ -462,7 +452,7 @@ def _collated(batch: TensorDict) -> TensorDict:
 
 
 def _info(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What torchrl tells beside a batch."""
+    """The index and the weights that torchrl returns beside a batch."""
     told = {"index": batch["_indices"]}
     return {**told, "priority_weight": batch["_weights"]} if "_weights" in batch else told
 
@@ -476,7 +466,7 @@ def _as_dict(data: TensorDictBase) -> dict[str, Any]:
     return out
 
 
-def _any(flags: Array) -> npt.NDArray[np.bool_]:
+def _any(flags: Array) -> BoolArray:
     """(N,) of (N, ...)"""
     return np.asarray(flags.any(axis=tuple(range(1, flags.ndim))))
 

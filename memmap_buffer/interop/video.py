@@ -1,25 +1,28 @@
-"""Episodes as films: images as frames, .mp4 by PyAV, .gif and contact sheets by Pillow (the extra `video`)."""
+"""Films: images written as .mp4 by PyAV, as .gif and contact sheets by Pillow; frames read by their times by PyAV.
+
+All of it needs the extra `video`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from os import PathLike
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.paths import path_of
+from memmap_buffer.interop.columns import Array
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.pictures import frames_of
 from memmap_buffer.progress import progress
 
-Array: TypeAlias = npt.NDArray[Any]
+FAR = 2.0  # seconds, from which on a jump is cheaper than to decode all frames before
 
 
-def write_video(path: str | PathLike[str], frames: Array, fps: int = 30) -> Path:
+def write_video(path: AnyPath, frames: Array, fps: int = 30) -> Path:
     """Write images as a film.
 
     Args:
@@ -57,23 +60,204 @@ def sheet_of(frames: Array, rows: int, columns: int) -> Array:
     """
     images = frames_of(frames, "frames")
     chosen: Array = images[np.linspace(0, len(images) - 1, rows * columns).astype(int)]
-    height, width = chosen.shape[1:3]
-    grid = chosen.reshape(rows, columns, height, width, 3).swapaxes(1, 2)
-    return grid.reshape(rows * height, columns * width, 3)
+    return grid_of(chosen, columns)
+
+
+def grid_of(images: Array, columns: int) -> Array:
+    """(N, H, W, 3) uint8 as one image, in rows from left to right; the last row is filled up with black."""
+    count, height, width = images.shape[:3]
+    rows = -(-count // columns)
+    grid = np.zeros((rows * columns, height, width, 3), np.uint8)
+    grid[:count] = images
+    return grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
 
 
 def write_mp4(place: Path, frames: Array, fps: int) -> None:
     """Write (T, H, W, 3) uint8 as H.264."""
-    with extra("video"):
-        import av
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # H.264 halves the colours
-    with av.open(str(place), "w") as film:
-        stream = film.add_stream("libx264", rate=fps)
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
-        for frame in progress(frames, "frames"):
-            film.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
-        film.mux(stream.encode())
+    film = FilmWriter(place, frames.shape[1:3], fps)
+    try:
+        film.write(progress(frames, "frames"))
+    finally:
+        film.close()
+
+
+class FilmWriter:
+    """A film that frames are added to.
+
+    Attributes:
+        size: bytes that the encoder gave so far.
+
+    Args:
+        place: of the file.
+        shape: height and width of the frames.
+        fps: frames a second.
+        codec: of PyAV.
+        options: of the codec.
+
+    Raises:
+        SchemaError: the codec takes no frames of that size.
+        ImportError: the extra `video` is not installed.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        shape: tuple[int, ...],
+        fps: float,
+        codec: str = "libx264",
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        with extra("video"):
+            import av
+        self._av = av
+        self._film: Any = av.open(str(place), "w")
+        stream: Any = self._film.add_stream(
+            codec, rate=Fraction(fps).limit_denominator(1001), options=dict(options or {})
+        )
+        stream.height, stream.width, stream.pix_fmt = *shape, "yuv420p"
+        self._stream: Any = stream
+        self.size = 0
+        try:
+            self._stream.codec_context.open()
+        except av.error.FFmpegError as error:
+            self._film.close()
+            raise SchemaError(
+                f"{place}: {codec} takes no frames of {shape[0]} x {shape[1]} ({error}); crop them to even sizes, or "
+                "use another codec"
+            ) from error
+
+    def write(self, frames: Any) -> None:
+        """Add frames, each (H, W, 3) uint8."""
+        for frame in frames:
+            picture = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            packets = self._stream.encode(picture)
+            self.size += sum(packet.size for packet in packets)
+            self._film.mux(packets)
+
+    def close(self) -> None:
+        """Write what the encoder still holds, and the end of the file."""
+        try:
+            self._film.mux(self._stream.encode())
+        finally:
+            self._film.close()
+
+
+def film_info(place: Path) -> dict[str, Any]:
+    """Height, width, codec, pix_fmt, is_depth_map, fps and channels of a film, as LeRobot names them."""
+    with extra("video"):
+        import av
+    with av.open(str(place)) as film:
+        stream: Any = film.streams.video[0]
+        return {
+            "height": stream.height,
+            "width": stream.width,
+            "codec": stream.codec.canonical_name,
+            "pix_fmt": stream.pix_fmt,
+            "is_depth_map": False,
+            "fps": int(stream.base_rate),
+            "channels": 3,
+        }
+
+
+class FilmReader:
+    """A film whose frames are read by their times: forwards without a jump, backwards from the key frame before.
+
+    Args:
+        place: of the file.
+        size: the height and width that its frames must have.
+
+    Raises:
+        CorruptBufferError: it is no film of that size.
+        ImportError: the extra `video` is not installed.
+    """
+
+    def __init__(self, place: Path, size: tuple[int, int]) -> None:
+        with extra("video"):
+            import av
+        self._place, self._size, self._error = place, size, av.error.FFmpegError
+        try:
+            self._film = av.open(str(place))
+        except self._error as error:
+            raise CorruptBufferError(f"{place}: {error}; fetch the file again", path=place) from error
+        try:
+            if not self._film.streams.video:
+                raise CorruptBufferError(f"{place}: it has no video; fetch the file again", path=place)
+            self._stream: Any = self._film.streams.video[0]
+            self._stream.thread_type = "AUTO"
+            self._require_size(self._stream)
+        except BaseException:
+            self._film.close()
+            raise
+        self._frames = self._decoded()
+        self._before: Any = None
+        self._here: Any = next(self._frames, None)
+
+    def read(self, times: Array, tolerance: float) -> Array:
+        """The frames nearest to some times.
+
+        Args:
+            times: (T,) in seconds.
+            tolerance: how far a frame may be from its time.
+
+        Returns:
+            (T, H, W, 3) uint8, RGB.
+
+        Raises:
+            CorruptBufferError: there is no frame at one of the times, or it cannot be decoded.
+        """
+        out = np.empty((len(times), *self._size, 3), np.uint8)
+        for place in np.argsort(times, kind="stable").tolist():
+            out[place] = self._nearest(float(times[place]), tolerance).to_ndarray(format="rgb24")
+        return out
+
+    def close(self) -> None:
+        """Close the file."""
+        self._film.close()
+
+    def _nearest(self, time: float, tolerance: float) -> Any:
+        first = self._before or self._here
+        if first is None or time < first.time - tolerance or time > first.time + FAR:
+            self._jump(time)
+        while self._here is not None and self._here.time < time:
+            self._before, self._here = self._here, next(self._frames, None)
+        around = [frame for frame in (self._before, self._here) if frame is not None]
+        found = min(around, key=lambda frame: abs(frame.time - time), default=None)
+        if found is None or abs(found.time - time) > tolerance:
+            there = "none" if found is None else f"one at {found.time:.6f} s"
+            raise CorruptBufferError(
+                f"{self._place}: expected a frame at {time:.6f} s ± {tolerance:g} s, got {there}; pass a larger "
+                "tolerance_s, or fetch the file again",
+                path=self._place,
+            )
+        return found
+
+    def _jump(self, time: float) -> None:
+        """Go to the key frame at a time or before it."""
+        try:
+            self._film.seek(max(0, int(time / self._stream.time_base)), stream=self._stream)
+        except self._error as error:
+            raise CorruptBufferError(f"{self._place}: {error}; fetch the file again", path=self._place) from error
+        self._frames, self._before = self._decoded(), None
+        self._here = next(self._frames, None)
+
+    def _decoded(self) -> Iterator[Any]:
+        try:
+            for frame in self._film.decode(self._stream):
+                if frame.time is not None:
+                    self._require_size(frame)
+                    yield frame
+        except self._error as error:
+            raise CorruptBufferError(f"{self._place}: {error}; fetch the file again", path=self._place) from error
+
+    def _require_size(self, found: Any) -> None:
+        if (found.height, found.width) != self._size:
+            raise CorruptBufferError(
+                f"{self._place}: got frames of {found.height} x {found.width}, expected {self._size[0]} x "
+                f"{self._size[1]}; fetch the data set again",
+                path=self._place,
+            )
 
 
 def write_gif(place: Path, frames: Array, fps: int) -> None:
@@ -89,9 +273,4 @@ def pillow_images(frames: Array) -> list[Any]:
     return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
 
 
-FORMATS: dict[str, Callable[[Path, Array, int], None]] = {
-    ".mp4": write_mp4,
-    ".mkv": write_mp4,
-    ".mov": write_mp4,
-    ".gif": write_gif,
-}
+FORMATS = dict.fromkeys((".mp4", ".mkv", ".mov"), write_mp4) | {".gif": write_gif}

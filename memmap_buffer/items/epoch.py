@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -123,6 +123,10 @@ class FolderSnapshot:
         columns = [column[slots].tolist() for column in (table.serial, table.start, table.length, table.flags)]
         return cls(number, id, tuple(ranges), tuple(zip(*columns, strict=True)), items)
 
+    def state(self) -> dict[str, Any]:
+        """The snapshot as lists and whole numbers."""
+        return {**vars(self), "episodes": [*map(list, self.episodes)], "partial": [*map(list, self.partial)]}
+
     def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
         """A later table of the folder with these episodes alone, and the steps that they had.
 
@@ -169,17 +173,7 @@ class EpochSnapshot:
 
     def state(self) -> dict[str, Any]:
         """The snapshot as lists and whole numbers, as JSON and a checkpoint of torch hold them."""
-        folders = [
-            {
-                "number": s.number,
-                "id": s.id,
-                "episodes": [list(pair) for pair in s.episodes],
-                "partial": [list(one) for one in s.partial],
-                "items": s.items,
-            }
-            for s in self.folders
-        ]
-        return {"folders": folders, "digest": self.digest}
+        return {"folders": [folder.state() for folder in self.folders], "digest": self.digest}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> EpochSnapshot:
@@ -244,40 +238,58 @@ def _with_gone(index: Index, folders: Folders, snapshot: FolderSnapshot, serials
     return index.with_run(int(at), serial=int(serials[0]), count=missing, folder=snapshot.number)
 
 
-Standing: TypeAlias = dict[int, tuple[str, str, int, int, int]]
+class FolderState(NamedTuple):
+    """One folder as a rank reads it.
 
-
-def standing(folders: Folders) -> Standing:
-    """Of each folder as it is now, by its number: (path, id, epoch, nonce, changes).
-
-    The same writer only ever raises the last; whoever takes the lock raises `epoch`, and draws another nonce.
+    Args:
+        path: where it is.
+        id: of its buffer.
+        term: raised by whoever takes the lock, who draws another nonce, too.
+        nonce: of its writer.
+        changes: the change counter, which the same writer only raises.
     """
+
+    path: str
+    id: str
+    term: int
+    nonce: int
+    changes: int
+
+    def follows(self, other: FolderState) -> bool:
+        """Whether this is the other state of the same folder, or a later one."""
+        same_writer = self.term == other.term and self.nonce == other.nonce
+        return self.changes >= other.changes and (same_writer or self.term > other.term)
+
+
+def folder_states(folders: Folders) -> dict[int, FolderState]:
+    """Each folder as it is now, by its number."""
     folders.refresh()
-    present = [(n, s) for n, s, _ in folders.by_number(folders.tables) if not s.withdrawn]
-    return {n: (str(s.path), s.layout.id, s.state("term"), s.state("nonce"), s.state("changes")) for n, s in present}
+    present = [(number, s) for number, s, _ in folders.by_number(folders.tables) if not s.withdrawn]
+    words = ("term", "nonce", "changes")
+    return {number: FolderState(str(s.path), s.layout.id, *map(s.state, words)) for number, s in present}
 
 
-def require_same(told: Sequence[tuple[str, Standing]], folders: Folders) -> None:
+def require_same(told: Sequence[tuple[str, dict[int, FolderState]]], folders: Folders) -> None:
     """Raise SchemaError where a rank reads other data: its folders were not, before, what they are here now, or less.
 
     Args:
-        told: of each rank, its host and how its folders stood.
+        told: of each rank, its host and the state of its folders.
     """
-    now = standing(folders)
-    for rank, (host, theirs) in enumerate(told):
-        for number, (path, id, epoch, nonce, changes) in theirs.items():
+    now = folder_states(folders)
+    for rank, (host, states) in enumerate(told):
+        for number, theirs in states.items():
             mine = now.get(number)
             if mine is None:
                 why = f"of which nothing stands in {folders.storages[0].path.parent}"
-            elif mine[1] != id:
-                why = f"and {mine[0]} is another buffer: their ids are {id} and {mine[1]}"
-            elif mine[2] < epoch or mine[4] < changes or (mine[2] == epoch and mine[3] != nonce):
-                why = f"and {mine[0]} is an older copy of that, or each was written to since it was copied"
+            elif mine.id != theirs.id:
+                why = f"and {mine.path} is another buffer: their ids are {theirs.id} and {mine.id}"
+            elif not mine.follows(theirs):
+                why = f"and {mine.path} is an older copy of that, or each was written to since it was copied"
             else:
                 continue
             raise SchemaError(
-                f"rank {rank} reads {path} on {host}, {why}; let all ranks read one folder, or equal copies; a rank "
-                "with data of its own gives rank=0, world_size=1"
+                f"rank {rank} reads {theirs.path} on {host}, {why}; let all ranks read one folder, or equal copies; a "
+                "rank with data of its own gives rank=0, world_size=1"
             )
 
 

@@ -124,7 +124,7 @@ def _between(runs: Runs, low: int | None, high: int | None, stride: int) -> Runs
 
 
 def _split(runs: Runs, stride: int) -> Runs:
-    """The same anchors in runs of at most `CHUNK_STEPS`, as an episode may say that it has billions."""
+    """The anchors in runs of at most `CHUNK_STEPS`, as the record of an episode may claim billions of timesteps."""
     parts = -(-runs.count // CHUNK_STEPS)
     run = np.repeat(np.arange(len(parts)), parts)
     before = (np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)) * CHUNK_STEPS
@@ -149,7 +149,7 @@ def _scan(
         t = np.minimum(t, part.last[run])
     keep = np.ones(len(t), np.bool_)
     for name, condition in filters.items():
-        keep &= matches(_column(storage, name, part.slot[run], t), condition, name)
+        keep &= matches(_column(storage, name, part.slot[run], part.serial[run], t), condition, name)
         if name not in (START, VALID):
             keep &= t >= 0  # there is no step
     joined = keep[1:] & keep[:-1] & (run[1:] == run[:-1])
@@ -158,10 +158,10 @@ def _scan(
     return chunk[run[begins]], t[begins], ends - begins + 1
 
 
-def _column(storage: Storage, name: str, slot: IntArray, t: IntArray) -> Array:
+def _column(storage: Storage, name: str, slot: IntArray, serial: IntArray, t: IntArray) -> Array:
     """A field, or the timesteps themselves as "_start", at (slot, t); before an episode its first step stands."""
     if name == START:
         return t
     field = storage.layout.schema.fields[name]
     rows = storage.first_row(slot, field.final) + np.maximum(t, 0)
-    return decode(storage.read_rows(name, rows), field.dtype)
+    return decode(storage.read_rows(name, rows, slot, serial), field.dtype)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.items.streams import Streams
 from memmap_buffer.views.anchors import Anchors, BoolArray, Runs
 from memmap_buffer.views.folders import Folders
 
-FloatArray = npt.NDArray[np.float64]
 MANY = 2048  # 16,384 anchors among 2000 runs: 0.14 ms by buckets, 1.0 by binary search; but 256 take 13 µs and 7
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import INNER_END
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
+from memmap_buffer.format.visible_episodes import VisibleEpisodes
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Folders
@@ -98,22 +98,23 @@ class LiveIndex:
         moved = self._episodes.moved
         if not self._by_steps or moved is None:
             return False
-        first, count, starts, between = self._first, self._count, self._starts, list[int]()
-        if len(moved) > FEW:
-            slots, left_of, added_of = np.array(moved).T
-            runs = self._run_of.take(slots)
-            count[runs] += added_of - left_of
-            first[runs] += left_of
+        first, count, starts = self._first, self._count, self._starts
+        if isinstance(moved[0], np.ndarray):
+            runs = self._run_of.take(moved[0])
+            count[runs] += np.subtract(moved[2], moved[1])
+            first[runs] += moved[1]
             self._count_again(runs)
             return True
-        for slot, left, added in moved:
+        between = []
+        for slot, fewer, more in zip(*moved, strict=True):
             run = self._run_of.item(slot)
-            count[run] += added - left
-            first[run] += left
+            count[run] = counted = count.item(run) + more - fewer
+            if fewer:
+                first[run] = first.item(run) + fewer
             if run == self._high - 1:
-                starts[run + 1] = starts.item(run) + count.item(run)
+                starts[run + 1] = starts.item(run) + counted
             elif run == self._low:
-                starts[run] = starts.item(run + 1) - count.item(run)
+                starts[run] = starts.item(run + 1) - counted
             else:
                 between.append(run)
         if between:
@@ -144,12 +145,11 @@ class LiveIndex:
     def _count_again(self, runs: IntArray) -> None:
         """Count the anchors again around runs that changed: towards the nearer end of the list."""
         low, high, starts = self._low, self._high, self._starts
-        middle = (low + high) // 2
-        old, new = runs[runs < middle], runs[runs >= middle]
-        if len(new):
-            at = int(new.min())
-            starts[at + 1 : high + 1] = starts[at] + np.cumsum(self._count[at:high])
-        if len(old):
-            at = int(old.max())
-            starts[low : at + 1] = starts[at + 1] - np.cumsum(self._count[low : at + 1][::-1])[::-1]
+        middle, changed = (low + high) // 2, runs.tolist()
+        new = min([run for run in changed if run >= middle], default=high)
+        old = max([run for run in changed if run < middle], default=-1)
+        if new < high:
+            starts[new + 1 : high + 1] = starts[new] + self._count[new:high].cumsum()
+        if old >= low:
+            starts[low : old + 1] = starts[old + 1] - self._count[low : old + 1][::-1].cumsum()[::-1]
         self._low = max(low, self._episodes.head)  # what has left before it counts nothing

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from memmap_buffer.choices import Tail
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
-
-TAILS = get_args(Tail)
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Ranks:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank; every rank must call it."""
+        """The values that the ranks gave, by rank; every rank must call it."""
         return [value]
 
     def require_equal(self, batches: int, error: Exception | None = None) -> None:
@@ -132,9 +129,3 @@ class RankPartition:
 
     def _first(self, turns: IntArray, size: int) -> IntArray:
         return self.begin + turns * self._turn + self.ranks.rank * size
-
-
-def check_tail(tail: object) -> None:
-    """Raise SchemaError unless `tail` is one of `TAILS`."""
-    if tail not in TAILS:
-        raise SchemaError(f"tail: got {tail!r}, expected one of {', '.join(map(repr, TAILS))}")

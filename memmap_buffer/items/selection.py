@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import Array, check_count, decode
+from memmap_buffer.dtypes import Array, FloatArray, check_count, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED, TIME
@@ -24,8 +24,8 @@ from memmap_buffer.views.batch_builder import Ends
 from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.view import View, described
 
-FloatArray = npt.NDArray[np.float64]
 Weigh: TypeAlias = Callable[[Any], Any]
+NumberedFolder: TypeAlias = tuple[int, Storage, EpisodeTable]  # as `Folders.by_number` gives it
 EPISODE_COLUMNS = ("episode_lens", "episode_time")  # timesteps; when it was published, in seconds since 1970
 MAX_BLOCK = 1000  # episodes among which a split deals out exactly
 
@@ -92,7 +92,7 @@ class Selection:
             raise SchemaError(f"part: got {self.part!r} without split; give split={{{self.part!r}: 0.9, …}} too")
 
     def excluding(self, schema: Schema) -> Selection:
-        """The same without the anchors that the field `valid` excludes, where the schema has one.
+        """The selection without the anchors that the field `valid` excludes, where the schema has one.
 
         The anchor must be valid: the timestep, the first step of a transition or a window (the episode's, where the
         window begins before it), offset 0. Other steps of an item, such as the later ones of a window or the rewards of
@@ -105,7 +105,7 @@ class Selection:
         return replace(self, filter_fields={VALID: True, **self.filter_fields})
 
     def without_callables(self) -> Selection:
-        """The same without callables among the filters, so that it can be pickled."""
+        """The selection without callables among its filters, so that it can be pickled."""
         meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
         fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
         return replace(self, filter_meta=meta, filter_fields=fields, weight_by=_weighing(self.weight_by)[0])
@@ -167,7 +167,7 @@ class Selection:
             streams=streams,
         )
 
-    def _streams(self, each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray]) -> Streams:
+    def _streams(self, each: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> Streams:
         """Which episode follows which, of those that pass."""
         name = self.view.stream
         names = [
@@ -237,11 +237,11 @@ class Selection:
         schema, flags, length = storage.layout.schema, table.of(table.flags, slots), table.of(table.length, slots)
         episodes = Runs(slots, table.of(table.serial, slots), np.zeros(len(slots), np.int64), length)
         ends, has_final = self.view.ends(schema), flags & FINAL != 0
-        ended = _ended(storage, slots, length, flags, ends)
+        ended = _ended(storage, episodes, flags, ends)
         inner = np.flatnonzero(flags & INNER_END) if ends.names else slots[:0]
         start = table.of(table.start, slots)
         if (len(inner) or start.any()) and not self.view.per_episode:
-            parts = _parts(storage, slots, start, length, inner, ends)
+            parts = _parts(storage, episodes, start, inner, ends)
             runs = parts.anchors(self.view, schema, episodes, has_final, ended)
         else:
             runs = self.view.anchors(schema, episodes, has_final, ended)
@@ -268,7 +268,7 @@ class Selection:
         u = (rank[place, serial % block] + 0.5) / block
         return np.asarray((u >= edges[start]) & (u < edges[start + 1]))
 
-    def _members(self, each: Sequence[tuple[int, Storage, EpisodeTable]]) -> dict[int, IntArray]:
+    def _members(self, each: Sequence[NumberedFolder]) -> dict[int, IntArray]:
         """The serials of the part, folder by folder, where the split counts episodes."""
         edges, start = self._edges()
         serials = [table.serial[table.visible] for *_, table in each]
@@ -292,10 +292,8 @@ class Selection:
         return splitmix(serial.astype(np.uint64) + key)
 
 
-def _highest(
-    each: Sequence[tuple[int, Storage, EpisodeTable]], slots: Sequence[IntArray], name: str, k: int
-) -> list[IntArray]:
-    """Of the slots of all folders those of the k episodes where a meta field is highest; the newer ones where equal."""
+def _highest(each: Sequence[NumberedFolder], slots: Sequence[IntArray], name: str, k: int) -> list[IntArray]:
+    """The slots of the k episodes, of all folders, whose meta field is highest; newer episodes where it is equal."""
     columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
     values = np.concatenate([column.reshape(-1) for column in columns])
     best = np.zeros(len(values), np.bool_)
@@ -378,7 +376,7 @@ def _weighing(weight_by: object) -> tuple[str | None, Weigh | None]:
 
 
 def _weights(
-    each: Sequence[tuple[int, Storage, EpisodeTable]], parts: Sequence[Runs], name: str | None, weigh: Weigh | None
+    each: Sequence[NumberedFolder], parts: Sequence[Runs], name: str | None, weigh: Weigh | None
 ) -> list[FloatArray]:
     """(R,) the weight of each run's episode, folder by folder: a meta field, or what a function makes of all of it."""
     columns = [_episode_column(*one[1:], str(name), p.slot).reshape(-1) for one, p in zip(each, parts, strict=True)]
@@ -424,14 +422,15 @@ class _Parts(NamedTuple):
         return Runs(runs.slot, runs.serial, first, runs.count - skipped, last)
 
 
-def _parts(storage: Storage, slots: IntArray, start: IntArray, length: IntArray, inner: IntArray, ends: Ends) -> _Parts:
+def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, ends: Ends) -> _Parts:
     """The parts of episodes (E,) from `start` on, those at positions `inner` cut: their columns of `ends` are read."""
+    slots, serials, length = episodes.slot, episodes.serial, episodes.count
     numbers, stops, ended = [np.arange(len(slots))], [length], [np.zeros(len(slots), np.bool_)]
     for i in inner.tolist():
         found, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)
         for name in ends.names:
             first = int(storage.first_row(slots[i : i + 1], storage.layout.schema.fields[name].final)[0])
-            column = storage.read_rows(name, slice(first, first + len(found)))
+            column = storage.read_rows(name, slice(first, first + len(found)), slots[i], serials[i])
             here = column.any(axis=tuple(range(1, column.ndim)))
             found |= here
             terminated |= here & (name == ends.terminated)
@@ -448,8 +447,9 @@ def _parts(storage: Storage, slots: IntArray, start: IntArray, length: IntArray,
     return _Parts(number, begin, stop, np.append(is_first[1:], True), np.concatenate(ended)[order])
 
 
-def _ended(storage: Storage, slots: IntArray, length: IntArray, flags: npt.NDArray[np.uint32], ends: Ends) -> BoolArray:
+def _ended(storage: Storage, episodes: Runs, flags: npt.NDArray[np.uint32], ends: Ends) -> BoolArray:
     """Which episodes terminated: the record tells, or the last step is read."""
+    slots, serials, length = episodes.slot, episodes.serial, episodes.count
     name = ends.terminated
     if ends.recorded:
         return np.asarray(flags & TERMINATED != 0)
@@ -457,5 +457,5 @@ def _ended(storage: Storage, slots: IntArray, length: IntArray, flags: npt.NDArr
         return np.zeros(len(slots), np.bool_)
     final = storage.layout.schema.fields[name].final
     rows = storage.first_row(slots, final) + np.maximum(length - 1, 0)
-    values = storage.read_rows(name, rows)
+    values = storage.read_rows(name, rows, slots, serials)
     return np.asarray(values.any(axis=tuple(range(1, values.ndim))))

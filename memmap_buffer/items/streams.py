@@ -34,12 +34,10 @@ class Stream(NamedTuple):
     @classmethod
     def of(cls, table: EpisodeTable, slots: IntArray, names: Array | None) -> Stream:
         """The streams of some slots, oldest first; `names` (E, …) tells their environments apart."""
-        if names is None:
-            number = np.zeros(len(slots), np.int64)
-        else:
-            number = np.unique(names.reshape(len(slots), math.prod(names.shape[1:])), axis=0, return_inverse=True)[
-                1
-            ].reshape(-1)
+        number = np.zeros(len(slots), np.int64)
+        if names is not None:
+            rows = names.reshape(len(slots), math.prod(names.shape[1:]))
+            number = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
         order = np.argsort(number, kind="stable")
         slots, number = slots[order], number[order]
         place = np.zeros(len(table.serial), np.int64)

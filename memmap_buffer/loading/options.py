@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from memmap_buffer.choices import Format, OnStale, Padding
+from memmap_buffer.choices import Format, OnStale, Padding, check_choice
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.priority.options import Prioritized
@@ -207,48 +207,32 @@ def _check(options: Parsed) -> None:
         value = options.get(name)
         if value is not None and not isinstance(value, kind):
             raise SchemaError(f"{name}: got {value!r}, expected {expected}")
+    check_choice("on_stale", options["on_stale"], OnStale)
+    check_choice("format", options["format"], Format)
+    for objection in _objections(options):
+        raise SchemaError(f"options: {objection}")
+
+
+def _objections(options: Parsed) -> Iterator[str]:
+    """The reasons why options cannot be given together, or with these values."""
     levels = [name for name in ("view", "n_steps", "window_length", "timestep_level") if options.get(name)]
     transform, by_n_steps = options.get("transform", ()), "n_steps" in options
-    transforms = transform if isinstance(transform, (list, tuple)) else [transform]
-    rules = (
-        (f"{' and '.join(levels)} exclude each other; give one", len(levels) > 1),
-        (
-            "fields and to_named_tuple exclude each other; to_named_tuple picks the fields",
-            "fields" in options and "to_named_tuple" in options,
-        ),
-        (
-            "fields says nothing to n_steps; use current_fields, next_fields and sequence_fields",
-            "fields" in options and by_n_steps,
-        ),
-        ("fields says nothing to a view object; give them to the view", "fields" in options and "view" in options),
-        (
-            "return_mask is for whole episodes; windows and offsets have masks of their own",
-            options["return_mask"] and bool(levels),
-        ),
-        (
-            "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told",
-            not options["slice_by_episode_len"] and not options["return_episode_lens"],
-        ),
-        (
-            f"transform: got {transform!r}, expected a function from batch to batch, or several",
-            not all(map(callable, transforms)),
-        ),
-        (
-            f"on_stale: got {options['on_stale']!r}, expected 'redraw' or 'raise'",
-            options["on_stale"] not in get_args(OnStale),
-        ),
-        (
-            f"format: got {options['format']!r}, expected 'torch' or 'numpy'",
-            options["format"] not in get_args(Format),
-        ),
-        (
-            f"{', '.join(_OF_N_STEPS)} go with n_steps",
-            not by_n_steps and any(options.get(name) != DEFAULTS.get(name) for name in _OF_N_STEPS),
-        ),
-    )
-    for text, broken in rules:
-        if broken:
-            raise SchemaError(f"options: {text}")
+    if len(levels) > 1:
+        yield f"{' and '.join(levels)} exclude each other; give one"
+    if "fields" in options and "to_named_tuple" in options:
+        yield "fields and to_named_tuple exclude each other; to_named_tuple picks the fields"
+    if "fields" in options and by_n_steps:
+        yield "fields says nothing to n_steps; use current_fields, next_fields and sequence_fields"
+    if "fields" in options and "view" in options:
+        yield "fields says nothing to a view object; give them to the view"
+    if options["return_mask"] and levels:
+        yield "return_mask is for whole episodes; windows and offsets have masks of their own"
+    if not options["slice_by_episode_len"] and not options["return_episode_lens"]:
+        yield "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told"
+    if not all(map(callable, transform if isinstance(transform, (list, tuple)) else [transform])):
+        yield f"transform: got {transform!r}, expected a function from batch to batch, or several"
+    if not by_n_steps and any(options.get(name) != DEFAULTS.get(name) for name in _OF_N_STEPS):
+        yield f"{', '.join(_OF_N_STEPS)} go with n_steps"
 
 
 def transforms_of(options: Parsed) -> tuple[Transform, ...]:
@@ -263,18 +247,8 @@ def view_of(options: Parsed, max_timesteps: int) -> View:
         view: View = options["view"]
         return view
     if "n_steps" in options:
-        return NStep(
-            options["n_steps"],
-            current_fields=options.get("current_fields"),
-            next_fields=options.get("next_fields"),
-            sequence_fields=options.get("sequence_fields", ()),
-            gamma=options.get("gamma"),
-            reward=options["reward"],
-            terminated=options["terminated"],
-            stack=options.get("stack", {}),
-            padding=options["padding"],
-            timeline=options["timeline"],
-        )
+        names = {"reward", "terminated", *_OF_N_STEPS} & options.keys()
+        return NStep(options["n_steps"], **{name: options[name] for name in names})
     if "window_length" in options:
         return RandomCrop(options["window_length"], options.get("fields"))
     if options["timestep_level"]:
@@ -336,16 +310,16 @@ class Output:
 
     meta: tuple[str, ...]
     indices: str
-    weights: bool = False
-    rename: Mapping[str, str] = field(default_factory=dict)
-    tuple_names: tuple[str, ...] = ()
-    transforms: tuple[tuple[Transform, bool], ...] = ()
-    widened: frozenset[str] = frozenset()
-    ragged: Mapping[str, str] = field(default_factory=dict)
-    lists: tuple[str, ...] = ()
-    jagged: bool = False
-    nested: bool = False
-    format: str = "torch"
+    weights: bool
+    rename: Mapping[str, str]
+    tuple_names: tuple[str, ...]
+    transforms: tuple[tuple[Transform, bool], ...]
+    widened: frozenset[str]
+    ragged: Mapping[str, str]
+    lists: tuple[str, ...]
+    jagged: bool
+    nested: bool
+    format: str
 
     @classmethod
     def of(cls, options: Parsed, view: View, schema: Schema) -> Output:
@@ -358,22 +332,8 @@ class Output:
         keys += ["_weights"] * (by_priority or options["return_weights"])
         keys += ["_goal"] * ("hindsight" in options)
         rename = dict(options.get("fieldname_map", {}))
-        for name, new in rename.items():
-            if name not in keys:
-                raise schema.unknown(name, "fieldname_map", keys)
-            if not isinstance(new, str):
-                raise SchemaError(f"fieldname_map: {name!r} is to be {new!r}, expected a name")
-        wanted = [rename.get(key, key) for key in keys]
+        wanted = _renamed(keys, rename, schema)
         lists = tuple(rename.get(key, key) for key in keys if _is_list(key, schema))
-        wanted += [LENGTHS + key for key in lists]
-        twice = sorted({key for key in wanted if wanted.count(key) > 1})
-        if twice:
-            raise SchemaError(
-                f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map"
-            )
-        widened = frozenset(
-            rename.get(key, key) for key in keys if options["expand_scalars"] and _is_number(key, view, schema)
-        )
         transforms = tuple((transform, takes_rng(transform)) for transform in transforms_of(options))
         ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options["ragged"]}
         if options["ragged"] and not (ragged or lists):
@@ -381,28 +341,23 @@ class Output:
                 f"ragged: {type(view).__name__} gives no sequences that differ in length, or not how long they are; "
                 "leave it out, or ask for whole episodes, windows, sequence_fields or timeline=True"
             )
-        named = names_of("to_named_tuple", options.get("to_named_tuple")) or ()
-        _check_tuple_names(named)
-        nested = any("." in key for key in wanted)
-        output = cls(
-            meta,
-            indices,
-            options["return_weights"],
-            rename,
-            tuple_names=named,
-            transforms=transforms,
-            widened=widened,
+        tuple_names = names_of("to_named_tuple", options.get("to_named_tuple")) or ()
+        _check_tuple_names(tuple_names)
+        groups = {key.split(".")[0] for key in wanted}
+        for name in tuple_names:
+            if name not in wanted and name not in groups and not transforms:
+                raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
+        return cls(
+            *(meta, indices, options["return_weights"], rename, tuple_names, transforms),
+            widened=frozenset(
+                rename.get(k, k) for k in keys if options["expand_scalars"] and _is_number(k, view, schema)
+            ),
             ragged=ragged,
             lists=lists,
             jagged=options["ragged"],
-            nested=nested,
+            nested=any("." in key for key in wanted),
             format=options["format"],
         )
-        groups = {key.split(".")[0] for key in wanted}
-        for name in output.tuple_names:
-            if name not in wanted and name not in groups and not output.transforms:
-                raise schema.unknown(name, "to_named_tuple", sorted({*wanted, *groups}))
-        return output
 
     def transformed(self, batch: Any, rng: Callable[[], np.random.Generator]) -> Any:
         """The batch as the user's transforms make it. Raises SchemaError where one returns nothing."""
@@ -419,6 +374,21 @@ class Output:
                 "one out"
             )
         return batch
+
+
+def _renamed(keys: list[str], names: Mapping[Any, Any], schema: Schema) -> list[str]:
+    """The keys as they are wanted. Raises SchemaError where two coincide, or one is unknown."""
+    for key, name in names.items():
+        if key not in keys:
+            raise schema.unknown(key, "fieldname_map", keys)
+        if not isinstance(name, str):
+            raise SchemaError(f"fieldname_map: {key!r} is to be {name!r}, expected a name")
+    wanted = [names.get(key, key) for key in keys]
+    wanted += [LENGTHS + names.get(key, key) for key in keys if _is_list(key, schema)]
+    twice = sorted({key for key in wanted if wanted.count(key) > 1})
+    if twice:
+        raise SchemaError(f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map")
+    return wanted
 
 
 def takes_rng(transform: Transform) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array, check_count
+from memmap_buffer.dtypes import Array, FloatArray, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
@@ -31,7 +31,7 @@ from memmap_buffer.priority.anchor_priorities import (
 )
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
-from memmap_buffer.priority.sum_tree import FloatArray, load_loops, spread
+from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
 

@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 
+from memmap_buffer.format.blobs import lengths_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import disk_reads, will_need
 from memmap_buffer.format.storage import Storage
@@ -53,12 +54,17 @@ class Disk(threading.local):
         wanted: dict[str, list[tuple[IntArray, IntArray]]] = {}
         for name, low, high in builder.row_ranges():
             wanted.setdefault(name, []).append((low, high))
+        coded = list[tuple[Storage, str, IntArray, IntArray]]()
         for name, each in wanted.items():
-            gap = ROW_GAP // max(1, builder.schema.fields[name].itemsize)
+            gap = ROW_GAP // max(1, builder.schema.fields[name].in_file.itemsize)
             for storage, chosen, *_ in builder.found.groups:
                 rows = [part.reshape(len(builder.t), -1)[chosen].ravel() for pair in each for part in pair]
                 low, high = np.concatenate(rows[::2]), np.concatenate(rows[1::2])
                 will_need(storage.maps.rows[name], joined(low, high, gap))
+                if name in storage.maps.coded:
+                    coded.append((storage, name, low, high))
+        for place in coded:  # all indexes were asked for by now
+            ask_for_blobs(*place, GAP_BYTES)
 
     def took(self, seconds: float) -> None:
         """Take in how long a batch took to be asked for and copied."""
@@ -115,10 +121,30 @@ class Readahead:
             low, high = begin + np.clip(first, 0, stop), begin + stop
             if storage.mirror is not None:
                 wanted.append(Rows(name, low, high))
-            else:
-                will_need(rows, joined(low, high, GAP_BYTES // max(1, field.itemsize)))
+                continue
+            will_need(rows, joined(low, high, GAP_BYTES // max(1, field.in_file.itemsize)))
+            if name in storage.maps.coded:
+                ask_for_blobs(storage, name, low, high, GAP_BYTES)
         if wanted:
             storage.mirror.bring_later(storage, wanted)
+
+
+def ask_for_blobs(storage: Storage, name: str, low: IntArray, high: IntArray, gap: int) -> None:
+    """Have the system read the blobs of rows low … high - 1 (B,) of an index; those rows are waited for.
+
+    They lie one behind the other; ranges that are at most `gap` bytes apart are read in one go.
+    """
+    index, coded = storage.maps.rows[name], storage.maps.coded[name]
+    some = high > low
+    low, high = low[some], high[some]
+    last = index[high - 1]
+    begin, stop = (
+        np.minimum(at, len(coded.data)).astype(np.int64) for at in (index[low, 0], last[:, 0] + lengths_of(last))
+    )
+    # else a row has no blob, or its index is wrong
+    right = (begin < stop) & (stop - begin <= (high - low) * coded.field.itemsize)
+    if right.any():
+        will_need(coded.data, joined(begin[right], stop[right], gap))
 
 
 def joined(low: IntArray, high: IntArray, gap: int) -> list[tuple[int, int]]:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memmap_buffer.choices import OnStale, Tail, check_choice
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.host import host_name
-from memmap_buffer.items.epoch import Epoch, EpochSnapshot, require_same, standing
+from memmap_buffer.items.epoch import Epoch, EpochSnapshot, folder_states, require_same
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.live_index import LiveIndex
-from memmap_buffer.items.rank_partition import RankPartition, Ranks, check_tail
+from memmap_buffer.items.rank_partition import RankPartition, Ranks
 from memmap_buffer.items.shuffle import BlockShuffle, Order, Permutation, Quota, Shuffle
 from memmap_buffer.loading.batch_group import BatchGroup, CurrentBatch, PlannedBatch
 from memmap_buffer.loading.batch_reader import BatchReader
@@ -95,7 +96,7 @@ class EpochSampler:
         ranks: Ranks | None = None,
         tail: str = "pad",
     ) -> None:
-        check_tail(tail)
+        check_choice("tail", tail, Tail)
         _check_shuffle(shuffle, window, reader.selection.weight_by)
         self.reader = reader
         self.batch_size = batch_size
@@ -127,7 +128,7 @@ class EpochSampler:
         return self.num_batches(self.ranks.now())
 
     def num_batches(self, ranks: Ranks) -> int:
-        """The same for any ranks; of the whole epoch for `Ranks()`."""
+        """Batches of the next epoch that any rank gives; all batches for `Ranks()`."""
         split = self._split(self._loaded or self._new(), ranks)
         return split.before + len(split)
 
@@ -188,8 +189,7 @@ class EpochSampler:
             StaleEpisodeError: episodes of that epoch are gone.
             SchemaError: it is no such state, or one of other options or folders.
         """
-        if on_stale not in ("raise", "redraw"):
-            raise SchemaError(f"load_state_dict: on_stale: got {on_stale!r}, expected 'raise' or 'redraw'")
+        check_choice("load_state_dict: on_stale", on_stale, OnStale)
         try:
             kind, told = state["shuffle"], None if state["folders"] is None else EpochState.of(state)
             seed, number = _whole(state["seed"]), _whole(state["epoch"])
@@ -230,7 +230,7 @@ class EpochSampler:
         failed: Exception | None = None
         try:
             epoch = epoch or self._new()
-            stands = host_name(), standing(self.reader.folders)
+            stands = host_name(), folder_states(self.reader.folders)
         except Exception as error:  # an OSError or one of a user's filter, too: the others wait for this rank
             epoch, failed = None, error
         state, told = ranks.agree({} if epoch is None else epoch.state()), ranks.gather(stands)
@@ -318,7 +318,7 @@ def _check_shuffle(shuffle: object, window: object, weight_by: object) -> None:
 
 
 def _default_window(reader: BatchReader, index: Index) -> int:
-    """How many items take `WINDOW_BYTES`, all fields of their episodes counted."""
+    """The number of items whose fields take `WINDOW_BYTES`."""
     row = sum(field.itemsize for field in reader.folders.schema.fields.values())
     steps = sum(int(made_of.table.length[runs.slot].sum()) for made_of, runs in index.by_folder())
     return max(1, WINDOW_BYTES * len(index) // max(1, steps * row))

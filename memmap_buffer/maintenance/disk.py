@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from memmap_buffer.codecs import codec_to_json
+from memmap_buffer.dtypes import Array
+from memmap_buffer.format.blobs import beyond, lengths_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder, in_memory, will_need
 from memmap_buffer.format.host import anyone_may_rename, file_system, network_filesystem
+from memmap_buffer.format.layout import BLOBS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import CAN_FORGET
 from memmap_buffer.writing.commit import MEMORY
@@ -96,6 +102,41 @@ def _measured(sample: _Sample, seconds: float) -> dict[int, list[float]]:
     return took
 
 
+def bytes_to_copy(source: Path) -> int:
+    """The bytes that a copy of a folder will have."""
+    storage = Storage.open(source, read_only=True, verify="never")
+    schema, steps, episodes = storage.layout.schema, storage.table.steps, len(storage.table.visible)
+    raw = [field for field in schema.fields.values() if not field.is_coded]
+    rows = sum(field.itemsize * (steps + field.final * episodes) for field in raw)
+    blobs = sum(compression_of(storage, name).stored for name in storage.layout.coded)
+    return rows + blobs + sum(field.itemsize * episodes for field in schema.meta_fields.values())
+
+
+class Compression(NamedTuple):
+    """How much smaller the visible timesteps of a field are, by their bytes; disk blocks are not counted.
+
+    Attributes:
+        codec: as it stands in the schema; None of lists.
+        stored: with their index and dictionary.
+        raw: as rows.
+    """
+
+    codec: dict[str, Any] | None
+    stored: int
+    raw: int
+
+
+def compression_of(storage: Storage, name: str) -> Compression:
+    """What the codec of a field saves."""
+    field, table = storage.layout.coded[name], storage.table
+    stored, rows = storage.layout.dictionaries.get(name, 0), 0
+    for slot in table.visible.tolist():
+        index = storage.maps.rows[name][storage.rows_of(slot, field.final)]
+        stored, rows = stored + int(lengths_of(index).sum()) + index.nbytes, rows + len(index)
+    codec = None if field.codec is None else codec_to_json(field.codec)
+    return Compression(codec, stored, rows * field.itemsize)
+
+
 class _Sample:
     """Random visible timesteps of a folder that this process has not read yet: the system drops no page in use."""
 
@@ -108,33 +149,60 @@ class _Sample:
         steps = np.random.default_rng().choice(int(stops[-1]), self.size, replace=False)
         episode = np.searchsorted(stops, steps, side="right")
         t = steps - (stops - table.length[slots])[episode]
-        self._rows = {name: storage.first_row(slots[episode], field.final) + t for name, field in fields.items()}
-        self.timestep_bytes = sum(field.itemsize for field in fields.values())
+        self._places: dict[str, _Places] = {}
+        for name, field in fields.items():
+            rows = storage.first_row(slots[episode], field.final) + t
+            stored = storage.maps.rows[name]
+            if name in storage.maps.coded:  # the index is small, and read with this; its blobs are not
+                index = stored[rows]
+                self._places[name + BLOBS] = _Places(
+                    storage.maps.coded[name].data,
+                    *np.where(
+                        beyond(storage.maps.coded[name], index), 0, [index[:, 0], index[:, 0] + lengths_of(index)]
+                    ).astype(np.int64),
+                )
+            else:
+                self._places[name] = _Places(stored, rows, rows + 1)
+        sizes = (place.sizes for place in self._places.values())
+        self.timestep_bytes = round(float(np.mean(sum(sizes)))) if self._places else 0
 
     def missing(self, part: IntArray | None = None) -> IntArray:
         """The timesteps of a part of the sample, default all, that have a page which is not in memory."""
         part = np.arange(self.size) if part is None else part
-        maps, found = self._storage.maps, np.ones(len(part), bool)
-        for name, rows in self._rows.items():
-            found &= in_memory(maps.rows[name], rows[part].tolist())
+        found = np.ones(len(part), bool)
+        for place in self._places.values():
+            found &= in_memory(place.array, place.ranges(part))
         return part[~found]
 
     def forget(self) -> None:
         """Drop the pages of the sample from the cache."""
-        arrays = self._storage.layout.arrays
-        for name, rows in self._rows.items():
-            file = arrays[name]
-            width = self._storage.layout.schema.fields[name].itemsize
-            starts = len(file.header) + rows * width
-            self._storage.folder.forget(
-                file.name, file.header, file.size, zip(starts.tolist(), (starts + width).tolist(), strict=True)
-            )
+        for key, place in self._places.items():
+            file = self._storage.layout.arrays[key]
+            width, head = place.array.nbytes // max(1, len(place.array)), len(file.header)
+            spans = zip((head + place.begin * width).tolist(), (head + place.stop * width).tolist(), strict=True)
+            self._storage.folder.forget(file.name, file.header, file.size, spans)
 
     def read(self, part: IntArray) -> None:
-        """Read a part of the sample as batches are read: all pages are requested, then the rows copied."""
-        sorted_rows = {name: np.sort(rows[part]) for name, rows in self._rows.items()}
-        maps = self._storage.maps.rows
-        for name, rows in sorted_rows.items():
-            will_need(maps[name], zip(rows.tolist(), (rows + 1).tolist(), strict=True))
-        for name, rows in sorted_rows.items():
-            maps[name].take(rows, axis=0)
+        """Read a part of the sample as batches are read: all pages are requested, then the rows, or blobs, copied."""
+        for place in self._places.values():
+            will_need(place.array, sorted(place.ranges(part)))
+        for place in self._places.values():
+            for begin, stop in sorted(place.ranges(part)):
+                place.array[begin:stop].copy()
+
+
+class _Places(NamedTuple):
+    """Ranges begin … stop - 1 (N,) of the rows of a mapped array: one of each timestep of a sample."""
+
+    array: Array
+    begin: IntArray
+    stop: IntArray
+
+    @property
+    def sizes(self) -> IntArray:
+        """The bytes (N,) of each."""
+        return (self.stop - self.begin) * (self.array.nbytes // max(1, len(self.array)))
+
+    def ranges(self, part: IntArray) -> Iterator[tuple[int, int]]:
+        """Those of some timesteps."""
+        return zip(self.begin[part].tolist(), self.stop[part].tolist(), strict=True)

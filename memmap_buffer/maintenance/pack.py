@@ -287,7 +287,7 @@ def _copy_arrays(
     for name, field in plan.layout.schema.fields.items():
         first, row = int(source.first_row(slot[None], field.final)[0]), int(plan.first[i]) + i * field.final
         rows = range(first, first + length + (field.final and has_final))
-        before[name], after[name] = copy_rows(source, name, rows, plan.recoding, plan.layout, row, there)
+        before[name], after[name] = copy_rows(source, name, rows, plan.recoding, plan.layout, i, row, there)
         if field.final and not has_final:  # the row is there all the same, and no hole
             empty = bytes(field.in_file.itemsize)
             write_all(there[name], empty, plan.layout.row_offset(name, row + length))

@@ -6,21 +6,22 @@ timesteps at a time, so neither takes more memory for a larger field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.codecs import Zstd, parse_codec
+from memmap_buffer.codecs import CODECS, Codec, Zstd, parse_codec
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.format import syscalls
 from memmap_buffer.format.blobs import Dictionary, contents_of, encode_many, index_of, lengths_of, stored_blobs
 from memmap_buffer.format.checksums import EMPTY, add_rows, checksum_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import read_at, system, write_all
+from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.schema import Field, Schema
 
 CHUNK = 4 << 20  # bytes read, summed and written at a time: they stay in the processor's cache
@@ -87,9 +88,11 @@ class Recoding:
             max_timesteps,
             rows=rows,
             blobs={
-                name: (int(rows or 0) + slots * field.final) * field.itemsize
+                name: slots * _room(field, max_timesteps)
+                if field.is_list
+                else (int(rows or 0) + slots * field.final) * field.itemsize
                 for name, field in coded.items()
-                if field.codec is not None
+                if field.is_coded
             },
             dictionaries={name: len(one.content) for name, one in self.dictionaries.items()},
             **options,
@@ -110,9 +113,18 @@ class Copied(NamedTuple):
 
 
 def copy_rows(
-    source: Storage, name: str, rows: range, recoding: Recoding, layout: Layout, row: int, there: Mapping[str, int]
+    source: Storage,
+    name: str,
+    rows: range,
+    recoding: Recoding,
+    layout: Layout,
+    slot: int,
+    row: int,
+    there: Mapping[str, int],
 ) -> Copied:
     """Copy an episode's rows of a field; the blobs begin where those of timesteps that do not shrink would.
+
+    Lists begin where they would if all episodes had all the room that there is.
 
     Args:
         source: where they are.
@@ -120,22 +132,25 @@ def copy_rows(
         rows: of the source.
         recoding: how the copy is compressed.
         layout: of the copy.
+        slot: of the copy.
         row: of the copy, of the first of them.
         there: the copy's open files.
 
     Raises:
         DamagedError: a timestep cannot be read.
+        SchemaError: lists have more members than there is room for.
     """
     field, coded = layout.schema.fields[name], source.maps.coded.get(name)
     before = after = EMPTY
-    if field.codec is None and coded is None:
+    if not field.is_coded and coded is None:
         step = max(1, CHUNK // field.itemsize)
         for begin in range(rows.start, rows.stop, step):
             values = source.maps.rows[name][begin : min(begin + step, rows.stop)]
             write_all(there[name], values, layout.row_offset(name, row + begin - rows.start))
             before = add_rows(before, values)
         return Copied(checksum_of(before), checksum_of(before))
-    step, at = max(1, CODED_CHUNK // field.itemsize), row * field.itemsize
+    room = _room(field, layout.max_timesteps)
+    step, at = max(1, CODED_CHUNK // field.itemsize), slot * room if field.is_list else row * field.itemsize
     for begin in range(rows.start, rows.stop, step):
         stored = source.maps.rows[name][begin : min(begin + step, rows.stop)].copy()  # it may be written to meanwhile
         values, blobs = stored, list[bytes]()
@@ -149,7 +164,7 @@ def copy_rows(
             before = add_rows(before, contents_of(stored, blobs))
             if name in recoding.anew:
                 values = _decoded(source, name, stored)
-        if field.codec is None:
+        if not field.is_coded:
             write_all(there[name], values, layout.row_offset(name, row))
             after = add_rows(after, values)
         else:
@@ -161,11 +176,21 @@ def copy_rows(
                 lengths = lengths_of(stored)
                 stored[:, 0] = np.uint64(at) + np.cumsum(lengths) - lengths
             data = b"".join(blobs)
+            if field.is_list and at + len(data) > (slot + 1) * room:
+                raise SchemaError(
+                    f"field {name!r}: max_timesteps={layout.max_timesteps} leaves too little room for the lists of an "
+                    "episode; give more"
+                )
             write_all(there[name + BLOBS], data, layout.arrays[name + BLOBS].offset(0) + at)
             write_all(there[name], stored, layout.row_offset(name, row))
             after, at = add_rows(after, contents_of(stored, blobs)), at + len(data)
         row += len(stored)
     return Copied(checksum_of(before), checksum_of(after))
+
+
+def _room(field: Field, max_timesteps: int) -> int:
+    """The bytes that the blobs of an episode have room for."""
+    return (max_timesteps + field.final) * field.blob_bytes
 
 
 def close_up(layout: Layout, there: Mapping[str, int]) -> Layout:
@@ -179,7 +204,7 @@ def close_up(layout: Layout, there: Mapping[str, int]) -> Layout:
         key = name + BLOBS
         old, new = layout.arrays[key], closed.arrays[key]
         assert len(old.header) == len(new.header)
-        system.truncate(there[key], new.size)
+        syscalls.system.truncate(there[key], new.size)
         write_all(there[key], new.header, 0)
     return closed
 
@@ -195,7 +220,7 @@ def _close_up(layout: Layout, name: str, there: Mapping[str, int]) -> int:
         there_now = np.flatnonzero(length)
         begin, stop = index[there_now, 0], index[there_now, 0] + length[there_now]
         runs = np.flatnonzero(np.append(True, begin[1:] != stop[:-1])) if len(begin) else np.empty(0, np.int64)
-        lasts = np.append(runs[1:], len(begin)) - 1
+        lasts = np.append(runs[1:], len(begin))[: len(runs)] - 1
         index[:, 0] = np.uint64(end) + np.cumsum(length) - length
         for a, b in zip(begin[runs].tolist(), stop[lasts].tolist(), strict=True):
             if a != end:
@@ -238,6 +263,22 @@ def _decoded(source: Storage, name: str, index: Array) -> Array:
         return source.maps.coded[name].decode(index)
     except ValueError:
         raise DamagedError(f"has a blob of {name!r} that cannot be decoded") from None
+
+
+def codecs_of(given: Sequence[str] | None) -> dict[str, Codec | str | None] | None:
+    """Field -> its codec, of words such as frame=zstd, frame=zstd:19, camera=jpeg:90 or depth=none."""
+    found: dict[str, Codec | str | None] = {}
+    for text in given or ():
+        field, _, spelled = text.partition("=")
+        kind, colon, number = spelled.partition(":")
+        try:
+            found[field] = {"none": None}.get(kind, kind) if not colon else CODECS[kind](int(number))
+        except (KeyError, ValueError):
+            raise SchemaError(
+                f"--codec {text!r}: expected a field and its codec, as in frame=zstd, frame=zstd:19, camera=jpeg:90 "
+                "or depth=none"
+            ) from None
+    return found or None
 
 
 # Dictionaries

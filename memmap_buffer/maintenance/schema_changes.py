@@ -1,4 +1,4 @@
-"""Whole columns: a field more, a field less, another name. One new file at most; the schema's replacement commits it.
+"""Whole columns: a field more, a field less, another name. No new files but of one field; the new schema commits it.
 
 A kill at any point leaves the schema and the files as they were or as they are to be (`format`, "Creating").
 """
@@ -6,14 +6,17 @@ A kill at any point leaves the schema and the files as they were or as they are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.blobs import contents_of, encode_many, index_of
 from memmap_buffer.format.checksums import checksum
 from memmap_buffer.format.creation import creating, replace
-from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.layout import BLOBS, Layout
 from memmap_buffer.format.records import CHECKED, RECORD
 from memmap_buffer.format.syscalls import write_all
 from memmap_buffer.progress import progress
@@ -39,27 +42,42 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
     layout = files.layout
     _refuse(layout.schema, name, "add_field")
     new = _with(layout, name, field, meta, _free_column(files))
-    array, column = new.arrays[name], new.column_of[name]
+    column, keys, folder = new.column_of[name], new.keys_of(name), files.storage.folder
     table = files.storage.refresh()
     visible = set(table.visible.tolist())
     sums = layout.arrays["/checksums"]
-    zeros = files.holes_are_harmless and not field.fill.tobytes().strip(b"\0")  # a hole reads as zeros
-    with creating(files.storage.folder, new, bool(files.storage.state("reserved")), only=[name]):
-        with files.storage.folder.writing(array.name, array.header, array.size) as fd:
+    fill_bytes = field.fill.item().tobytes() if field.is_list else field.fill.tobytes()
+    zeros = not fill_bytes.strip(b"\0") and not (field.is_list and fill_bytes)  # as a hole is read
+    fill = np.zeros_like(field.in_file.fill) if zeros else field.in_file.fill
+    with creating(folder, new, bool(files.storage.state("reserved")), only=keys):
+        with ExitStack() as opened:
+            made = [(key, new.arrays[key]) for key in keys]
+            fd = {key: opened.enter_context(folder.writing(one.name, one.header, one.size)) for key, one in made}
             for slot in progress(np.flatnonzero(table.valid).tolist(), f"add_field {name}"):
                 if rows_of is not None and slot in visible:
-                    rows, hole = rows_of(slot), False
+                    written, content = _in_files(new, name, field, slot, rows_of(slot))
                 else:
                     place = files.storage.rows_of(slot, field.final)
-                    shape = field.shape if meta else (place.stop - place.start, *field.shape)
-                    rows, hole = np.ascontiguousarray(np.broadcast_to(field.fill, shape)), zeros
-                if not hole:
-                    write_all(fd, rows, array.offset(slot))
+                    count = 1 if meta else place.stop - place.start
+                    rows = np.ascontiguousarray(np.broadcast_to(fill, (count, *fill.shape)))
+                    written = {} if zeros and files.holes_are_harmless else {name: rows}
+                    content = contents_of(rows, [b""] * count) if field.is_coded else rows
+                for key, data in written.items():
+                    write_all(fd[key], data, new.arrays[key].offset(slot))
                 if table.flags[slot] & CHECKED:
-                    value = np.uint32(checksum(rows)).tobytes()
+                    value = np.uint32(checksum(content)).tobytes()
                     write_all(files.fd["/checksums"], value, sums.offset(slot) + 4 * column)
         files.sync("/checksums")
     files.changed()
+
+
+def _in_files(layout: Layout, name: str, field: Field, slot: int, rows: Array) -> tuple[dict[str, Any], Array]:
+    """What stands at a slot of each file of a field for some rows; what its checksum is of."""
+    if not field.is_coded:
+        return {name: rows}, rows
+    blobs = encode_many(field, rows)
+    index = index_of(field, blobs, layout.region(name, slot).start)
+    return {name: index, name + BLOBS: b"".join(blobs)}, contents_of(index, blobs)
 
 
 def drop(files: WriteHandles, names: tuple[str, ...]) -> None:
@@ -79,9 +97,16 @@ def rename(files: WriteHandles, names: Mapping[str, str]) -> None:
     fields, meta = ({names.get(n, n): f for n, f in group.items()} for group in _groups(layout.schema))
     if (len(fields), len(meta)) != tuple(map(len, _groups(layout.schema))):
         raise SchemaError(f"rename_field: {', '.join(names.values())} would stand twice; choose another name")
-    schema = layout.schema.with_fields(fields, meta, names)
-    new = layout.with_fields(schema, {names.get(n, n): column for n, column in layout.column_of.items()})
-    links = {layout.arrays[old].name: new.arrays[name].name for old, name in names.items()}
+    new = layout.with_fields(
+        layout.schema.with_fields(fields, meta, names),
+        {names.get(n, n): column for n, column in layout.column_of.items()},
+        {names.get(n, n): size for n, size in layout.dictionaries.items()},
+    )
+    links = {
+        layout.arrays[key].name: new.arrays[name + key.removeprefix(old)].name
+        for old, name in names.items()
+        for key in layout.keys_of(old)
+    }
     replace(files.storage.folder, layout, new, links)
     files.changed()
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.creation import creating
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import boot_id
-from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import (
     CHECK,
@@ -29,6 +30,7 @@ from memmap_buffer.format.records import (
 )
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
+from memmap_buffer.schema import DEFAULT_BLOB
 
 ROUNDS, FEW = 100, 5
 SUBFOLDERS = ("priority", "extra")
@@ -52,6 +54,9 @@ def snapshot(source: Storage, path: Path) -> None:
     layout = source.layout
     with new_copy(source, path, layout, SUBFOLDERS) as there:
         with _opened(source.folder.open_to_read, layout) as here:
+            for name in layout.dictionaries:
+                array = layout.arrays[name + DICTIONARY]
+                copy_range(here[name + DICTIONARY], there[name + DICTIONARY], array.offset(0), array.shape[0])
             for slot, record in _copy_slots(source, here, there).items():
                 write_all(there["/episodes"], record, layout.arrays["/episodes"].offset(slot))
         words = counters(source) | {name: source.state(name) for name in ("term", "nonce", "changes")}
@@ -209,7 +214,26 @@ def _copy_slot(source: Storage, word: Words, slot: int, here: dict[str, int], th
     for name, field in layout.schema.fields.items():
         first = int(source.first_row(np.array([slot]), field.final)[0])
         count = int(record["stop"]) + (field.final and bool(record["flags"] & FINAL))
-        copy_range(here[name], there[name], layout.row_offset(name, first), count * field.itemsize)
+        copy_range(here[name], there[name], layout.row_offset(name, first), count * field.in_file.itemsize)
+        if name in layout.coded:
+            used = _extent(source.maps.rows[name][first : first + count], layout, name, slot)
+            begin = layout.arrays[name + BLOBS].offset(0) + used.start
+            copy_range(here[name + BLOBS], there[name + BLOBS], begin, len(used))
     for name in ("/checksums", *layout.schema.meta_fields):
         array = layout.arrays[name]
         copy_range(here[name], there[name], array.offset(slot), array.offset(slot + 1) - array.offset(slot))
+
+
+def _extent(index: Array, layout: Layout, name: str, slot: int) -> range:
+    """The bytes that the blobs of an episode take; never more than its rows would, whatever their index (T, 2) says."""
+    length = index[:, 1] & np.uint64(2**32 - 1)
+    there = (length != 0) & (length != DEFAULT_BLOB)
+    if not there.any():
+        return range(0)
+    packed = range(layout.blobs.get(name, 0))
+    within = layout.region(name, slot) if layout.writable else packed
+    begin = np.clip(index[there, 0], within.start, within.stop)
+    start, stop = int(begin.min()), int((begin + length[there]).max())
+    field = layout.coded[name]
+    most = within.stop if field.is_list else start + len(index) * field.itemsize
+    return range(start, min(stop, within.stop, most))

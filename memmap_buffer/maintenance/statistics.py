@@ -14,12 +14,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from memmap_buffer.choices import Scaling
+from memmap_buffer.choices import Scaling, check_choice
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
 from memmap_buffer.format.checksums import crc32
@@ -29,10 +28,10 @@ from memmap_buffer.format.records import FINAL
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
+from memmap_buffer.views.anchors import BoolArray
 
 log = logging.getLogger("memmap_buffer")
 
-BoolArray = npt.NDArray[np.bool_]
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 SAMPLE = 1 << 16  # entries of a sample: ranks within 0.0076 of the truth, but for one case in a thousand
 SAMPLE_BYTES = 1 << 26
@@ -105,8 +104,7 @@ class Statistics:
         Raises:
             SchemaError: a field or `by` is unknown.
         """
-        if by not in get_args(Scaling):
-            raise SchemaError(f"by: got {by!r}, expected 'std', 'range' or 'quantiles'")
+        check_choice("by", by, Scaling)
         unknown = [name for name in names if name not in self.fields]
         if unknown:
             raise SchemaError(f"normalize: got {unknown[0]!r}, there are statistics of {', '.join(self.fields)}")
@@ -353,8 +351,13 @@ def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[t
         storage.trust(slots)  # an episode that fails its check is not visible any more
         valid = storage.table.shows(slots, table.serial[slots])
         ranges = zip(first.tolist(), block, strict=True)
-        parts = [slice(row + start, row + stop) for row, (_, start, stop) in ranges]
-        rows = np.concatenate([storage.read_rows(name, part) if meta is None else meta[part] for part in parts])
+        parts = [(slice(row + start, row + stop), slot) for row, (slot, start, stop) in ranges]
+        rows = np.concatenate(
+            [
+                storage.read_rows(name, part, slot, table.serial[slot]) if meta is None else meta[part]
+                for part, slot in parts
+            ]
+        )
         valid &= storage.unmoved(slots, table.serial[slots], table.generation[slots], table.changes)
         yield rows, np.repeat(valid, [stop - start for _, start, stop in block])
 

@@ -13,16 +13,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
-from memmap_buffer.priority.sum_tree import FloatArray, SumTree, new_nodes, with_zeros
+from memmap_buffer.priority.sum_tree import SumTree, with_zeros
 from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
 
+FirstAndCount: TypeAlias = tuple[IntArray, IntArray]  # of one run a slot: the first timestep, how many anchors
 BLOCK = 1 << 20  # leaves that are looked at together
 
 
@@ -137,24 +139,19 @@ class SlotAnchors:
         alike = (serial == was_serial) & (count > 0) & (was_count > 0) & ((first - was_first) % stride == 0)
         if self._by_content:
             alike &= generation == self._generation[slots]
-        gone_many, others = (
-            [slot for slot in slots.tolist() if slot in self._many] if self._many else [],
-            runs.where(np.flatnonzero(~plain)),
-        )
-        gone = _ranges(slots, was_serial, was_first, was_count, first, count, alike, stride)
-        come = _ranges(slots, serial, first, count, was_first, was_count, alike, stride)
+        gone_many = [slot for slot in slots.tolist() if slot in self._many] if self._many else []
+        others = runs.where(np.flatnonzero(~plain))
+        now, before = (first, count), (was_first, was_count)
+        gone = _without(slots, was_serial, before, now, alike, stride)
+        come = _without(slots, serial, now, before, alike, stride)
         gone = self._with_many(gone, gone_many)
         self.count += int(come.count.sum()) + int(others.count.sum()) - int(gone.count.sum())
         for slot in gone_many:
             del self._many[slot]
         for slot in np.unique(others.slot).tolist():
             self._many[slot] = others.where(np.flatnonzero(others.slot == slot))
-        self.serial[slots], self._first[slots], self._count[slots], self._generation[slots] = (
-            serial,
-            first,
-            count,
-            generation,
-        )
+        self.serial[slots], self._generation[slots] = serial, generation
+        self._first[slots], self._count[slots] = first, count
         return gone, self._with_many(come, np.unique(others.slot).tolist())
 
 
@@ -163,19 +160,13 @@ def _runs_of(rows: list[tuple[int, int, int, int]]) -> Runs:
     return Runs(*np.array([row for row in rows if row[-1]] or np.empty((0, 4)), np.int64).T)
 
 
-def _ranges(
-    slots: IntArray,
-    serial: IntArray,
-    first: IntArray,
-    count: IntArray,
-    other: IntArray,
-    others: IntArray,
-    alike: Any,
-    stride: int,
+def _without(
+    slots: IntArray, serial: IntArray, own: FirstAndCount, other: FirstAndCount, alike: Any, stride: int
 ) -> Runs:
-    """The runs (first, count) without what they share with (other, others), where these are `alike`."""
-    before = np.where(alike, np.clip((other - first) // stride, 0, count), count)
-    kept = np.where(alike, np.clip((other - first) // stride + others, before, count), count)
+    """The anchors of own runs that the other ones do not have, where these are `alike`; else all of them."""
+    (first, count), (other_first, other_count) = own, other
+    before = np.where(alike, np.clip((other_first - first) // stride, 0, count), count)
+    kept = np.where(alike, np.clip((other_first - first) // stride + other_count, before, count), count)
     columns = [[slots, slots], [serial, serial], [first, first + kept * stride], [before, count - kept]]
     slot, serial, first, count = (np.concatenate(pair) for pair in columns)
     some = np.flatnonzero(count)
@@ -252,8 +243,7 @@ class AnchorPriorities:
         self._unsorted = 0
 
     def _new_tree(self) -> SumTree:
-        leaves = self._leaves_needed
-        return SumTree(new_nodes(leaves), leaves, minima=self._how.normalize == "buffer")
+        return SumTree.empty(self._leaves_needed, minima=self._how.normalize == "buffer")
 
     @property
     def count(self) -> int:

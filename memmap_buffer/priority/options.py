@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from memmap_buffer.choices import Normalizer, Reduce, System, Variant
-from memmap_buffer.dtypes import check_number
+from memmap_buffer.choices import Normalizer, Reduce, System, Variant, check_choice
+from memmap_buffer.dtypes import check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Schema
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NORMALIZE = ("batch", "buffer", None)
-VARIANTS = get_args(Variant)
-REDUCE = (None, "first", "max", "mean")
 SYSTEMS: dict[str, dict[str, Any]] = {
     "memorax": {"alpha": 0.6, "beta": 0.4, "epsilon": 0, "normalize": "batch"},
     "reagent": {"alpha": 1.0, "beta": 0, "epsilon": 0, "normalize": None, "stratified": True},
@@ -83,16 +80,14 @@ class Prioritized:
         clip = self.error_clip
         if clip is not None and not (isinstance(clip, tuple) and len(clip) == 2 and clip[0] < clip[1]):
             raise SchemaError(f"error_clip: got {clip!r}, expected (low, high), such as (-1, 1), or None")
-        for name, allowed in (("normalize", NORMALIZE), ("variant", VARIANTS), ("reduce", REDUCE)):
-            if getattr(self, name) not in allowed:
-                expected = ", ".join(map(repr, allowed))
-                raise SchemaError(f"{name}: got {getattr(self, name)!r}, expected one of {expected}")
+        check_choice("normalize", self.normalize, Normalizer)
+        check_choice("variant", self.variant, Variant)
+        check_choice("reduce", self.reduce, Reduce)
         for name, low, high in (("alpha", 0, 100), ("beta", 0, 1), ("epsilon", 0, 1e100)):
             check_number(name, getattr(self, name), low, high)
         for name in ("beta_steps", "sort_interval"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SchemaError(f"{name}: got {value!r}, expected a whole number from 1, or None")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
 
     @classmethod
     def like(cls, system: System, **changes: Any) -> Self:
@@ -105,8 +100,7 @@ class Prioritized:
         Raises:
             SchemaError: the system is none of these.
         """
-        if system not in SYSTEMS:
-            raise SchemaError(f"like: got {system!r}, expected one of {', '.join(map(repr, SYSTEMS))}")
+        check_choice("like", system, System)
         return cls(**{**SYSTEMS[system], **changes})
 
     @classmethod

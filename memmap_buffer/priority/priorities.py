@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import all_of, any_of
+from memmap_buffer.dtypes import FloatArray, all_of, any_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
@@ -21,7 +21,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.sum_tree import MAX_PRIORITY, FloatArray, SumTree, with_zeros
+from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, with_zeros
 from memmap_buffer.priority.tree_file import TreeFile, steps_in
 
 REMEMBERED = 4096  # changes that a tree of anchors may be behind
@@ -138,21 +138,6 @@ class Priorities:
     def tree(self) -> SumTree:
         """The sums over `leaves`; to be read after `follow`."""
         return self._file.tree
-
-    @property
-    def alpha(self) -> float:
-        """α of the leaves."""
-        return self._file.alpha
-
-    @property
-    def epsilon(self) -> float:
-        """ε of errors that come."""
-        return self._file.epsilon
-
-    @property
-    def serials(self) -> IntArray:
-        """(slots,) of each slot's episode, -1 for none."""
-        return self.serials_of(np.arange(len(self._file.pairs)))
 
     def serials_of(self, slots: IntArray) -> IntArray:
         """(B,) of the episodes in slots (B,), -1 for none."""
@@ -358,7 +343,7 @@ class Priorities:
                 self._changed(*self._steps(leaves))
 
     def _enter_few(self, slots: IntArray) -> bool:
-        """The same where all show some steps more or fewer of the episodes that they had; False where they do not."""
+        """`_enter` of slots that show a few steps more or fewer of the episodes that they had; False for others."""
         table, file, shown = self._episodes.table, self._file, self._episodes.shown
         words, per_slot = file.pair_words, self.storage.layout.max_timesteps
         gone: list[int] = []

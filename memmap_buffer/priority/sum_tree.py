@@ -18,13 +18,12 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import all_of, check_count
+from memmap_buffer.dtypes import FloatArray, all_of, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.kernels import Kernels
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 TOP = 11  # at most 2**TOP nodes are summed up at once
 STEP = 3  # levels that are gone at once
 WIDTH = 1 << STEP

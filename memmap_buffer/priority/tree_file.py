@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, FloatArray
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, EpisodeStateError, WriterLostError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
@@ -45,10 +45,8 @@ from memmap_buffer.priority.sum_tree import (
     KIND,
     MAX_PRIORITY,
     STEP,
-    FloatArray,
     SumTree,
     capacity_of,
-    new_nodes,
     num_nodes,
     with_zeros,
 )
@@ -143,7 +141,9 @@ class TreeFile:
             BufferLockedError: another process does.
             WriterLostError: another folder stands at the path.
         """
-        self._hold()
+        with suppress(FileNotFoundError):
+            self._folder.hold()
+        self.require_place()
         if self.storage.read_only or not self.storage.layout.writable:
             return
         try:
@@ -154,11 +154,6 @@ class TreeFile:
                 "name, or open the folder with read_only=True for priorities of your own",
                 path=self.storage.path,
             ) from None
-
-    def _hold(self) -> None:
-        with suppress(FileNotFoundError):
-            self._folder.hold()
-        self.require_place()
 
     def require_place(self) -> None:
         """Raise WriterLostError where another folder than the one that was opened stands at the path."""
@@ -374,7 +369,7 @@ class TreeFile:
         self._head[WORDS:] = 0
         self._head[MINIMA] = 0
         if not self._locks:
-            self.tree = SumTree(new_nodes(self.leaves), self.leaves)
+            self.tree = SumTree.empty(self.leaves)
             self._restore(*kept)
             return
         if why != NEW:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.choices import Padding
-from memmap_buffer.dtypes import Array, decode
+from memmap_buffer.dtypes import Array, all_of, any_of, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
@@ -141,14 +141,14 @@ class BatchBuilder:
         self._flags = halves[:, FLAGS]
         self._first: IntArray = words.view(np.int64)[:, FIRST_ROW]
         there = self.t < self.length
-        self._there: BoolArray | None = None if there.all() else there
+        self._there: BoolArray | None = None if all_of(there) else there
         if self._there is not None:
             self._set_aside(~there)
         self.begin: IntArray | int = 0
         if ends.before and halves[:, START].any():
             # What a ring has forgotten does not exist; an anchor that it forgot since it was drawn begins its episode.
             self._begin_at(np.minimum(halves[:, START], np.maximum(self.t, 0)).astype(np.int64))
-        if ends.names and ends.after and (not ends.marked or (self._flags & INNER_END).any()):
+        if ends.names and ends.after and (not ends.marked or np.bitwise_or.reduce(self._flags, initial=0) & INNER_END):
             self._keep_between_ends()
 
     def _set_aside(self, gone: BoolArray) -> None:
@@ -394,7 +394,7 @@ class BatchBuilder:
             first, limit = first[:, None], limit[:, None]
         clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
         missing = wanted != clipped
-        return first + clipped, missing if missing.any() else None
+        return first + clipped, missing if any_of(missing) else None
 
     def _around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> RowGather:
         final = self.schema.fields[name].final
@@ -481,12 +481,11 @@ class BatchBuilder:
         stops = np.cumsum([0, *map(math.prod, leads)])
         out = self._pool.empty((int(stops[-1]), *field.shape), field.storage)
         for storage, chosen, *_ in self.found.groups:
-            found = [self._rows_in_file(storage, chosen, gather) for gather in wanted]
-            places = [
-                np.arange(start, stop).reshape(count, (stop - start) // max(count, 1))[chosen].ravel()
-                for start, stop in pairwise(stops.tolist())
-            ]
-            of, place = np.concatenate(found), np.concatenate(places)
+            of = np.concatenate([self._rows_in_file(storage, chosen, gather) for gather in wanted])
+            place = np.arange(len(out))
+            if self.found.order is not None:
+                parts = [place[start:stop].reshape(count, -1) for start, stop in pairwise(stops.tolist())]
+                place = np.concatenate([part[chosen].ravel() for part in parts])
             if name not in storage.maps.coded:
                 out[place] = of
                 continue

@@ -225,12 +225,13 @@ class HindsightBuilder(BatchBuilder):
         """Rows of a field as stored, (N, *field): timestep t of the episodes of some items."""
         rows = self.first(self.schema.fields[name].final)[item] + t
         groups, field = self.found.groups, self.schema.fields[name]
+        slot, serial = self.anchors.slot[item], self.anchors.serial[item]
         if self.found.order is None:
-            return groups[0].storage.read_rows(name, rows)
+            return groups[0].storage.read_rows(name, rows, slot, serial)
         out, group_of = np.empty((len(item), *field.shape), field.storage), np.empty(len(self.t), np.int64)
         for number, group in enumerate(groups):
             group_of[group.chosen] = number
         for number, group in enumerate(groups):
             mine = np.flatnonzero(group_of[item] == number)
-            out[mine] = group.storage.read_rows(name, rows[mine])
+            out[mine] = group.storage.read_rows(name, rows[mine], slot[mine], serial[mine])
         return out

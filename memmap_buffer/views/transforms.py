@@ -169,7 +169,7 @@ class Advantages:
 
     V is a field that was stored, or a key that another transform adds before. With `Trajectory(final_observation=True)`
     and a V declared `final`, an episode that was cut short goes on with the V of its final observation; see
-    `advantages`.
+    `advantages`. With `expand_scalars=True` all of them have one axis more, of length 1.
 
     Args:
         value: the key of V, (B, T) or (B, T + 1).
@@ -181,7 +181,7 @@ class Advantages:
         returns: the key of the TD(λ) returns, likewise.
 
     Raises:
-        SchemaError: a batch without one of the keys.
+        SchemaError: a batch without one of the keys, or windows that end before their episode, without V behind.
     """
 
     value: str = "value"
@@ -195,11 +195,22 @@ class Advantages:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         rewards, values = (_padded(batch, key) for key in (self.reward, self.value))
         over = rewards * 0 if self.terminated is None else _padded(batch, self.terminated)
+        widened = rewards.ndim == 3 and {column.shape[2:] for column in (rewards, values, over)} == {(1,)}
+        if widened:
+            rewards, values, over = rewards[..., 0], values[..., 0], over[..., 0]
+        reaches_end = batch.get("_reaches_episode_end")
+        if reaches_end is not None and not reaches_end.all() and values.shape[1] == rewards.shape[1]:
+            raise SchemaError(
+                f"Advantages: some windows end before their episode, and the {self.value!r} of the step behind is not "
+                "there; take whole episodes, or give values (B, T + 1)"
+            )
         lens, has_final = batch.get("_lens"), batch.get("_has_final")
         if lens is not None and has_final is not None and values.shape[1] > rewards.shape[1]:
             values = values * 1.0
             values[~has_final, lens[~has_final]] = 0.0  # what a network makes of padding
         found = advantages(rewards, values, over, self.gamma, self.lambda_, lens=lens)
+        if widened:
+            found = found[0][..., None], found[1][..., None]
         return {**batch, self.name: found[0], self.returns: found[1]}
 
 

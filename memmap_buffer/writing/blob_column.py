@@ -42,7 +42,7 @@ class BlobColumn:
         self._waiting: deque[tuple[Future[list[bytes]], Array]] = deque()
         self._parts: list[Future[list[bytes]] | list[bytes]] = []
         self._current = 0, self._fresh()  # the number of the part that is being filled, and its rows
-        self._taken = 0
+        self._done: dict[int, bytes] = {}  # the blobs of these rows that were asked for already
 
     def __len__(self) -> int:
         return self.capacity
@@ -62,6 +62,7 @@ class BlobColumn:
             self._encode_current()
             self._current = number, self._fresh()
         if number == self._current[0]:
+            self._done.pop(place, None)
             self._current[1][place] = values
         else:  # one that was encoded already
             anew = np.empty((1, *self.field.shape), self.field.storage)
@@ -82,10 +83,16 @@ class BlobColumn:
             if number < len(self._parts):
                 found += self._part(number)[place:end]
             else:
-                found += encode(self.field, self._current[1][place:end])
+                found += self._blobs_of_current(place, end)
             row += end - place
-        self._taken = max(self._taken, stop)
         return found
+
+    def _blobs_of_current(self, place: int, end: int) -> list[bytes]:
+        done, rows = self._done, self._current[1]
+        missing = [i for i in range(place, end) if i not in done]
+        if missing:
+            done.update(zip(missing, encode(self.field, rows[missing]), strict=True))
+        return [done[i] for i in range(place, end)]
 
     def _part(self, number: int) -> list[bytes]:
         part = self._parts[number]
@@ -94,17 +101,16 @@ class BlobColumn:
         return part
 
     def _encode_current(self) -> None:
-        """Have the part that is full encoded, unless its blobs were taken already."""
+        """Have the part that is full encoded, unless each of its blobs is there already."""
         number, rows = self._current
         if len(self._parts) > number:
             return
-        if self._taken >= (number + 1) * self._size:
-            self._parts.append([b""] * self._size)
-            self._spare.append(rows)
+        if len(self._done) == self._size:
+            self._parts.append([self._done[i] for i in range(self._size)])
             return
         future = threads.submit(encode, self.field, rows)
-        self._waiting.append((future, rows))
         self._parts.append(future)
+        self._waiting.append((future, rows))  # after that: interrupted in between, its memory is not used again
         if len(self._waiting) * rows.nbytes > MAX_WAITING:
             self._waiting[0][0].result()
 

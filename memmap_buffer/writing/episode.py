@@ -195,7 +195,7 @@ class Episode(Block):
                 break
         self.length = t + 1
         if self._shows_steps:
-            self._writer.append(self)
+            self._writer.append(self, self.columns, self.base, self.length)
         return self._made(values)
 
     def extend(self, **steps: Any) -> None:
@@ -225,8 +225,12 @@ class Episode(Block):
     def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
         """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
 
-        Of an episode that is written in place as many are stored at a time as are staged.
+        Where every step is shown they are written as they are; of any other episode that is written in place as many
+        are stored at a time as are staged.
         """
+        if self._shows_steps:
+            self._show_rows(rows, count)
+            return
         if count > 1 and not self.staged:
             at = 0
             while at < count:
@@ -245,8 +249,15 @@ class Episode(Block):
         row += count - 1
         self.ended = next((name for _, name, flags in self._flags if flags.item(row)), "")
         self.length += count
-        if self._shows_steps:
-            self._writer.append(self)
+
+    def _show_rows(self, rows: Mapping[str, Array], count: int) -> None:
+        if self.state != "open" or self.ended or self.finals:
+            self._refuse()
+        stop = self.length + count
+        self._require_within(stop)
+        self.ended = next((name for name in self._schema.ends if rows[name].item(count - 1)), "")
+        self._writer.append(self, rows, self.length, stop)
+        self.base = self.length = stop
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps; views stop at each end in them."""
@@ -431,7 +442,8 @@ class Episode(Block):
 
     def _first_capacity(self) -> int:
         # Pages that are not written to yet cost nothing; where they are written out in between, no more is staged.
-        step = sum(field.itemsize for field in self._schema.fields.values() if field.codec is None) or 1
+        fields = self._schema.fields.values()
+        step = sum(field.itemsize for field in fields if field.codec is None or not self.staged) or 1
         return max(FIRST_CAPACITY if self.staged else 1, CHUNK_BYTES // step)
 
     def _release(self) -> None:

@@ -26,8 +26,9 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.format.blobs import contents_of, encode, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, crc32, digest_of
-from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.layout import BLOBS, Layout
 from memmap_buffer.format.records import (
     CHECK,
     CHECKED,
@@ -42,6 +43,7 @@ from memmap_buffer.format.records import (
 )
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import read_at, write_all
+from memmap_buffer.schema import DEFAULT_BLOB
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
 
 log = logging.getLogger("memmap_buffer")
@@ -195,7 +197,7 @@ def _applies(storage: Storage, rewrite: Rewrite) -> bool:
 
 def _inside(layout: Layout, slot: int, key: str, offset: int, size: int) -> bool:
     """Whether a piece lies within the bytes of a slot: `.redo` may come from a stranger."""
-    if key not in layout.schema.all and key != "/checksums":
+    if key not in layout.keys_of_episodes and key != "/checksums":
         return False
     array = layout.arrays[key]
     return array.offset(slot) <= offset <= array.offset(slot + 1) - size
@@ -228,15 +230,45 @@ def plan_update(
     pieces: list[Piece] = []
     for name, new in rows.items():
         first, has_final = storage.start_of(name, slot), layout.schema.fields[name].final and bool(flags & FINAL)
+        kept = storage.maps.rows[name][first + len(new) : first + length + has_final]
+        if name in layout.coded:
+            written, sums[name] = _blob_pieces(files, name, slot, new, kept)
+            pieces += written
+            continue
         pieces.append((name, layout.row_offset(name, first), new.tobytes()))
         if row is not None:
-            kept = storage.maps.rows[name][first + len(new) : first + length + has_final]
             sums[name] = add_rows(add_rows(EMPTY, new), kept)
     for name in finals or {}:
         if row is not None:  # of the steps alone: an earlier call may have written the final observation already
             first = storage.start_of(name, slot)
-            sums[name] = add_rows(EMPTY, storage.maps.rows[name][first : first + length])
+            sums[name] = storage.sums_of_rows(name, first, first + length)
     return _planned(files, slot, record, pieces, row, sums, finals or {}, meta)
+
+
+def _blob_pieces(files: WriteHandles, name: str, slot: int, new: Array, kept: Array) -> tuple[list[Piece], Sums]:
+    """The pieces that lay all timesteps of a compressed field out anew, and the sums for its checksum.
+
+    Args:
+        files: the open files.
+        name: the field.
+        slot: where the episode is.
+        new: (t, *field) its first timesteps, which are encoded.
+        kept: (n, 2) the index of those that follow, whose blobs are taken as they are.
+    """
+    layout, coded = files.layout, files.storage.maps.coded[name]
+    blobs = encode_many(coded.field, new, coded.dictionary)
+    for (_, length), blob in zip(kept.tolist(), coded.blobs(kept), strict=True):
+        if blob is None and length % 2**32 != DEFAULT_BLOB:
+            raise files.storage.damaged_blob(name, f"a timestep of slot {slot} has no blob")
+        blobs.append(blob or b"")
+    index = index_of(coded.field, blobs, layout.region(name, slot).start, coded.dictionary)
+    index[len(new) :, 1] = kept[:, 1]
+    if len(index):
+        files.require_room(name, slot, end_of(index[-1]))
+    row = layout.row_offset(name, files.storage.start_of(name, slot))
+    begin = layout.arrays[name + BLOBS].offset(slot)
+    pieces: list[Piece] = [(name, row, index.tobytes()), (name + BLOBS, begin, b"".join(blobs))]
+    return pieces, add_rows(EMPTY, contents_of(index, blobs))
 
 
 def plan_end(
@@ -274,11 +306,18 @@ def _planned(
     """The rewrite of these pieces, a final observation, meta fields, and the checksums of all, where there are some."""
     layout, generation = files.layout, record["generation"]
     for name, value in finals.items():
-        behind = slot * (layout.max_timesteps + 1) + record["length"]
+        behind, record["flags"] = slot * (layout.max_timesteps + 1) + record["length"], record["flags"] | FINAL
+        if name in layout.coded:
+            coded, data = files.storage.maps.coded[name], layout.arrays[name + BLOBS].offset(0)
+            blobs = encode(coded.field, value[None], coded.dictionary)
+            index = index_of(coded.field, blobs, files.end_of_blobs(name, slot, record["length"]), coded.dictionary)
+            pieces.append((name + BLOBS, data + int(index[0, 0]), blobs[0]))
+            value, content = index, contents_of(index, blobs)
+        else:
+            content = value
         pieces.append((name, layout.row_offset(name, behind), value.tobytes()))
-        record["flags"] |= FINAL
         if row is not None:
-            sums[name] = add_rows(sums[name], value)
+            sums[name] = add_rows(sums[name], content)
     for name, value in meta.items():
         pieces.append((name, layout.arrays[name].offset(slot), value.tobytes()))
         if row is not None:

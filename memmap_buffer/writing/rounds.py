@@ -7,8 +7,8 @@ on file systems that overwrite in place. Elsewhere, and under durability "power"
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,15 +18,17 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import machine, overwrites_in_place
 from memmap_buffer.format.layout import ArrayFile
 from memmap_buffer.format.records import EVERY_SLOT, JOURNAL, SHOWN, STATE_WORD, WORDS
-from memmap_buffer.format.syscalls import allocate, close_all
+from memmap_buffer.format.syscalls import BLOCK, allocate, close_all
+from memmap_buffer.schema import Field
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
 from memmap_buffer.writing.episode import Episode
 
 ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in the order in which they were made
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time
-LOOK_SECONDS = 0.05  # how often it is looked whether the folder is still at its path
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
-_STEP = np.uint64(1 << 32)
+STEP = 1 << 32
+# A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; its `final`.
+Rows: TypeAlias = tuple[str, Array, np.dtype[Any] | None, bool]
 
 
 class MappedFiles:
@@ -43,10 +45,16 @@ class MappedFiles:
         self.words = self._mapped(arrays["/episodes"]).view(np.uint64).reshape(-1)
         self.state = self._mapped(arrays["/state"]).view(np.uint64).reshape(-1)
         self.rows = {name: self._mapped(arrays[name]) for name in layout.schema.fields}
-        self._sizes = [
-            (files.fd[name], len(arrays[name].header), layout.max_timesteps + field.final, field.itemsize)
-            for name, field in layout.schema.fields.items()
-        ]
+        fields = layout.schema.fields.items()
+        self._single, self._several = ([self._rows_of(*each, many) for each in fields] for many in (False, True))
+        self._large: list[tuple[int, int, int, int]] = []  # descriptor, header, rows a slot, bytes a row
+        self._small: list[tuple[int, int, int, int]] = []
+        for name, field in layout.schema.fields.items():
+            size = (files.fd[name], len(arrays[name].header), layout.max_timesteps + field.final, field.itemsize)
+            (self._large if size[2] * size[3] >= BLOCK else self._small).append(size)
+        # Of small fields, whose space is never given back, several slots are allocated by one call.
+        self._together = BLOCK // max([1, *(stride * itemsize for *_, stride, itemsize in self._small)])
+        self._allocated: set[int] = set()  # so many slots of small fields each
 
     @staticmethod
     def may_be_used(files: WriteHandles) -> bool:
@@ -60,13 +68,32 @@ class MappedFiles:
         out: Array = np.frombuffer(mapped, array.dtype, offset=len(array.header)).reshape(array.shape)
         return out
 
+    def fields_of(self, num_rows: int) -> list[Rows]:
+        """What so many rows are stored to at a time."""
+        return self._single if num_rows == 1 else self._several
+
+    def _rows_of(self, name: str, field: Field, several: bool) -> Rows:
+        rows = self.rows[name].reshape(-1, *field.shape)
+        if not several or not field.shape:
+            return name, rows, None, field.final
+        # Rows are copied as bytes: numpy stores those of a list in half the time that it takes for as short arrays.
+        whole = np.dtype((np.void, field.itemsize))
+        return name, rows.reshape(-1).view(whole), whole, field.final
+
     def prepare(self, slot: int, t: int) -> int:
         """Have room on the disk for timesteps of a slot from `t` on; up to which one. Raises OSError: it is full."""
-        stop = self._files.layout.max_timesteps
-        for *_, itemsize in self._sizes:
+        layout = self._files.layout
+        stop = layout.max_timesteps
+        for *_, itemsize in self._large:
             stop = min(stop, t + max(1, AHEAD // itemsize))
-        for fd, header, stride, itemsize in self._sizes:
+        for fd, header, stride, itemsize in self._large:
             allocate(fd, header + (slot * stride + t) * itemsize, (stop - t) * itemsize)
+        part = slot // self._together
+        if part not in self._allocated:
+            first, last = part * self._together, min((part + 1) * self._together, layout.slots)
+            for fd, header, stride, itemsize in self._small:
+                allocate(fd, header + first * stride * itemsize, (last - first) * stride * itemsize)
+            self._allocated.add(part)
         return stop
 
 
@@ -86,67 +113,69 @@ class Round:
         self.files, self.maps = files, maps
         self._pairs = list(zip(episodes, slot_writers, strict=True))
         self.slots: IntArray = np.array([one.slot for one in slot_writers])
-        self._t: IntArray = np.array([one.length for one in slot_writers])
         self._shown = self.slots * WORDS + SHOWN
-        # One slot alone is assigned by plain numbers, in a third of the time.
-        self._single = (int(self.slots[0]), int(self._t[0])) if len(self.slots) == 1 else None
         self._room = 0
-        self._looked = 0.0
+        self._fields = maps.fields_of(len(self._pairs))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Count from what is published."""
+        t: IntArray = np.array([one.length for one in self.slot_writers])
+        self.left = self.files.layout.max_timesteps - int(t.max())
+        first = self.slots * self.files.layout.max_timesteps + t
+        # The row that is next, in files without and with `final`. One alone is a plain number, in a third of the time.
+        self._next: list[Any] = [first, first + self.slots]
+        if len(self._pairs) == 1:
+            self._next = [at.item() for at in self._next]
 
     @property
-    def left(self) -> int:
-        """How many more rounds no episode becomes as long as it may be."""
-        return self.files.layout.max_timesteps - int(self._t.max())
+    def episodes(self) -> list[Episode]:
+        """Those that are appended to."""
+        return [one for one, _ in self._pairs]
+
+    @property
+    def slot_writers(self) -> list[SlotWriter]:
+        """Those of the episodes."""
+        return [one for _, one in self._pairs]
 
     def prepare(self) -> None:
         """Have room for the next timestep of each. Raises OSError: the disk is full; nothing has changed."""
         if self._room <= 0:
-            rooms = []
-            for (_, slot_writer), t in zip(self._pairs, self._t.tolist(), strict=True):
-                if slot_writer.room <= t:
-                    slot_writer.room = self.maps.prepare(slot_writer.slot, t)
-                rooms.append(slot_writer.room - t)
-            self._room = min(rooms)
-
-    def check(self) -> None:
-        """Raise WriterLostError unless this object may still write; the path is looked at now and then."""
-        storage, lock = self.files.storage, self.files.lock
-        now = time.monotonic()
-        if now - self._looked > LOOK_SECONDS or not lock.mine or storage.state("term") != lock.term:
-            lock.check(storage)
-            self._looked = now
+            for one in self.slot_writers:
+                if one.room <= one.length:
+                    one.room = self.maps.prepare(one.slot, one.length)
+            self._room = min(one.room - one.length for one in self.slot_writers)
 
     def store(self, columns: Mapping[str, Array]) -> None:
         """Write the next timestep of each, field -> (B, *field), and show it. Readers are still to be told."""
-        if self._single is None:
-            slots, t = self.slots, self._t
-            for name, rows in self.maps.rows.items():
-                rows[slots, t] = columns[name]
+        following, words = self._next, self.maps.words
+        if len(self._pairs) == 1:
+            for name, rows, _, final in self._fields:
+                rows[following[final]] = columns[name][0]
+            shown = self._shown.item()
+            words[shown] = words.item(shown) + STEP
         else:
-            slot, step = self._single
-            for name, rows in self.maps.rows.items():
-                rows[slot, step] = columns[name][0]
-            self._single = slot, step + 1
-        self.maps.words[self._shown] += _STEP
-        self._t += 1
+            for name, rows, whole, final in self._fields:
+                column = columns[name]
+                rows[following[final]] = column if whole is None else bytes_of(column, whole)
+            words[self._shown] = words.take(self._shown) + np.uint64(STEP)
+        following[0] += 1
+        following[1] += 1
         self._room -= 1
+        self.left -= 1
         for episode, slot_writer in self._pairs:
-            slot_writer.length += 1
-            episode.base = episode.length = slot_writer.length
+            slot_writer.length = episode.base = episode.length = episode.length + 1
 
     def settle(self) -> None:
         """Whatever interrupted `store`: what is shown is what was stored."""
-        for i, (episode, slot_writer) in enumerate(self._pairs):
+        for episode, slot_writer in self._pairs:
             slot_writer.length = episode.base = episode.length = slot_writer.num_published
-            self._t[i] = slot_writer.length
-        if self._single is not None:
-            self._single = int(self.slots[0]), int(self._t[0])
+        self._room = 0
+        self._go_on()
 
-    def forget(self, slots: IntArray, start: IntArray) -> None:
-        """Show the steps of some slots from `start` on alone."""
-        at = slots * WORDS + SHOWN
-        words = self.maps.words
-        words[at] = (words.take(at) >> np.uint64(32) << np.uint64(32)) | start.astype(np.uint64)
+    def show(self, slots: Any, words: Any) -> None:
+        """Show other steps of some slots: of each the first, and above it the end."""
+        self.maps.words[slots * WORDS + SHOWN] = words
 
     def tell(self, slots: IntArray) -> None:
         """Tell the readers which slots changed."""
@@ -154,11 +183,17 @@ class Round:
         changes, count = state.item(_CHANGES), len(slots)
         if count > JOURNAL // 8:
             state[_JOURNAL + (changes + 1) % JOURNAL], count = EVERY_SLOT, 1
-        elif count == 1:
-            state[_JOURNAL + (changes + 1) % JOURNAL] = slots.item(0)
         else:
-            state[_JOURNAL + np.arange(changes + 1, changes + count + 1) % JOURNAL] = slots
+            first, room = (changes + 1) % JOURNAL, JOURNAL - (changes + 1) % JOURNAL
+            state[_JOURNAL + first : _JOURNAL + min(first + count, JOURNAL)] = slots[:room]
+            if count > room:
+                state[_JOURNAL : _JOURNAL + count - room] = slots[room:]
         state[_CHANGES] = changes + count
+
+
+def bytes_of(column: Array, whole: np.dtype[Any]) -> Array:
+    """A column (B, *field) as (B,) items of bytes."""
+    return np.ndarray(len(column), whole, np.ascontiguousarray(column))
 
 
 def mapped_files(files: WriteHandles) -> MappedFiles | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from memmap_buffer.dtypes import all_of
 from memmap_buffer.errors import BufferFullError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.layout import Layout
@@ -135,7 +136,7 @@ class SlotAllocator:
             self.stop[slot] = length
             self.round += added - (not alone)
             self._last[slot] = self.round - alone
-            self._published(np.full(added, slot))
+            self._published(np.full(added, self._entry[slot]))
         while len(self._live) > self._max_episodes:
             self.retired.append(self._live[self.oldest])
             self.hide(self.oldest)
@@ -163,13 +164,24 @@ class SlotAllocator:
 
         Those that have left already do not come back.
         """
-        there = self._entry.take(slots) != -1
-        slots = slots if there.all() else slots[there]
+        if len(slots) == 1:  # by plain numbers, in a third of the time
+            slot = slots.item()
+            if self._entry.item(slot) != -1:
+                self.stop[slot] = self.stop.item(slot) + 1
+                self._last[slot] = self.round
+                self.steps += 1
+                self._published(self._entry[slot : slot + 1])
+            self.round += ends
+            return
+        entries = self._entry.take(slots)
+        there = entries != -1
+        if not all_of(there):
+            slots, entries = slots[there], entries[there]
         self.stop[slots] += 1
-        self.steps += len(slots)
         self._last[slots] = self.round
+        self.steps += len(slots)
         self.round += ends
-        self._published(slots)
+        self._published(entries)
 
     def hide(self, serial: int) -> None:
         """An episode is not visible any more; its slot may be written again."""
@@ -198,6 +210,14 @@ class SlotAllocator:
 
         Returns: the slots that they were in, whose `start` moved.
         """
+        while count == 1 and self._head < self._tail:  # by plain numbers, in a third of the time
+            entry = self._entries.item(self._head)
+            self._head += 1
+            slot = entry & _LOW
+            if self._entry.item(slot) == entry:
+                self.steps -= 1
+                self.start[slot] = self.start.item(slot) + 1
+                return np.array([slot])
         moved = NONE
         while count > 0 and self._head < self._tail:
             entries = self._entries[self._head : min(self._head + count, self._tail)]
@@ -215,16 +235,14 @@ class SlotAllocator:
         self.start[moved] += steps
         return moved
 
-    def _published(self, slots: IntArray) -> None:
-        """Take note of one more step of each of these."""
+    def _published(self, entries: IntArray) -> None:
+        """Take note of steps that were published, each by the entry of its slot."""
         if self._layout.capacity is None:
             return
-        stop = self._tail + len(slots)
-        if stop > len(self._entries):
-            self._make_room(len(slots))
-            stop = self._tail + len(slots)
-        self._entries[self._tail : stop] = self._entry.take(slots)
-        self._tail = stop
+        if self._tail + len(entries) > len(self._entries):
+            self._make_room(len(entries))
+        start, self._tail = self._tail, self._tail + len(entries)
+        self._entries[start : self._tail] = entries
 
     def _make_room(self, count: int) -> None:
         """Drop the entries that were passed over or will be; have room for as many as are left, and `count`."""

@@ -25,7 +25,11 @@ def whole_episode(
     """
     flat = schema.flatten(given)
     schema.require(flat, where)
-    columns = {name: _column(schema, name, flat[name]) for name in schema.fields if name in flat}
+    columns = {
+        name: schema.encode(name, flat[name], 1, hint="; the first axis is time")
+        for name in schema.fields
+        if name in flat
+    }
     if not columns:
         raise SchemaError(f"{where}: no per-timestep field was given; give (T, *field) arrays")
     length = min(len(column) for column in columns.values())
@@ -60,13 +64,6 @@ def require_default(field: Field, name: str, where: str) -> Array:
             field=name,
         )
     return field.fill
-
-
-def _column(schema: Schema, name: str, values: Any) -> Array:
-    try:
-        return schema.fields[name].encode(values, lead=1)
-    except SchemaError as error:
-        raise SchemaError(f"field {name!r}: {error}; the first axis is time", field=name) from None
 
 
 def _first(column: Array, length: int) -> Array:

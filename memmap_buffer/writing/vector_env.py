@@ -6,6 +6,7 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from threading import get_ident
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from memmap_buffer.dtypes import Array, to_numpy
+from memmap_buffer.dtypes import Array, all_of, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Field, Schema
@@ -115,10 +116,7 @@ class EpisodeGroup(Block):
         for name, values in batch.items():
             if name not in known:
                 raise self.schema.unknown(name, where, known)
-            try:
-                rows = known[name].encode(values, lead=1)
-            except SchemaError as error:
-                raise SchemaError(f"field {name!r}, {where}: {error}", field=name) from None
+            rows = self.schema.encode(name, values, 1, f", {where}")
             if len(rows) != len(self):
                 raise SchemaError(
                     f"field {name!r}, {where}: got a batch of {len(rows)}, expected {len(self)}", field=name
@@ -142,7 +140,10 @@ class EpisodeStream(EpisodeGroup):
     def __init__(self, writer: Writer, size: int, *, skips_resets: bool = False) -> None:
         super().__init__(writer.schema, [])
         self._writer, self._size, self._limit, self._skips_resets = writer, size, writer.max_timesteps, skips_resets
-        self._plan = dict(writer.schema.fields)
+        fields = writer.schema.fields
+        known = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
+        # What a timestep may give: the field, and the dtype and shape of arrays that are stored as they are.
+        self._plan = {name: (field, field.direct, (size, *field.shape)) for name, field in known.items()}
         self._round: Round | None = None  # what appends to all episodes together, as long as none of them ends
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
         self._following: dict[str, Array] = {}  # what was seen after the last step
@@ -164,8 +165,12 @@ class EpisodeStream(EpisodeGroup):
             BufferFullError: there is no room for another episode; the timesteps before it are stored.
             OSError: the disk is full, say; what could not be written is kept, and written by the next call.
         """
+        with self._writer.turn, self._writer.in_a_stream():
+            self._extend(steps)
+
+    def _extend(self, steps: Steps) -> None:
         count = len(steps.ends)
-        self._round = None
+        before, self._round = self._round, None
         while steps.done < count:
             self._publish_what_ended()
             self._see(steps)
@@ -174,7 +179,7 @@ class EpisodeStream(EpisodeGroup):
             if all(episode.staged for episode in self.episodes):
                 self._append(steps, self._stop(steps, recorded), recorded)
             else:
-                self._append_in_place(steps, recorded)
+                self._append_in_place(steps, recorded, before)
             if steps.done > start:
                 self.over[:] = False
                 self.over[recorded] = steps.ends[steps.done - 1, recorded]
@@ -184,39 +189,42 @@ class EpisodeStream(EpisodeGroup):
             self._round = self._writer.round_of(self.episodes)
 
     def go_on(self, step: Mapping[str, Any]) -> bool:
-        """Append one timestep in which no episode begins or ends; False where that is not so, and nothing was done."""
-        if self._skips_resets and not self._cut and self.over.all():
+        """Append one timestep that is given as it is to be stored; False where that is not so, and nothing was done."""
+        if self._skips_resets and not self._cut and all_of(self.over):
             self.over[:], self._following = False, {}  # a reset of every environment, which is no timestep
             return True
-        if self._round is None or self._round.left <= 1:
-            return False
         columns = self._encoded(step)
-        if columns is None or any(columns[name].any() for name in self.schema.ends):
+        if columns is None:
             return False
+        if (
+            self._round is None
+            or self._round.left <= 1
+            or any([np.count_nonzero(columns[end]) for end in self.schema.ends])
+        ):
+            self.extend(Steps.of(self.schema, columns))
+            return True
         self._writer.append_round(self._round, columns)
-        finals = self.schema.final_names
-        self._following = (
-            {name: columns[NEXT + name].copy() for name in finals} if len(columns) > len(self._plan) else {}
-        )
+        told = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
+        self._following = {name: columns[NEXT + name].copy() for name in told}
         return True
 
     def _encoded(self, step: Mapping[str, Any]) -> dict[str, Array] | None:
         """Every field of a timestep as (B, *field), and `next_<field>` where given; None where it is not so simple."""
-        columns, axes = {}, (self._size,)
+        columns, plan = {}, self._plan
         for name, value in step.items():
-            field = self._plan.get(name) or self._plan.get(name.removeprefix(NEXT))
-            if field is None or field.dtype == "str":
+            known = plan.get(name)
+            if known is None:
                 return None
-            if type(value) is not ndarray or value.dtype != field.direct or value.shape != (*axes, *field.shape):
+            field, dtype, shape = known
+            if type(value) is not ndarray or value.dtype != dtype or value.shape != shape:
                 try:
                     value = field.encode(value, lead=1)
                 except SchemaError:
                     return None  # there it is told in full
-                if value.shape[:1] != axes:
+                if value.shape != shape:
                     return None
             columns[name] = value
-        finals = len(self.schema.final_names)
-        complete = len(columns) in (len(self._plan), len(self._plan) + finals) and self._plan.keys() <= columns.keys()
+        complete = len(columns) == len(plan) or columns.keys() == self.schema.fields.keys()
         return columns if complete else None
 
     def publish(self, *, cut: bool = True) -> None:
@@ -279,41 +287,48 @@ class EpisodeStream(EpisodeGroup):
                 episode.finals = {}
             raise
 
-    def _append_in_place(self, steps: Steps, recorded: IntArray) -> None:
-        """Store one timestep. What was shown is not taken back: after an error some environments have it."""
+    def _append_in_place(self, steps: Steps, recorded: IntArray, before: Round | None) -> None:
+        """Store one timestep. What was shown is not taken back: after an error some environments have it.
+
+        Args: before: what appended to all episodes together until now.
+        """
         at, waiting = steps.done, recorded[~steps.have[recorded]]
-        for i in waiting:
+        for i in waiting.tolist() if self._writer.how.publish == "episode" else ():
             self.episodes[i].require_room()
-        shown = np.array([self._writer.shows(self.episodes[i]) for i in waiting], np.bool_)
-        with self._writer.one_round():
+        shown = np.array([self._writer.shows(self.episodes[i]) for i in waiting.tolist()], np.bool_)
+        with self._writer.one_round() if len(waiting) > 1 else nullcontext():
             for i in waiting[~shown].tolist():
-                before = self.episodes[i].length
+                length = self.episodes[i].length
                 try:
                     self._store(steps, i, at, at + 1)
                 finally:
-                    steps.have[i] = self.episodes[i].length > before  # it may have become visible before the error
+                    steps.have[i] = self.episodes[i].length > length  # it may have become visible before the error
             together = waiting[shown]
             if len(together):
-                self._append_round(steps, together)
+                self._append_round(steps, together, before)
         steps.done += 1
         steps.have[:] = False
 
-    def _append_round(self, steps: Steps, chosen: IntArray) -> None:
+    def _append_round(self, steps: Steps, chosen: IntArray, before: Round | None) -> None:
         """Store one timestep of environments whose episodes are shown already."""
         at, episodes = steps.done, [self.episodes[i] for i in chosen]
-        joint = self._writer.round_of(episodes)
-        before = [episode.length for episode in episodes]
+        joint = before if before is not None and before.episodes == episodes else self._writer.round_of(episodes)
+        lengths = [episode.length for episode in episodes]
         try:
             if joint is None:
                 for i in chosen.tolist():
                     self._store(steps, i, at, at + 1)
                 return
-            self._writer.append_round(joint, {name: rows[at, chosen] for name, rows in steps.fields.items()})
-            for i, episode in zip(chosen.tolist(), episodes, strict=True):
-                episode.ended = next((name for name in self.schema.ends if steps.fields[name][at, i].any()), "")
+            every = len(chosen) == self._size
+            columns = {name: rows[at] if every else rows[at, chosen] for name, rows in steps.fields.items()}
+            self._writer.append_round(joint, columns)
+            for i in chosen[steps.ends[at, chosen]].tolist():
+                ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
+                self.episodes[i].ended = next(ends)
+            for i in chosen.tolist() if steps.meta or steps.following else ():
                 self._tell(steps, i, at)
         finally:
-            for i, episode, length in zip(chosen.tolist(), episodes, before, strict=True):
+            for i, episode, length in zip(chosen.tolist(), episodes, lengths, strict=True):
                 steps.have[i] = episode.length > length
 
     def _store(self, steps: Steps, i: int, start: int, stop: int) -> None:
@@ -377,10 +392,27 @@ class Steps:
             if name not in columns:
                 row = require_default(field, name, "timesteps")
                 self.fields[name] = np.broadcast_to(row, (*self._axes, *field.cell))
+        self._find_ends(schema)
+
+    @classmethod
+    def of(cls, schema: Schema, columns: Mapping[str, Array]) -> Steps:
+        """One timestep, of every field as (B, *field), and `next_<field>` where given."""
+        steps = cls.__new__(cls)
+        steps.done, steps.meta = 0, {}
+        steps.fields = {name: columns[name][None] for name in schema.fields}
+        steps.following = {
+            name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()
+        }
+        steps._axes = next(iter(steps.fields.values())).shape[:2]
+        steps._find_ends(schema)
+        return steps
+
+    def _find_ends(self, schema: Schema) -> None:
         self.have = np.zeros(self._axes[1], np.bool_)
         self.ends = np.zeros(self._axes, np.bool_)
         for name in schema.ends:
-            self.ends |= self.fields[name].reshape(self._axes) != 0
+            if np.count_nonzero(self.fields[name]):
+                self.ends |= self.fields[name].reshape(self._axes) != 0
 
     @property
     def num_envs(self) -> int:
@@ -415,13 +447,9 @@ def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
 
 def _encode(schema: Schema, name: str, value: Any, lead: int, time: bool) -> Array:
     """(T, B, *field) of a field as it was given."""
-    field = schema.all[name]
-    try:
-        rows = field.encode(value, lead=lead)
-    except SchemaError as error:
-        raise SchemaError(f"field {name!r}: {error}", field=name) from None
-    axes = rows.shape[:lead]
-    return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *field.cell))
+    rows = schema.encode(name, value, lead)
+    axes, shape = rows.shape[:lead], rows.shape[lead:]
+    return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *shape))
 
 
 def _require_same_axes(columns: Mapping[str, Array]) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit
 from memmap_buffer.writing.episode import Episode, Held, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
 from memmap_buffer.writing.rounds import MappedFiles, Round, mapped_files
-from memmap_buffer.writing.slots import NONE, SlotAllocator
+from memmap_buffer.writing.slots import SlotAllocator
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class Writer:
         self.staging = Staging()  # of all episodes
         self._settled = True
         self._closed = False
-        self._in_round = False
+        self._in_round = self._in_stream = False
         self._given_up: list[int] = []  # slots whose space is given back once readers were told
         self._mapped: tuple[MappedFiles | None, ...] = ()  # once it was looked whether stores may go to maps
 
@@ -144,7 +144,10 @@ class Writer:
             if files is None:
                 files = self._take_over()
             else:
-                self.lock.check(self.storage)
+                if self._in_stream:
+                    self.lock.glance(self.storage)
+                else:
+                    self.lock.check(self.storage)
                 files.catch_up()
             if not self._settled:
                 self._settle(files)
@@ -358,29 +361,35 @@ class Writer:
             episode.state = "aborted"
         self._slot_writers.pop(ref(episode), None)
 
-    def append(self, episode: Episode) -> None:
-        """Publish the steps that were just stored. On an error those that are not visible were never stored."""
+    def append(self, episode: Episode, columns: Mapping[str, Array], base: int, stop: int) -> None:
+        """Publish the timesteps before `stop` that are not yet. On an error those that are not visible are dropped.
+
+        Args: columns: field -> the rows from timestep `base` on.
+        """
         try:
-            self._change(partial(self._show_steps, episode))
+            self._change(partial(self._show_steps, episode, columns, base, stop))
         except BaseException:
             slot_writer = self._slot_writers.get(ref(episode))
             if slot_writer is not None:
                 slot_writer.rewind()
             visible = 0 if slot_writer is None else slot_writer.length
-            if visible < episode.length:
-                episode.drop_last(episode.length - visible)
+            episode.length, episode.ended = visible, episode.ended if visible == stop else ""
             raise
 
-    def _show_steps(self, episode: Episode, files: WriteHandles) -> None:
+    def _show_steps(
+        self, episode: Episode, columns: Mapping[str, Array], base: int, stop: int, files: WriteHandles
+    ) -> None:
         slot_writer = self._slot_writers.get(ref(episode))
         # Steps that no record vouches for are trusted after a power cut only where their serial is.
         trusted = not files.power or slot_writer is None or self.storage.state("synced") > slot_writer.serial
         if slot_writer is None or not slot_writer.published or episode.ended or not trusted:
             flags = OPEN | TERMINATED * self._terminated(episode)
-            self._commit(self._write(episode, files), episode, flags, at_once=True)
+            slot_writer = self._slot_writer_of(episode, files)
+            slot_writer.write(columns, base, stop)
+            self._commit(slot_writer, episode, flags, at_once=True)
             return
-        self._slots.require_room(self.storage.path, 0, episode.length - slot_writer.num_published)
-        slot_writer.append(episode.columns, episode.base, episode.length)
+        self._slots.require_room(self.storage.path, 0, stop - slot_writer.num_published)
+        slot_writer.append(columns, base, stop)
         self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=not self._in_round)
         self._tell(files, [slot_writer.slot])
 
@@ -392,6 +401,15 @@ class Writer:
         return slot_writer is not None and slot_writer.published
 
     @contextmanager
+    def in_a_stream(self) -> Iterator[None]:
+        """In the block it is looked now and then only whether the folder is still at its path."""
+        self._in_stream = True
+        try:
+            yield
+        finally:
+            self._in_stream = False
+
+    @contextmanager
     def one_round(self) -> Iterator[None]:
         """What is shown in the block is of one round, see `slots`."""
         self._in_round = True
@@ -401,7 +419,7 @@ class Writer:
             self._in_round = False
         with self.turn:
             if self._files is not None:
-                self._slots.show_round(NONE)
+                self._slots.round += 1
 
     def round_of(self, episodes: Sequence[Episode]) -> Round | None:
         """What appends to these open episodes together; None where they are not shown yet, or cannot be mapped."""
@@ -417,29 +435,32 @@ class Writer:
             return None if self._mapped[0] is None else Round(files, self._mapped[0], episodes, slot_writers)
 
     def append_round(self, joint: Round, columns: Mapping[str, Array]) -> None:
-        """Append one timestep to several episodes, field -> (B, *field), and publish it: to all of them or to none."""
-        with self.turn:
-            if self._closed or joint.files is not self._files or joint.files.behind or not self._settled:
-                self.begin()
-            joint.check()
-            slots = joint.slots
-            self._slots.require_room(self.storage.path, 0, len(slots))
-            joint.prepare()
-            try:
-                self._settled = False
-                joint.store(columns)
-                self._slots.show_round(slots, ends=not self._in_round)
-                if self._slots.surplus:
-                    slots = np.concatenate([slots, self._forget(joint.files, joint)])
-                joint.tell(slots)
+        """Append one timestep to several episodes, field -> (B, *field), and publish it: to all of them or to none.
+
+        Who calls it has the turn.
+        """
+        if self._closed or joint.files is not self._files or joint.files.behind or not self._settled:
+            self.begin()
+        self.lock.glance(self.storage)
+        slots = joint.slots
+        self._slots.require_room(self.storage.path, 0, len(slots))
+        joint.prepare()
+        try:
+            self._settled = False
+            joint.store(columns)
+            self._slots.show_round(slots, ends=not self._in_round)
+            if self._slots.surplus:
+                slots = np.concatenate([slots, self._forget(joint.files, joint)])
+            joint.tell(slots)
+            if self._given_up:
                 self._give_back(joint.files)
-                self._settled = True
-            except BaseException:
-                joint.settle()
-                if self.lock.mine:
-                    with suppress(OSError):
-                        self._settle(joint.files)
-                raise
+            self._settled = True
+        except BaseException:
+            joint.settle()
+            if self.lock.mine:
+                with suppress(OSError):
+                    self._settle(joint.files)
+            raise
 
     def spill(self, episode: Episode) -> None:
         """Write the steps that are staged to the episode's slot, which makes room for others."""
@@ -447,6 +468,11 @@ class Writer:
 
     def _write(self, episode: Episode, files: WriteHandles) -> SlotWriter:
         """Write the steps that are staged to the episode's slot."""
+        slot_writer = self._slot_writer_of(episode, files)
+        slot_writer.write(episode.columns, episode.base, episode.length)
+        return slot_writer
+
+    def _slot_writer_of(self, episode: Episode, files: WriteHandles) -> SlotWriter:
         slot_writer = self._slot_writers.get(ref(episode))
         if slot_writer is None:
             busy = {other.slot for other in (*self._slot_writers.values(), *self._pending)}
@@ -455,7 +481,6 @@ class Writer:
                 what = f"{len(busy)} episodes that are being written in place, and one to publish"
                 self._refuse_spare(what, len(busy) + 1)
             slot_writer = self._slot_writers[ref(episode)] = SlotWriter(files, slot)
-        slot_writer.write(episode.columns, episode.base, episode.length)
         return slot_writer
 
     def _commit(self, slot_writer: SlotWriter, episode: Episode, flags: int, *, at_once: bool) -> None:
@@ -504,14 +529,20 @@ class Writer:
     def _forget(self, files: WriteHandles, joint: Round | None = None) -> IntArray:
         """Show the oldest steps no more; an episode that has none left gives its disk space back."""
         moved = self._slots.forget(self._slots.surplus)
-        start, stop = self._slots.start.take(moved), self._slots.stop.take(moved)
-        if joint is None:
-            for slot, first, end in zip(moved.tolist(), start.tolist(), stop.tolist(), strict=True):
-                files.write_shown(slot, first, end)
+        if joint is not None and len(moved) == 1:  # by plain numbers, in a third of the time
+            slot = moved.item()
+            first, end = self._slots.start.item(slot), self._slots.stop.item(slot)
+            joint.show(slot, first | end << 32)
+            empty = [slot] if first == end else []
         else:
-            joint.forget(moved, start)
+            start, stop = self._slots.start.take(moved), self._slots.stop.take(moved)
+            if joint is None:
+                for slot, first, end in zip(moved.tolist(), start.tolist(), stop.tolist(), strict=True):
+                    files.write_shown(slot, first, end)
+            else:
+                joint.show(moved, (start | stop << 32).view(np.uint64))
+            empty = moved[start == stop].tolist()
         files.barriers("/episodes")
-        empty = moved[start == stop].tolist()
         if empty:
             growing = {one.slot for one in self._slot_writers.values() if one.flags & OPEN}
             for slot in empty:

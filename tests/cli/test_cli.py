@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import coded_folder
 import damage
 import pytest
 from damage import flip, header_size, rows_of
@@ -17,6 +19,7 @@ from fault_injection import listing, shown
 
 from memmap_buffer import ReplayBuffer, verify
 from memmap_buffer.cli import app, command, minimal
+from memmap_buffer.codecs import Jpeg, Zstd
 
 Main = Callable[[list[str]], int]
 
@@ -214,3 +217,40 @@ def test_pack_says_why_it_cannot_and_ends_with_2(
     first, second = capsys.readouterr().err.splitlines()
     assert "there is no such folder; check the path" in first
     assert "holds a buffer already; give a folder without one" in second
+
+
+# Compressed fields
+
+
+def test_pack_compresses_the_fields_that_are_named(
+    tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, packed, back = (str(folder) for folder in (coded_folder.example(), tmp_path / "packed", tmp_path / "back"))
+    assert main(["pack", source, packed, "--codec", "frame=zstd:9", "--codec", "camera=jpeg:50"]) == 0
+    assert main(["unpack", packed, back, "--codec", "frame=none", "--codec", "depth=zstd"]) == 0
+    assert codecs_in(packed) == {
+        "frame": Zstd(9),
+        "camera.left": Jpeg(50),
+        "noise": Zstd(3),
+        "depth": None,
+        "number": None,
+    }
+    assert codecs_in(back) | {"camera.left": None} == dict.fromkeys(codecs_in(packed)) | {
+        "noise": Zstd(),
+        "depth": Zstd(),
+    }
+    assert capsys.readouterr().out.splitlines() == [f"{folder}: 4 episodes, 122 steps" for folder in (packed, back)]
+
+
+def codecs_in(folder: str) -> dict[str, Any]:
+    with ReplayBuffer.from_folder(folder, read_only=True) as buffer:
+        return {name: field.codec for name, field in buffer.schema.fields.items()}
+
+
+@pytest.mark.parametrize("given", ["frame", "frame=zip", "frame=zip:3", "frame=zstd:x", "frame=zstd:99", "task=zstd"])
+def test_a_codec_that_is_none_is_told(
+    tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    assert main(["pack", str(coded_folder.example()), str(tmp_path / "packed"), "--codec", given]) == 2
+    assert not (tmp_path / "packed").exists()
+    assert re.search("codec|level", capsys.readouterr().err)

@@ -12,6 +12,7 @@ from fault_injection import listing
 from memmap_buffer import ReplayBuffer, pack
 from memmap_buffer.cli import app, doctor_bench
 from memmap_buffer.format.folder import Folder
+from memmap_buffer.interop.columns import flatten
 from memmap_buffer.maintenance import disk
 from memmap_buffer.maintenance.disk import DiskSpeed
 
@@ -116,16 +117,14 @@ def test_bench_measures_every_kind_of_batch_and_its_figures_belong_together(
     assert [row["batches"] for row in got["batches"]] == list(doctor_bench.LEVELS)
     with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
         for row in got["batches"]:
-            batch = doctor_bench._leaves(buffer.sample(row["items"], **doctor_bench.LEVELS[row["batches"]]))
+            batch = list(flatten(buffer.sample(row["items"], **doctor_bench.LEVELS[row["batches"]])).values())
             assert len(batch[0]) == row["items"]
             seconds = row["us_per_batch"] / 1e6
             assert row["items_per_second"] == pytest.approx(row["items"] / seconds)
             size = row["bytes_per_second"] * seconds
             assert row["times_memory"] == pytest.approx(seconds / (size / got["memory_bytes_per_second"]))
         size = sum(
-            leaf.nbytes
-            for leaf in doctor_bench._leaves(buffer.sample(256, timestep_level=True))
-            if hasattr(leaf, "nbytes")
+            leaf.nbytes for leaf in flatten(buffer.sample(256, timestep_level=True)).values() if hasattr(leaf, "nbytes")
         )
     row = got["batches"][0]
     assert row["bytes_per_second"] * row["us_per_batch"] / 1e6 == pytest.approx(size)

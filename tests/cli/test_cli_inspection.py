@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import coded_folder
 import numpy as np
 import pytest
 from cli_cases import Case, episode_of, make, read_json, run
@@ -349,3 +350,17 @@ def test_a_hostile_folder_ends_in_one_line_and_no_traceback(
         assert code in (0, 1, 2)
     else:
         assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_info_tells_the_codec_and_how_much_it_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = coded_folder.example("dense")
+    fields = json_of(capsys, "info", folder)["fields"]
+    assert fields["frame"]["codec"] == {"name": "zstd", "level": 12}
+    parts = ("", ".blobs", ".dictionary")
+    stored = sum(np.load(folder / "data" / f"frame{part}.npy").nbytes for part in parts) - 2 * 16  # final ones of none
+    assert (fields["frame"]["bytes_stored"], fields["frame"]["bytes_raw"]) == (stored, 1024 * (122 + 2))
+    assert fields["depth"]["codec"] is None
+    app.main(["info", str(folder)])
+    told = capsys.readouterr().out
+    assert f"zstd 12, {1024 * 124 / stored:.1f} : 1" in " ".join(told.split())
+    assert "jpeg 90 420" in " ".join(told.split())

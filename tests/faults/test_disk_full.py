@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child, system
-from kill_writer import RING, content, exact, following, make, staged, steps
+from kill_writer import CODED, RING, content, exact, following, make, staged, steps
 from mounts import fill, on_ext4, on_tmpfs
 
 from memmap_buffer import ReplayBuffer, verify
@@ -28,6 +28,8 @@ MODES: dict[str, dict[str, Any]] = {
     "power": {"durability": "power"},
     "disk": {"stage": "disk"},
     "step": {"publish": "step"},
+    "compressed": {"fields": CODED},
+    "compressed, disk": {"fields": CODED, "stage": "disk"},
 }
 
 
@@ -103,8 +105,10 @@ def run_full(tell: Callable[[Any], None], disk: Path, **options: Any) -> None:
     tell(len(before))
 
 
-@pytest.mark.parametrize("mode", ["process", "power"])
-@pytest.mark.parametrize("disk", [on_tmpfs, on_ext4], ids=["tmpfs", "ext4"])
+@pytest.mark.parametrize(
+    ("disk", "mode"),
+    [(on_tmpfs, "process"), (on_tmpfs, "power"), (on_tmpfs, "compressed"), (on_ext4, "process"), (on_ext4, "power")],
+)
 def test_a_full_disk_raises_and_the_same_episode_is_published_once_there_is_space(tmp_path, disk, mode):
     """Faults 16 and 27: beside a process that samples from the full disk all the time."""
     (count,) = disk(tmp_path / "disk", lambda tell: run_full(tell, tmp_path / "disk", **MODES[mode]))
@@ -142,7 +146,7 @@ def run_full_in_place(tell: Callable[[Any], None], disk: Path, **options: Any) -
     tell(failures)
 
 
-@pytest.mark.parametrize("mode", ["disk", "step"])
+@pytest.mark.parametrize("mode", ["disk", "step", "compressed, disk"])
 def test_an_episode_that_is_written_as_it_grows_goes_on_once_there_is_space(tmp_path, mode):
     """Fault 16 for stage="disk" and publish="step": no step is lost and none is there twice."""
     (failures,) = on_tmpfs(tmp_path / "disk", lambda tell: run_full_in_place(tell, tmp_path / "disk", **MODES[mode]))
@@ -256,8 +260,15 @@ def test_a_limit_on_file_sizes_raises_efbig_and_no_signal(tmp_path, mode):
     assert (child.status, child.told) == (0, [[0, 1, 2, 3]])
 
 
-@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "ENXIO", "EAGAIN"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        (mode, name)
+        for mode in MODES
+        for name in ("ENOSPC", "EDQUOT", "EROFS", "ENXIO", "EAGAIN")
+        if name == "ENOSPC" or "compressed" not in mode
+    ],
+)
 def test_an_error_at_any_write_of_a_publication_leaves_what_was_there(tmp_path, mode, name):
     """Faults 17, 19 and 21: the error is passed on, and the same episode is published at the second try."""
     folder, number = tmp_path / "buffer", getattr(errno, name)

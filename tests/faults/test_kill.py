@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child, listing
-from kill_writer import FIELDS, RING, Writers, content, ended_at, exact, following, make, same, staged, steps
+from kill_writer import CODED, FIELDS, RING, Writers, content, ended_at, exact, following, make, same, staged, steps
 
 from memmap_buffer import NotABufferError, ReplayBuffer, verify
 from memmap_buffer.format import syscalls
@@ -82,9 +82,9 @@ class Promises:
             assert length == last + 1 or (length is None and last == len(content(serial)["t"]))
 
 
-def kill_often(writers: Writers, folder: Path, times: int, seed: int) -> Counter[str]:
+def kill_often(writers: Writers, folder: Path, times: int, seed: int, **made: Any) -> Counter[str]:
     """Kill a writer again and again on one buffer; what was acknowledged, by mode."""
-    make(folder).close()
+    make(folder, **made).close()
     chance, promises, more = random.Random(seed), Promises(), 0
     for kill in range(times):
         mode = list(MODES)[kill % len(MODES)]
@@ -111,10 +111,17 @@ def test_acknowledged_episodes_steps_and_updates_survive_kills_at_random_times(w
     assert min(told[mode] for mode in MODES) >= 1, told
 
 
+def test_compressed_fields_survive_kills_at_random_times(writers, tmp_path):
+    """Faults 1 and 8, as above."""
+    told = kill_often(writers, tmp_path / "buffer", times=10, seed=3, fields=CODED)
+    assert min(told[mode] for mode in MODES) >= 1, told
+
+
 @pytest.mark.slow
-def test_acknowledged_episodes_steps_and_updates_survive_500_kills(writers, tmp_path):
+@pytest.mark.parametrize("fields", [FIELDS, CODED], ids=["raw", "compressed"])
+def test_acknowledged_episodes_steps_and_updates_survive_500_kills(writers, tmp_path, fields):
     """Faults 1 and 8, at the length that the issue asks for."""
-    told = kill_often(writers, tmp_path / "buffer", times=500, seed=2)
+    told = kill_often(writers, tmp_path / "buffer", times=500, seed=2, fields=fields)
     assert min(told[mode] for mode in MODES) > 200, told
 
 
@@ -313,10 +320,11 @@ def test_signals_that_only_interrupt_change_nothing(tmp_path):
     assert exact(folder) == list(range(100 - RING["max_episodes"], 100))
 
 
+@pytest.mark.parametrize("fields", [FIELDS, pytest.param(CODED, marks=pytest.mark.slow)], ids=["raw", "compressed"])
 @pytest.mark.parametrize("mode", ["whole", "group", "step", "disk"])
-def test_a_handler_that_raises_at_any_line_of_publish_leaves_an_episode_that_can_be_published(tmp_path, mode):
+def test_a_handler_that_raises_at_any_line_of_publish_leaves_an_episode_that_can_be_published(tmp_path, mode, fields):
     """Fault 9, without chance: the error comes at the N-th line that publishing executes, for each N."""
-    options = {name: value for name, value in MODES[mode].items() if name != "work"}
+    options = {"fields": fields} | {name: value for name, value in MODES[mode].items() if name != "work"}
     child = in_child(lambda tell: tell(raise_at_every_line(tmp_path / "buffer", **options)))
     assert child.status == 0, child.told
     assert child.told[0]["wrong"] == []

@@ -369,6 +369,27 @@ def test_what_is_visible_is_what_the_format_says(tmp_path_factory: Any, slots: A
 
 @given(
     slots=st.lists(records, min_size=5, max_size=5),
+    word=st.tuples(st.integers(0, 4), st.integers(0, 7), st.integers(0, 2**64 - 1)),
+    spoilt=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_records_that_are_looked_at_one_by_one_say_what_a_table_of_them_says(
+    slots: Any, word: tuple[int, int, int], spoilt: bool
+) -> None:
+    raw = [packed_at(i, record) for i, record in enumerate(slots)]
+    words = np.frombuffer(bytearray(b"".join(raw)), np.uint64).reshape(-1, 8)
+    if spoilt:
+        words[word[:2]] = word[2]
+        words[:, 7] = check_of(words)
+    words[:, 7] ^= [not record["sound"] for record in slots]
+    table, some = columns_of(words, 4, None), np.array([4, 0, 2])
+    for name, column in columns_of(words[some], 4, None, some)._asdict().items():
+        assert column.dtype == getattr(table, name).dtype
+        assert np.array_equal(column, getattr(table, name)[some]), name
+
+
+@given(
+    slots=st.lists(records, min_size=5, max_size=5),
     older=st.lists(records, min_size=5, max_size=5),
     halves=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=5, max_size=5),
 )

@@ -102,6 +102,20 @@ def test_priorities_are_those_of_flashbax(tmp_path: Path) -> None:
     assert len(both) > 15 and np.allclose([found[n] for n in both], [wanted[n] for n in both])
 
 
+def test_items_are_drawn_in_proportion_to_their_priority(tmp_path: Path) -> None:
+    buffer = ours.make_prioritised_item_buffer(4000, 10, 4000, True, priority_exponent=0.5, folder=tmp_path)
+    state = buffer.add(buffer.init(STEP), steps(0, 10))
+    assert buffer.can_sample(state)
+    drawn = buffer.sample(state, jax.random.key(0))
+    numbers = drawn.experience["action"]
+    state = buffer.set_priorities(state, drawn.indices, np.square(numbers).astype(np.float32))
+    again = buffer.sample(state, jax.random.key(1))
+    numbers = again.experience["action"]
+    assert np.allclose(again.probabilities, numbers / 45, rtol=1e-4)
+    counts = np.bincount(numbers, minlength=10)
+    assert counts[0] == 0 and np.abs(counts / 4000 - np.arange(10) / 45).max() < 0.03
+
+
 def test_within_jit_and_scan_the_calls_are_the_same(tmp_path: Path) -> None:
     made = [ours.make_prioritised_flat_buffer(40, 4, 8, folder=tmp_path / name) for name in ("eager", "jit")]
     uniform = ours.make_flat_buffer(40, 4, 8, folder=tmp_path / "uniform")

@@ -1,6 +1,14 @@
 """Minari data sets in and out: what Minari gives of the original and of the copy of the copy is equal to the bit."""
 
+import json
 import warnings
+from contextlib import contextmanager
+from functools import partial
+from hashlib import sha1
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import unquote
 
 import gymnasium
 import minari
@@ -213,6 +221,79 @@ def test_keys_that_are_no_identifiers_and_seeds_of_64_bits_come_back(tmp_path, d
         assert [bool(buffer.episode(i)["given"]["seed"]) for i in range(4)] == [False, True, True, True]
         copy = export_minari(buffer, "kitchen/copy-v0", data_format=data_format)
     assert_equal_sets(copy, original)
+
+
+def test_a_data_set_in_nested_namespaces_is_fetched_from_a_server(tmp_path, monkeypatch):
+    """A server of files that answers as Hugging Face's does; nothing but this machine is asked."""
+    dataset = make(dataset_id="maze/inner/test-v0")
+    assert (tmp_path / "minari/maze/inner/namespace_metadata.json").exists()
+    listed = {"datasets": [dataset.id], "namespaces": ["maze/inner"]}
+    (tmp_path / "minari/maze/namespace_metadata.json").write_text(json.dumps(listed))
+    with hub(tmp_path / "minari/maze", monkeypatch, tmp_path / "cache"):
+        monkeypatch.setenv("MINARI_REMOTE", "hf://someone")
+        monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "fetched"))
+        with pytest.raises(FileNotFoundError, match="not found locally"):
+            import_minari(dataset.id, tmp_path / "b")
+        with import_minari(dataset.id, tmp_path / "b", download=True) as buffer:
+            monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "again"))
+            assert_equal_sets(export_minari(buffer, "other/place/deeper/test-v3"), dataset)
+    assert minari.namespace.list_local_namespaces() == ["other", "other/place", "other/place/deeper"]
+
+
+class Hub(SimpleHTTPRequestHandler):
+    """The files of a folder as one repository, and what Hugging Face says of it."""
+
+    def do_GET(self):
+        route, root = self.path.partition("?")[0], Path(self.directory)
+        paths = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+        about = {"id": "someone/maze", "sha": COMMIT, "siblings": [{"rfilename": path} for path in paths]}
+        if route == "/api/datasets":
+            self.answer(json.dumps([about]).encode())
+        elif route.startswith("/api/") and "/tree/" in route:
+            files = [{"path": path, "size": (root / path).stat().st_size} for path in paths]
+            self.answer(json.dumps([{"type": "file", "oid": COMMIT} | file for file in files]).encode())
+        elif route.startswith("/api/"):
+            self.answer(json.dumps(about).encode())
+        else:
+            path = root / unquote(route.partition("/resolve/")[2].partition("/")[2])
+            self.answer(path.read_bytes() if path.is_file() else None)
+
+    do_HEAD = do_GET
+
+    def answer(self, content):
+        self.send_response(200 if content is not None else 404)
+        self.send_header("Content-Length", str(len(content or b"")))
+        self.send_header("ETag", f'"{sha1(content or b"").hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        if content is None:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content or b"")
+
+    def log_message(self, *arguments):
+        pass
+
+
+COMMIT = "0123456789" * 4
+
+
+@contextmanager
+def hub(folder, monkeypatch, cache):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=str(folder))) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield
+        server.shutdown()
+        thread.join()
 
 
 def test_a_filtered_data_set_and_chosen_infos_are_imported_alone(tmp_path):

@@ -1,13 +1,13 @@
 """Ray's tests, `ray_cases.py`, in a process of their own: Ray starts threads and warns in whoever imports it."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cases import run_cases
 
 CASES = Path(__file__).parent / "ray_cases.py"
 needs_ray = pytest.mark.skipif(
@@ -15,42 +15,16 @@ needs_ray = pytest.mark.skipif(
 )
 
 
-def run_cases(which):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--show-capture=no",
-        CASES,
-        "-m",
-        which,
-    ]
-    paths = [str(CASES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # where Ray's workers find the actors
-    done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
-
-
 @needs_ray
 def test_episodes_go_through_ray_data_and_from_rollouts_to_recorders_as_the_cases_say():
-    run_cases("not slow")
+    run_cases(CASES, "not slow")
 
 
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_kill_of_a_rollout_a_recorder_or_a_learner_loses_or_doubles_an_episode():
-    run_cases("slow")
+    run_cases(CASES, "slow")
 
 
 @needs_ray

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from memmap_buffer import ReplayBuffer, SchemaError
+from memmap_buffer.interop.episodes import read_extra
 from memmap_buffer.interop.record import RecordEpisodes
 from memmap_buffer.interop.robomimic import export_robomimic, import_robomimic
 
@@ -94,6 +95,20 @@ def everything(path):
 def test_a_file_comes_back_equal_to_the_bit(tmp_path, following):
     write(tmp_path / "r.hdf5", following=following)
     with import_robomimic(tmp_path / "r.hdf5", tmp_path / "b") as buffer:
+        export_robomimic(buffer, tmp_path / "s.hdf5")
+    assert everything(tmp_path / "s.hdf5") == everything(tmp_path / "r.hdf5")
+
+
+def test_images_can_be_compressed_and_go_out_as_they_came(tmp_path):
+    write(tmp_path / "r.hdf5")
+    with h5py.File(tmp_path / "r.hdf5", "a") as file:
+        for demo, length in LENGTHS.items():
+            images = np.random.default_rng(2).integers(9, size=(length + 1, 16, 12, 3), dtype=np.uint8)
+            file[f"data/{demo}/obs/wrist_image"], file[f"data/{demo}/next_obs/wrist_image"] = images[:-1], images[1:]
+    with import_robomimic(tmp_path / "r.hdf5", tmp_path / "b", codec="zstd") as buffer:
+        coded = {name for name, field in buffer.schema.fields.items() if field.codec}
+        assert coded == {"observation.wrist_image"}  # 4 x 4 is no image
+        assert json.loads(read_extra(buffer, "robomimic")["attributes"]["env_args"])["env_name"] == "Lift"
         export_robomimic(buffer, tmp_path / "s.hdf5")
     assert everything(tmp_path / "s.hdf5") == everything(tmp_path / "r.hdf5")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memmap_buffer import SchemaError
-from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
+from memmap_buffer.interop.safe_pickle import array_loads, safe_dumps, safe_loads
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=300)
 KEYS = st.text(max_size=5) | st.integers()
@@ -81,3 +81,29 @@ def test_a_length_beyond_the_data_takes_no_memory():
 def test_what_is_written_is_what_python_and_this_read(value):
     data = safe_dumps(value)
     assert repr(safe_loads(data)) == repr(pickle.loads(data)) == repr(value)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asfortranarray(np.arange(6, dtype=">i2").reshape(2, 3)),
+        np.arange(16)[::2],
+        np.zeros((0, 4), np.uint8),
+        np.array(True),
+    ],
+    ids=["floats", "columns first", "strided", "empty", "one bool"],
+)
+def test_an_array_comes_out_of_its_pickle_without_unpickling(array, protocol):
+    found = array_loads(pickle.dumps(array, protocol=protocol))
+    np.testing.assert_array_equal(found, array)
+    assert found.dtype == array.dtype
+
+
+@pytest.mark.parametrize(
+    "value", [print, np.array(["a", None]), np.array(["text"]), np.dtype("f4"), 3, None, [np.zeros(2)]], ids=repr
+)
+def test_pickles_of_anything_but_an_array_of_numbers_are_refused(value):
+    with pytest.raises(SchemaError, match=r"got a pickle (of something else than an array|that names builtins.print)"):
+        array_loads(pickle.dumps(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 pytest.importorskip("skrl", reason="skrl is not installed")
 import gymnasium
 import torch
-from pages import run_blocks
 from skrl.memories.torch import Memory, RandomMemory
 
 from memmap_buffer import NotEnoughDataError, SchemaMismatchError, verify
 from memmap_buffer.interop.skrl import DiskMemory
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 SIZES = {"observations": 3, "next_observations": 3, "actions": 2, "rewards": 1}
 NAMES = [*SIZES, "terminated"]
 
@@ -111,12 +108,3 @@ def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already"):
         memory.create_tensor(name="rewards", size=2, dtype=torch.float32)
     assert not memory.create_tensor(name="rewards", size=gymnasium.spaces.Box(0, 1, (1,)), dtype=torch.float32)
-
-
-def test_the_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
-    (text,) = (section for section in sections if section.startswith("skrl\n"))
-    page = tmp_path / "skrl.md"
-    page.write_text(text.replace("```py\n", "```python\n"))
-    assert run_blocks(page).count == 1

@@ -13,7 +13,7 @@ pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not instal
 import torch
 from fault_injection import in_child
 from gymnasium import spaces
-from stable_baselines3 import DQN, SAC, TD3
+from stable_baselines3 import DDPG, DQN, SAC, TD3
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer
 from stable_baselines3.common.buffers import ReplayBuffer as TheirBuffer
 from stable_baselines3.common.env_util import make_vec_env
@@ -113,6 +113,21 @@ def test_the_transitions_are_those_of_their_own_buffer(
     assert verify(tmp_path) == []
 
 
+def test_images_alone_are_compressed_and_come_back_as_they_were(tmp_path: Path) -> None:
+    space = spaces.Dict({"image": spaces.Box(0, 255, (1, 9, 9), np.uint8), "state": spaces.Box(0, 255, (3,), np.uint8)})
+    buffer = DiskReplayBuffer(64, space, spaces.Discrete(2), "cpu", folder=tmp_path / "disk", codec="zstd")
+    fields = buffer.disk.schema.fields
+    assert [name for name, field in fields.items() if field.codec is not None] == ["observation.image"]
+    images = np.random.default_rng(0).integers(0, 3, (21, 1, 1, 9, 9), dtype=np.uint8)
+    now = [{"image": image, "state": np.full((1, 3), t, np.uint8)} for t, image in enumerate(images)]
+    for t in range(20):
+        buffer.add(now[t], now[t + 1], np.zeros(1, int), np.zeros(1), np.array([t == 19]), [{}])  # type: ignore[arg-type]
+    batch: Any = buffer.sample(16)
+    steps = batch.observations["state"][:, 0].long().numpy()
+    np.testing.assert_array_equal(batch.observations["image"], images[steps, 0])
+    np.testing.assert_array_equal(batch.next_observations["image"], images[steps + 1, 0])
+
+
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_returns_of_several_steps_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_envs: int) -> None:
     options = {"n_steps": 4, "gamma": 0.9}
@@ -176,7 +191,10 @@ def test_the_first_transition_can_be_drawn_at_once(tmp_path: Path) -> None:
     assert samples.rewards.shape == samples.dones.shape == (4, 1) and samples.dones.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("algorithm", "task"), [(SAC, "Pendulum-v1"), (TD3, "Pendulum-v1"), (DQN, "CartPole-v1")])
+@pytest.mark.parametrize(
+    ("algorithm", "task"),
+    [(SAC, "Pendulum-v1"), (TD3, "Pendulum-v1"), (DDPG, "Pendulum-v1"), (DQN, "CartPole-v1")],
+)
 def test_algorithms_learn_from_a_folder_and_go_on_from_it(tmp_path: Path, algorithm: Any, task: str) -> None:
     where = {"replay_buffer_class": DiskReplayBuffer, "replay_buffer_kwargs": {"folder": tmp_path / "run"}}
 

@@ -414,7 +414,7 @@ class TestOptions:
             ({"to_named_tuple": ["x", "nothing"]}, "to_named_tuple: got 'nothing'"),
             ({"fieldname_map": {"nothing": "x"}}, "fieldname_map: got 'nothing'"),
             ({"fieldname_map": {"x": "y"}}, "two keys of the batch would be 'y'"),
-            ({"on_stale": "ignore"}, "on_stale: got 'ignore', expected 'redraw' or 'raise'"),
+            ({"on_stale": "ignore"}, "on_stale: got 'ignore', expected one of 'redraw', 'raise'"),
             ({"time_step_level": True}, "'time_step_level' is unknown; did you mean 'timestep_level'"),
         ],
     )

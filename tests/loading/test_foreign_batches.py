@@ -383,6 +383,22 @@ class TestWholeEpisodes:
                     np.testing.assert_array_equal(batch[name][i, :n], column)
                     assert (batch[name][i, n:] == 0).all()
 
+    def test_numbers_with_an_axis_more_have_advantages_with_one(self, tmp_path):
+        buffer = ReplayBuffer(tmp_path, 2, 5, {"reward": "float", "terminated": "bool", "value": "float"})
+        buffer.store_episode(reward=np.arange(5.0), terminated=np.arange(5) == 4, value=np.ones(5))
+        plain = buffer.batch(transform=Advantages())
+        wide = buffer.batch(transform=Advantages(), expand_scalars=True)
+        for key in ("advantage", "lambda_return"):
+            assert wide[key].shape == (1, 5, 1)
+            assert torch.equal(wide[key][..., 0], plain[key])
+
+    def test_windows_that_end_before_their_episode_have_no_advantages(self, tmp_path):
+        buffer = ReplayBuffer(tmp_path, 2, 5, {"reward": "float", "terminated": "bool", "value": "float"})
+        buffer.store_episode(reward=np.arange(5.0), terminated=np.arange(5) == 4, value=np.ones(5))
+        with pytest.raises(SchemaError, match="windows end before"):
+            buffer.batch(view=Window(3), transform=Advantages())
+        assert buffer.batch(view=Window(5), transform=Advantages())["advantage"].shape[1] == 5
+
     def test_td_lambda_is_the_mixture_of_all_n_step_returns(self):
         rng, gamma, lambda_, n = np.random.default_rng(3), 0.9, 0.7, 6
         rewards, values = rng.normal(size=(1, n)), rng.normal(size=(1, n + 1))

@@ -136,7 +136,7 @@ def test_without_a_seed_numpys_generator_gives_one(recorded):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda buffer: buffer.sample(2, format="jax"), "format: got 'jax', expected 'torch' or 'numpy'"),
+        (lambda buffer: buffer.sample(2, format="jax"), "format: got 'jax', expected one of 'torch', 'numpy'"),
         (lambda buffer: buffer.sample(2, format="numpy", device="cpu"), "device: got 'cpu', but arrays stay"),
         (lambda buffer: buffer.batch(format="numpy", device="cpu"), "device: got 'cpu', but arrays stay"),
         (lambda buffer: buffer.dataloader(2, format="numpy", device="cpu"), "device: got 'cpu' with format='numpy'"),

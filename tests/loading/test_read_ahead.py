@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import coded_folder
 import numpy as np
 import pytest
 
@@ -221,3 +222,67 @@ def test_any_rows_of_a_field_can_be_asked_for(buffer):
         for first, stop in ((0, 0), (0, 1), (0, len(rows)), (len(rows) - 1, len(rows)), (3, len(rows) + 5)):
             will_need(rows, [(first, stop)])
     assert buffer.episode(2)["t"].tolist() == list(range(7))
+
+
+# Compressed fields
+
+
+@pytest.fixture
+def asked_blobs(monkeypatch):
+    """The bytes of blobs, by the address of their map, that were asked for."""
+    seen = {}
+
+    def asked(array, ranges):
+        ranges = list(ranges)
+        if array.dtype == np.uint8 and array.ndim == 1:
+            for begin, stop in ranges:
+                seen.setdefault(id(array), set()).update(range(begin, stop))
+        will_need(array, ranges)
+
+    monkeypatch.setattr(read_ahead, "will_need", asked)
+    monkeypatch.setattr(read_ahead, "GAP_BYTES", 0)
+    return seen
+
+
+def blobs_of(storage, name):
+    """(address of the map of the blobs, the bytes of each row's blob)."""
+    index = storage.maps.rows[name]
+    parts = [range(begin, begin + (word & 0xFFFFFFFF)) for begin, word in index.tolist()]
+    return id(storage.maps.coded[name].data), parts
+
+
+@pytest.mark.parametrize("kind", ["grid", "dense"])
+def test_the_blobs_of_a_batch_are_asked_for_and_no_others(asked_blobs, kind):
+    with ReplayBuffer.from_folder(coded_folder.example(kind), read_only=True) as buffer:
+        storage = buffer._storage
+        chosen = buffer.sample(6, view=Window(2, fields=("frame", "noise"), boundary="drop"), return_indices=True)
+        slots = {int(storage.table.serial[slot]): slot for slot in storage.table.visible.tolist()}
+        wanted = set()
+        for serial, t in np.asarray(chosen["_indices"])[:, :2].tolist():
+            first = storage.start_of("frame", slots[serial])
+            wanted |= {first + t, first + t + 1}
+        data, parts = blobs_of(storage, "frame")
+        assert asked_blobs[data] == {byte for row in wanted for byte in parts[row]}
+        assert id(storage.maps.coded["camera.left"].data) not in asked_blobs
+
+
+def test_the_blobs_of_a_window_are_asked_for_before_it_is_read(asked_blobs, monkeypatch):
+    monkeypatch.setattr(read_ahead.Disk, "ask", lambda self, builder: None)
+    with ReplayBuffer.from_folder(coded_folder.example(), read_only=True) as buffer:
+        list(buffer.dataloader(8, timestep_level=True, fields=["frame"], **BLOCK))
+        storage = buffer._storage
+        data, parts = blobs_of(storage, "frame")
+        for slot, length in enumerate(coded_folder.LENGTHS):
+            first = storage.start_of("frame", slot)
+            assert all(set(part) <= asked_blobs[data] for part in parts[first : first + length])
+
+
+def test_what_a_spoilt_index_says_is_not_asked_for(tmp_path, asked_blobs):
+    folder = coded_folder.copy_of("grid", tmp_path / "buffer")
+    index = coded_folder.open_index(folder, "noise")
+    index[:30] = [[0, 0], [2**63, 9], [2**64 - 1, 2**32 - 1], [5, 2**32 - 2], [2**40, 2**20]] * 6
+    with ReplayBuffer.from_folder(folder, read_only=True) as buffer:
+        rows = np.arange(30)
+        read_ahead.ask_for_blobs(buffer._storage, "noise", rows, rows + 1, 0)
+        read_ahead.ask_for_blobs(buffer._storage, "noise", rows, rows + 3, 0)
+    assert sum(map(len, asked_blobs.values())) < 100

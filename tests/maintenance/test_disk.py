@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fault_injection import listing
 
-from memmap_buffer import ReplayBuffer, pack
+from memmap_buffer import Field, ReplayBuffer, pack
 from memmap_buffer.format.folder import in_memory
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.storage import Storage
@@ -87,9 +87,9 @@ def test_only_the_sample_is_dropped_and_all_of_it_is_read_back(folder: Path, mon
     assert (sample.size, len(sample.missing())) == (20, 0)
     sample.forget()
     assert len(sample.missing()) == 20
-    rows = sample._rows["image"]
+    rows = sample._places["image"].begin
     far = [row for row in range(500) if np.abs(rows - row).min() > 1]  # the others share pages with them
-    assert all(in_memory(storage.maps.rows["image"], far))
+    assert all(in_memory(storage.maps.rows["image"], zip(far, [row + 1 for row in far], strict=True)))
     sample.read(np.arange(20))
     assert len(sample.missing()) == 0
 
@@ -98,8 +98,27 @@ def test_the_sample_is_of_visible_timesteps(folder: Path) -> None:
     storage = Storage.open(folder, read_only=True)
     sample = disk._Sample(storage)
     assert sample.size == sum(LENGTHS)
-    steps = storage.maps.rows["x"][sample._rows["x"]]
+    steps = storage.maps.rows["x"][sample._places["x"].begin]
     assert sorted(steps.tolist()) == sorted(t for length in LENGTHS for t in range(length))
+
+
+def test_of_a_compressed_field_the_blobs_are_dropped_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if file_system(tmp_path) in MEMORY:
+        pytest.skip(f"{tmp_path} is not on a disk")
+    image = np.random.default_rng(0).integers(0, 256, (60, 2 * PAGE), np.uint8)
+    image[:, PAGE:] = 0  # so that a blob is of a page and some bytes
+    with ReplayBuffer(tmp_path / "buffer", 1, 60, {"image": Field("uint8", (2 * PAGE,), codec="zstd")}) as buffer:
+        buffer.store_episode(image=image)
+    drop(tmp_path / "buffer")
+    read(tmp_path / "buffer")
+    monkeypatch.setattr(disk, "SAMPLE", 10)
+    sample = disk._Sample(Storage.open(tmp_path / "buffer", read_only=True))
+    assert (sample.size, len(sample.missing())) == (10, 0)
+    assert PAGE < sample.timestep_bytes < PAGE + 100
+    sample.forget()
+    assert len(sample.missing()) == 10
+    sample.read(np.arange(10))
+    assert len(sample.missing()) == 0
 
 
 def test_what_others_have_mapped_is_not_dropped(folder: Path) -> None:

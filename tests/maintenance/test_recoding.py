@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import coded_folder
+import damage
 import numpy as np
 import pytest
 from coded_folder import copy_of, episodes, example, no_barriers, open_blobs, open_index
-from fault_injection import listing
+from fault_injection import KILLED, in_child, listing, system
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError, pack, unpack, verify
 from memmap_buffer.codecs import Jpeg, Zstd
@@ -230,6 +232,31 @@ def test_a_copy_that_fails_leaves_nothing(
         assert episodes(tmp_path / "copy") == episodes(example())
         for path in sorted((tmp_path / "copy").rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_a_copy_that_is_killed_is_none_or_whole_and_can_be_made_again(tmp_path: Path) -> None:
+    """At each operation from the moment on that the blobs are moved together."""
+    codec = {"depth": "zstd"}
+    pack(example(), tmp_path / "whole", codec=codec)
+    wanted = bytes_of(tmp_path / "whole")
+    count = damage.count_of(lambda: pack(example(), tmp_path / "counted", codec=codec))
+    seen = set()
+    for at in range(count - 45, count + 1, 3):
+        copy = tmp_path / f"{at}"
+
+        def killed(tell: Any, at: int = at, copy: Path = copy) -> None:
+            with system(at, kill=True):
+                pack(example(), copy, codec=codec)
+
+        assert in_child(killed).status == KILLED
+        seen.add(tuple(sorted(path.name for path in copy.glob("schema*"))))
+        if (copy / "schema.json").exists():
+            assert {name: content for name, content in bytes_of(copy).items() if name in wanted} == wanted
+        else:
+            pack(example(), copy, codec=codec)
+            assert bytes_of(copy) == wanted
+        shutil.rmtree(copy)
+    assert seen >= {("schema.json.new",), ("schema.json.new", "schema.json.old"), ("schema.json",)}
 
 
 def test_a_field_of_any_size_takes_little_memory(tmp_path: Path) -> None:

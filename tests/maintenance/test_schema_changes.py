@@ -78,6 +78,7 @@ CHANGES = {
     "add default": lambda b: b.add_field("valid", ("bool", (), True)),
     "add zeros": lambda b: b.add_field("more.zeros", ("int", 3, 0)),
     "add final": lambda b: b.add_field("twice", Field("float", 2, final=True), doubled),
+    "add compressed": lambda b: b.add_field("twice", Field("float", 2, final=True, codec="zstd"), doubled),
     "add meta": lambda b: b.add_field("sum", "float", lambda episode: episode["reward"].sum(), meta=True),
     "drop": lambda b: b.drop_field("reward"),
     "drop group": lambda b: b.drop_field("x"),
@@ -97,6 +98,7 @@ EFFECTS = {
     "add default": lambda e: e.update(valid=[True] * len(e["reward"])),
     "add zeros": lambda e: e.update(more={"zeros": [[0] * 3] * len(e["reward"])}),
     "add final": lambda e: e.update(twice=[[2 * a, 2 * b] for a, b in e["x"]["a"]]),
+    "add compressed": lambda e: e.update(twice=[[2 * a, 2 * b] for a, b in e["x"]["a"]]),
     "add meta": lambda e: e.update(sum=sum(e["reward"])),
     "drop": lambda e: e.pop("reward"),
     "drop group": lambda e: e.pop("x"),
@@ -124,6 +126,7 @@ def goes_on(folder):
         assert shown(buffer)[:-1] == before[1:]
     left = {name for name in listing(folder) if name.endswith((".new", ".old"))}
     named = {f"{kind}/{name}.npy" for kind, group in kinds(buffer) for name in group}
+    named |= {f"data/{name}.blobs.npy" for name, field in buffer.schema.fields.items() if field.codec}
     assert not left and {name for name in listing(folder) if name.endswith(".npy") and "/" in name} == named
     assert verify(folder) == [] and shown(ReplayBuffer.from_folder(folder, verify="always")) == shown(buffer)
 

@@ -56,13 +56,12 @@ def content(priorities):
     """(serial, t) -> priority of everything that can be drawn."""
     priorities.follow()
     found = {}
-    starts, stops = priorities.steps_of(np.arange(len(priorities.serials)))
+    slots = np.arange(priorities.storage.layout.slots)
+    (starts, stops), serials = priorities.steps_of(slots), priorities.serials_of(slots)
     for slot in np.flatnonzero(stops):
         t = np.arange(starts[slot], stops[slot])
         values = priorities.tree.get(priorities.leaves(np.full(len(t), slot), t))
-        found |= {
-            (int(priorities.serials[slot]), i): value for i, value in zip(t.tolist(), values.tolist(), strict=True)
-        }
+        found |= {(int(serials[slot]), i): value for i, value in zip(t.tolist(), values.tolist(), strict=True)}
     assert priorities.tree.total == pytest.approx(math.fsum(found.values()), rel=1e-12)
     return found
 

@@ -18,7 +18,7 @@ from memmap_buffer.remote.blocks import COUNTER, LOCAL
 FIELDS = {
     "state": Field("float32", (300,), final=True),
     "frame": Field("uint8", (32, 32), codec="zstd"),
-    # "ids": ("int64", (None,)),
+    "ids": ("int64", (None,)),
     "reward": "float",
     "terminated": "bool",
 }

@@ -36,6 +36,12 @@ FIELDS = {
     "state": Field("float32", 8, final=True),
     "note": "float32",
 }
+CODED = {
+    **FIELDS,
+    "image": Field("uint8", (64, 64), codec="zstd"),
+    "state": Field("float32", 8, final=True, codec="zstd"),
+    "note": Field("float32", codec="zstd"),
+}
 META_FIELDS = {"version": "int", "task": "U8"}
 
 Tell = Callable[[Any], None]
@@ -87,7 +93,7 @@ def following(buffer: ReplayBuffer) -> int:
 
 
 def make(folder: Path, **options: Any) -> ReplayBuffer:
-    return ReplayBuffer(folder, fields=FIELDS, meta_fields=META_FIELDS, **{**RING, **options})
+    return ReplayBuffer(folder, meta_fields=META_FIELDS, **{"fields": FIELDS, **RING, **options})
 
 
 def staged(buffer: ReplayBuffer, serial: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,20 +14,26 @@ import numpy as np
 from power import Recorder
 from races import FIELDS, META_FIELDS
 
-from memmap_buffer import ReplayBuffer, pack
+from memmap_buffer import Field, ReplayBuffer, pack
 
 LONGEST, EPISODES = 6, 4
 SMALL = {**FIELDS, "value": ("int", (9,))}  # an episode's values take most of a sector; its other fields share theirs
 
 
 class Protocol(NamedTuple):
-    """How a buffer is written. `fixed`: all episodes are equally long."""
+    """How a buffer is written. `fixed`: all episodes are equally long. `codec`: of what has an update."""
 
     durability: str
     how: Mapping[str, Any] = MappingProxyType({})
     spare_slots: int = 1
     capacity: int | None = None
     fixed: bool = False
+    codec: str | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        coded = {name: Field.parse(spec) for name, spec in SMALL.items() if name in ("value", "observation")}
+        return SMALL | {name: replace(field, codec=self.codec) for name, field in coded.items()}
 
     @property
     def power(self) -> bool:
@@ -48,10 +55,12 @@ PROTOCOLS = {
     "power, groups of 3": Protocol("power", {"sync_every": 3}, spare_slots=3),
     "power, by step": Protocol("power", {"publish": "step"}, capacity=16),
     "power, on disk": Protocol("power", {"stage": "disk"}, spare_slots=2),
+    "power, compressed": Protocol("power", codec="zstd"),
     "process": Protocol("process"),
     "process, fixed lengths": Protocol("process", fixed=True),
     "process, by step": Protocol("process", {"publish": "step"}, capacity=16),
     "process, on disk": Protocol("process", {"stage": "disk"}, spare_slots=2),
+    "process, compressed, by step": Protocol("process", {"publish": "step"}, capacity=16, codec="zstd"),
 }
 
 
@@ -169,7 +178,7 @@ class Life:
         protocol = self.protocol
         sizes = {"circular": True, "spare_slots": protocol.spare_slots, "capacity": protocol.capacity}
         options = {**sizes, "overwrite": overwrite, **protocol.options}
-        self.buffer = ReplayBuffer(self.folder, EPISODES, LONGEST, SMALL, META_FIELDS, **options)
+        self.buffer = ReplayBuffer(self.folder, EPISODES, LONGEST, self.protocol.fields, META_FIELDS, **options)
 
     def promise(self, *states: State | None, changing: int | None = None) -> None:
         """From here on the folder is in one of these states."""
@@ -269,7 +278,7 @@ class Life:
             number = self.recorder.folder(path)
             self.copies[number] = [None, self.now]
             # A pack is not made of what fails its checksums, and in its place shows nothing that was retired.
-            packs = self.exact and bool(self.now) and self.rng.random() < 0.5
+            packs = self.exact and bool(self.now) and not self.protocol.codec and self.rng.random() < 0.5
             self.do(lambda: pack(self.folder, path) if packs else self.buffer.snapshot(path))
             self.copies[number] = [self.now]
             self.promise(self.now)

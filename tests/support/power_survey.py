@@ -76,7 +76,7 @@ def cut_off(disk: Disk, folder: int, life: Life, path: Path, rng: random.Random)
         state, differs = look(path, rng, verify=rng.choice(("auto", trusting, "read")))
         found.update(differs + judge(state, promise, life))
         if state is None:
-            found.update(begun_anew(path))
+            found.update(begun_anew(path, life))
     for copy, states in rng.sample(sorted(promise.copies.items()), k=min(1, len(promise.copies))):
         with left(disk, copy, path, rng):
             state, differs = look(path, rng)
@@ -86,9 +86,10 @@ def cut_off(disk: Disk, folder: int, life: Life, path: Path, rng: random.Random)
     return found
 
 
-def begun_anew(path: Path) -> Counter[str]:
+def begun_anew(path: Path, life: Life) -> Counter[str]:
     """A creation that was cut off is no obstacle to the next."""
-    with suppress(MemmapBufferError), ReplayBuffer(path, EPISODES, LONGEST, SMALL, META_FIELDS) as buffer:
+    fields = life.protocol.fields
+    with suppress(MemmapBufferError), ReplayBuffer(path, EPISODES, LONGEST, fields, META_FIELDS) as buffer:
         return Counter(stuck=len(buffer))
     return Counter(stuck=1)
 

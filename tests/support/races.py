@@ -40,6 +40,12 @@ FIELDS = {
     "value": ("int", (WIDTH,)),
     "observation": Field("float", (4,), final=True),
 }
+CODED = {
+    "number": Field("int", codec="zstd"),  # too short to become shorter
+    "step": "int",
+    "value": Field("int", (WIDTH,), codec="zstd"),
+    "observation": Field("float", (4,), final=True, codec="zstd"),
+}
 META_FIELDS = {"serial": "int", "version": "int", "end": "int"}
 VIEWS = {
     "trajectory": Trajectory(return_mask=True),
@@ -181,7 +187,7 @@ def _transitions(data: dict[str, np.ndarray], t: np.ndarray, k: np.ndarray) -> I
 
 def create(folder: Path, **options: Any) -> None:
     """An empty ring of 8."""
-    ReplayBuffer(folder, RING, LONGEST, FIELDS, META_FIELDS, circular=True, **options).close()
+    ReplayBuffer(folder, RING, LONGEST, meta_fields=META_FIELDS, circular=True, **{"fields": FIELDS, **options}).close()
 
 
 def turn(folder: Path, truth: Truth, until: Callable[[], bool], *, updates: bool = False, **how: Any) -> int:

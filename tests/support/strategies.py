@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from reference import Episode, Reference
 
-from memmap_buffer import Field, ReplayBuffer
+from memmap_buffer import Field, ReplayBuffer, Schema
 from memmap_buffer.format.records import EVERY_SLOT, JOURNAL, RECORD, STATE_WORD, seal
 from memmap_buffer.schema import nest
 
@@ -33,12 +33,18 @@ SHAPES = {
     "half": (np.float32, (2,)),
 }
 DEFAULTS = {"action": -1, "note": "none", "half": 1.5}
+CODED = ("observation.pixels", "observation.state", "action", "reward", "half")
 ENDS = {"terminated": (np.bool_, ()), "done": (np.uint8, (1,))}
 META = {"task_id": "int", "label": "U6", "score": ("float", 1)}
 
 
-def fields_of(end="terminated"):
-    """The declarations; `end` is the name of the field that says that the episode terminated."""
+def fields_of(end="terminated", codec=None):
+    """The declarations; `end` is the name of the field that says that the episode terminated; `codec` of `CODED`."""
+    fields = Schema(_fields_of(end)).fields
+    return {name: replace(field, codec=codec if name in CODED else None) for name, field in fields.items()}
+
+
+def _fields_of(end):
     return {
         "observation": {"pixels": Field("uint8", (2, 3), final=True), "state": Field("float", 2, final=True)},
         "action": ("int", (), -1),
@@ -211,8 +217,8 @@ def items_of(reference, cut, **choice):
 
 
 @st.composite
-def recordings(draw, end="terminated", how=HOW, min_size=1):
-    """What a buffer and the plans for it are: rings that wrap, open, aborted and partial episodes."""
+def recordings(draw, end="terminated", how=HOW, min_size=1, codecs=(None, None, "zstd")):
+    """What a buffer and the plans for it are: rings that wrap, open, aborted, partial episodes, compressed fields."""
     plan = st.builds(
         Plan,
         st.integers(1, MAX_TIMESTEPS),
@@ -224,18 +230,20 @@ def recordings(draw, end="terminated", how=HOW, min_size=1):
     plans = draw(st.lists(plan, min_size=min_size, max_size=8))
     ring = {"max_episodes": draw(st.integers(2, 6)), "capacity": draw(st.none() | st.integers(1, 20))}
     publish, stage = draw(st.sampled_from([("episode", "ram"), ("step", "ram"), ("episode", "disk")]))
-    return plans, {**ring, "publish": publish, "stage": stage}, end
+    codec = draw(st.sampled_from(codecs))
+    return plans, {**ring, "publish": publish, "stage": stage, "codec": codec}, end
 
 
 @contextmanager
 def recorded(recording):
     """(buffer, reference) of a recording."""
     plans, how, end = recording
+    fields, how = fields_of(end, how.get("codec")), {key: value for key, value in how.items() if key != "codec"}
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         in_place = how["publish"] == "step" or how["stage"] == "disk"
         spare = 2 + len(plans) if in_place else 1
         sizes = {"max_timesteps": MAX_TIMESTEPS, "circular": True, "spare_slots": spare, **how}
-        buffer = ReplayBuffer(folder, fields=fields_of(end), meta_fields=META, **sizes)
+        buffer = ReplayBuffer(folder, fields=fields, meta_fields=META, **sizes)
         reference = Reference(*zeros_defaults(end), how["max_episodes"], how["capacity"])
         Recorder(buffer, reference, end, how["publish"] == "step").run(plans)
         yield buffer, reference

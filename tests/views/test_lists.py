@@ -14,6 +14,8 @@ from memmap_buffer import (
     Schema,
     SchemaError,
     Window,
+    pack,
+    unpack,
     verify,
 )
 
@@ -203,3 +205,28 @@ def test_what_another_program_wrote_into_the_index_is_told(tmp_path):
     again = ReplayBuffer.from_folder(tmp_path, verify="never")
     with pytest.raises(CorruptBufferError, match=r"ids\.blobs\.npy"):
         again.batch(timestep_level=True)
+
+
+def test_they_are_updated_added_recomputed_and_copied(tmp_path):
+    buffer, truth = record(tmp_path / "grid", 3)
+    truth[1] = [np.arange(t) for t in range(9)] + truth[1][9:]
+    buffer.update(1, ids=truth[1][:9])
+    buffer.add_field("tags", Field("int8", (None,), default=[7, 8]))
+    buffer.add_field("more", Field("int8", (None,)), lambda episode: [np.ones(t, np.int8) for t in range(9)])
+    buffer.close()
+    pack(tmp_path / "grid", tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "again")
+    ReplayBuffer.from_folder(tmp_path / "grid").snapshot(tmp_path / "copy")
+    for name in ("grid", "packed", "again", "copy"):
+        assert verify(tmp_path / name) == []
+        batch = ReplayBuffer.from_folder(tmp_path / name, verify="always").batch(
+            timestep_level=True, return_indices=True
+        )
+        where = batch["_indices"].tolist()
+        check(batch["ids"], batch["_lens_ids"], [truth[serial][t] for serial, t in where])
+        assert batch["tags"].tolist() == [[7, 8]] * 27
+        assert batch["_lens_more"].tolist() == [t for _, t in where]
+    with pytest.raises(EpisodeStateError, match="room"):
+        ReplayBuffer.from_folder(tmp_path / "again").update(0, ids=[np.arange(20_000)] * 9)
+    with pytest.raises(SchemaError, match="lists"):
+        ReplayBuffer.from_folder(tmp_path / "again").update(0, ids=5)

@@ -13,6 +13,7 @@ from fault_injection import in_child
 from interruptions import interrupted
 
 from memmap_buffer import Field, ReplayBuffer, WriterLostError, verify
+from memmap_buffer.format import lock
 from memmap_buffer.writing import rounds
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.rounds import MappedFiles
@@ -83,16 +84,18 @@ def test_what_is_stored_at_once_is_what_is_written_one_by_one(
     assert contents(tmp_path / "mapped") == contents(tmp_path / "written")
 
 
+@pytest.mark.parametrize(("block", "stored"), [(1600, 4), (rounds.BLOCK, 1)], ids=["step by step", "slots together"])
 def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, stored: int
 ) -> None:
+    monkeypatch.setattr(rounds, "BLOCK", block)
     monkeypatch.setattr(rounds, "AHEAD", 1600)  # a frame
     rng = np.random.default_rng(0)
     buffer = created(tmp_path, 2)
     steps = [
         {**timestep(call, 2, rng), "terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)} for call in range(9)
     ]
-    for step in steps[:4]:
+    for step in steps[:stored]:
         buffer.add(**step)
     before = contents(tmp_path)
 
@@ -101,9 +104,9 @@ def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_o
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
         patch.setattr(rounds, "allocate", full)
-        buffer.add(**steps[4])
+        buffer.add(**steps[stored])
     assert contents(tmp_path) == before
-    for step in steps[4:]:
+    for step in steps[stored:]:
         buffer.add(**step)
     buffer.close()
     assert verify(tmp_path) == []
@@ -111,21 +114,22 @@ def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_o
         assert again.episode(0)["reward"].tolist() == again.episode(1)["reward"].tolist() == list(range(9))
 
 
-def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: Path, size: int) -> None:
     seen = set()
-    for at in range(0, 400, 5):
+    for at in range(0, 400, size):
         folder, rng = tmp_path / str(at), np.random.default_rng(0)
-        buffer = created(folder, 2, capacity=6)
-        plain = {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
+        buffer = created(folder, size, capacity=3 * size)
+        plain = {"terminated": np.zeros(size, bool), "truncated": np.zeros(size, bool)}
         for call in range(5):
-            buffer.add(**{**timestep(call, 2, rng), **plain})
-        error = interrupted(partial(buffer.add, **{**timestep(5, 2, rng), **plain}), at)
+            buffer.add(**{**timestep(call, size, rng), **plain})
+        error = interrupted(partial(buffer.add, **{**timestep(5, size, rng), **plain}), at)
         rewards = contents(folder)[0]["reward"]
-        assert rewards in ([2, 3, 4] * 2, [3, 4, 5] * 2), at
+        assert rewards in ([2, 3, 4] * size, [3, 4, 5] * size), at
         seen.add(len(set(rewards)) * (5 in rewards))
         following = 6 if 5 in rewards else 5
-        buffer.add(**{**timestep(following, 2, rng), **plain})
-        assert contents(folder)[0]["reward"] == [following - 2, following - 1, following] * 2
+        buffer.add(**{**timestep(following, size, rng), **plain})
+        assert contents(folder)[0]["reward"] == [following - 2, following - 1, following] * size
         buffer.close()
         assert verify(folder) == []
         if error is None:
@@ -134,8 +138,20 @@ def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: P
     assert at > 30
 
 
+def test_the_journal_names_the_slots_of_every_timestep(tmp_path: Path) -> None:
+    with created(tmp_path, 2) as buffer:
+        step = timestep(0, 2, np.random.default_rng(0))
+        for _ in range(2):
+            buffer.add(**{**step, "terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)})
+        joint, storage = buffer._writer.round_of(buffer._stream.episodes), buffer._storage
+        for count in (1, 2, 5, 7, 120) * 40:  # round the journal several times, and across its end
+            before, slots = storage.changes, np.random.default_rng(count).permutation(20)[:count]
+            joint.tell(slots)
+            assert storage.changed_since(before).tolist() == sorted(slots.tolist())
+
+
 def test_who_may_not_write_any_more_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(lock, "LOOK_SECONDS", 0.0)
     rng, plain = np.random.default_rng(0), {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
     buffer = created(tmp_path / "a", 2)
     for call in range(4):

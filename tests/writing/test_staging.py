@@ -154,3 +154,13 @@ def test_columns_without_room_for_what_is_to_come_are_not_taken():
     kept.keep(columns)
     assert kept.take(5) == {}
     assert kept.take(4) is columns
+
+
+@pytest.mark.parametrize("publish", ["episode", "step"])
+def test_steps_of_an_array_with_gaps_are_stored_as_those_of_a_copy(tmp_path, publish):
+    every = np.arange(40, dtype=np.float32).reshape(20, 2)
+    with ReplayBuffer(tmp_path, 2, 20, {"x": ("float", 2)}, publish=publish) as buffer:
+        with buffer.one_episode() as episode:
+            episode.extend(x=every[::2])
+            episode.extend(x=every.T[:, :3].T[::-1])
+        assert buffer.episode(0)["x"].tolist() == [*every[::2].tolist(), *every[2::-1].tolist()]

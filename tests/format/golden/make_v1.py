@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import Field, ReplayBuffer, pack
-from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import RECORD, seal
 from memmap_buffer.format.storage import Storage
 
@@ -90,7 +89,7 @@ def make() -> None:
         record(buffer, 7)
         buffer.update(1, success=False)  # 6: what was true becomes false, in place
         assert buffer.serials.tolist() == [4, 6, 7] and buffer.num_steps == 11
-    neutralise(Storage.open(FOLDER).layout)
+    neutralise(FOLDER)
     (FOLDER / "records.json").write_text(json.dumps(vectors(), indent=1) + "\n")
 
 
@@ -101,19 +100,21 @@ def make_packed() -> None:
     (PACKED / ".lock").unlink()
 
 
-def neutralise(layout: Layout) -> None:
+def neutralise(folder: Path) -> None:
     """Take out what tells of this machine and this hour, and file modes with it."""
-    (FOLDER / ".lock").unlink()
-    state = np.load(FOLDER / "state.npy")
+    layout = Storage.open(folder).layout
+    (folder / ".lock").unlink()
+    state = np.load(folder / "state.npy")
     for name in ("pid", "time", "boot", "host", "nonce"):
         state[name] = np.zeros_like(state[name])
-    records = np.load(FOLDER / "episodes.npy")
+    records = np.load(folder / "episodes.npy")
     for slot, one in enumerate(records):
         words = {name: int(one[name]) for name in RECORD.names or () if name != "check"} | {"time": int(one["serial"])}
-        records[slot] = np.frombuffer(seal(**words), RECORD)[0]
+        if one["generation"]:
+            records[slot] = np.frombuffer(seal(**words), RECORD)[0]
     for key, array in {"/state": state, "/episodes": records}.items():
         file = layout.arrays[key]
-        (FOLDER / file.name).write_bytes(file.header + array.tobytes())
+        (folder / file.name).write_bytes(file.header + array.tobytes())
 
 
 def vectors() -> list[dict[str, Any]]:

@@ -1,0 +1,368 @@
+"""RLlib: what its offline recording wrote (`config.offline_data(output=…)`), as episodes of a folder; without Ray.
+
+It writes Parquet files, `output/<env>/run-<worker>-<number>/*.parquet`: a row a step, or a row a packed piece of an
+episode (`output_write_episodes`). Pieces of an episode may lie in several files, and without `output_max_rows_per_file`
+every run has all rows of the runs before once more. No pickle is loaded, neither of packed nor of compressed columns.
+
+The way back is `memmap_buffer.interop.rllib_offline`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.extras import extra
+from memmap_buffer.interop.columns import InferredFields, equal_rows, flatten
+from memmap_buffer.interop.episodes import import_episodes
+from memmap_buffer.interop.safe_pickle import array_loads
+from memmap_buffer.names import Names
+from memmap_buffer.paths import path_of
+from memmap_buffer.schema import Field
+
+with extra("rllib"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+Array = npt.NDArray[Any]
+Columns = dict[str, Any]
+
+OURS = {"obs": "observation", "actions": "action", "rewards": "reward"}  # RLlib's column -> field
+ENDS = ("terminateds", "truncateds")
+RENAMED = {**OURS, "terminateds": "terminated", "truncateds": "truncated", "new_obs": "next"}
+LEFT_OUT = {"eps_id", "agent_id", "module_id", "infos", "t"}
+REQUIRED = ("obs", "actions", "rewards")
+ROWS = 1 << 14  # of a file that are in memory at once
+PACKED = "item"
+
+
+def import_rllib(
+    source: str | PathLike[str],
+    folder: str | PathLike[str],
+    *,
+    infos: bool | Sequence[str] = True,
+    outputs: bool | Sequence[str] = True,
+    **options: Any,
+) -> ReplayBuffer:
+    """Copy the episodes that RLlib recorded into a folder, with their final observations.
+
+    The files are read twice, first for their dtypes. Fields are observation, action, reward, terminated, truncated;
+    `info.<key>`, what the step returned; and the outputs of the model by their own names, such as `action_logp`. The
+    meta field `episode_id` is RLlib's. An episode whose rows have a gap, as some of RLlib's files are not written, is
+    stored in parts; a part, and an episode whose recording stopped, neither terminates nor is truncated.
+
+    Args:
+        source: a Parquet file, or a folder, whose subfolders are read too.
+        folder: where; see `ReplayBuffer`.
+        infos: those that every step has, none, or a list of keys. Only packed episodes have infos.
+        outputs: those that every step has, none, or a list of names.
+        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+
+    Returns:
+        The buffer, open for writing.
+
+    Raises:
+        SchemaError: there is no Parquet file, columns are missing, an info or output that is named is not in every
+            step, or a value is none that a field can hold.
+        ImportError: pyarrow is not installed; or msgpack for packed episodes, or lz4 for compressed columns.
+    """
+    place = path_of(source)
+    columns, lengths, names, width = InferredFields("column"), [], Names(), 32  # that of RLlib's own ids
+    for episode in _episodes(place, names):
+        columns.add({name: value for name, value in episode.items() if name != "episode_id"})
+        lengths.append(len(episode["reward"]))
+        width = max(width, len(episode["episode_id"]))
+    kept = [name for name in columns.fields if _wanted(name, columns, infos, outputs, names)]
+    found = {_key(name, names) for name in kept}
+    if missing := [key for given in (infos, outputs) if not isinstance(given, bool) for key in {*given} - found]:
+        raise SchemaError(f"{place}: not every step has {sorted(missing)}; there are {[*columns.fields]}")
+    fields = {
+        name: Field(columns.fields[name].dtype, columns.fields[name].shape, final=_is_observation(name))
+        for name in kept
+    }
+    return import_episodes(
+        folder,
+        ({name: episode[name] for name in (*kept, "episode_id")} for episode in _episodes(place, names)),
+        fields,
+        {"episode_id": f"U{width}"},
+        lengths=lengths,
+        options=options,
+        names=names,
+    )
+
+
+def _is_observation(name: str) -> bool:
+    return name.split(".")[0] == "observation"
+
+
+def _wanted(name: str, columns: InferredFields, infos: bool | Sequence[str], outputs: Any, names: Names) -> bool:
+    """Whether a column becomes a field."""
+    group = name.split(".")[0]
+    if group in RENAMED.values():
+        return True
+    chosen = infos if group == "info" else outputs
+    chosen_here = chosen if isinstance(chosen, bool) else _key(name, names) in chosen
+    return columns.counts[name] == columns.episodes and chosen_here
+
+
+def _key(name: str, names: Names) -> str:
+    """The key of an info, or the name of an output."""
+    path = names.path(name)
+    return str(path[1] if path[0] == "info" else path[0])
+
+
+# Episodes, of the pieces in which they were recorded
+
+
+def _episodes(place: Path, names: Names) -> Iterator[Columns]:
+    """Episodes as `store_episode` takes them, in the order of their ends; those that have none come last."""
+    known: dict[str | None, Columns] = {}
+    ended: set[str] = set()
+    for files in _runs(place):
+        pieces: dict[str | None, list[Columns]] = {}
+        for name, piece in (found for file in files for found in _pieces(file, names)):
+            if name in ended:
+                continue
+            pieces.setdefault(name, []).append(piece)
+            if piece["terminated"][-1] or piece["truncated"][-1]:
+                yield from _parts(name, _continued(known.pop(name, None), pieces.pop(name)))
+                if name is not None:
+                    ended.add(name)
+        known |= {name: _continued(known.get(name), found) for name, found in pieces.items()}
+    for name, episode in known.items():
+        yield from _parts(name, episode)
+
+
+def _runs(place: Path) -> list[list[Path]]:
+    """The files of each folder; folders and files in the order of the numbers in their names."""
+    files = [place] if place.is_file() else sorted(place.rglob("*.parquet"), key=lambda path: _numbered(path, place))
+    if not files:
+        raise SchemaError(f"{place}: there is no Parquet file; give the folder that RLlib's `output` names")
+    return [list(group) for _, group in groupby(files, key=lambda path: path.parent)]
+
+
+def _numbered(path: Path, place: Path) -> list[Any]:
+    """A key by which 10 comes after 9."""
+    return [
+        [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+        for name in path.relative_to(place).parts
+    ]
+
+
+def _continued(known: Columns | None, pieces: Sequence[Columns]) -> Columns:
+    """What is known of an episode and what a run adds, which may have all that is known once more."""
+    if known is None:
+        return _joined(pieces)
+    added = _joined(pieces)
+    count = len(known["reward"])
+    again = {name: value[:count] for name, value in added.items() if name in known and value.dtype == known[name].dtype}
+    if len(added["reward"]) >= count and equal_rows({name: known[name] for name in again}, again).all():
+        return added
+    return _joined([known, added])
+
+
+def _joined(pieces: Sequence[Columns]) -> Columns:
+    """Pieces in a row, of the columns that all of them have."""
+    names = [name for name in pieces[0] if all(name in piece for piece in pieces)]
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in names}
+
+
+def _parts(name: str | None, episode: Columns) -> Iterator[Columns]:
+    """An episode, cut where rows are missing, with the observation that follows the last row of each part."""
+    following = {f"observation{key[4:]}": value for key, value in episode.items() if key.split(".")[0] == "next"}
+    length = len(episode["reward"])
+    columns = {key: value for key, value in episode.items() if key.split(".")[0] not in ("next", "t")}
+    cuts = np.zeros(max(0, length - 1), np.bool_)
+    if following:
+        after = {key: value[:-1] for key, value in following.items()}
+        cuts |= ~equal_rows(after, {key: columns[key][1:].astype(value.dtype) for key, value in after.items()})
+    if "t" in episode:
+        cuts |= np.diff(episode["t"]) != 1
+    bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), length]
+    for start, stop in pairwise(bounds):
+        part = {key: value[start:stop] for key, value in columns.items()}
+        last = {key: np.concatenate([part[key], value[stop - 1 : stop]]) for key, value in following.items()}
+        yield part | last | {"episode_id": name or ""}
+
+
+# Files
+
+
+def _pieces(path: Path, names: Names) -> Iterator[tuple[str | None, Columns]]:
+    """(id, columns) of neighbouring rows of one episode."""
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowException as error:
+        raise SchemaError(f"{path}: it is no Parquet file ({error}); leave it out") from error
+    with file:
+        packed = file.schema_arrow.names == [PACKED]
+        if not packed and (missing := [name for name in REQUIRED if name not in file.schema_arrow.names]):
+            raise SchemaError(
+                f"{path}: it has no column {missing[0]!r}, there are {file.schema_arrow.names}; rename them as RLlib's"
+            )
+        for batch in file.iter_batches(ROWS):
+            if packed:
+                for item in batch.column(0).to_pylist():
+                    yield from _unpacked(path, item, names)
+            else:
+                yield from _pieces_of_rows(path, batch, file.schema_arrow, names)
+
+
+def _pieces_of_rows(path: Path, batch: Any, schema: Any, names: Names) -> Iterator[tuple[str | None, Columns]]:
+    count = batch.num_rows
+    ids = batch.column("eps_id").to_pylist() if "eps_id" in batch.schema.names else [None] * count
+    tree = {}
+    for name in batch.schema.names:
+        column = batch.column(name)
+        if column.null_count and name in REQUIRED:
+            raise SchemaError(f"{path}: column {name!r} has no value in some rows; leave them out")
+        if name not in LEFT_OUT and not column.null_count:
+            tree[RENAMED.get(name, name)] = _values(path, name, column, schema.field(name))
+    columns = flatten(names.ours(tree))
+    for end in ("terminated", "truncated"):
+        columns[end] = columns.get(end, np.zeros(count)).astype(np.bool_)
+    ends = columns["terminated"] | columns["truncated"]
+    starts = [i for i in range(count) if i == 0 or ids[i] != ids[i - 1] or ends[i - 1]]
+    for start, stop in zip(starts, [*starts[1:], count], strict=True):
+        yield ids[start], {name: value[start:stop] for name, value in columns.items()}
+
+
+def _values(path: Path, name: str, column: Any, field: Any) -> Any:
+    """A column as an array (n, …), of a struct as a dict of them."""
+    about = field.metadata or {}
+    kind, shape = about.get(b"ARROW:extension:name", b"").decode(), None
+    if isinstance(column, pa.ExtensionArray):  # where Ray has been imported, it has registered its types
+        kind, shape, column = column.type.extension_name, getattr(column.type, "shape", None), column.storage
+    elif kind:
+        shape = _shape(about.get(b"ARROW:extension:metadata", b""))
+    if pa.types.is_struct(column.type) and not kind:
+        parts = zip(column.type, column.flatten(), strict=True)
+        return {part.name: _values(path, name, values, part) for part, values in parts}
+    if pa.types.is_string(column.type) and name in ("obs", "new_obs", "actions"):
+        return np.stack([_decompressed(path, name, text) for text in column.to_pylist()])
+    sizes: list[int] = []
+    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or _is_fixed(column.type):
+        size = len(column.flatten()) // max(1, len(column))
+        if not _is_fixed(column.type) and (np.diff(column.offsets.to_numpy()) != size).any():
+            kind = "lists of several lengths"
+            break
+        sizes, column = [*sizes, size], column.flatten()
+    if pa.types.is_nested(column.type) or pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        raise SchemaError(
+            f"{path}: column {name!r} is of {kind or column.type}, which no field holds; "
+            f"record whole episodes (output_write_episodes=True)"
+        )
+    values = column.to_numpy(zero_copy_only=False)
+    values = values.astype(str) if values.dtype == object else values
+    return values.reshape(-1, *(shape or sizes)) if sizes else values
+
+
+def _is_fixed(kind: Any) -> bool:
+    return bool(pa.types.is_fixed_size_list(kind))
+
+
+def _shape(serialized: bytes) -> list[int] | None:
+    """The shape of a tensor that Ray stored as a list, where its parameters are JSON."""
+    try:
+        found = json.loads(serialized)
+    except ValueError:
+        return None
+    found = found.get("shape") if isinstance(found, dict) else found
+    return found if isinstance(found, list) else None
+
+
+def _decompressed(path: Path, name: str, text: str) -> Any:
+    """One value of a column of `output_compress_columns`: base64 of LZ4 of a pickled array."""
+    with extra("rllib"):
+        import lz4.frame
+    try:
+        return array_loads(lz4.frame.decompress(base64.b64decode(text)))
+    except (SchemaError, ValueError, RuntimeError) as error:
+        raise SchemaError(f"{path}: column {name!r} is text, but no compressed array ({error})") from error
+
+
+# Packed episodes
+
+
+def _unpacked(path: Path, item: bytes, names: Names) -> Iterator[tuple[str, Columns]]:
+    """(id, columns) of the state of a `SingleAgentEpisode`, read without RLlib and without pickle, if it has a step."""
+    with extra("rllib"):
+        import msgpack
+    try:
+        state = msgpack.unpackb(item, object_hook=_decoded)
+        rewards = np.asarray(_own(state["rewards"]), np.float64)
+        length, start = len(rewards), int(state["t_started"])
+        if length:
+            outputs = state["extra_model_outputs"] or {}
+            tree = {name: _own(values) for name, values in outputs.items()}
+            tree |= {"observation": _own(state["observations"]), "action": _own(state["actions"])}
+            following = state["infos"]["data"][state["infos"]["lookback"] :][1:]
+            tree |= {"reward": rewards, "info": _infos(following)}
+            ends = {end: bool(state[f"is_{end}"]) for end in ("terminated", "truncated")}
+            yield str(state["id_"]), _piece(flatten(names.ours(tree)), length, start, ends)
+    except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        raise SchemaError(f"{path}: it holds an episode that cannot be read ({error!r}); leave it out") from error
+
+
+def _piece(columns: Columns, length: int, start: int, ends: Mapping[str, bool]) -> Columns:
+    observed = {name: columns.pop(name) for name in [*columns] if name.split(".")[0] == "observation"}
+    columns |= {name: value[:length] for name, value in observed.items()}
+    columns |= {f"next{name[11:]}": value[1 : length + 1] for name, value in observed.items()}
+    last = np.arange(length) == length - 1
+    return columns | {end: last & ended for end, ended in ends.items()} | {"t": np.arange(start, start + length)}
+
+
+def _decoded(value: Any) -> Any:
+    """What msgpack_numpy made of an array or a number; it would unpickle arrays of objects, which are refused."""
+    if b"nd" in value:
+        found = np.frombuffer(value[b"data"], np.dtype(value[b"type"]))
+        return found.reshape(value[b"shape"]) if value[b"nd"] else found[0]
+    return complex(value[b"data"]) if b"complex" in value else value
+
+
+def _own(state: Mapping[str, Any]) -> Any:
+    """The values of an `InfiniteLookbackBuffer` as arrays, without those that belong to the piece before."""
+    found = state["data"] if state["finalized"] else _together(state["data"])
+    return _cut(found, int(state["lookback"]))
+
+
+def _cut(tree: Any, start: int) -> Any:
+    if isinstance(tree, Mapping):
+        return {name: _cut(value, start) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)) and tree and isinstance(tree[0], np.ndarray):  # of a tuple space
+        return {f"item{i}": _cut(value, start) for i, value in enumerate(tree)}
+    return tree[start:]
+
+
+def _together(values: Sequence[Any]) -> Any:
+    """Values of one structure, one a step, as one array, or for dicts and tuples as a dict of arrays."""
+    first = values[0] if len(values) else None
+    if isinstance(first, Mapping):
+        return {name: _together([value[name] for value in values]) for name in first}
+    if isinstance(first, (list, tuple)):
+        return {f"item{i}": _together([value[i] for value in values]) for i in range(len(first))}
+    return np.asarray(values)
+
+
+def _infos(infos: Sequence[Mapping[str, Any]]) -> Columns:
+    """The infos that every step has and that can be one array."""
+    shared = [key for key in infos[0] if all(key in info for info in infos)] if infos else []
+    return {key: column for key in shared if (column := _info([info[key] for info in infos])) is not None}
+
+
+def _info(values: Sequence[Any]) -> Any:
+    simple = all(isinstance(value, (bool, int, float, str, np.ndarray, np.generic)) for value in values)
+    alike = len({(np.shape(value), isinstance(value, str)) for value in values}) == 1
+    column = np.asarray(values) if simple and alike else None
+    return None if column is None or column.dtype == object else column

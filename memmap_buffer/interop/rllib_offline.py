@@ -1,0 +1,202 @@
+"""RLlib: its offline algorithms, BC, MARWIL, CQL and IQL of the new API stack, train from a folder without an export.
+
+    config.offline_data(input_="data", offline_data_class=DiskOfflineData)
+
+The rest of its pipeline, `OfflinePreLearner` with its connectors and `iter_batches`, works as on its own Parquet. The
+way back, what RLlib records, is `memmap_buffer.interop.rllib.import_rllib`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from os import PathLike
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.extras import extra
+from memmap_buffer.interop.columns import put
+from memmap_buffer.interop.rllib import ENDS, OURS
+from memmap_buffer.schema import Schema
+
+with extra("rllib"):
+    import msgpack
+    import msgpack_numpy
+    import pyarrow as pa
+    import ray.data
+    from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+    from ray.rllib.env.single_agent_episode import SingleAgentEpisode
+    from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
+    from ray.rllib.offline.offline_data import OfflineData
+
+    from memmap_buffer.interop.ray import open_root, read_ray
+
+EPISODES_A_BLOCK = 64  # episodes that are packed at once
+
+
+class DiskOfflineData(OfflineData):  # type: ignore[misc]
+    """A folder, or a root of shards, as the offline data of a config: `offline_data_class=DiskOfflineData`.
+
+    Of RLlib's options of `offline_data` these say what is read:
+
+    - `input_`: the folder or root, or a list of them.
+    - `input_read_episodes`: whether rows are whole episodes, as RLlib packs them, else transitions.
+    - `input_read_schema`: RLlib's column -> field, for fields of other names; see `read_rllib`.
+    - `input_read_method_kwargs`: further arguments of `read_rllib`.
+
+    Raises:
+        NotABufferError: there is no buffer at `input_`.
+        SchemaError: a field is missing, or `input_read_sample_batches` is set.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        if config.input_read_sample_batches:
+            raise SchemaError("input_read_sample_batches: a folder has no sample batches; use input_read_episodes=True")
+        paths = config.input_ if isinstance(config.input_, list) else [config.input_]
+        episodes, columns = config.input_read_episodes, config.input_read_schema
+        read = partial(read_rllib, episodes=episodes, columns=columns, **config.input_read_method_kwargs)
+        first, *others = map(read, paths)
+        # The parent reads what `ray.data` can read by a name, the names of the folders, and sets up all else.
+        own = config.copy(copy_frozen=False)
+        own.offline_data(
+            input_=list(map(str, paths)),
+            input_read_method="from_items",
+            input_read_method_kwargs={},
+            input_read_schema={},
+        )
+        super().__init__(own)
+        self.data = first.union(*others) if others else first
+        if self.materialize_data:
+            self.data = self.data.materialize()
+
+
+def read_rllib(
+    root: str | PathLike[str],
+    *,
+    episodes: bool = False,
+    columns: Mapping[str, str] | None = None,
+    outputs: Sequence[str] = (),
+    **options: Any,
+) -> ray.data.Dataset:
+    """The transitions or episodes of a folder as RLlib records them; `.write_parquet(path)` exports them.
+
+    A last step without a final observation is left out unless it terminated, as in n-step views; so is the one of a
+    whole episode, whose last observation is then the final one. An episode that the folder shows without an end is
+    truncated for RLlib, which takes no others.
+
+    Args:
+        root: a folder of buffers, or one buffer.
+        episodes: rows are whole episodes, packed by msgpack, the column "item" (`output_write_episodes=True`); else
+            transitions: eps_id, obs, actions, rewards, new_obs, terminateds, truncateds.
+        columns: RLlib's column -> field; default: observation, action, reward, and the fields that end episodes. With
+            `episodes` a group of fields, such as a dict observation, has one name.
+        outputs: more fields, such as "action_logp", which become extra model outputs.
+        options: of `read_ray`, such as override_num_blocks, filter_meta, split, part.
+
+    Raises:
+        NotABufferError: there is no buffer at the root.
+        SchemaError: a field is missing, or observations or actions of transitions are a group of fields.
+        NotEnoughDataError: there are no episodes.
+    """
+    buffer = open_root(root)
+    schema, names = buffer.schema, _names(buffer.schema, columns or {}, outputs)
+    own = f"{crc32('|'.join(map(str, buffer.folders)).encode()):08x}"  # RLlib drops an episode whose id it knows
+    if episodes:
+        fields = [field for name in names.values() for field in _members(schema, name)]
+        items = read_ray(root, fields=fields, return_indices=True, **options)
+        return items.map_batches(
+            partial(_packed, own=own, names=names, schema=schema), batch_size=EPISODES_A_BLOCK, zero_copy_batch=True
+        )
+    for name in names.values():
+        if name not in schema.fields:
+            raise SchemaError(
+                f"{name!r}: it is a group of fields, and RLlib's transitions have one array each; "
+                f"set input_read_episodes=True (episodes=True)"
+            )
+    items = read_ray(
+        root,
+        n_steps=1,
+        current_fields=tuple(names.values()),
+        next_fields=(names["obs"],),
+        include_metadata=False,
+        return_indices=True,
+        **options,
+    )
+    return items.map_batches(
+        partial(_transitions, own=own, names=names), batch_size=None, batch_format="pyarrow", zero_copy_batch=True
+    )
+
+
+def _names(schema: Schema, columns: Mapping[str, str], outputs: Sequence[str]) -> dict[str, str]:
+    """RLlib's column -> field or group of fields, for those that the folder has."""
+    ends = dict(zip(ENDS, (schema.terminated, schema.truncated), strict=True))
+    known = {**OURS, **{column: field for column, field in ends.items() if field is not None}}
+    if unknown := [column for column in columns if column not in {*OURS, *ENDS}]:
+        raise SchemaError(f"columns: got {unknown}, expected names among {[*OURS, *ENDS]}; name others as `outputs`")
+    names = known | dict(columns) | {name: name for name in outputs}
+    for column, name in names.items():
+        if not _members(schema, name):
+            raise SchemaError(
+                f"{column!r}: there is no field {name!r}, there are {[*schema.fields]}; "
+                f"name it by input_read_schema={{{column!r}: …}} (columns=)"
+            )
+    return names
+
+
+def _members(schema: Schema, name: str) -> list[str]:
+    return [field for field in schema.fields if field == name or field.startswith(f"{name}.")]
+
+
+def _transitions(table: Any, own: str, names: Mapping[str, str]) -> Any:
+    """A block of 1-step transitions by RLlib's names."""
+    ids = zip(table["_source"].to_pylist(), table["_serial"].to_pylist(), strict=True)
+    out = {"eps_id": pa.array([f"{own}-{source}-{serial}" for source, serial in ids], pa.string())}
+    out |= {column: table[name] for column, name in names.items()}
+    out["new_obs"] = table[f"next_{names['obs']}"]
+    return pa.table({**{end: pa.array(np.zeros(table.num_rows, np.bool_)) for end in ENDS}, **out})
+
+
+def _packed(batch: Mapping[str, Any], own: str, names: Mapping[str, str], schema: Schema) -> dict[str, Any]:
+    """Whole episodes, each as the packed state of RLlib's own object."""
+    ids = [f"{own}-{a}-{b}" for a, b in zip(batch["_source"].tolist(), batch["_serial"].tolist(), strict=True)]
+    episodes = (_episode(batch, row, name, names, schema) for row, name in enumerate(ids))
+    packed = [msgpack.packb(e.get_state(), default=msgpack_numpy.encode) for e in episodes if len(e)]
+    return {"item": packed}
+
+
+def _episode(batch: Mapping[str, Any], row: int, id_: str, names: Mapping[str, str], schema: Schema) -> Any:
+    """A row as RLlib's object; it is empty where no step has what follows it."""
+    length = int(batch["_lens"][row])
+    ends = {end: bool(np.any(batch[names[end]][row][length - 1])) for end in ENDS if end in names}
+    terminated = ends.get("terminateds", False)
+    count = len(batch[_members(schema, names["obs"])[0]][row]) - 1
+    if short := terminated and count < length:  # nothing looks at what follows a terminated step
+        count = length
+
+    def steps(column: str, stop: int) -> Any:
+        name = names[column]
+        return InfiniteLookbackBuffer(_value(batch, row, _members(schema, name), name, stop, short))
+
+    return SingleAgentEpisode(
+        id_=id_,
+        observations=steps("obs", count + 1),
+        actions=steps("actions", count),
+        rewards=steps("rewards", count),
+        terminated=terminated,
+        truncated=ends.get("truncateds", False) or not terminated,
+        extra_model_outputs={name: steps(name, count) for name in names if name not in {*OURS, *ENDS}},
+        len_lookback_buffer=0,
+    )
+
+
+def _value(batch: Mapping[str, Any], row: int, members: Sequence[str], name: str, stop: int, repeat: bool) -> Any:
+    """The first steps of a field, or of a group as nested dicts; as many as are asked for by repeating the last."""
+    tree: dict[str, Any] = {}
+    for member in members:
+        values = np.asarray(batch[member][row])[:stop]
+        values = np.concatenate([values, values[-1:]]) if repeat and len(values) < stop else values
+        put(tree, ["", *filter(None, member.removeprefix(name).split("."))], values)
+    return tree[""]
