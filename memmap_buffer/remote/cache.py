@@ -109,8 +109,12 @@ class Cache:
 
     # The bound
 
-    def reserve(self, wanted: Sequence[tuple[Blocks, IntArray]]) -> bool:
+    def reserve(self, wanted: Sequence[tuple[Blocks, IntArray]], keep: Sequence[tuple[Blocks, IntArray]]) -> bool:
         """Have room for some blocks more, whose locks are held: others are given back for them where that takes it.
+
+        Args:
+            wanted: the blocks.
+            keep: those that are not given back for them, as they are read together.
 
         Returns:
             Whether there is; not where too many of the others are being fetched themselves.
@@ -126,7 +130,7 @@ class Cache:
             if self.limit is not None and used + size > self.limit:
                 used = self._count()  # what a kill left uncounted
                 if used + size > self.limit:
-                    used -= self._give_back(used + size - self.limit + self.limit // AT_ONCE)
+                    used -= self._give_back(used + size - self.limit + self.limit // AT_ONCE, keep)
             fits = self.limit is None or used + size <= self.limit
             write_word(fd, used + size * fits, 0)
             for blocks, chosen in new if fits else ():  # before the next one counts
@@ -164,12 +168,12 @@ class Cache:
         self._each(lambda folder, blocks, files: counts.append(int(np.count_nonzero(blocks.words[:, LOCAL]))))
         return BLOCK * sum(counts)
 
-    def _give_back(self, size: int) -> int:
+    def _give_back(self, size: int, keep: Sequence[tuple[Blocks, IntArray]]) -> int:
         """Give so many bytes of the longest unused blocks back; how many were."""
         found: list[tuple[Folder, Blocks, dict[str, int]]] = []
         self._each(lambda *mirror: found.append(mirror))
         used = np.concatenate([blocks.words[:, USED] for _, blocks, _ in found])
-        local = np.concatenate([blocks.words[:, LOCAL] for _, blocks, _ in found])
+        local = np.concatenate([_local_but(blocks, keep) for _, blocks, _ in found])
         starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in found)])
         order = np.flatnonzero(local)
         order = order[np.argsort(used[order], kind="stable")]
@@ -181,6 +185,15 @@ class Cache:
             folder, blocks, files = found[number]
             freed += BLOCK * _give_back(Folder(folder.path), blocks, files, place - int(starts[number]))
         return freed
+
+
+def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntArray:
+    """(blocks,) not 0 where one may be given back."""
+    local = blocks.words[:, LOCAL].astype(np.int64)
+    for other, chosen in keep:
+        if other is blocks:
+            local[chosen] = 0
+    return local
 
 
 def place_of(path: Path) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -45,9 +46,8 @@ from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, 
 from memmap_buffer.remote.cache import Cache, place_of
 
 T = TypeVar("T")
-TOGETHER = 256  # blocks that are in memory at a time while they are fetched
+TOGETHER = 512  # blocks that are fetched at a time, so that others wait for their locks
 PIECE = 4  # neighbouring blocks that are one request
-AHEAD = 2  # windows that are fetched ahead at a time
 WHOLE = 4096  # blocks of a mirror that are looked at all together
 DIGESTS = "mirror/digests"
 PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
@@ -117,11 +117,15 @@ class Mirror:
         (path, total), (name, first, size) = self._head_at, self.shard.head
         where = self.objects.name_of(path)
         for anew in (False, True):
-            whole = self.cache.head(name, total, lambda: self.objects.read_ranges([(path, 0, total)])[0], anew)
+            whole = self.cache.head(name, total, self._fetch_head, anew)
             part = bytes(whole[first : first + size])
             if self.shard.is_head(part):
                 return open_head(part, where)
         raise CorruptBufferError(f"{where}: the bytes are not those that were published; publish the shard again")
+
+    def _fetch_head(self) -> bytes:
+        path, size = self._head_at
+        return self.objects.read_ranges([(path, 0, size)], lambda i, data: digest(data) == self.shard.head[0])[0]
 
     @cached_property
     def layout(self) -> Layout:
@@ -452,7 +456,8 @@ def bring(wanted: Wanted) -> Taken:
             for one in rows:
                 if one.name in storage.layout.coded:
                     blobs.setdefault(storage.mirror, []).append(storage.mirror.blocks_of_blobs(one))
-    taken.add(blobs)
+    if blobs:
+        taken.add({mirror: [*each, *blobs.get(mirror, [])] for mirror, each in parts.items()})  # none for another
     return taken
 
 
@@ -460,7 +465,7 @@ def bring_later(wanted: Wanted) -> None:
     """Have the blocks of rows fetched in a thread; what fails is told when they are read."""
     global _ahead
     if _ahead is None or _ahead[0] != process_id():
-        _ahead = process_id(), ThreadPoolExecutor(AHEAD, "memmap_buffer-fetch")
+        _ahead = process_id(), ThreadPoolExecutor(1, "memmap_buffer-fetch")  # windows come one by one
     _ahead[1].submit(_bring_quietly, wanted)
 
 
@@ -573,7 +578,7 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
         with ExitStack() as held:
             for mirror, these in part.items():  # by their paths, so that no two wait for each other
                 held.enter_context(blocks[mirror].taken(these.tolist()))
-            fits = _fetch_held(part, blocks)
+            fits = _fetch_held(part, blocks, [(blocks[mirror], these) for mirror, these in chosen.items()])
         if fits:
             absent, until = absent[size:], time.monotonic() + PATIENCE
         elif time.monotonic() > until:
@@ -586,44 +591,86 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
             time.sleep(0.01)
 
 
-def _fetch_held(part: Chosen, blocks: Mapping[Mirror, Blocks]) -> bool:
-    """Fetch blocks whose locks are held; False where the cache has no room for them now."""
+def _fetch_held(part: Chosen, blocks: Mapping[Mirror, Blocks], keep: Sequence[tuple[Blocks, IntArray]]) -> bool:
+    """Fetch blocks whose locks are held; False where the cache has no room for them beside those that are kept."""
     part = {mirror: blocks[mirror].absent(these) for mirror, these in part.items()}
     require_digests([mirror for mirror, these in part.items() if these.size])
     for mirror, these in part.items():
         mirror.look_at(blocks[mirror], these)
     part = {mirror: left for mirror, these in part.items() if (left := blocks[mirror].absent(these)).size}
     for cache in {mirror.cache for mirror in part}:
-        if not cache.reserve([(blocks[mirror], these) for mirror, these in part.items() if mirror.cache is cache]):
+        wanted = [(blocks[mirror], these) for mirror, these in part.items() if mirror.cache is cache]
+        if not cache.reserve(wanted, keep):
             return False
     for objects in {mirror.objects for mirror in part}:
-        mine = [(m, piece) for m, these in part.items() if m.objects is objects for piece in m.pieces(these.tolist())]
-        ranges = [(m.prefix + m.place(p[0])[0], m.place(p[0])[1], m.place(p[-1])[2]) for m, p in mine]
-        for i, data in objects.stream(ranges, partial(_is_right, mine)):
-            mine[i][0].write(blocks[mine[i][0]], mine[i][1], data)
+        _stream(objects, {mirror: these for mirror, these in part.items() if mirror.objects is objects}, blocks)
     return True
 
 
-def _is_right(pieces: Sequence[tuple[Mirror, range]], i: int, data: bytes) -> bool:
-    mirror, piece = pieces[i]
-    return mirror.is_right(piece, data)
+def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
+    """Fetch blocks of one store. They are compared and written in the threads that got them, while others come."""
+    mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.pieces(these.tolist())]
+    writing = _Writing(mine, blocks)
+    ranges = [(m.prefix + m.place(p[0])[0], m.place(p[0])[1], m.place(p[-1])[2]) for m, p in mine]
+    try:
+        for _ in objects.stream(ranges, writing.take):
+            writing.require()
+    finally:
+        writing.end()
+
+
+class _Writing:
+    """The pieces of blocks that are fetched, each written by the thread that got it."""
+
+    def __init__(self, pieces: Sequence[tuple[Mirror, range]], blocks: Mapping[Mirror, Blocks]) -> None:
+        self._pieces, self._blocks = pieces, blocks
+        self._at_work, self._ended = 0, False
+        self._changed = threading.Condition()
+        self._failed: Exception | None = None
+
+    def take(self, i: int, data: bytes) -> bool:
+        """Write a piece if it is right; whether it is."""
+        mirror, piece = self._pieces[i]
+        if not mirror.is_right(piece, data):
+            return False
+        with self._changed:
+            if self._ended:
+                return True
+            self._at_work += 1
+        try:
+            mirror.write(self._blocks[mirror], piece, data)
+        except (OSError, _RemovedError) as error:
+            self._failed = error  # it is not the store that failed, so it is not asked again
+        finally:
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
+        return True
+
+    def require(self) -> None:
+        """Raise what a write did."""
+        if self._failed is not None:
+            raise self._failed
+
+    def end(self) -> None:
+        """Nothing is written any more when this returns, so that the locks may go."""
+        with self._changed:
+            self._ended = True
+            while self._at_work:
+                self._changed.wait()
 
 
 def require_digests(mirrors: Sequence[Mirror]) -> None:
     """Have the digests of mirrors, those that were kept or all others together.
 
     Raises:
-        CorruptBufferError: they are others than those that were published.
-        RemoteError: the store fails.
+        RemoteError: the store fails, or they are others than those that were published.
     """
     lacking = [mirror for mirror in mirrors if "digests" not in mirror.__dict__ and not _kept_digests(mirror)]
     for objects in {mirror.objects for mirror in lacking}:
         mine = [mirror for mirror in lacking if mirror.objects is objects]
         ranges = [(m.prefix + BLOCKS_FILE, *m.digests_at) for m in mine]
-        for i, content in objects.stream(ranges):
-            if not mine[i].take_digests(content):
-                where = objects.name_of(ranges[i][0])
-                raise CorruptBufferError(f"{where}: the digests are not those of the shard; publish it again")
+        for i, content in objects.stream(ranges, lambda i, data, mine=mine: mine[i].take_digests(data)):  # type: ignore[misc]
             with suppress(OSError):
                 Folder(mine[i].path).write_new(DIGESTS, content, sync=False)
 

@@ -20,6 +20,7 @@ from memmap_buffer.format.remote_layout import (
     SHARD,
     Root,
     Shard,
+    digest,
     head_object,
 )
 from memmap_buffer.format.storage import Storage
@@ -138,5 +139,5 @@ class RemoteShards:
         assert self._root is not None
         lacking = [name for name in names if self._cache.lacks_head(name)]
         ranges = [(head_object(name), 0, self._root.heads[name]) for name in lacking]
-        for i, data in self._objects.stream(ranges):
+        for i, data in self._objects.stream(ranges, lambda i, data: digest(data) == lacking[i]):
             self._cache.head(lacking[i], len(data), lambda data=data: data, anew=True)  # type: ignore[misc]

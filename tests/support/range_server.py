@@ -38,6 +38,7 @@ class RangeServer:
         latency: seconds before each answer.
         bandwidth: bytes a second of all connections together; None for any.
         ranges: whether it knows ranges; else it always sends a whole file.
+        port: default: a free one.
 
     Attributes:
         url: of the folder.
@@ -46,7 +47,13 @@ class RangeServer:
     """
 
     def __init__(
-        self, folder: Path, *, latency: float = 0.0, bandwidth: float | None = None, ranges: bool = True
+        self,
+        folder: Path,
+        *,
+        latency: float = 0.0,
+        bandwidth: float | None = None,
+        ranges: bool = True,
+        port: int = 0,
     ) -> None:
         self.folder, self.latency, self.bandwidth, self.ranges = Path(folder), latency, bandwidth, ranges
         self.requests: list[Request] = []
@@ -58,7 +65,7 @@ class RangeServer:
         class Handler(_Handler):
             server_of = owner
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
