@@ -191,7 +191,8 @@ class ReplayBuffer(Recording, Readable):
         """
         buffer = cls.__new__(cls)
         if is_url(folder):
-            opened = open_url(str(folder), storage_options, cache_of(cache, cache_bytes)).storage(verify)
+            mirror = open_url(str(folder), storage_options, cache_of(cache, cache_bytes))
+            opened: Storage = mirror.storage(verify)
         else:
             opened = Storage.open(folder, read_only=read_only, verify=verify)
         lock = WriterLock(opened.folder)

@@ -188,6 +188,22 @@ class Folder:
             raise
         return fd, mapped
 
+    def map_small(self, name: str, size: int) -> memoryview:
+        """A read-only map of a file that is no array. Raises FileNotFoundError, CorruptBufferError."""
+        fd = self._checked(name, os.O_RDONLY, b"", size)
+        try:
+            return syscalls.map_to_read(fd, size)
+        finally:
+            os.close(fd)
+
+    def map_shared(self, name: str, header: bytes, size: int) -> memoryview:
+        """A map of a whole file, without a descriptor, whose stores reach it; as `map_to_change` they may kill."""
+        fd = self._checked(name, os.O_RDWR, header, size)
+        try:
+            return syscalls.map_to_change(fd, size)
+        finally:
+            os.close(fd)
+
     def open_to_read(self, name: str, header: bytes, size: int) -> int:
         """A descriptor to copy from; the caller closes it."""
         return self._checked(name, os.O_RDONLY, header, size)
@@ -202,10 +218,15 @@ class Folder:
             os.close(fd)
 
     @contextmanager
-    def changing(self, name: str) -> Iterator[int]:
-        """A descriptor for `write_all` of a file that is there, closed at the end of the block."""
+    def changing(self, name: str, size: int | None = None) -> Iterator[int]:
+        """A descriptor for `write_all` of a file that is there, closed at the end of the block.
+
+        Raises: CorruptBufferError: it has another size than this.
+        """
         fd = self._open(name, os.O_RDWR)
         try:
+            if size is not None and os.fstat(fd).st_size != size:
+                raise CorruptBufferError(self._text(name, f"has not {size} bytes any more"), path=self.path / name)
             yield fd
         finally:
             os.close(fd)

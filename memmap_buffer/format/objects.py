@@ -113,12 +113,15 @@ class Objects:
         Raises:
             RemoteError: one of them could not be had.
         """
-        asked: dict[Future[bytes], int] = {}
+        asked: dict[Future[bytes | RemoteError], int] = {}
         try:
             for i, wanted in enumerate(ranges):
-                asked[self._submit(self._read_range(i, wanted, check))] = i
+                asked[self._submit(_outcome(self._read_range(i, wanted, check)))] = i
             for future in as_completed(asked):
-                yield asked.pop(future), future.result()
+                i, found = asked.pop(future), future.result()
+                if isinstance(found, RemoteError):
+                    raise found
+                yield i, found
         finally:
             for future in asked:
                 future.cancel()
@@ -366,6 +369,14 @@ class Objects:
             return True
 
         return await self._try("replace", path, request, len(data))
+
+
+async def _outcome(work: Coroutine[Any, Any, bytes]) -> bytes | RemoteError:
+    """What a request gives, or its error: asyncio logs one that nobody asks for, as after the first of many."""
+    try:
+        return await work
+    except RemoteError as error:
+        return error
 
 
 async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) -> bytes:

@@ -71,9 +71,9 @@ class Maps:
     words: Words
     state: Words
     checksums: Array
-    rows: dict[str, Array]
-    meta: dict[str, Array]
-    coded: dict[str, CodedRows]
+    rows: Mapping[str, Array]
+    meta: Mapping[str, Array]
+    coded: Mapping[str, CodedRows]
 
 
 def check_verify(verify: str) -> None:
@@ -93,8 +93,8 @@ class Storage:
     """
 
     def __init__(self, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> None:
-        self.folder = path if isinstance(path, Folder) else Folder(path_of(path))
-        self.path = self.folder.path
+        folder = path if isinstance(path, Folder) else Folder(path_of(path))
+        self.folder, self.path = folder, folder.path
         self.read_only = read_only
         self.verify = verify
         self.withdrawn = False
@@ -137,13 +137,10 @@ class Storage:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {"path": self.path, "read_only": self.read_only, "verify": self.verify}
-        return state if self.mirror is None else {**state, "mirror": self.mirror}
+        return {"path": self.path, "read_only": self.read_only, "verify": self.verify}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        mirror = state.pop("mirror", None)
         self.__init__(**state)  # type: ignore[misc]
-        self.mirror = mirror
 
     @cached_property
     def layout(self) -> Layout:
@@ -362,9 +359,7 @@ class Storage:
         """
         view = self._row_views.get((name, steps))
         if view is None:
-            rows = self.maps.rows[name]
-            width = rows.itemsize * math.prod(rows.shape[1:])
-            view = np.ndarray(len(rows) - steps + 1, (np.void, steps * width), rows, strides=(width,))
+            view = slices_of(self.maps.rows[name], steps)
             kept = self._row_views if len(self._row_views) < MAX_VIEWS else {}
             self._row_views = {**kept, (name, steps): view}
         return view
@@ -551,3 +546,9 @@ class Storage:
             first, final = self.start_of(name, slot), self.layout.schema.fields[name].final
             found[name] = checksum_of(self.sums_of_rows(name, first, first + length + (final and has_final)))
         return found | {name: checksum(values[slot : slot + 1]) for name, values in self.maps.meta.items()}
+
+
+def slices_of(rows: Array, steps: int) -> Array:
+    """A view (N - K + 1,) of N rows whose items are K rows each, as bytes."""
+    width = rows.itemsize * math.prod(rows.shape[1:])
+    return np.ndarray(len(rows) - steps + 1, (np.void, steps * width), rows, strides=(width,))

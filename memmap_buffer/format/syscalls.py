@@ -11,10 +11,12 @@ import fcntl
 import mmap
 import os
 import stat
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -163,16 +165,27 @@ def read_at(fd: int, size: int, offset: int) -> bytes:
 def map_to_read(fd: int, size: int) -> memoryview:
     """A read-only map of a file's first bytes, for as long as anything looks at it.
 
-    Python's own before 3.13 (`trackfd`) keeps a descriptor for each map, and 300 folders have thousands of maps.
-
     Raises: OSError: ENOMEM: there are too many maps.
     """
-    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    return _mapped(fd, size, mmap.PROT_READ).toreadonly()
+
+
+def map_to_change(fd: int, size: int) -> memoryview:
+    """The same, and stores reach the file. Raises OSError."""
+    return _mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _mapped(fd: int, size: int, protection: int) -> memoryview:
+    """A map of a file's first bytes.
+
+    Python's own before 3.13 (`trackfd`) keeps a descriptor for each map, and 300 folders have thousands of maps.
+    """
+    address = _mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mapped = (ctypes.c_char * size).from_address(address)
     weakref.finalize(mapped, _libc.munmap, address, size).atexit = False
-    return memoryview(mapped).toreadonly()
+    return memoryview(mapped)
 
 
 def will_need(address: int, size: int) -> None:
@@ -318,17 +331,39 @@ class RangeLocks:
 
     Threads of one process do not see each other's. The file is opened once a process and never closed, as closing any
     descriptor of it would drop all of them.
-
-    Args:
-        path: the file; made where it is missing.
     """
 
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
+    _known: ClassVar[dict[tuple[int, int], RangeLocks]] = {}
+    _opening = threading.Lock()
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def of(cls, path: str) -> RangeLocks:
+        """Those of a file, which is made where it is missing."""
+        with cls._opening:
+            with suppress(FileNotFoundError):
+                found = cls._known.get(identity(os.stat(path)))
+                if found is not None:
+                    return found
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
+            return cls._known.setdefault(identity(os.fstat(fd)), cls(fd))
 
     def take(self, first: int, count: int) -> None:
-        """Wait for the locks of some bytes, and hold them."""
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, count, first)
+        """Wait for the locks of some bytes, and hold them.
+
+        Whoever takes several takes them in ascending order. So where the system sees a circle of processes that wait
+        for each other, it is other threads of theirs that hold what is waited for.
+        """
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX, count, first)
+                return
+            except OSError as error:
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(0.01)
 
     def try_take(self, first: int) -> bool:
         """Hold the lock of a byte, if no other process does."""
@@ -343,6 +378,18 @@ class RangeLocks:
     def give(self, first: int, count: int) -> None:
         """Let go of the locks of some bytes."""
         fcntl.lockf(self._fd, fcntl.LOCK_UN, count, first)
+
+
+def _fresh_range_locks() -> None:
+    RangeLocks._opening = threading.Lock()  # another thread may have held it when this process was forked
+
+
+def after_fork(work: Callable[[], None]) -> None:
+    """Have a function called in each process that is forked from this one, before anything else."""
+    os.register_at_fork(after_in_child=work)
+
+
+after_fork(_fresh_range_locks)
 
 
 @contextmanager
@@ -371,4 +418,4 @@ def _forget_locks() -> None:
         lock.forget()
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+after_fork(_forget_locks)

@@ -17,7 +17,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import BlockShuffle
-from memmap_buffer.remote.mirror import Rows
+from memmap_buffer.remote.mirror import Rows, bring_later
 from memmap_buffer.views.batch_builder import BatchBuilder
 from memmap_buffer.views.folders import Folders
 
@@ -92,10 +92,13 @@ class Readahead:
         begin = max(self._asked + 1, first // self._shuffle.window)
         self._asked = last // self._shuffle.window + 1
         for window in range(begin, self._asked + 1):
+            wanted: dict[Storage, list[Rows]] = {}
             for low, high in self._shuffle.places(window):
-                self._ask(low, high)
+                self._ask(low, high, wanted)
+            if wanted:
+                bring_later(list(wanted.items()))
 
-    def _ask(self, low: int, high: int) -> None:
+    def _ask(self, low: int, high: int, wanted: dict[Storage, list[Rows]]) -> None:
         """The rows of the anchors low … high - 1; where the guess is wrong they are read when they are needed."""
         index = self._index
         start, stop = np.searchsorted(index.starts, [low, high - 1], side="right")
@@ -106,27 +109,27 @@ class Readahead:
             mine = slice(None) if index.folder is None else index.folder[run] == number
             storage = self._folders.numbered(number)
             assert storage is not None
-            self._ask_folder(storage, index.slot[run][mine], first[mine], last[mine])
+            self._ask_folder(storage, index.slot[run][mine], first[mine], last[mine], wanted)
 
-    def _ask_folder(self, storage: Storage, slot: IntArray, first: IntArray, last: IntArray) -> None:
+    def _ask_folder(
+        self, storage: Storage, slot: IntArray, first: IntArray, last: IntArray, wanted: dict[Storage, list[Rows]]
+    ) -> None:
+        """Ask for rows, or add them to those that are fetched together."""
         slot = np.minimum(slot, len(storage.table.length) - 1)  # a shard may be another, smaller one by now
         length = storage.table.length[slot]
         if self._view.per_episode:
             first, last = np.zeros_like(first), length
-        wanted = []
         for name in self._fields:
-            field, rows = self._folders.schema.fields[name], storage.maps.rows[name]
+            field = self._folders.schema.fields[name]
             begin = storage.first_row(slot, field.final)
             stop = np.minimum(last + 2, length + field.final)  # a successor is read with it
             low, high = begin + np.clip(first, 0, stop), begin + stop
             if storage.mirror is not None:
-                wanted.append(Rows(name, low, high))
+                wanted.setdefault(storage, []).append(Rows(name, low, high))
                 continue
-            will_need(rows, joined(low, high, GAP_BYTES // max(1, field.in_file.itemsize)))
+            will_need(storage.maps.rows[name], joined(low, high, GAP_BYTES // max(1, field.in_file.itemsize)))
             if name in storage.maps.coded:
                 ask_for_blobs(storage, name, low, high, GAP_BYTES)
-        if wanted:
-            storage.mirror.bring_later(storage, wanted)
 
 
 def ask_for_blobs(storage: Storage, name: str, low: IntArray, high: IntArray, gap: int) -> None:

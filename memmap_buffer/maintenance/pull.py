@@ -175,7 +175,7 @@ def _bytes_of(array: ArrayFile, block: int) -> tuple[int, int]:
 
 def _is_whole(fd: int, array: ArrayFile, block: int, digests: Digests) -> bool:
     first, stop = _bytes_of(array, block)
-    return block_digest(read_at(fd, stop - first, first)) == int(digests[block])
+    return bool(block_digest(read_at(fd, stop - first, first)) == digests[block])
 
 
 def _fetch(objects: Objects, prefix: str, array: ArrayFile, digests: Digests, missing: Iterable[int], fd: int) -> None:

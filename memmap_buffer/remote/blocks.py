@@ -2,7 +2,8 @@
 
 The counter is odd while the block is absent. A reader takes the counters before it copies and compares them behind, so
 that no block that was given back meanwhile is taken for data. Whoever fetches a block, or gives it back, holds its
-lock: a byte of the lock file by `lockf`, which other processes see, and its place in `_busy`, for threads of this one.
+lock: a byte of the cache's lock file by `lockf`, which other processes see, and its place in `_busy`, for threads of
+this one.
 """
 
 from __future__ import annotations
@@ -10,68 +11,80 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import boot_id
-from memmap_buffer.format.syscalls import RangeLocks, npy_header, process_id
+from memmap_buffer.format.syscalls import RangeLocks, after_fork, npy_header
 
 IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 COUNTER, USED, LOCAL = range(3)  # the counter; the second of its last use; 1 where its bytes may be on the disk
-NAME, LOCKS = "mirror/blocks.npy", "mirror/locks"
+NAME = "mirror/blocks.npy"
 _BOOT = 4  # words behind those of the blocks
+_LOCK_BITS = 22  # of a mirror's place in the lock file, so that it has room for the locks of 4 TiB
 
 
 class Blocks:
     """The blocks of one mirror, as this process sees them.
 
     Args:
-        path: the folder of the mirror.
+        folder: the mirror, held.
         count: how many blocks there are.
+        locks: of the cache.
+        place: of the mirror in the lock file: 10 hexadecimal digits of its name. Two that share one wait in vain, once.
+
+    Attributes:
+        words: (count, 3) u4 that all processes store to, see `COUNTER`.
+        key: what tells the file of these words from every other.
     """
 
-    _known: dict[Path, Blocks] = {}  # noqa: RUF012  closing the lock file twice would drop the locks of the other
+    _known: ClassVar[WeakValueDictionary[tuple[int, int], Blocks]] = WeakValueDictionary()  # threads share `_busy`
     _making = threading.Lock()
 
-    def __init__(self, path: Path, count: int) -> None:
-        folder = Folder(path)
-        fd, mapped = folder.map_to_change(NAME, header(count), len(header(count)) + 4 * words(count), shared=True)
-        self._fd = fd
+    def __init__(self, folder: Folder, count: int, locks: RangeLocks, place: str) -> None:
+        mapped = folder.map_shared(NAME, header(count), len(header(count)) + 4 * words(count))
+        self.key = folder.file_key(NAME)
         whole = np.frombuffer(mapped, np.uint32, words(count), len(header(count)))
         self.words: Words = whole[:-_BOOT].reshape(-1, 3)
         self._boot: Words = whole[-_BOOT:]
-        self._locks = RangeLocks(str(path / LOCKS))
+        self._locks, self._first = locks, int(place, 16) << _LOCK_BITS
         self._busy: set[int] = set()
         self._changed = threading.Condition()
-        self._process = process_id()
         self._begin_boot()
 
     @classmethod
-    def of(cls, path: Path, count: int) -> Blocks:
-        """The blocks of a mirror; the same object for the same one."""
+    def of(cls, folder: Folder, count: int, locks: RangeLocks, place: str) -> Blocks:
+        """The blocks of a mirror; the same object for the same one.
+
+        Raises:
+            FileNotFoundError, CorruptBufferError: there are none, or other files than those of a mirror.
+        """
         with cls._making:
-            found = cls._known.get(path)
+            found = cls._known.get(folder.file_key(NAME))
             if found is None:
-                found = cls._known[path] = cls(path, count)
+                found = cls(folder, count, locks, place)
+                cls._known[found.key] = found
             return found
 
-    @property
-    def fd(self) -> int:
-        """Of the file of the counters."""
-        return self._fd
-
     def _begin_boot(self) -> None:
-        """After another boot of the machine what was written may not have reached the disk: it is checked again."""
+        """After another boot of the machine what was written may not have reached the disk: it is checked again.
+
+        Nobody who waits for anything holds this lock, and nobody fetches before the boot is noted.
+        """
         now = np.frombuffer(boot_id(), np.uint32)
         if not np.array_equal(self._boot, now):
-            with self.taken(range(len(self.words))):
+            self._locks.take(self._first + len(self.words), 1)
+            try:
                 if not np.array_equal(self._boot, now):
                     self.words[:, COUNTER] |= np.uint32(1)
                     self._boot[:] = now
+            finally:
+                self._locks.give(self._first + len(self.words), 1)
 
     def absent(self, blocks: IntArray) -> IntArray:
         """Those of some blocks that are not there."""
@@ -98,35 +111,33 @@ class Blocks:
         held: list[tuple[int, int]] = []
         try:
             for first, stop in runs(blocks):
-                self._locks.take(first, stop - first)
+                self._locks.take(self._first + first, stop - first)
                 held.append((first, stop))
             yield
         finally:
             for first, stop in held:
-                self._locks.give(first, stop - first)
+                self._locks.give(self._first + first, stop - first)
             self._done_with(blocks)
 
     @contextmanager
     def try_taken(self, block: int) -> Iterator[bool]:
         """Hold the lock of a block if nobody else does; whether that is so."""
         with self._changed:
-            self._own_process()
             if block in self._busy:
                 yield False
                 return
             self._busy.add(block)
         locked = False
         try:
-            locked = self._locks.try_take(block)
+            locked = self._locks.try_take(self._first + block)
             yield locked
         finally:
             if locked:
-                self._locks.give(block, 1)
+                self._locks.give(self._first + block, 1)
             self._done_with([block])
 
     def _wait_for(self, blocks: Sequence[int]) -> None:
         with self._changed:
-            self._own_process()
             while not self._busy.isdisjoint(blocks):
                 self._changed.wait()
             self._busy.update(blocks)
@@ -136,9 +147,15 @@ class Blocks:
             self._busy.difference_update(blocks)
             self._changed.notify_all()
 
-    def _own_process(self) -> None:
-        if self._process != process_id():  # a fork: the threads that were at work are the parent's
-            self._busy, self._process = set(), process_id()
+
+def _after_fork() -> None:
+    """The threads that were at work, and may have held any lock, are the parent's."""
+    Blocks._making = threading.Lock()
+    for blocks in list(Blocks._known.values()):
+        blocks._busy, blocks._changed = set(), threading.Condition()
+
+
+after_fork(_after_fork)
 
 
 def words(count: int) -> int:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import logging
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
-from memmap_buffer.format.remote_layout import BLOCK, data_files, num_blocks
-from memmap_buffer.format.syscalls import locked, read_at, write_word
-from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks
+from memmap_buffer.format.remote_layout import BLOCK, data_files, head_object, num_blocks
+from memmap_buffer.format.syscalls import RangeLocks, locked, read_at, write_word
+from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray
 
-log = logging.getLogger("memmap_buffer")
-USAGE = "usage"
+USAGE, LOCKS = "usage", "locks"
 AT_ONCE = 20  # of the bound, a part that is given back together, so that it is not looked for too often
+FEWEST = 16  # blocks that a bound must have room for
+MOST_MAPS = 1 << 14  # that mirrors have; Linux allows a process 65,530
 MEMORY = ("tmpfs", "ramfs")
 
 
@@ -33,11 +39,16 @@ class Cache:
     """
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
-        if limit is not None and (type(limit) is not int or limit < 16 * BLOCK):
-            raise SchemaError(f"cache_bytes: got {limit!r}, expected a number of bytes from {16 * BLOCK:,}, or None")
+        if limit is not None and (type(limit) is not int or limit < FEWEST * BLOCK):
+            raise SchemaError(
+                f"cache_bytes: got {limit!r}, expected a number of bytes from {FEWEST * BLOCK:,}, or None"
+            )
         Folder(path).create()
         self.path, self.limit = path, limit
-        self._files: dict[Path, dict[str, int]] = {}  # of each mirror, which never change
+        self._files: dict[str, dict[str, int]] = {}  # of each mirror, which never change
+        self._heads: dict[str, memoryview] = {}
+        self._mapped: OrderedDict[Any, int] = OrderedDict()
+        self._num_maps, self._turn = 0, threading.Lock()
         if limit is not None and file_system(path) in MEMORY:
             raise SchemaError(
                 f"cache: {path} lies in memory, where blocks cannot be given back safely; leave cache_bytes"
@@ -46,17 +57,85 @@ class Cache:
     def __reduce__(self) -> tuple[type[Cache], tuple[Path, int | None]]:
         return Cache, (self.path, self.limit)
 
-    def reserve(self, blocks: int) -> None:
-        """Have room for some blocks more: others are given back for them where that takes it."""
-        size = blocks * BLOCK
+    @property
+    def locks(self) -> RangeLocks:
+        """Of the blocks of all mirrors."""
+        return RangeLocks.of(str(self.path / LOCKS))
+
+    # Heads
+
+    def head(self, name: str, size: int, fetch: Callable[[], bytes], anew: bool = False) -> memoryview:
+        """An object with the heads of shards: kept before, or fetched.
+
+        Args:
+            name, size: its digest and bytes; whoever reads a head in it compares that with its own digest.
+            fetch: gives its bytes.
+            anew: what was kept is not right.
+        """
+        found = None if anew else self._heads.get(name)
+        if found is None and not anew:
+            with suppress(OSError, CorruptBufferError):
+                found = Folder(self.path).map_small(head_object(name), size)
+        if found is None:
+            found = memoryview(fetch())
+            self._keep(head_object(name), found)
+        self._heads[name] = found
+        return found
+
+    def lacks_head(self, name: str) -> bool:
+        """Whether an object with the heads of shards would have to be fetched."""
+        return name not in self._heads and not Folder(self.path).exists(head_object(name))
+
+    def _keep(self, name: str, data: memoryview) -> None:
+        """Keep an object for the next time, if there is room."""
+        folder, new = Folder(self.path), f"{name}.{secrets.token_hex(8)}"
+        with suppress(OSError):
+            folder.write_new(new, data, sync=False)  # type: ignore[arg-type]
+            folder.rename(new, name)
+
+    # Mirrors that are mapped
+
+    def use(self, mirror: Any, maps: int) -> None:
+        """Note that a mirror, which has so many maps, is read now; those that were not for longest are unmapped."""
+        with self._turn:
+            if mirror not in self._mapped:
+                self._num_maps += maps
+            self._mapped[mirror] = maps
+            self._mapped.move_to_end(mirror)
+            while self._num_maps > MOST_MAPS and len(self._mapped) > 1:
+                other, count = self._mapped.popitem(last=False)
+                self._num_maps -= count
+                other.unmap()
+
+    # The bound
+
+    def reserve(self, wanted: Sequence[tuple[Blocks, IntArray]], keep: Sequence[tuple[Blocks, IntArray]]) -> bool:
+        """Have room for some blocks more, whose locks are held: others are given back for them where that takes it.
+
+        Args:
+            wanted: the blocks.
+            keep: those that are not given back for them, as they are read together.
+
+        Returns:
+            Whether there is; not where too many of the others are being fetched themselves.
+        """
+        new = [(blocks, chosen[blocks.words[chosen, LOCAL] == 0]) for blocks, chosen in wanted]
+        size = BLOCK * sum(len(chosen) for _, chosen in new)
+        if not size:
+            return True
+        Folder(self.path).create()
         with locked(str(self.path / USAGE)) as fd:
             data = read_at(fd, 8, 0)
             used = int.from_bytes(data, "little") if len(data) == 8 else self._count()
             if self.limit is not None and used + size > self.limit:
                 used = self._count()  # what a kill left uncounted
                 if used + size > self.limit:
-                    used -= self._give_back(used + size - self.limit + self.limit // AT_ONCE)
-            write_word(fd, used + size, 0)
+                    used -= self._give_back(used + size - self.limit + self.limit // AT_ONCE, keep)
+            fits = self.limit is None or used + size <= self.limit
+            write_word(fd, used + size * fits, 0)
+            for blocks, chosen in new if fits else ():  # before the next one counts
+                blocks.words[chosen, LOCAL] = 1
+        return fits
 
     def require_room(self, blocks: int) -> None:
         """Raise SchemaError where so many blocks, which are needed together, are more than the bound."""
@@ -66,29 +145,36 @@ class Cache:
                 "read from; give more, or read smaller batches"
             )
 
-    def _mirrors(self) -> list[tuple[Path, Blocks, dict[str, int]]]:
-        """Every mirror: where it is, its blocks, and its files with their sizes."""
-        found = []
+    def has_room_beside(self, blocks: int) -> bool:
+        """Whether so many blocks may be fetched ahead without giving as many back that are read now."""
+        return self.limit is None or 3 * blocks * BLOCK <= self.limit
+
+    def _each(self, work: Callable[[Folder, Blocks, dict[str, int]], None]) -> None:
+        """Do something with each mirror: its folder, its blocks, and its files with their sizes."""
         for path in sorted(self.path.iterdir()):
-            folder = Folder(path)
-            if path.is_dir() and ".new" not in path.name and folder.exists("mirror/blocks.npy"):
-                files = self._files.get(path)
+            if ".new" in path.name or not Folder(path).exists(NAME):
+                continue
+            with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(path).held() as folder:
+                files = self._files.get(path.name)
                 if files is None:
                     layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
-                    files = self._files[path] = data_files(layout)
-                found.append((path, Blocks.of(path, sum(map(num_blocks, files.values()))), files))
-        return found
+                    files = self._files[path.name] = data_files(layout)
+                count = sum(map(num_blocks, files.values()))
+                work(folder, Blocks.of(folder, count, self.locks, place_of(path)), files)
 
     def _count(self) -> int:
         """The bytes of the blocks that may be on the disk."""
-        return BLOCK * sum(int(np.count_nonzero(blocks.words[:, LOCAL])) for _, blocks, _ in self._mirrors())
+        counts: list[int] = []
+        self._each(lambda folder, blocks, files: counts.append(int(np.count_nonzero(blocks.words[:, LOCAL]))))
+        return BLOCK * sum(counts)
 
-    def _give_back(self, size: int) -> int:
+    def _give_back(self, size: int, keep: Sequence[tuple[Blocks, IntArray]]) -> int:
         """Give so many bytes of the longest unused blocks back; how many were."""
-        mirrors = self._mirrors()
-        used = np.concatenate([blocks.words[:, USED] for _, blocks, _ in mirrors])
-        local = np.concatenate([blocks.words[:, LOCAL] for _, blocks, _ in mirrors])
-        starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in mirrors)])
+        found: list[tuple[Folder, Blocks, dict[str, int]]] = []
+        self._each(lambda *mirror: found.append(mirror))
+        used = np.concatenate([blocks.words[:, USED] for _, blocks, _ in found])
+        local = np.concatenate([_local_but(blocks, keep) for _, blocks, _ in found])
+        starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in found)])
         order = np.flatnonzero(local)
         order = order[np.argsort(used[order], kind="stable")]
         freed = 0
@@ -96,23 +182,38 @@ class Cache:
             if freed >= size:
                 break
             number = int(np.searchsorted(starts, place, side="right")) - 1
-            path, blocks, files = mirrors[number]
-            freed += BLOCK * _give_back(path, blocks, files, place - int(starts[number]))
+            folder, blocks, files = found[number]
+            freed += BLOCK * _give_back(Folder(folder.path), blocks, files, place - int(starts[number]))
         return freed
 
 
-def _give_back(path: Path, blocks: Blocks, files: dict[str, int], block: int) -> bool:
+def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntArray:
+    """(blocks,) not 0 where one may be given back."""
+    local = blocks.words[:, LOCAL].astype(np.int64)
+    for other, chosen in keep:
+        if other is blocks:
+            local[chosen] = 0
+    return local
+
+
+def place_of(path: Path) -> str:
+    """Where the locks of a mirror are in the lock file, see `Blocks`: of its version, which names it."""
+    return path.name.rpartition("-")[2][:10]
+
+
+def _give_back(folder: Folder, blocks: Blocks, files: dict[str, int], block: int) -> bool:
     """Give one block back, unless somebody is at it."""
-    with blocks.try_taken(block) as mine:
-        if not mine:
+    with suppress(FileNotFoundError, NotADirectoryError), blocks.try_taken(block) as mine, folder.held() as held:
+        if not mine or held.file_key(NAME) != blocks.key:
             return False
         if not blocks.words[block, COUNTER] & np.uint32(1):
             blocks.change(block)
         first = block
         for name, size in files.items():
             if first < num_blocks(size):
-                Folder(path).punch(name, first * BLOCK, min((first + 1) * BLOCK, size))
+                held.punch(name, first * BLOCK, min((first + 1) * BLOCK, size))
                 break
             first -= num_blocks(size)
         blocks.words[block, LOCAL] = 0
         return True
+    return False

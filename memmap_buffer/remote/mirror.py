@@ -1,41 +1,94 @@
 """`Mirror`: a sparse local copy of a packed folder at a URL, whose blocks are fetched when rows of them are read.
 
-The folder has the same files, so it is opened as any other. Before rows are copied `bring` has their blocks fetched;
-`Taken` tells afterwards whether all of them stayed while they were copied.
+The copy is a folder of the same files, made when the first row of it is read; until then its head is enough. Before
+rows are copied `bring` has their blocks fetched; `Taken` tells afterwards whether all of them stayed while they were
+copied. A copy that a stranger cut or removed is made anew.
 """
 
 from __future__ import annotations
 
+import errno
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.errors import CorruptBufferError, MemmapBufferError
+from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, SchemaError
+from memmap_buffer.format.blobs import CodedRows, Dictionary
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
+from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
 from memmap_buffer.format.objects import Objects
-from memmap_buffer.format.remote_layout import BLOCK, BLOCKS_FILE, Shard, block_digest, data_files, digest, num_blocks
-from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.records import WORDS
+from memmap_buffer.format.remote_layout import (
+    BLOCK,
+    BLOCKS_FILE,
+    DATA,
+    Shard,
+    block_digest,
+    data_files,
+    digest,
+    num_blocks,
+    open_head,
+)
+from memmap_buffer.format.storage import Maps, Storage, slices_of
 from memmap_buffer.format.syscalls import process_id, read_at, write_all
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, runs
-from memmap_buffer.remote.cache import Cache
+from memmap_buffer.remote.cache import Cache, place_of
 
 T = TypeVar("T")
-TOGETHER = 64  # blocks that are in memory at a time while they are fetched
-PIECE = 8  # neighbouring blocks that are one request
-AHEAD = 4  # shards of which a window is fetched ahead at a time
+TOGETHER = 512  # blocks that are fetched at a time, so that others wait for their locks
+PIECE = 4  # neighbouring blocks that are one request
+WHOLE = 4096  # blocks of a mirror that are looked at all together
+DIGESTS = "mirror/digests"
+PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
+OPENINGS = 5
+_PATH = attrgetter("path")
 _LENGTH = np.uint64(2**32 - 1)
 _ahead: tuple[int, ThreadPoolExecutor] | None = None  # of which process
+
+
+class Rows(NamedTuple):
+    """Rows of a field: (N,) ranges low … high - 1."""
+
+    name: str
+    low: IntArray
+    high: IntArray
+
+
+Wanted = Sequence[tuple[Storage, Sequence[Rows]]]
+
+
+class Local:
+    """The local copy of a shard as this process has it mapped.
+
+    Args:
+        folder: it, held.
+        blocks: which of its blocks are there.
+        layout: of the shard.
+
+    Attributes:
+        arrays: its data files, by their keys in the layout.
+        coded: what was made of them to decode fields.
+    """
+
+    def __init__(self, folder: Folder, blocks: Blocks, layout: Layout) -> None:
+        self.blocks = blocks
+        self.arrays = {
+            key: folder.map(a.name, a.header, a.dtype, a.shape)
+            for key, a in layout.arrays.items()
+            if a.name.startswith(DATA)
+        }
+        self.coded: dict[str, CodedRows] = {}
 
 
 class Mirror:
@@ -43,69 +96,151 @@ class Mirror:
 
     Args:
         objects: the store.
-        prefix: of the folder in it, "" or ending in a slash.
+        prefix: of the folder in it, ending in a slash.
         shard: what is known of it.
         cache: where its local copy lies.
-        path: of that.
+        head: the path of the object that its head is in, and the bytes of that.
     """
 
-    def __init__(self, objects: Objects, prefix: str, shard: Shard, cache: Cache, path: Path) -> None:
-        self.objects, self.prefix, self.shard, self.cache, self.path = objects, prefix, shard, cache, path
+    def __init__(self, objects: Objects, prefix: str, shard: Shard, cache: Cache, head: tuple[str, int]) -> None:
+        self.objects, self.prefix, self.shard, self.cache, self._head_at = objects, prefix, shard, cache, head
+        self.path = cache.path / f"{shard.id}-{shard.version}"  # what was published anew is another mirror
+        self._local: Local | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mirror, (self.objects, self.prefix, self.shard, self.cache, self.path)
+        return Mirror, (self.objects, self.prefix, self.shard, self.cache, self._head_at)
 
-    @classmethod
-    def open(
-        cls, objects: Objects, prefix: str, shard: Shard, head: Callable[[], dict[str, bytes]], cache: Cache
-    ) -> Mirror:
-        """The mirror of a shard, made where there is none yet.
+    # What is known without a local copy
 
-        Args:
-            objects: the store.
-            prefix: of the shard.
-            shard: what is known of it.
-            head: gives the files of its head.
-            cache: where mirrors lie.
-        """
-        path = cache.path / f"{shard.id}-{shard.version}"  # what was published anew is another mirror
-        if not Folder(path).exists("schema.json"):
-            _make(path, shard, head())
-        return cls(objects, prefix, shard, cache, path)
+    def head(self) -> dict[str, bytes]:
+        """The files of its head. Raises CorruptBufferError, RemoteError."""
+        (path, total), (name, first, size) = self._head_at, self.shard.head
+        where = self.objects.name_of(path)
+        for anew in (False, True):
+            whole = self.cache.head(name, total, self._fetch_head, anew)
+            part = bytes(whole[first : first + size])
+            if self.shard.is_head(part):
+                return open_head(part, where)
+        raise CorruptBufferError(f"{where}: the bytes are not those that were published; publish the shard again")
 
-    def storage(self, verify: str = "auto") -> Storage:
-        """The folder, open for reading; rows of it are fetched when they are read."""
-        storage = Storage.open(self.path, read_only=True, verify=verify)
-        storage.mirror = self
-        return storage
+    def _fetch_head(self) -> bytes:
+        path, size = self._head_at
+        return self.objects.read_ranges([(path, 0, size)], lambda i, data: digest(data) == self.shard.head[0])[0]
+
+    @cached_property
+    def layout(self) -> Layout:
+        layout = Layout.from_json(self.head()["schema.json"], str(self.path / "schema.json"))
+        if layout.id != self.shard.id or layout.rows is None:
+            raise CorruptBufferError(f"{self.path}: the head is not of the shard that was asked for; publish it again")
+        return layout
+
+    def array(self, key: str, head: Mapping[str, bytes]) -> Array:
+        """An array of its head."""
+        file = self.layout.arrays[key]
+        data = head.get(file.name, b"")
+        if len(data) != file.size or data[: len(file.header)] != file.header:
+            raise CorruptBufferError(
+                f"{self.objects.name_of(self.prefix)}: {file.name} is not as the schema says; publish the shard again"
+            )
+        flat = np.frombuffer(data, file.dtype, -1, len(file.header)).reshape(file.shape)
+        return flat if flat.flags.aligned else flat.copy()
 
     @cached_property
     def files(self) -> dict[str, tuple[int, int]]:
         """The files that are fetched block by block: name -> (its first block, its bytes)."""
-        folder = Folder(self.path)
-        layout = Layout.from_json(folder.read("schema.json", 1 << 20), str(self.path))
         found, first = {}, 0
-        for name, size in data_files(layout).items():
+        for name, size in data_files(self.layout).items():
             found[name] = first, size
             first += num_blocks(size)
         return found
 
-    @cached_property
+    @property
+    def num_blocks(self) -> int:
+        return sum(num_blocks(size) for _, size in self.files.values())
+
+    # The local copy
+
+    @property
+    def local(self) -> Local:
+        """The local copy, made or made anew where it is not whole."""
+        found = self._local
+        if found is None:
+            found = self._local = self._opened()
+        return found
+
+    @property
     def blocks(self) -> Blocks:
         """The state of its blocks."""
-        return Blocks.of(self.path, sum(num_blocks(size) for _, size in self.files.values()))
+        return self.local.blocks
+
+    def unmap(self) -> None:
+        """Map it again when it is used again."""
+        self._local = None
+
+    def _opened(self) -> Local:
+        for attempt in range(OPENINGS):
+            try:
+                with Folder(self.path).held() as folder:
+                    blocks = Blocks.of(folder, self.num_blocks, self.cache.locks, place_of(self.path))
+                    return Local(folder, blocks, self.layout)
+            except (FileNotFoundError, NotADirectoryError, CorruptBufferError):
+                if attempt == OPENINGS - 1:
+                    raise
+                self._make()
+        raise AssertionError
+
+    def _make(self) -> None:
+        """Make a local copy of which no block is there, whole; one that another process made meanwhile may go again."""
+        new = self.path.with_name(f"{self.path.name}.new-{secrets.token_hex(8)}")
+        folder = Folder(new)
+        folder.create()
+        try:
+            for name, data in self.head().items():
+                folder.write_new(name, data, sync=False)
+            for array in self.layout.arrays.values():
+                if array.name.startswith(DATA):
+                    folder.create_array(array.name, array.header, array.size)
+            folder.write_new(NAME, new_words(self.num_blocks), sync=False)
+            try:
+                new.rename(self.path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                self._discard()
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def _discard(self) -> None:
+        """Remove the local copy, unless it can be opened: another process may just have made it."""
+        with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(self.path).held() as folder:
+            Local(folder, Blocks.of(folder, self.num_blocks, self.cache.locks, place_of(self.path)), self.layout)
+            return
+        gone = self.path.with_name(f"{self.path.name}.new-{secrets.token_hex(8)}")
+        with suppress(FileNotFoundError):
+            self.path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    # Blocks
 
     @cached_property
     def digests(self) -> Array:
         """(blocks,) u8, fetched when the first block is."""
-        where = self.prefix + BLOCKS_FILE
-        count = len(self.blocks.words)
-        content = self.objects.read(where, 128 + 8 * count)[-8 * count :] if count else b""
+        require_digests([self])
+        found: Array = self.__dict__["digests"]
+        return found
+
+    @property
+    def digests_at(self) -> tuple[int, int]:
+        """Where the digests are in their file: first byte, and the one behind the last."""
+        file = ArrayFile(BLOCKS_FILE, np.dtype("<u8"), (self.num_blocks,))
+        return len(file.header), file.size
+
+    def take_digests(self, content: bytes) -> bool:
+        """Have the digests, if these bytes are they."""
         if digest(content) != self.shard.blocks:
-            raise CorruptBufferError(
-                f"{self.objects.name_of(where)}: the digests are not those of the shard; publish it again"
-            )
-        return np.frombuffer(content, np.uint64)
+            return False
+        self.__dict__["digests"] = np.frombuffer(content, np.uint64)
+        return True
 
     def blocks_of(self, name: str, begin: IntArray, end: IntArray) -> IntArray:
         """The blocks that hold some ranges of bytes of a file, ascending."""
@@ -120,63 +255,23 @@ class Mirror:
             found = np.unique(np.concatenate([found, more]))
         return first + found
 
-    def fetch(self, blocks: IntArray) -> Words:
-        """Have these blocks, ascending, there; their counters."""
-        self.cache.require_room(len(blocks))
-        self.blocks.touch(blocks, int(time.time()) & 0xFFFFFFFF)
-        missing = self.blocks.absent(blocks)
-        for start in range(0, len(missing), TOGETHER):
-            part = missing[start : start + TOGETHER]
-            with self.blocks.taken(part.tolist()):
-                self._fetch(self.blocks.absent(part))
-        return self.blocks.counters(blocks)
+    def blocks_of_rows(self, rows: Rows) -> IntArray:
+        """The blocks that hold rows of a field, of one that is compressed those of its index."""
+        layout = self.layout
+        file, width = layout.arrays[rows.name], layout.schema.fields[rows.name].in_file.itemsize
+        return self.blocks_of(file.name, len(file.header) + rows.low * width, len(file.header) + rows.high * width)
 
-    def _fetch(self, missing: IntArray) -> None:
-        """Fetch blocks whose locks are held."""
-        missing = np.array([block for block in missing.tolist() if not self._is_on_disk(block)], np.int64)
-        if not missing.size:
-            return
-        there = self.blocks.words[missing, LOCAL].astype(bool)
-        self.cache.reserve(int(np.count_nonzero(~there)))
-        ranges: list[tuple[str, int, int]] = []
-        of: list[range] = []
-        for first, stop in runs(missing.tolist()):
-            for begin in range(first, stop, PIECE):
-                for low, high in self._by_file(begin, min(begin + PIECE, stop)):
-                    name, start, _ = self._place(low)
-                    ranges.append((self.prefix + name, start, self._place(high - 1)[2]))
-                    of.append(range(low, high))
-        digests = self.digests
+    def blocks_of_blobs(self, rows: Rows) -> IntArray:
+        """The blocks that hold the blobs of rows, whose index is there."""
+        index, file = self.local.arrays[rows.name], self.layout.arrays[rows.name + BLOBS]
+        row = _expanded(rows.low, rows.high)
+        begin = index[row, 0].astype(np.int64)
+        length = (index[row, 1] & _LENGTH).astype(np.int64)
+        there = (length > 0) & (length < 2**32 - 1)
+        offset = len(file.header) + begin[there]
+        return self.blocks_of(file.name, offset, offset + length[there]) if offset.size else offset
 
-        def is_right(i: int, data: bytes) -> bool:
-            return all(
-                block_digest(part) == int(digests[block]) for block, part in zip(of[i], _parts(data), strict=True)
-            )
-
-        for i, data in self.objects.stream(ranges, is_right):
-            for block, part in zip(of[i], _parts(data), strict=True):
-                name, start, _ = self._place(block)
-                self._write(name, part, start)
-                self.blocks.words[block, LOCAL] = 1
-                if self.blocks.words[block, COUNTER] & np.uint32(1):
-                    self.blocks.change(block)
-
-    def _is_on_disk(self, block: int) -> bool:
-        """Whether a block was written before another boot, and is whole."""
-        if not self.blocks.words[block, LOCAL]:
-            return False
-        name, start, stop = self._place(block)
-        with Folder(self.path).reading(name) as (fd, _):
-            whole = block_digest(read_at(fd, stop - start, start)) == int(self.digests[block])
-        if whole:
-            self.blocks.change(block)
-        return whole
-
-    def _write(self, name: str, data: memoryview, offset: int) -> None:
-        with Folder(self.path).changing(name) as fd:
-            write_all(fd, bytes(data), offset)
-
-    def _place(self, block: int) -> tuple[str, int, int]:
+    def place(self, block: int) -> tuple[str, int, int]:
         """(the file, first byte, the byte behind the last) of a block."""
         for name, (first, size) in self.files.items():
             if block < first + num_blocks(size):
@@ -184,85 +279,413 @@ class Mirror:
                 return name, begin, min(begin + BLOCK, size)
         raise IndexError(block)
 
-    def _by_file(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Neighbouring blocks as ranges of blocks of one file each."""
-        cuts = sorted({low, high, *(first for first, _ in self.files.values() if low < first < high)})
-        return list(pairwise(cuts))
+    def pieces(self, blocks: Sequence[int]) -> Iterator[range]:
+        """Ascending blocks as ranges of few neighbours in one file."""
+        starts = [first for first, _ in self.files.values()]
+        for first, stop in runs(blocks):
+            cuts = sorted({first, stop, *range(first, stop, PIECE), *(s for s in starts if first < s < stop)})
+            yield from (range(low, high) for low, high in pairwise(cuts))
+
+    def is_right(self, piece: range, data: bytes) -> bool:
+        """Whether these are the bytes of neighbouring blocks."""
+        parts = zip(piece, _parts(data), strict=True)
+        return all(block_digest(part) == int(self.digests[block]) for block, part in parts)
+
+    def write(self, blocks: Blocks, piece: range, data: bytes) -> None:
+        """Have neighbouring blocks there, whose locks are held."""
+        name, start, _ = self.place(piece[0])
+        with self._held(blocks) as folder, folder.changing(name, self.files[name][1]) as fd:
+            try:
+                write_all(fd, data, start)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                text = f"{self.path}: the disk is full; give a cache on another one, or a smaller cache_bytes"
+                raise OSError(error.errno, text) from None
+        for block in piece:
+            if blocks.words[block, COUNTER] & np.uint32(1):
+                blocks.change(block)
+
+    def look_at(self, blocks: Blocks, chosen: IntArray) -> None:
+        """Find those of some absent blocks that were written before another boot, or a kill, and are whole."""
+        chosen = chosen[blocks.words[chosen, LOCAL] != 0]
+        if not chosen.size:
+            return
+        with self._held(blocks) as folder:
+            for block in chosen.tolist():
+                name, start, stop = self.place(block)
+                with folder.reading(name) as (fd, _):
+                    if self.is_right(range(block, block + 1), read_at(fd, stop - start, start)):
+                        blocks.change(block)
+
+    @contextmanager
+    def _held(self, blocks: Blocks) -> Iterator[Folder]:
+        """The folder whose blocks these are. Raises _RemovedError where it stands there no more."""
+        try:
+            with Folder(self.path).held() as folder:
+                if folder.file_key(NAME) != blocks.key:
+                    raise _RemovedError
+                yield folder
+        except (FileNotFoundError, NotADirectoryError, CorruptBufferError):
+            raise _RemovedError from None
 
     # Rows
 
-    def bring(self, storage: Storage, wanted: Sequence[Rows]) -> Taken:
-        """Have the blocks of some rows there."""
-        layout, taken = storage.layout, Taken()
-        chosen = [self._blocks_of_rows(layout, rows.name, rows.low, rows.high) for rows in wanted]
-        for rows in wanted:
-            if rows.name + DICTIONARY in layout.arrays:
-                name = layout.arrays[rows.name + DICTIONARY].name
-                chosen.append(self.blocks_of(name, np.zeros(1, np.int64), np.array([self.files[name][1]])))
-        taken.add(self, chosen)
-        chosen = []
-        for rows in wanted:
-            if rows.name in layout.coded:
-                index = storage.maps.rows[rows.name]
-                row = _expanded(rows.low, rows.high)
-                begin = index[row, 0].astype(np.int64)
-                length = (index[row, 1] & _LENGTH).astype(np.int64)
-                there = (length > 0) & (length < 2**32 - 1)
-                file = layout.arrays[rows.name + BLOBS]
-                offset = len(file.header) + begin[there]
-                if offset.size:
-                    chosen.append(self.blocks_of(file.name, offset, offset + length[there]))
-        taken.add(self, chosen)
-        return taken
-
-    def bring_later(self, storage: Storage, wanted: Sequence[Rows]) -> None:
-        """Have the blocks of some rows fetched in a thread; what fails is told when they are read."""
-        global _ahead
-        if _ahead is None or _ahead[0] != process_id():
-            _ahead = process_id(), ThreadPoolExecutor(AHEAD, "memmap_buffer-fetch")
-        _ahead[1].submit(self._bring_quietly, storage, wanted)
-
-    def _bring_quietly(self, storage: Storage, wanted: Sequence[Rows]) -> None:
-        with suppress(MemmapBufferError, OSError):
-            self.bring(storage, wanted)
-
-    def _blocks_of_rows(self, layout: Layout, name: str, low: IntArray, high: IntArray) -> IntArray:
-        file, width = layout.arrays[name], layout.schema.fields[name].in_file.itemsize
-        return self.blocks_of(file.name, len(file.header) + low * width, len(file.header) + high * width)
+    def storage(self, verify: str = "auto") -> MirrorStorage:
+        """The folder, open for reading; rows of it are fetched when they are read."""
+        storage = MirrorStorage(self, verify)
+        storage.refresh()
+        storage.check_always()
+        return storage
 
     def read(self, storage: Storage, name: str, low: IntArray, high: IntArray, copy: Callable[[], T]) -> T:
         """What a function copies of some rows, once all of them stayed meanwhile."""
-        while True:
-            taken = self.bring(storage, [Rows(name, low, high)])
-            found = copy()
-            if taken.unchanged():
-                return found
+        return _copied([(storage, [Rows(name, low, high)])], copy)
+
+    def coded(self, name: str) -> CodedRows:
+        """What it takes to decode a field."""
+        local, key = self.local, name + DICTIONARY
+        found = local.coded.get(name)
+        if found is None:
+            content = None
+            if key in local.arrays:
+                content = _all_of(self, key)
+            dictionary = None if content is None else Dictionary.of(content)
+            found = CodedRows(self.layout.coded[name], local.arrays[name + BLOBS].reshape(-1), dictionary)
+            local.coded[name] = found
+        return found
 
 
-class Rows(NamedTuple):
-    """Rows of a field: (N,) ranges low … high - 1."""
-
-    name: str
-    low: IntArray
-    high: IntArray
+class _RemovedError(Exception):
+    """The local copy was removed, or another one was made in its place."""
 
 
-class Taken(list[tuple[Mirror, IntArray, Words]]):
+class _ByName(Mapping[str, T]):
+    """What is looked up when it is used: the copy that it comes from may be another one each time."""
+
+    def __init__(self, names: Sequence[str], find: Callable[[str], T]) -> None:
+        self._names, self._find = dict.fromkeys(names), find
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._find(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class MirrorStorage(Storage):
+    """A shard open for reading; what it shows is in its head, and its rows are mapped when they are read."""
+
+    def __init__(self, mirror: Mirror, verify: str = "auto") -> None:
+        self.mirror: Mirror = mirror
+        super().__init__(mirror.path, read_only=True, verify=verify)
+        self.mirror = mirror
+
+    @property
+    def folder(self) -> Folder:
+        """The local copy, for what else is kept in it, as priorities."""
+        _ = self.mirror.local
+        return self._folder
+
+    @folder.setter
+    def folder(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"mirror": self.mirror, "verify": self.verify}
+
+    @cached_property
+    def layout(self) -> Layout:
+        layout: Layout = self.mirror.layout
+        return layout
+
+    @cached_property
+    def maps(self) -> Maps:
+        mirror, layout, head = self.mirror, self.layout, self.mirror.head()
+        return Maps(
+            mirror.array("/episodes", head).view(np.uint64).reshape(-1, WORDS),
+            mirror.array("/state", head).view(np.uint64).reshape(-1),
+            mirror.array("/checksums", head),
+            _ByName(list(layout.schema.fields), lambda name: mirror.local.arrays[name]),
+            {name: mirror.array(name, head) for name in layout.schema.meta_fields},
+            _ByName(list(layout.coded), mirror.coded),
+        )
+
+    @property
+    def schema_replaced(self) -> bool:
+        return False
+
+    @property
+    def in_place(self) -> bool:
+        return True
+
+    def is_of(self, folder: Folder) -> bool:
+        return folder.path == self.path
+
+    def require_schema(self, *, to_write: bool = False) -> None:
+        """What was published never changes."""
+
+    def slices_of(self, name: str, steps: int) -> Array:
+        return slices_of(self.maps.rows[name], steps)  # not kept: it would keep a map that is not used any more
+
+
+# Several mirrors together
+
+
+def bring(wanted: Wanted) -> Taken:
+    """Have the blocks of rows there."""
+    taken = Taken()
+    parts: dict[Mirror, list[IntArray]] = {}
+    for storage, rows in wanted:
+        mirror = storage.mirror
+        whole = taken.add_whole(mirror)
+        if not whole and rows:
+            parts.setdefault(mirror, []).extend(mirror.blocks_of_rows(one) for one in rows)
+    taken.add(parts)
+    blobs: dict[Mirror, list[IntArray]] = {}
+    for storage, rows in wanted:
+        if storage.mirror in parts:
+            for one in rows:
+                if one.name in storage.layout.coded:
+                    blobs.setdefault(storage.mirror, []).append(storage.mirror.blocks_of_blobs(one))
+    if blobs:
+        taken.add({mirror: [*each, *blobs.get(mirror, [])] for mirror, each in parts.items()})  # none for another
+    return taken
+
+
+def bring_later(wanted: Wanted) -> None:
+    """Have the blocks of rows fetched in a thread; what fails is told when they are read."""
+    global _ahead
+    if _ahead is None or _ahead[0] != process_id():
+        _ahead = process_id(), ThreadPoolExecutor(1, "memmap_buffer-fetch")  # windows come one by one
+    _ahead[1].submit(_bring_quietly, wanted)
+
+
+def _bring_quietly(wanted: Wanted) -> None:
+    with suppress(MemmapBufferError, OSError):
+        parts = {id(storage): [storage.mirror.blocks_of_rows(one) for one in rows] for storage, rows in wanted}
+        count = sum(len(np.unique(np.concatenate(each))) for each in parts.values() if each)
+        if all(storage.mirror.cache.has_room_beside(count) for storage, _ in wanted):
+            bring(wanted)
+
+
+def _copied(wanted: Wanted, copy: Callable[[], T]) -> T:
+    until = time.monotonic() + PATIENCE
+    while True:
+        taken = bring(wanted)
+        found = copy()
+        if taken.unchanged():
+            return found
+        if time.monotonic() > until:
+            raise SchemaError(
+                f"cache_bytes: {wanted[0][0].mirror.cache.limit} are too few for all that read from this cache at a "
+                "time: what one fetches is given back for another before it is read; give more"
+            )
+
+
+def _all_of(mirror: Mirror, key: str) -> Array:
+    """All of a data file."""
+    file = mirror.layout.arrays[key]
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        taken = Taken()
+        taken.add({mirror: [mirror.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size]))]})
+        found = mirror.local.arrays[key].copy()
+        if taken.unchanged():
+            return found
+    raise SchemaError(f"cache_bytes: {mirror.cache.limit} are too few for all that read from this cache; give more")
+
+
+class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
     """Blocks that were there when rows of them were about to be copied, and their counters then."""
 
-    def add(self, mirror: Mirror, blocks: Iterable[IntArray]) -> None:
-        """Have blocks of a mirror there, and note them."""
-        every = list(blocks)
-        if every:
-            chosen = np.unique(np.concatenate(every))
-            self.append((mirror, chosen, mirror.fetch(chosen)))
+    def add_whole(self, mirror: Mirror) -> bool:
+        """Whether all blocks of a mirror are there, which are noted then: no need to find those that are read."""
+        blocks = mirror.local.blocks
+        mirror.cache.use(mirror, len(mirror.files) + 1)
+        if mirror.cache.limit is not None or len(blocks.words) > WHOLE:
+            return False
+        every = np.arange(len(blocks.words))
+        counters = blocks.counters(every)
+        if (counters & np.uint32(1)).any():
+            return False
+        self.append((mirror, blocks, every, counters))
+        return True
+
+    def add(self, parts: Mapping[Mirror, Sequence[IntArray]]) -> None:
+        """Have blocks of mirrors there, and note them."""
+        chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in parts.items() if each}
+        if chosen:
+            self += fetch(chosen)
 
     def unchanged(self) -> bool:
-        """Whether all of them were there all the time."""
+        """Whether all of them were there all the time, in the copy that is read."""
         return all(
-            not (counters & np.uint32(1)).any() and np.array_equal(mirror.blocks.counters(blocks), counters)
-            for mirror, blocks, counters in self
+            mirror.local.blocks is blocks
+            and not (counters & np.uint32(1)).any()
+            and np.array_equal(blocks.counters(chosen), counters)
+            for mirror, blocks, chosen, counters in self
         )
+
+
+Chosen = dict[Mirror, IntArray]
+
+
+def fetch(chosen: Chosen) -> list[tuple[Mirror, Blocks, IntArray, Words]]:
+    """Have blocks, ascending, of mirrors there; with their counters.
+
+    Raises:
+        RemoteError: the store fails.
+        SchemaError: they are more than the bound of the cache.
+        OSError: the disk is full.
+    """
+    for attempt in range(OPENINGS):
+        blocks = {mirror: mirror.local.blocks for mirror in chosen}
+        try:
+            _fetch(chosen, blocks)
+            break
+        except _RemovedError:
+            for mirror in chosen:
+                mirror.unmap()
+            if attempt == OPENINGS - 1:
+                raise CorruptBufferError(
+                    f"{next(iter(chosen)).cache.path}: its folders are removed all the time; give another cache"
+                ) from None
+    return [(mirror, blocks[mirror], these, blocks[mirror].counters(these)) for mirror, these in chosen.items()]
+
+
+def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
+    caches = {mirror.cache: 0 for mirror in chosen}
+    for mirror, these in chosen.items():
+        caches[mirror.cache] += len(these)
+        blocks[mirror].touch(these, int(time.time()) & 0xFFFFFFFF)
+    for cache, count in caches.items():
+        cache.require_room(count)
+    size, until = TOGETHER, time.monotonic() + PATIENCE
+    for cache in caches:
+        size = size if cache.limit is None else min(size, max(1, cache.limit // (4 * BLOCK)))
+    absent = [(m, block) for m in sorted(chosen, key=_PATH) for block in blocks[m].absent(chosen[m]).tolist()]
+    while absent:
+        part = _by_mirror(absent[:size])
+        with ExitStack() as held:
+            for mirror, these in part.items():  # by their paths, so that no two wait for each other
+                held.enter_context(blocks[mirror].taken(these.tolist()))
+            fits = _fetch_held(part, blocks, [(blocks[mirror], these) for mirror, these in chosen.items()])
+        if fits:
+            absent, until = absent[size:], time.monotonic() + PATIENCE
+        elif time.monotonic() > until:
+            raise SchemaError(
+                f"cache_bytes: {next(iter(chosen)).cache.limit:,} are too few for all that read from this cache at a "
+                "time; give more, or read smaller batches"
+            )
+        else:
+            size = max(1, size // 2)
+            time.sleep(0.01)
+
+
+def _fetch_held(part: Chosen, blocks: Mapping[Mirror, Blocks], keep: Sequence[tuple[Blocks, IntArray]]) -> bool:
+    """Fetch blocks whose locks are held; False where the cache has no room for them beside those that are kept."""
+    part = {mirror: blocks[mirror].absent(these) for mirror, these in part.items()}
+    require_digests([mirror for mirror, these in part.items() if these.size])
+    for mirror, these in part.items():
+        mirror.look_at(blocks[mirror], these)
+    part = {mirror: left for mirror, these in part.items() if (left := blocks[mirror].absent(these)).size}
+    for cache in {mirror.cache for mirror in part}:
+        wanted = [(blocks[mirror], these) for mirror, these in part.items() if mirror.cache is cache]
+        if not cache.reserve(wanted, keep):
+            return False
+    for objects in {mirror.objects for mirror in part}:
+        _stream(objects, {mirror: these for mirror, these in part.items() if mirror.objects is objects}, blocks)
+    return True
+
+
+def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
+    """Fetch blocks of one store. They are compared and written in the threads that got them, while others come."""
+    mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.pieces(these.tolist())]
+    writing = _Writing(mine, blocks)
+    ranges = [(m.prefix + m.place(p[0])[0], m.place(p[0])[1], m.place(p[-1])[2]) for m, p in mine]
+    try:
+        for _ in objects.stream(ranges, writing.take):
+            writing.require()
+    finally:
+        writing.end()
+
+
+class _Writing:
+    """The pieces of blocks that are fetched, each written by the thread that got it."""
+
+    def __init__(self, pieces: Sequence[tuple[Mirror, range]], blocks: Mapping[Mirror, Blocks]) -> None:
+        self._pieces, self._blocks = pieces, blocks
+        self._at_work, self._ended = 0, False
+        self._changed = threading.Condition()
+        self._failed: Exception | None = None
+
+    def take(self, i: int, data: bytes) -> bool:
+        """Write a piece if it is right; whether it is."""
+        mirror, piece = self._pieces[i]
+        if not mirror.is_right(piece, data):
+            return False
+        with self._changed:
+            if self._ended:
+                return True
+            self._at_work += 1
+        try:
+            mirror.write(self._blocks[mirror], piece, data)
+        except (OSError, _RemovedError) as error:
+            self._failed = error  # it is not the store that failed, so it is not asked again
+        finally:
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
+        return True
+
+    def require(self) -> None:
+        """Raise what a write did."""
+        if self._failed is not None:
+            raise self._failed
+
+    def end(self) -> None:
+        """Nothing is written any more when this returns, so that the locks may go."""
+        with self._changed:
+            self._ended = True
+            while self._at_work:
+                self._changed.wait()
+
+
+def require_digests(mirrors: Sequence[Mirror]) -> None:
+    """Have the digests of mirrors, those that were kept or all others together.
+
+    Raises:
+        RemoteError: the store fails, or they are others than those that were published.
+    """
+    lacking = [mirror for mirror in mirrors if "digests" not in mirror.__dict__ and not _kept_digests(mirror)]
+    for objects in {mirror.objects for mirror in lacking}:
+        mine = [mirror for mirror in lacking if mirror.objects is objects]
+        ranges = [(m.prefix + BLOCKS_FILE, *m.digests_at) for m in mine]
+        for i, content in objects.stream(ranges, lambda i, data, mine=mine: mine[i].take_digests(data)):  # type: ignore[misc]
+            with suppress(OSError):
+                Folder(mine[i].path).write_new(DIGESTS, content, sync=False)
+
+
+def _kept_digests(mirror: Mirror) -> bool:
+    with suppress(OSError, CorruptBufferError):
+        return mirror.take_digests(Folder(mirror.path).read(DIGESTS, 8 * mirror.num_blocks))
+    return False
+
+
+def _by_mirror(absent: Sequence[tuple[Mirror, int]]) -> Chosen:
+    found: dict[Mirror, list[int]] = {}
+    for mirror, block in absent:
+        found.setdefault(mirror, []).append(block)
+    return {mirror: np.array(these, np.int64) for mirror, these in found.items()}
 
 
 def _parts(data: bytes) -> list[memoryview]:
@@ -276,30 +699,3 @@ def _expanded(low: IntArray, high: IntArray) -> IntArray:
     counts = high - low
     rows: IntArray = np.repeat(low, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return rows
-
-
-def _make(path: Path, shard: Shard, files: dict[str, bytes]) -> None:
-    """Make a mirror of which no block is there; whole or not at all, also where another process does the same."""
-    layout = Layout.from_json(files["schema.json"], str(path))
-    if layout.id != shard.id or layout.rows is None:
-        raise CorruptBufferError(f"{path}: the head is not of the shard that was asked for; publish it again")
-    new = path.with_name(f"{path.name}.new-{secrets.token_hex(8)}")
-    folder = Folder(new)
-    folder.create()
-    try:
-        for name, data in files.items():
-            if name != "schema.json":
-                folder.write_new(name, data, sync=False)
-        for array in layout.arrays.values():
-            if array.name.startswith("data/"):
-                folder.create_array(array.name, array.header, array.size)
-        count = sum(map(num_blocks, data_files(layout).values()))
-        folder.write_new(NAME, new_words(count), sync=False)
-        folder.write_new("schema.json", files["schema.json"], sync=False)
-        try:
-            new.rename(path)
-        except OSError:
-            if not Folder(path).exists("schema.json"):
-                raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)

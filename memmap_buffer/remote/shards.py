@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from memmap_buffer.format.remote_layout import (
     SHARD,
     Root,
     Shard,
+    digest,
     head_object,
-    open_head,
 )
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import path_of
@@ -56,19 +55,9 @@ def open_url(url: str, options: Mapping[str, Any] | None, cache: Cache) -> Mirro
         raise NotABufferError(
             f"{where}: no buffer was published here; check the URL, or `publish` one", path=where
         ) from None
-    return Mirror.open(objects, shard.prefix(), shard, partial(_own_head, objects, shard), cache)
-
-
-def _own_head(objects: Objects, shard: Shard) -> dict[str, bytes]:
-    where = shard.prefix() + HEAD
-    return _checked(shard, objects.read(where, min(MAX_HEAD_BYTES, shard.head[2])), objects.name_of(where))
-
-
-def _checked(shard: Shard, head: bytes, where: str) -> dict[str, bytes]:
-    """The files of a head. Raises CorruptBufferError where it is not that of the shard."""
-    if not shard.is_head(head):
-        raise CorruptBufferError(f"{where}: the bytes are not those that were published; publish the shard again")
-    return open_head(head, where)
+    if shard.head[2] > MAX_HEAD_BYTES:
+        raise CorruptBufferError(f"{where}: a head of {shard.head[2]} bytes; publish it again")
+    return Mirror(objects, shard.prefix(), shard, cache, (shard.prefix() + HEAD, shard.head[2]))
 
 
 class RemoteShards:
@@ -108,11 +97,12 @@ class RemoteShards:
             self._root, self._read_at = self._read_root(), now
         new = {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
         if new:
-            heads, found = self._heads(new), dict(self.storages)
+            found, numbers = dict(self.storages), self._numbers()
+            self._fetch_heads({shard.head[0] for shard in new.values()})
             for name, shard in new.items():
-                head = partial(_checked, shard, *heads[name])
-                mirror = Mirror.open(self._objects, shard.prefix(name), shard, head, self._cache)
-                found[self._number(name)], self._versions[name] = mirror.storage(), shard.version
+                head = head_object(shard.head[0]), self._root.heads[shard.head[0]]
+                found[numbers[name]] = Mirror(self._objects, shard.prefix(name), shard, self._cache, head).storage()
+                self._versions[name] = shard.version
             self.storages = dict(sorted(found.items()))
         return self.storages
 
@@ -123,13 +113,12 @@ class RemoteShards:
             return self.look()
         return self.storages
 
-    def _number(self, name: str) -> int:
+    def _numbers(self) -> dict[str, int]:
+        """The number of each shard: that in its name, or, where some have none, its place in the list."""
         assert self._root is not None
         names = [*self._root.shards]
-        numbered = [_NUMBERED.fullmatch(one) for one in names]
-        if all(numbered):
-            return int(name[-5:])
-        return names.index(name)
+        numbered = all(map(_NUMBERED.fullmatch, names))
+        return {name: int(name[-5:]) if numbered else place for place, name in enumerate(names)}
 
     def _read_root(self) -> Root:
         where = self._objects.name_of(ROOT)
@@ -145,27 +134,10 @@ class RemoteShards:
             raise NotABufferError(f"{where}: no shard is listed; `publish` a folder", path=where)
         return root
 
-    def _heads(self, shards: Mapping[str, Shard]) -> dict[str, tuple[bytes, str]]:
-        """(the head, where it is) of shards: an object that holds several is read whole if half of it is wanted."""
+    def _fetch_heads(self, names: Iterable[str]) -> None:
+        """Have the objects that hold heads, all together."""
         assert self._root is not None
-        wanted: dict[str, list[str]] = {}
-        for name, shard in shards.items():
-            wanted.setdefault(shard.head[0], []).append(name)
-        ranges, of = list[tuple[str, int, int]](), list[list[str]]()
-        for head, names in wanted.items():
-            size = self._root.heads[head]
-            if 2 * sum(shards[name].head[2] for name in names) >= size:
-                ranges.append((head_object(head), 0, size))
-                of.append(names)
-            else:
-                for name in names:
-                    first, count = shards[name].head[1:]
-                    ranges.append((head_object(head), first, first + count))
-                    of.append([name])
-        found = {}
-        for i, data in self._objects.stream(ranges):
-            where, begin, _ = ranges[i]
-            for name in of[i]:
-                first, count = shards[name].head[1:]
-                found[name] = data[first - begin : first - begin + count], self._objects.name_of(where)
-        return found
+        lacking = [name for name in names if self._cache.lacks_head(name)]
+        ranges = [(head_object(name), 0, self._root.heads[name]) for name in lacking]
+        for i, data in self._objects.stream(ranges, lambda i, data: digest(data) == lacking[i]):
+            self._cache.head(lacking[i], len(data), lambda data=data: data, anew=True)  # type: ignore[misc]

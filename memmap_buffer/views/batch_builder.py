@@ -21,7 +21,7 @@ from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.remote.mirror import Rows, Taken
+from memmap_buffer.remote.mirror import Rows, Taken, bring
 from memmap_buffer.schema import DECLARED, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import EVERY, Folders, Found
@@ -515,10 +515,12 @@ class BatchBuilder:
 
     def _bring(self, gathers: Sequence[RowGather]) -> None:
         """Have rows fetched that are about to be copied."""
-        for storage, chosen, *_ in self.found.groups:
-            if storage.mirror is not None:
-                wanted = [Rows(gather.name, *_ranges_of(gather.rows, len(self.t), chosen)) for gather in gathers]
-                self._taken.append(storage.mirror.bring(storage, wanted))
+        wanted = [
+            (storage, [Rows(gather.name, *_ranges_of(gather.rows, len(self.t), chosen)) for gather in gathers])
+            for storage, chosen, *_ in self.found.groups
+            if storage.mirror is not None
+        ]
+        self._taken.append(bring(wanted))
 
     def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field, folder by folder: (B, …, *field)."""

@@ -156,7 +156,7 @@ def test_after_another_boot_blocks_are_compared_with_their_digests(root, tmp_pat
     expected = one.batch(timestep_level=True, fields=["state"])
     mirror = one._storage.mirror
     mirror.blocks._boot[:] = 7
-    name, _, _ = mirror._place(int(mirror.blocks_of("data/state.npy", np.zeros(1, int), np.ones(1, int))[0]))
+    name, _, _ = mirror.place(int(mirror.blocks_of("data/state.npy", np.zeros(1, int), np.ones(1, int))[0]))
     with open(mirror.path / name, "r+b") as file:  # the cut lost what was written
         file.seek(5000)
         file.write(bytes(5000))

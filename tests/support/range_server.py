@@ -39,6 +39,7 @@ class RangeServer:
         latency: seconds before each answer.
         bandwidth: bytes a second of all connections together; None for any.
         ranges: whether it knows ranges; else it always sends a whole file.
+        port: default: a free one.
 
     Attributes:
         url: of the folder.
@@ -47,7 +48,13 @@ class RangeServer:
     """
 
     def __init__(
-        self, folder: Path, *, latency: float = 0.0, bandwidth: float | None = None, ranges: bool = True
+        self,
+        folder: Path,
+        *,
+        latency: float = 0.0,
+        bandwidth: float | None = None,
+        ranges: bool = True,
+        port: int = 0,
     ) -> None:
         self.folder, self.latency, self.bandwidth, self.ranges = Path(folder), latency, bandwidth, ranges
         self.requests: list[Request] = []
@@ -59,7 +66,7 @@ class RangeServer:
         class Handler(_Handler):
             server_of = owner
 
-        self._http = _Server(("127.0.0.1", 0), Handler)
+        self._http = _Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def __enter__(self) -> RangeServer:

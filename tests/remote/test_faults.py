@@ -1,0 +1,308 @@
+"""A store that fails, a disk that is full, readers that are killed, strangers: never a wrong row, never a hang."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from fault_injection import system
+from range_server import RangeServer
+
+from memmap_buffer import ConcatBuffer, Field, RemoteError, ReplayBuffer, SchemaError, pack, publish
+from memmap_buffer.format import objects
+from memmap_buffer.format.remote_layout import BLOCK
+from memmap_buffer.remote.blocks import COUNTER, LOCAL
+from memmap_buffer.remote.cache import Cache
+
+FIELDS = {
+    "state": Field("float32", (512,), final=True),
+    "frame": Field("uint8", (64, 64), codec="zstd"),
+    "number": "int",
+}
+OPTIONS = {"timestep_level": True}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Three shards of about 5 MiB."""
+    place, rng = tmp_path_factory.mktemp("root"), np.random.default_rng(0)
+    for shard in range(3):
+        with ReplayBuffer(place / f"grid{shard}", 8, 200, FIELDS) as buffer:
+            for _ in range(8):
+                buffer.store_episode(
+                    state=rng.normal(size=(201, 512)).astype(np.float32),
+                    frame=rng.integers(0, 255, (200, 64, 64), np.uint8) & 15,
+                    number=np.arange(200),
+                )
+        pack(place / f"grid{shard}", place / "local" / f"shard-0000{shard}")
+        publish(place / "local" / f"shard-0000{shard}", f"file://{place}/far")
+    return place
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A store is given up within a second."""
+    defaults = objects.Objects.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "timeout", 0.5)
+    monkeypatch.setitem(defaults, "tries", 3)
+    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(objects, "SLOWEST", 1 << 26)
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    for key, values in one.items():
+        assert torch.equal(values, other[key]), key
+
+
+def compare(root, far, seeds=range(3), size=16):
+    near = ConcatBuffer.from_root(root / "local")
+    for seed in seeds:
+        equal(near.sample(size, seed=seed, **OPTIONS), far.sample(size, seed=seed, **OPTIONS))
+
+
+def local_blocks(far):
+    return sum(int(storage.mirror.blocks.words[:, LOCAL].sum()) for storage in far._folders.storages)
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "short", "cut", "wrong", "hang"])
+def test_a_fault_that_passes_is_not_seen(root, tmp_path, quick, fault):
+    with RangeServer(root / "far") as server:
+        server.fail(fault, 2, match="heads" if fault in ("short", "wrong") else "")  # root.json has no digest
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path)
+        server.fail(fault, 2, match="blocks.npy")
+        server.fail(fault, 2, match="/data/")
+        compare(root, far)
+        assert not server._faults
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "short", "wrong", "hang", "403"])
+def test_a_store_that_fails_is_an_error_and_training_goes_on_when_it_is_back(root, tmp_path, quick, fault):
+    with RangeServer(root / "far") as server:
+        far = ConcatBuffer.from_root(f"{server.url}", cache=tmp_path)
+        server.fail(fault, 1000, match="/data/")
+        with pytest.raises(RemoteError, match=r"http://127.*/data/.*bytes \d+ to \d+") as caught:
+            far.sample(16, **OPTIONS)
+        assert caught.value.tries == (1 if fault == "403" else 3)
+        server.heal()
+        compare(root, far)
+
+
+def test_a_server_that_is_gone_for_a_moment(root, tmp_path):
+    server = RangeServer(root / "far")
+    with server:
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path)
+        port = server._http.server_address[1]
+    again = threading.Timer(0.3, lambda: started.append(RangeServer(root / "far", port=port).__enter__()))
+    started = []
+    again.start()
+    try:
+        compare(root, far)
+    finally:
+        again.join()
+        started[0].__exit__()
+
+
+def test_an_epoch_goes_on_through_faults(root, tmp_path, quick):
+    with RangeServer(root / "far") as server:
+        near = ConcatBuffer.from_root(root / "local")
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path, cache_bytes=32 * BLOCK)
+        for fault in ("500", "wrong", "cut"):
+            server.fail(fault, 2, match="/data/")
+        options = {**OPTIONS, "shuffle": "block", "shuffle_window": 512, "seed": 1}
+        for one, other in zip(near.dataloader(64, **options), far.dataloader(64, **options), strict=True):
+            equal(one, other)
+        assert local_blocks(far) <= 32
+
+
+def test_a_full_disk_is_an_error_and_nothing_is_wrong_when_it_has_room_again(root, tmp_path):
+    far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)
+    far.sample(1, seed=5, **OPTIONS)  # the mirrors are made
+    for storage in far._folders.storages:
+        _ = storage.mirror.digests
+    for half in (False, True):
+        full = system(1, error=errno.ENOSPC, only=("pwrite",), half=half, lasting=True)
+        with full, pytest.raises(OSError, match=r"disk is full|No space"):
+            far.sample(16, seed=1, **OPTIONS)
+    for storage in far._folders.storages:
+        words = storage.mirror.blocks.words
+        assert not ((words[:, COUNTER] & 1 == 0) & (words[:, LOCAL] == 0)).any()
+    compare(root, far)
+
+
+def read_all(url, cache, failed):
+    try:
+        far = ConcatBuffer.from_root(url, cache=cache)
+        for _ in far.dataloader(32, shuffle="block", shuffle_window=512, seed=os.getpid(), **OPTIONS):
+            pass
+    except BaseException as error:
+        failed.put(repr(error))
+        raise
+
+
+def test_two_processes_fetch_each_block_once(root, tmp_path):
+    with RangeServer(root / "far", latency=0.005) as server:
+        context = multiprocessing.get_context("fork")
+        failed = context.Queue()
+        readers = [context.Process(target=read_all, args=(server.url, tmp_path, failed)) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(60)
+        assert [reader.exitcode for reader in readers] == [0, 0], failed.get()
+        asked = Counter()
+        for request in server.requests:
+            if "/data/" in request.path:
+                for block in range(request.range[0] // BLOCK, -(-request.range[1] // BLOCK)):
+                    asked[request.path, block] += 1
+        assert set(asked.values()) == {1}
+        before = len(server.requests)
+        compare(root, ConcatBuffer.from_root(server.url, cache=tmp_path))
+        assert all("/data/" not in request.path for request in server.requests[before:])
+
+
+def test_a_cache_that_others_fill_is_waited_for(root, tmp_path):
+    """Two with a bound of their own in one cache, which is less than both want at a time."""
+    near, url = ConcatBuffer.from_root(root / "local"), f"file://{root}/far"
+    buffers = [ConcatBuffer.from_root(url, cache=tmp_path, cache_bytes=16 * BLOCK) for _ in range(2)]
+    failed = []
+
+    def read(far, first):
+        try:
+            for seed in range(first, first + 8):
+                options = {"timestep_level": True, "fields": ["state"], "seed": seed}
+                equal(near.sample(6, **options), far.sample(6, **options))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read, args=(far, 100 * i)) for i, far in enumerate(buffers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert local_blocks(buffers[0]) <= 16
+
+
+def test_no_room_is_given_where_every_block_is_in_use(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("memmap_buffer.remote.mirror.PATIENCE", 0.1)
+    far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=16 * BLOCK)
+    monkeypatch.setattr(Cache, "_give_back", lambda self, size, keep: 0)
+    with pytest.raises(SchemaError, match="cache_bytes"):
+        for seed in range(30):
+            far.sample(6, seed=seed, **OPTIONS)
+    assert local_blocks(far) <= 16
+    monkeypatch.undo()
+    compare(root, far, size=4)
+
+
+def test_a_kill_at_each_write_leaves_nothing_wrong(root, tmp_path):
+    """Of a reader whose bound is less than the data, so that blocks are given back, too."""
+    url, killed = f"file://{root}/far", 0
+
+    def read(at):
+        with system(at, kill=True, half=True, only=("pwrite", "punch", "create", "rename")):
+            far = ConcatBuffer.from_root(url, cache=tmp_path, cache_bytes=16 * BLOCK)
+            for seed in range(4):
+                far.sample(4, seed=seed, **OPTIONS)
+
+    for at in (1, 3, 6, 12, 20, 28, 33, 40, 55):
+        child = os.fork()
+        if child == 0:
+            try:
+                read(at)
+            finally:
+                os._exit(0)
+        killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+        far = ConcatBuffer.from_root(url, cache=tmp_path, cache_bytes=16 * BLOCK)
+        compare(root, far, seeds=range(2), size=4)
+        assert local_blocks(far) <= 16
+        if at % 2:
+            shutil.rmtree(tmp_path)
+    assert killed > 4
+
+
+def test_a_reader_that_dies_while_it_fetches_leaves_its_blocks_to_others(root, tmp_path):
+    with RangeServer(root / "far") as server:
+        server.fail("hang", 100, match="/data/")
+        context = multiprocessing.get_context("fork")
+        victim = context.Process(target=read_all, args=(server.url, tmp_path, context.Queue()))
+        victim.start()
+        while not any("/data/" in request.path for request in server.requests):
+            time.sleep(0.01)
+        server.heal()
+        waits = threading.Timer(0.2, os.kill, (victim.pid, signal.SIGKILL))
+        waits.start()
+        compare(root, ConcatBuffer.from_root(server.url, cache=tmp_path))
+        victim.join()
+
+
+def test_a_process_that_is_forked_while_its_parent_fetches_reads(root, tmp_path):
+    with RangeServer(root / "far", latency=0.2) as server:
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path)
+        thread = threading.Thread(target=far.sample, args=(64,), kwargs=OPTIONS)
+        thread.start()
+        while not any("/data/" in request.path for request in server.requests):
+            time.sleep(0.005)
+        for storage in far._folders.storages:  # as if a thread were at it in this moment
+            storage.mirror.blocks._changed.acquire()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                compare(root, far)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        for storage in far._folders.storages:
+            storage.mirror.blocks._changed.release()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def mirror_of(cache):
+    return sorted(path for path in cache.iterdir() if (path / "mirror").is_dir())[0]
+
+
+STRANGERS = {
+    "all": lambda cache: shutil.rmtree(cache),
+    "mirror": lambda cache: shutil.rmtree(mirror_of(cache)),
+    "file": lambda cache: (mirror_of(cache) / "data" / "state.npy").unlink(),
+    "counters": lambda cache: (mirror_of(cache) / "mirror" / "blocks.npy").unlink(),
+    "cut": lambda cache: os.truncate(mirror_of(cache) / "data" / "state.npy", 5000),
+    "head": lambda cache: os.truncate(next((cache / "heads").iterdir()), 100),
+    "heads": lambda cache: next((cache / "heads").iterdir()).write_bytes(
+        bytes(next((cache / "heads").iterdir()).stat().st_size)
+    ),
+    "digests": lambda cache: os.truncate(mirror_of(cache) / "mirror" / "digests", 9),
+    "other": lambda cache: (shutil.rmtree(mirror_of(cache) / "data"), (mirror_of(cache) / "data").write_bytes(b"")),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_mirror_that_a_stranger_cut_or_removed_is_made_anew(root, tmp_path, what):
+    cache = tmp_path / "cache"
+    url = f"file://{root}/far"
+    compare(root, ConcatBuffer.from_root(url, cache=cache))
+    STRANGERS[what](cache)
+    compare(root, ConcatBuffer.from_root(url, cache=cache))
+
+
+@pytest.mark.parametrize("what", ["all", "mirror", "file", "counters", "other"])
+def test_a_mirror_that_is_removed_while_it_is_read_gives_no_wrong_row(root, tmp_path, what):
+    cache = tmp_path / "cache"
+    url = f"file://{root}/far"
+    far = ConcatBuffer.from_root(url, cache=cache)
+    far.sample(4, seed=0, **OPTIONS)
+    STRANGERS[what](cache)
+    other = ConcatBuffer.from_root(url, cache=cache)
+    other.sample(2, seed=1, **OPTIONS)  # it may make another in its place
+    compare(root, far, size=64)
+    compare(root, other, size=64)
