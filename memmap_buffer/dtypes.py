@@ -23,6 +23,7 @@ Array: TypeAlias = npt.NDArray[Any]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 MAX_STRING = 4096
+FALSE, TRUE = b"\0", b"\1"  # in the bytes of a mask
 FEW = 16  # numbers: up to so many are looked at one by one, as a call of numpy takes as long as ten of them
 NUMERIC = (
     "bool",
@@ -121,12 +122,12 @@ def check_number(name: str, value: Any, low: float = 0, high: float = 1) -> None
 
 def all_of(mask: Array) -> bool:
     """Whether all of a mask is true, in a third of the time that numpy's own `all` takes for a batch."""
-    return b"\0" not in mask.tobytes()
+    return FALSE not in mask.tobytes()
 
 
 def any_of(mask: Array) -> bool:
     """Whether any of a mask is true, likewise."""
-    return b"\1" in mask.tobytes()
+    return TRUE in mask.tobytes()
 
 
 def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.choices import Padding
-from memmap_buffer.dtypes import Array, all_of, any_of, decode
+from memmap_buffer.dtypes import FALSE, TRUE, Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
@@ -141,7 +141,7 @@ class BatchBuilder:
         self._flags = halves[:, FLAGS]
         self._first: IntArray = words.view(np.int64)[:, FIRST_ROW]
         there = self.t < self.length
-        self._there: BoolArray | None = None if all_of(there) else there
+        self._there: BoolArray | None = None if FALSE not in there.tobytes() else there
         if self._there is not None:
             self._set_aside(~there)
         self.begin: IntArray | int = 0
@@ -394,7 +394,7 @@ class BatchBuilder:
             first, limit = first[:, None], limit[:, None]
         clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
         missing = wanted != clipped
-        return first + clipped, missing if any_of(missing) else None
+        return first + clipped, missing if TRUE in missing.tobytes() else None
 
     def _around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> RowGather:
         final = self.schema.fields[name].final

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from memmap_buffer.choices import Padding
-from memmap_buffer.dtypes import Array, any_of, check_count, check_number
+from memmap_buffer.dtypes import TRUE, Array, check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
@@ -146,7 +146,7 @@ class NStep(View):
         rewards = builder.look(self.reward, range(self.n), limit=following)
         returns, discount = n_step_return(rewards, k, builder.terminated & last, self.gamma or 0.0)
         unknown = last & ~builder.has_final
-        if any_of(unknown):
+        if TRUE in unknown.tobytes():
             discount[unknown] = 0
         builder.batch |= {"_return": returns, "_discount": discount}
 

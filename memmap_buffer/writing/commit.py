@@ -190,6 +190,8 @@ class WriteHandles:
             return region.start
         end = end_of(self.storage.maps.rows[name][slot * self._row[name][3] + t - 1])
         if not region.start <= end <= region.stop:
+            if self.storage.maps.words.item(slot, GENERATION) & 1:
+                return region.start  # a ring gave the open episode up, and the index with it: none of it is read
             raise self.storage.damaged_blob(name, f"timestep {t - 1} of slot {slot} has a blob of another slot")
         return end
 

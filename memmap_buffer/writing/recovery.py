@@ -105,10 +105,13 @@ def _doubts(files: WriteHandles, boot: bytes) -> dict[str, int]:
 
 
 def close_abandoned(files: WriteHandles, slots: IntArray) -> None:
-    """Visible episodes that nobody goes on with are complete as far as they go: flag the open ones as cut short."""
+    """Episodes that nobody goes on with are complete as far as they go: flag the open ones as cut short.
+
+    Those that a ring gave up, whose records are void, stay as they are.
+    """
     storage = files.storage
     table = storage.refresh()
-    for slot in slots[table.flags[slots] & OPEN != 0].tolist():
+    for slot in slots[table.valid[slots] & (table.flags[slots] & OPEN != 0)].tolist():
         if not storage.trust(np.array([slot])):
             continue  # its steps did not survive a crash of the machine
         flags, length, record = int(table.flags[slot]), int(table.length[slot]), storage.record(slot)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from damage import count_of
 from fault_injection import KILLED, in_child, shown, system
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strategies import assert_view, recorded, recordings
+from strategies import Plan, assert_view, recorded, recordings
 
 from memmap_buffer import Field, ReplayBuffer, StaleEpisodeError, verify
 from memmap_buffer.format import syscalls
@@ -220,7 +220,13 @@ def test_only_rows_of_a_slot_that_no_record_speaks_of_are_given_back(
     assert verify(tmp_path / "ring") == []
 
 
+LEAVES = {"max_episodes": 2, "capacity": 2, "publish": "step", "stage": "ram"}  # an open episode leaves
+OPEN, CLOSED = Plan(2, how="open"), Plan(1)
+
+
 @settings(max_examples=40, deadline=None)
+@example(([CLOSED, CLOSED, OPEN, *[CLOSED] * 4, Plan(1, how="abort")], {**LEAVES, "codec": None}, "terminated"), False)
+@example(([CLOSED, Plan(1, how="abort"), OPEN, *[CLOSED] * 4], {**LEAVES, "codec": "zstd"}, "terminated"), False)
 @given(recordings(how=("block", "whole", "side", "open", "abort", "partial", "clear"), min_size=4), st.booleans())
 def test_what_is_shown_is_what_was_stored(recording: Any, reopen: bool) -> None:
     """Whatever was in the slots before, byte for byte: final observations, neighbours, open and partial episodes."""

@@ -269,5 +269,5 @@ def test_a_field_of_any_size_takes_little_memory(tmp_path: Path) -> None:
     pack(tmp_path / "buffer", tmp_path / "packed", codec={"x": None, "y": Zstd(1)})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 5 * recoding.CODED_CHUNK
+    assert peak < 8 * recoding.CODED_CHUNK  # several threads have some each
     assert np.load(tmp_path / "packed/data/y.blobs.npy").nbytes < 1 << 20
