@@ -111,9 +111,8 @@ dictionary is the CRC-32 of its bytes, 1 where that is 0; a blob without one has
 has the number 0, too. A writer MAY leave blobs of the dictionary that is there beside others of none.
 
 A field of lists, whose `shape` begins with null, has the same two files, `codec` null and no dictionary. A blob is the
-members of one timestep's list, each of the rest of the shape; its length is a multiple of a member's bytes, 0 of an empty
-list, and is not bounded by a row. A timestep has room for 1,024 members in a grid, an episode for as many as all of its
-`max_timesteps`.
+members of one timestep's list, each of the rest of the shape; its length is a multiple of a member's bytes, 0 of an
+empty list, and is not bounded by a row. In a grid a slot has room for 1,024 members a timestep of `max_timesteps`.
 
 Readers MUST NOT take memory for what a blob says of itself before they have compared it with the row: its content size,
 or height and width. They MUST refuse a blob that is not all in the file, is longer than a row, names another dictionary
