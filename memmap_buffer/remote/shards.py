@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from memmap_buffer.errors import CorruptBufferError, NotABufferError, RemoteError
+from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, NotABufferError, RemoteError
 from memmap_buffer.format.objects import Objects
 from memmap_buffer.format.remote_layout import (
     HEAD,
@@ -28,6 +29,7 @@ from memmap_buffer.paths import path_of
 from memmap_buffer.remote.cache import Cache
 from memmap_buffer.remote.mirror import Mirror
 
+log = logging.getLogger("memmap_buffer")
 LOOK_SECONDS = 10.0  # how often a root is asked whether it has more shards
 CACHE = "~/.cache/memmap_buffer"
 _NUMBERED = re.compile(r"shard-([0-9]{5})")
@@ -93,8 +95,14 @@ class RemoteShards:
             RemoteError: the store fails, and nothing was read of it before.
         """
         now = time.monotonic()
-        if self._root is None or now - self._read_at > LOOK_SECONDS:
+        if self._root is None:
             self._root, self._read_at = self._read_root(), now
+        elif now - self._read_at > LOOK_SECONDS:
+            try:
+                self._root = self._read_root()
+            except (MemmapBufferError, OSError) as error:  # what is known of it can be read on
+                log.warning("%s; its shards are those that were known before", error)
+            self._read_at = time.monotonic()
         new = {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
         if new:
             found, numbers = dict(self.storages), self._numbers()

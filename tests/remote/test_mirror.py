@@ -208,6 +208,17 @@ def test_what_was_published_anew_is_seen_and_what_is_open_is_read_on(tmp_path):
     assert old.batch(timestep_level=True)["reward"].shape[0] == old.num_steps
 
 
+def test_what_is_there_can_be_read_without_the_store(tmp_path):
+    url = f"file://{tmp_path}/far"
+    publish(record(tmp_path / "shard-00000", 2), url)
+    far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+    before = far.batch(timestep_level=True)
+    (tmp_path / "far").rename(tmp_path / "gone")
+    far._folders.shards._read_at = -1e9
+    far.refresh()
+    equal(far.batch(timestep_level=True), before)
+
+
 def test_a_mirror_pickles_without_its_blocks(root, tmp_path):
     far = ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path)
     storage = pickle.loads(pickle.dumps(far._storage))
