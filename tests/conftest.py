@@ -12,7 +12,7 @@ from memmap_buffer.priority import kernels
 from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
 
-settings.register_profile("quick", max_examples=30)
+settings.register_profile("quick", max_examples=20)
 
 
 def pytest_configure(config):

@@ -38,8 +38,8 @@ def rows(folder: Path, *arguments: str) -> list[dict[str, object]]:
             ),
         ),
         pytest.param("workers", ("loader, 2 workers over none and 2 ms", "loader, prefetch=2"), marks=slow),
-        ("online", ("add 64 and sample(256), 10^4 episodes", "add 8 and sample(256), frames")),
-        ("cold", ("cold sample(256), image", "cold loader(256), image", "cold epoch")),
+        pytest.param("online", ("add 64 and sample(256), 10^4 episodes", "add 8 and sample(256), frames"), marks=slow),
+        pytest.param("cold", ("cold sample(256), image", "cold loader(256), image", "cold epoch"), marks=slow),
         ("compressed-batches", ("sample(256) with next, ",)),
         pytest.param(
             "compressed",

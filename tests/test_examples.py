@@ -161,6 +161,7 @@ def test_a_game_is_learned_from_its_pixels_in_a_compressed_ring_of_a_million_und
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
+@pytest.mark.slow
 def test_two_processes_learn_as_one_does_from_the_same_global_batches(recording):
     """Every update's loss, over more than one epoch."""
     arguments = ["--updates", 40, "--seed", 3]

@@ -89,20 +89,21 @@ class ConcatBuffer(Readable):
             SchemaError: a schema is damaged.
         """
         if is_url(root):
-            shards = RemoteShards(str(root), storage_options, cache_of(cache, cache_bytes))
+            published = RemoteShards(str(root), storage_options, cache_of(cache, cache_bytes))
             if weights is not None:
-                return cls(list(shards.look().values()), weights)  # type: ignore[arg-type]
+                return cls(list(published.look().values()), weights)  # type: ignore[arg-type]
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Folders.of_root(shards))
+            Readable.__init__(buffer, Folders.of_root(published))
             return buffer
         root = path_of(root)
         if (root / "schema.json").exists():
             raise NotABufferError(
                 f"{root}: this is a buffer, not a folder of buffers; open it by ReplayBuffer.from_folder", path=root
             )
+        shards = Shards(root, on_damaged)
         if weights is None and next(shard_numbers(root), None) is not None:
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Folders.of_root(Shards(root, on_damaged)))
+            Readable.__init__(buffer, Folders.of_root(shards))
             return buffer
         folders = sorted(path.parent for path in root.glob("*/schema.json"))
         if on_damaged == "skip":

@@ -148,7 +148,7 @@ def test_a_draw_from_10000_times_the_steps_allocates_no_more(
     for steps, buffer in buffers.items():
         buffer.sample(BATCH, **options)  # what is kept for the next draws
         most[steps] = max(peak(lambda b=buffer: b.sample(BATCH, **options))[1] for _ in range(3))
-    assert most[MANY] <= 1.1 * most[FEW]
+    assert most[MANY] <= 1.1 * most[FEW] + 4096  # of other threads
 
 
 @each_draw

@@ -75,11 +75,11 @@ some_lines = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mar
 WAYS = (record, record_by_handle, record_batch, record_whole)
 EVERY = [pytest.param(mode, way, 1, marks=pytest.mark.slow) for mode in MODES for way in WAYS]
 SOME = [
-    ("whole", record, 2),
-    ("step", record, 7),
-    ("group", record_by_handle, 2),
-    ("disk", record_batch, 7),
-    ("power", record_whole, 3),
+    ("whole", record, 5),
+    ("step", record, 11),
+    ("group", record_by_handle, 5),
+    ("disk", record_batch, 11),
+    ("power", record_whole, 7),
 ]
 
 

@@ -275,8 +275,14 @@ if sys.argv[3] == "raise":
 """
 
 
-@pytest.mark.parametrize("how", ["return", "raise"])
-@pytest.mark.parametrize("num_workers", ["0", "1"])
+@pytest.mark.parametrize(
+    ("how", "num_workers"),
+    [
+        ("return", "0"),
+        ("raise", "1"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("raise", "0"), ("return", "1"))),
+    ],
+)
 def test_the_interpreter_exits_in_the_middle_of_an_epoch(recorded, how, num_workers):
     folder = recorded().folder
     arguments = [

@@ -321,7 +321,15 @@ def private_megabytes(store, tmp_path, method="", prefetch=0):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
-@pytest.mark.parametrize(("method", "prefetch"), [("", 0), ("", 3), *((method, 0) for method in METHODS)])
+@pytest.mark.parametrize(
+    ("method", "prefetch"),
+    [
+        ("", 0),
+        ("", 3),
+        ("fork", 0),
+        *(pytest.param(one, 0, marks=pytest.mark.slow) for one in METHODS if one != "fork"),
+    ],
+)
 def test_private_memory_of_a_loader_and_of_its_workers_stays_small(stores, tmp_path, method, prefetch):
     assert max(private_megabytes(stores / "large", tmp_path, method, prefetch)) < LIMIT
 

@@ -454,7 +454,7 @@ WORK = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9, 10], [11, 12], [13, 14], [15, 16]
 
 @pytest.mark.parametrize("half", [False, True], ids=["before it", "in the middle of a write"])
 def test_a_writer_that_is_killed_at_any_operation_leaves_the_newest_steps(tmp_path: Path, half: bool) -> None:
-    """Every third operation; the next writer shows exactly as many as fit, and goes on."""
+    """Every sixth operation; the next writer shows exactly as many as fit, and goes on."""
     capacity, at = 8, 1 + half
     while True:
         folder = tmp_path / str(at)
@@ -481,7 +481,7 @@ def test_a_writer_that_is_killed_at_any_operation_leaves_the_newest_steps(tmp_pa
         assert [finding for finding in verify(folder) if finding.lost] == []
         if child.status != KILLED:
             break
-        at += 3
+        at += 6
     assert at > 100
 
 
