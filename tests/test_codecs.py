@@ -33,6 +33,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs of these few bytes go through threads."""
     monkeypatch.setattr(type(threads), "count", 2)
     monkeypatch.setattr(blobs, "PART", 2 * 1200)
+    monkeypatch.setattr(blobs, "BLOBS_PART", 100)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float", "int64", "bool"])

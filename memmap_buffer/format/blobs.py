@@ -26,6 +26,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_THREADS = 4
 PART = 1 << 19  # bytes of rows that are worth waking a thread for: 0.1 ms and more
+BLOBS_PART = 1 << 17  # bytes of blobs, likewise: rows that became very small are decoded sooner than a thread wakes
 PIECES = 4  # parts of a batch for each thread; with more of them none waits long for another, and each costs 10 us
 LARGEST = 1 << 26  # bytes of rows whose blobs are copied together
 SUMMED = 4 << 20  # bytes of blobs that are looked at together
@@ -212,7 +213,7 @@ class CodedRows(NamedTuple):
         parts: list[tuple[IntArray, Array | None]] = []
         for number in {0, int(known)}:
             chosen = np.flatnonzero(good & ~raw & (numbers == number))
-            count = min(threads.count * PIECES, len(chosen) * size // PART) if threads.count > 1 else 1
+            count = min(threads.count * PIECES, int(length[chosen].sum()) // BLOBS_PART) if threads.count > 1 else 1
             count = max(count, len(chosen) * size // LARGEST, 1)
             content = self.dictionary.content if number and self.dictionary is not None else None
             parts += [(part, content) for part in np.array_split(chosen, count) if len(part)]
