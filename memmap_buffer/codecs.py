@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, TypeAlias
 
@@ -52,13 +52,7 @@ class Zstd:
 
     def load(self) -> None:
         """Raise ImportError where the package is missing."""
-        self._zstandard  # noqa: B018
-
-    @cached_property
-    def _zstandard(self) -> Any:
-        with extra("zstd"):
-            import zstandard
-        return zstandard
+        _zstandard()
 
     def encode(self, rows: Array, dictionary: Array | None = None) -> list[bytes]:
         """The blobs of rows (N, …), each of which can be decoded alone.
@@ -70,7 +64,7 @@ class Zstd:
         key = ("compress", self.level, None if dictionary is None else dictionary.ctypes.data)
         compressor = _kept(key, dictionary, lambda: self._compressor(dictionary))
         each = list(np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8))
-        if len(each) < SEVERAL or "multi_compress_to_buffer" not in self._zstandard.backend_features:
+        if len(each) < SEVERAL or "multi_compress_to_buffer" not in _zstandard().backend_features:
             return [compressor.compress(row) for row in each]
         return [blob.tobytes() for blob in compressor.multi_compress_to_buffer(each)]
 
@@ -78,14 +72,14 @@ class Zstd:
         content = self._dictionary(dictionary)
         if content is not None:
             content.precompute_compress(self.level)  # else each call for several rows would do it
-        return self._zstandard.ZstdCompressor(
+        return _zstandard().ZstdCompressor(
             level=self.level, dict_data=content, write_checksum=False, write_dict_id=False
         )
 
     def _dictionary(self, dictionary: Array | None) -> Any:
         if dictionary is None:
             return None
-        return self._zstandard.ZstdCompressionDict(dictionary.tobytes())
+        return _zstandard().ZstdCompressionDict(dictionary.tobytes())
 
     def decode_into(
         self, blobs: bytes, ends: IntArray, out: Array, places: IntArray, dictionary: Array | None = None
@@ -104,7 +98,7 @@ class Zstd:
         Raises:
             ValueError: a blob that is not one of a row of that size. Some of the rows may have been decoded.
         """
-        zstandard, size = self._zstandard, out.itemsize * math.prod(out.shape[1:])
+        zstandard, size = _zstandard(), out.itemsize * math.prod(out.shape[1:])
         key = ("decompress", None if dictionary is None else dictionary.ctypes.data)
         flat = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
@@ -122,11 +116,11 @@ class Zstd:
             raise ValueError(str(error)) from None
 
     def _decompressor(self, dictionary: Array | None) -> Any:
-        return self._zstandard.ZstdDecompressor(dict_data=self._dictionary(dictionary), max_window_size=MAX_WINDOW)
+        return _zstandard().ZstdDecompressor(dict_data=self._dictionary(dictionary), max_window_size=MAX_WINDOW)
 
     def _require_sizes(self, blobs: bytes, ends: IntArray, size: int) -> None:
         """Raise ValueError unless each blob says that it is of so many bytes: most do so as the first one does."""
-        zstandard, begins, data = self._zstandard, np.concatenate([[0], ends[:-1]]), np.frombuffer(blobs, np.uint8)
+        zstandard, begins, data = _zstandard(), np.concatenate([[0], ends[:-1]]), np.frombuffer(blobs, np.uint8)
         length = zstandard.frame_header_size(blobs[:HEADER])
         heads = data.take(begins[:, None] + np.arange(length), mode="clip")
         if heads.tobytes() == heads[0].tobytes() * len(heads):
@@ -140,8 +134,8 @@ class Zstd:
         """A dictionary of at most `size` bytes for rows like these (N, …); None where they are too few."""
         samples = [row.tobytes() for row in rows]
         try:
-            found = self._zstandard.train_dictionary(size, samples)
-        except self._zstandard.ZstdError:
+            found = _zstandard().train_dictionary(size, samples)
+        except _zstandard().ZstdError:
             return None
         return np.frombuffer(found.as_bytes(), np.uint8)
 
@@ -178,17 +172,11 @@ class Jpeg:
 
     def load(self) -> None:
         """Raise ImportError where the package is missing."""
-        self._simplejpeg  # noqa: B018
-
-    @cached_property
-    def _simplejpeg(self) -> Any:
-        with extra("jpeg"):
-            import simplejpeg
-        return simplejpeg
+        _simplejpeg()
 
     def encode(self, rows: Array, dictionary: Array | None = None) -> list[bytes]:
         """The blobs of rows (N, height, width, …)."""
-        encode, colours = self._simplejpeg.encode_jpeg, _colours(rows.shape[1:])
+        encode, colours = _simplejpeg().encode_jpeg, _colours(rows.shape[1:])
         subsampling = self.subsampling if colours == "RGB" else "Gray"
         return [
             encode(row.reshape(*row.shape[:2], -1), self.quality, colours, subsampling)
@@ -200,7 +188,7 @@ class Jpeg:
     ) -> None:
         """Decode blobs, each to where its row belongs; see `Zstd.decode_into`."""
         data, shape, colours = memoryview(blobs), out.shape[1:], _colours(out.shape[1:])
-        header, decode = self._simplejpeg.decode_jpeg_header, self._simplejpeg.decode_jpeg
+        header, decode = _simplejpeg().decode_jpeg_header, _simplejpeg().decode_jpeg
         for (begin, end), place in zip(pairwise([0, *ends.tolist()]), places.tolist(), strict=True):
             blob = data[begin:end]
             height, width, *_ = header(blob)
@@ -257,6 +245,20 @@ def _require_one_pass(blob: bytes | memoryview) -> None:
             break
         at += 2 + int.from_bytes(blob[at + 2 : at + 4], "big")
     raise ValueError("a blob is no baseline JPEG")
+
+
+@cache
+def _zstandard() -> Any:
+    with extra("zstd"):
+        import zstandard
+    return zstandard
+
+
+@cache
+def _simplejpeg() -> Any:
+    with extra("jpeg"):
+        import simplejpeg
+    return simplejpeg
 
 
 def _kept(key: Any, dictionary: Array | None, make: Callable[[], Any]) -> Any:

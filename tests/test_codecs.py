@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -161,3 +164,10 @@ def test_threads_take_parts_in_turns_and_give_the_results_in_order(monkeypatch: 
 def test_codecs_that_do_not_exist_or_do_not_fit_are_refused(make: object, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("codec", [Zstd(5), Jpeg(80)])
+def test_a_codec_that_was_used_can_be_pickled_and_copied(codec: Zstd | Jpeg) -> None:
+    field = Field("uint8", (8, 8), codec=codec)
+    encode(field, np.zeros((2, 8, 8), np.uint8))
+    assert pickle.loads(pickle.dumps(field)) == copy.deepcopy(field) == field
