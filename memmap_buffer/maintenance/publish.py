@@ -1,6 +1,6 @@
 """`publish`: a folder to a store, packed and by parts that never change; `root.json` lists what is whole there.
 
-What stands at a URL is told in `format.remote_layout`. Nothing that a reader may hold is changed or removed, and what
+What stands at a URL is told in `remote.layout`. Nothing that a reader may hold is changed or removed, and what
 is listed is there: a publisher that is killed leaves objects that nobody looks for, and the next one takes them over.
 """
 
@@ -22,8 +22,13 @@ import numpy as np
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, RemoteError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import ArrayFile
-from memmap_buffer.format.objects import Objects
-from memmap_buffer.format.remote_layout import (
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import FileLock, read_at
+from memmap_buffer.maintenance.pack import pack
+from memmap_buffer.maintenance.verification import verify
+from memmap_buffer.paths import path_of
+from memmap_buffer.progress import progress
+from memmap_buffer.remote.layout import (
     BLOCK,
     BLOCKS_FILE,
     DATA,
@@ -48,12 +53,7 @@ from memmap_buffer.format.remote_layout import (
     num_blocks,
     version_of,
 )
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import FileLock, read_at
-from memmap_buffer.maintenance.pack import pack
-from memmap_buffer.maintenance.verification import verify
-from memmap_buffer.paths import path_of
-from memmap_buffer.progress import progress
+from memmap_buffer.remote.objects import Objects
 
 ROUNDS = 1000  # how often others may be faster
 LOCK_SECONDS, LOCK_PAUSE = 60.0, 0.02

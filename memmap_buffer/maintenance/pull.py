@@ -16,8 +16,11 @@ import numpy.typing as npt
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaMismatchError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
-from memmap_buffer.format.objects import Objects
-from memmap_buffer.format.remote_layout import (
+from memmap_buffer.format.syscalls import read_at, write_all
+from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
+from memmap_buffer.paths import path_of
+from memmap_buffer.progress import progress
+from memmap_buffer.remote.layout import (
     BLOCK,
     BLOCKS_FILE,
     ROOT,
@@ -28,10 +31,7 @@ from memmap_buffer.format.remote_layout import (
     num_blocks,
     open_head,
 )
-from memmap_buffer.format.syscalls import read_at, write_all
-from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
-from memmap_buffer.paths import path_of
-from memmap_buffer.progress import progress
+from memmap_buffer.remote.objects import Objects
 
 BATCH = 64  # blocks that are asked for at a time
 Digests = npt.NDArray[np.uint64]

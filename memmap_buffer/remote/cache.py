@@ -16,9 +16,9 @@ from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
-from memmap_buffer.format.remote_layout import BLOCK, data_files, head_object, num_blocks
 from memmap_buffer.format.syscalls import RangeLocks, locked, read_at, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray
+from memmap_buffer.remote.layout import BLOCK, data_files, head_object, num_blocks
 
 USAGE, LOCKS = "usage", "locks"
 AT_ONCE = 20  # of the bound, a part that is given back together, so that it is not looked for too often

@@ -27,9 +27,12 @@ from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, SchemaEr
 from memmap_buffer.format.blobs import CodedRows, Dictionary
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
-from memmap_buffer.format.objects import Objects
 from memmap_buffer.format.records import WORDS
-from memmap_buffer.format.remote_layout import (
+from memmap_buffer.format.storage import Maps, Storage, slices_of
+from memmap_buffer.format.syscalls import process_id, read_at, write_all
+from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, runs
+from memmap_buffer.remote.cache import Cache, place_of
+from memmap_buffer.remote.layout import (
     BLOCK,
     BLOCKS_FILE,
     DATA,
@@ -40,10 +43,7 @@ from memmap_buffer.format.remote_layout import (
     num_blocks,
     open_head,
 )
-from memmap_buffer.format.storage import Maps, Storage, slices_of
-from memmap_buffer.format.syscalls import process_id, read_at, write_all
-from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, runs
-from memmap_buffer.remote.cache import Cache, place_of
+from memmap_buffer.remote.objects import Objects
 
 T = TypeVar("T")
 TOGETHER = 512  # blocks that are fetched at a time, so that others wait for their locks

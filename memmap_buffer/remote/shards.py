@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, NotABufferError, RemoteError
-from memmap_buffer.format.objects import Objects
-from memmap_buffer.format.remote_layout import (
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.paths import path_of
+from memmap_buffer.remote.cache import Cache
+from memmap_buffer.remote.layout import (
     HEAD,
     MAX_HEAD_BYTES,
     MAX_ROOT_BYTES,
@@ -24,10 +26,8 @@ from memmap_buffer.format.remote_layout import (
     digest,
     head_object,
 )
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.paths import path_of
-from memmap_buffer.remote.cache import Cache
 from memmap_buffer.remote.mirror import Mirror
+from memmap_buffer.remote.objects import Objects
 
 log = logging.getLogger("memmap_buffer")
 LOOK_SECONDS = 10.0  # how often a root is asked whether it has more shards

@@ -285,7 +285,7 @@ ALL = ("observation.pixels", "half", "note", "reward")
 
 
 @settings(max_examples=30, deadline=None)
-@given(recordings(min_size=2, codecs=(None,)), choices(by_step=True))
+@given(recordings(min_size=2), choices(by_step=True))
 def test_every_view_of_a_packed_folder_is_that_of_the_grid(drawn: Any, choice: Any) -> None:
     """Batch for batch; also read beside its grid as one, which is growing."""
     whole = {name: value for name, value in choice.items() if name != "filter_fields"}

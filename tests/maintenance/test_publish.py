@@ -28,13 +28,13 @@ from memmap_buffer import (
     pull,
     verify,
 )
-from memmap_buffer.format import objects as requests
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.objects import Objects
-from memmap_buffer.format.remote_layout import Root, Shard, digest, head_object, open_head, version_of
 from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.maintenance.publish import read_root, read_shard
 from memmap_buffer.maintenance.pull import shards_at
+from memmap_buffer.remote import objects as requests
+from memmap_buffer.remote.layout import Root, Shard, digest, head_object, open_head, version_of
+from memmap_buffer.remote.objects import Objects
 
 
 class Plain(LocalFileSystem):

@@ -16,10 +16,10 @@ from fault_injection import system
 from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, Field, RemoteError, ReplayBuffer, SchemaError, pack, publish
-from memmap_buffer.format import objects
-from memmap_buffer.format.remote_layout import BLOCK
+from memmap_buffer.remote import objects
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.cache import Cache
+from memmap_buffer.remote.layout import BLOCK
 
 FIELDS = {
     "state": Field("float32", (512,), final=True),

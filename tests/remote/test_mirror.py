@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, verify
-from memmap_buffer.format.remote_layout import BLOCK
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
+from memmap_buffer.remote.layout import BLOCK
 
 FIELDS = {
     "state": Field("float32", (300,), final=True),

@@ -277,7 +277,8 @@ class Life:
             path.mkdir()
             number = self.recorder.folder(path)
             self.copies[number] = [None, self.now]
-            # A pack is not made of what fails its checksums, and in its place shows nothing that was retired.
+            # A pack is not made of what fails its checksums, and in its place shows nothing that was retired. That of
+            # compressed fields makes a file shorter, which the model of the disk does not know.
             packs = self.exact and bool(self.now) and not self.protocol.codec and self.rng.random() < 0.5
             self.do(lambda: pack(self.folder, path) if packs else self.buffer.snapshot(path))
             self.copies[number] = [self.now]

@@ -13,8 +13,8 @@ import pytest
 from range_server import RangeServer
 
 from memmap_buffer import RemoteError, SchemaError
-from memmap_buffer.format import objects
-from memmap_buffer.format.objects import Objects, shown
+from memmap_buffer.remote import objects
+from memmap_buffer.remote.objects import Objects, shown
 
 pytest.importorskip("aiohttp")
 BYTES = np.random.default_rng(0).bytes(100_000)
