@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from strategies import MEMORY, Churn, churns
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.format import storage as storage_module
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import STATE, STATE_WORD
@@ -447,3 +448,18 @@ def test_episodes_side_by_side_are_not_copied_and_others_are_found_where_they_li
             assert table.of(table.serial, table.visible).tolist() == list(range(max(0, number - 2), number + 1))
             assert table.of(table.length, table.visible).tolist() == table.length[table.visible].tolist()
             assert (table.of(table.length, table.visible).base is not None) == (number not in (4, 5))
+
+
+def test_a_reader_does_not_wait_for_an_episode_that_a_ring_gave_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its generation is odd for good, as that of one which is being updated is for a moment."""
+    slept: list[float] = []
+    monkeypatch.setattr(storage_module.time, "sleep", slept.append)
+    fields = {"x": "float", "terminated": "bool"}
+    with ReplayBuffer(tmp_path, max_timesteps=5, capacity=10, fields=fields) as buffer:
+        reader = Storage.open(tmp_path, read_only=True)
+        for _ in range(6):
+            buffer.store_episode(x=np.zeros(5), terminated=np.arange(5) == 4)
+            assert len(reader.refresh()) <= 2
+    assert not slept
