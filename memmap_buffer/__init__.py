@@ -20,6 +20,9 @@ names, paths, pictures, extras, progress. torch is imported by `loading.tensors`
 and `distributed` alone, which are loaded when tensors or a loader are first asked for.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.collector import Collector
 from memmap_buffer.api.concat import ConcatBuffer, ConcatReplayBuffer
@@ -41,12 +44,7 @@ from memmap_buffer.errors import (
     WriterLostError,
 )
 from memmap_buffer.loading.options import Options
-from memmap_buffer.maintenance.pack import pack, unpack
-from memmap_buffer.maintenance.publish import publish
-from memmap_buffer.maintenance.pull import pull
-from memmap_buffer.maintenance.repair import repair
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
-from memmap_buffer.maintenance.verification import Finding, verify
 from memmap_buffer.priority.options import Prioritized, compute_importance_weights
 from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.schema import Field, Schema
@@ -55,6 +53,13 @@ from memmap_buffer.views.n_step import NStep
 from memmap_buffer.views.transforms import Advantages, Returns, Scale, advantages, discounted_returns
 from memmap_buffer.views.view import View
 from memmap_buffer.views.windows import Offsets, RandomCrop, Timestep, Trajectory, Window
+
+if TYPE_CHECKING:
+    from memmap_buffer.maintenance.pack import pack, unpack
+    from memmap_buffer.maintenance.publish import publish
+    from memmap_buffer.maintenance.pull import pull
+    from memmap_buffer.maintenance.repair import repair
+    from memmap_buffer.maintenance.verification import Finding, verify
 
 __version__ = "0.1.0"
 
@@ -109,3 +114,24 @@ __all__ = [
     "unpack",
     "verify",
 ]
+
+_LATER = {  # who trains needs none of them, and they take a quarter of the time of the import
+    "Finding": "verification",
+    "pack": "pack",
+    "publish": "publish",
+    "pull": "pull",
+    "repair": "repair",
+    "unpack": "pack",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.maintenance.{_LATER[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from io import BytesIO
 from typing import Any
 
@@ -126,6 +125,8 @@ def _strip(values: Array, name: str) -> Array:
 
 def table_of(caption: str, rows: Mapping[str, Field], meta: Mapping[str, Field]) -> str:
     """Fields and meta fields as a table of HTML."""
+    from html import escape
+
     cells = [
         (name, field.dtype, str(field.shape), *_notes(field, per))
         for per, fields in (("timestep", rows), ("episode", meta))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -335,6 +334,8 @@ class Schema:
     def unknown(self, name: object, where: str, known: Iterable[str] | None = None) -> SchemaError:
         """The error for a name that was not declared."""
         names = list(self.all if known is None else known)
+        import difflib
+
         close = difflib.get_close_matches(str(name), names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"declared are {', '.join(names) or 'none'}"
         if name in self.meta_fields:

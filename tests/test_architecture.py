@@ -18,6 +18,7 @@ NAME = PACKAGE.name
 SYSTEM = {"os", "mmap", "fcntl", "posix"}
 NEAR_THE_SYSTEM = {"format.syscalls", "format.folder"}
 SLOW = {"torch", "gymnasium", "matplotlib", "pandas", "tqdm"}
+LATER = {"asyncio", "concurrent.futures", "difflib", "hashlib", "multiprocessing", "shutil", "ssl", "subprocess"}
 ROOF = {"", "__main__", "compat", "memmap_replay_buffer", "memmap_replay_datasets"}
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
@@ -198,9 +199,18 @@ def test_torch_is_imported_by_the_datasets_and_what_only_they_load() -> None:
 
 
 def test_importing_the_package_does_not_import_torch_or_what_only_some_need() -> None:
-    loaded = set(run("import sys, memmap_buffer; print(*sys.modules)").split())
+    code = "import sys, numpy; before = {*sys.modules}; import memmap_buffer; print(*{*sys.modules} - before)"
+    loaded = set(run(code).split())
     assert "memmap_buffer.api.buffer" in loaded
-    assert loaded & SLOW == set()
+    assert loaded & (SLOW | LATER) == set()
+    assert not any(name.startswith(("memmap_buffer.maintenance.pu", "memmap_buffer.interop")) for name in loaded)
+
+
+def test_every_public_name_is_there_when_it_is_asked_for() -> None:
+    code = "import memmap_buffer as m; print(*[n for n in m.__all__ if n not in dir(m) or getattr(m, n) is None])"
+    assert run(code).split() == []
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        memmap_buffer.unknown  # noqa: B018
 
 
 def test_recording_and_reading_an_episode_does_not_import_torch(tmp_path: Path) -> None:

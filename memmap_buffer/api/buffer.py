@@ -32,7 +32,6 @@ from memmap_buffer.maintenance.statistics import (
     store_statistics,
 )
 from memmap_buffer.paths import AnyPath, is_url, path_of
-from memmap_buffer.remote.shards import cache_of, open_url
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
@@ -191,6 +190,8 @@ class ReplayBuffer(Recording, Readable):
         """
         buffer = cls.__new__(cls)
         if is_url(folder):
+            from memmap_buffer.remote.shards import cache_of, open_url
+
             mirror = open_url(str(folder), storage_options, cache_of(cache, cache_bytes))
             opened: Storage = mirror.storage(verify)
         else:

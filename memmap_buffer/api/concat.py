@@ -16,7 +16,6 @@ from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
 from memmap_buffer.paths import AnyPath, is_url, path_of
-from memmap_buffer.remote.shards import RemoteShards, cache_of
 from memmap_buffer.views.folders import Folders
 
 
@@ -89,6 +88,8 @@ class ConcatBuffer(Readable):
             SchemaError: a schema is damaged.
         """
         if is_url(root):
+            from memmap_buffer.remote.shards import RemoteShards, cache_of
+
             published = RemoteShards(str(root), storage_options, cache_of(cache, cache_bytes))
             if weights is not None:
                 return cls(list(published.look().values()), weights)  # type: ignore[arg-type]

@@ -7,10 +7,8 @@ number of its dictionary above. Blobs are copied before they are decoded, as ano
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
-from multiprocessing import current_process
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +18,9 @@ from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, crc32
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.syscalls import process_id, processors, yield_to_others
 from memmap_buffer.schema import DEFAULT_BLOB, Field
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 T = TypeVar("T")
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -42,12 +43,16 @@ class Threads:
     @property
     def count(self) -> int:
         """How many there are: one a processor, up to four; one in a worker process, as workers share these."""
+        from multiprocessing import current_process
+
         return 1 if current_process().daemon else min(MAX_THREADS, processors())
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Have one of them do some work."""
         made = self._made
         if made is None or made[0] != process_id():
+            from concurrent.futures import ThreadPoolExecutor
+
             pool = ThreadPoolExecutor(self.count, "memmap_buffer-codec", initializer=yield_to_others)
             made = self._made = process_id(), pool
         return made[1].submit(work, *args)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-import socket
 import stat
-import subprocess
 import sys
 from pathlib import Path
+
+from memmap_buffer.format.syscalls import machine_names
 
 IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
@@ -15,25 +14,31 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre"
 
 def host_name() -> str:
     """The name of this machine."""
-    return socket.gethostname()
+    return machine_names()[0]
 
 
 def boot_id() -> bytes:
     """16 bytes that change when this machine starts anew; zeros where they cannot be known."""
     try:
-        if sys.platform == "darwin":
-            command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
-            text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        else:
-            text = Path("/proc/sys/kernel/random/boot_id").read_text()
+        text = _boot_session() if sys.platform == "darwin" else Path("/proc/sys/kernel/random/boot_id").read_text()
         return bytes.fromhex(text.strip().replace("-", ""))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, ValueError):
         return bytes(16)
+
+
+def _boot_session() -> str:
+    import subprocess
+
+    command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+    except subprocess.SubprocessError as error:
+        raise OSError(str(error)) from None
 
 
 def machine() -> str:
     """The kind of processor, as the system calls it."""
-    return platform.machine()
+    return machine_names()[1]
 
 
 def file_system(path: Path) -> str:

@@ -6,14 +6,12 @@ The text may come from a stranger: it is parsed strictly, and bounded before any
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import re
-import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from memmap_buffer.codecs import codec_from_json, codec_to_json
 from memmap_buffer.dtypes import is_dtype_name
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.format.records import RECORD, STATE
-from memmap_buffer.format.syscalls import npy_header
+from memmap_buffer.format.syscalls import npy_header, random_bytes
 from memmap_buffer.schema import ENDS, MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
 
 FORMAT, VERSION = "memmap-buffer", 1
@@ -47,6 +45,10 @@ _ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema 
 _FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
 _CODED_KEYS = ("codec", "blobs", "dictionary")  # of a field that is compressed, besides
 BLOBS, DICTIONARY = "/blobs", "/dictionary"  # behind a field's name: the keys of the other files that it has then
+
+
+def _new_id() -> str:
+    return random_bytes(ID_BYTES).hex()
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Layout:
     column_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
     blobs: Mapping[str, int] = dataclasses.field(default_factory=dict)
     dictionaries: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    id: str = dataclasses.field(default_factory=partial(secrets.token_hex, ID_BYTES))
+    id: str = dataclasses.field(default_factory=_new_id)
 
     def __post_init__(self) -> None:
         if not self.column_of:
@@ -335,6 +337,8 @@ class Layout:
     def part_id(self, serials: Iterable[int]) -> str:
         """The id of a copy that has only these episodes: the same for the same ones."""
         text = f"{self.id} {','.join(map(str, serials))}"
+        import hashlib
+
         return hashlib.blake2b(text.encode(), digest_size=ID_BYTES).hexdigest()
 
     def with_fields(

@@ -260,7 +260,14 @@ def yield_to_others() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def machine_names() -> tuple[str, str]:
+    """The name of this machine, and the kind of its processor."""
+    names = os.uname()
+    return names.nodename, names.machine
+
+
 process_id = os.getpid
+random_bytes = os.urandom  # what `secrets` gives, without what it imports
 
 
 def close_all(descriptors: dict[str, int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -415,6 +414,8 @@ def _is_number(key: str, view: View, schema: Schema) -> bool:
 
 def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
     """The error for an option that does not exist."""
+    import difflib
+
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
     return SchemaError(f"option {name!r} is unknown; {hint}")

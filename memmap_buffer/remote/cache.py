@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
-from memmap_buffer.format.syscalls import RangeLocks, locked, read_at, write_word
+from memmap_buffer.format.syscalls import RangeLocks, locked, random_bytes, read_at, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray
 from memmap_buffer.remote.layout import BLOCK, data_files, head_object, num_blocks
 
@@ -88,7 +87,7 @@ class Cache:
 
     def _keep(self, name: str, data: memoryview) -> None:
         """Keep an object for the next time, if there is room."""
-        folder, new = Folder(self.path), f"{name}.{secrets.token_hex(8)}"
+        folder, new = Folder(self.path), f"{name}.{random_bytes(8).hex()}"
         with suppress(OSError):
             folder.write_new(new, data, sync=False)  # type: ignore[arg-type]
             folder.rename(new, name)

@@ -28,7 +28,6 @@ written with all entries in it, again until there is none that it lacks. Readers
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -52,12 +51,16 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 def digest(data: Any) -> str:
     """What names the bytes of a head or a list of digests: 32 hexadecimal digits."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    from hashlib import blake2b  # it takes 4 ms to load
+
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def block_digest(data: Any) -> int:
     """The digest of a block."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    from hashlib import blake2b
+
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
 def num_blocks(size: int) -> int:

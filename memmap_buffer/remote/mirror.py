@@ -8,17 +8,15 @@ copied. A copy that a stranger cut or removed is made anew.
 from __future__ import annotations
 
 import errno
-import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,7 +27,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
 from memmap_buffer.format.records import WORDS
 from memmap_buffer.format.storage import Maps, Storage, slices_of
-from memmap_buffer.format.syscalls import process_id, read_at, write_all
+from memmap_buffer.format.syscalls import process_id, random_bytes, read_at, write_all
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, runs
 from memmap_buffer.remote.cache import Cache, place_of
 from memmap_buffer.remote.layout import (
@@ -43,7 +41,11 @@ from memmap_buffer.remote.layout import (
     num_blocks,
     open_head,
 )
-from memmap_buffer.remote.objects import Objects
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from memmap_buffer.remote.objects import Objects
 
 T = TypeVar("T")
 TOGETHER = 512  # blocks that are fetched at a time, so that others wait for their locks
@@ -191,7 +193,7 @@ class Mirror:
 
     def _make(self) -> None:
         """Make a local copy of which no block is there, whole; one that another process made meanwhile may go again."""
-        new = self.path.with_name(f"{self.path.name}.new-{secrets.token_hex(8)}")
+        new = self.path.with_name(f"{self.path.name}.new-{random_bytes(8).hex()}")
         folder = Folder(new)
         folder.create()
         try:
@@ -208,17 +210,17 @@ class Mirror:
                     raise
                 self._discard()
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            _remove(new)
 
     def _discard(self) -> None:
         """Remove the local copy, unless it can be opened: another process may just have made it."""
         with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(self.path).held() as folder:
             Local(folder, Blocks.of(folder, self.num_blocks, self.cache.locks, place_of(self.path)), self.layout)
             return
-        gone = self.path.with_name(f"{self.path.name}.new-{secrets.token_hex(8)}")
+        gone = self.path.with_name(f"{self.path.name}.new-{random_bytes(8).hex()}")
         with suppress(FileNotFoundError):
             self.path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        _remove(gone)
 
     # Blocks
 
@@ -461,10 +463,18 @@ def bring(wanted: Wanted) -> Taken:
     return taken
 
 
+def _remove(folder: Path) -> None:
+    from shutil import rmtree
+
+    rmtree(folder, ignore_errors=True)
+
+
 def bring_later(wanted: Wanted) -> None:
     """Have the blocks of rows fetched in a thread; what fails is told when they are read."""
     global _ahead
     if _ahead is None or _ahead[0] != process_id():
+        from concurrent.futures import ThreadPoolExecutor
+
         _ahead = process_id(), ThreadPoolExecutor(1, "memmap_buffer-fetch")  # windows come one by one
     _ahead[1].submit(_bring_quietly, wanted)
 

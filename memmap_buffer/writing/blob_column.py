@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.blobs import decoded, encode, threads
 from memmap_buffer.schema import Field
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 PART_BYTES = 1 << 18  # of timesteps that are encoded together
 MAX_WAITING = 128 << 20  # bytes of timesteps that wait for a thread; then storing waits, too
@@ -96,7 +98,7 @@ class BlobColumn:
 
     def _part(self, number: int) -> list[bytes]:
         part = self._parts[number]
-        if isinstance(part, Future):
+        if not isinstance(part, list):
             part = self._parts[number] = part.result()
         return part
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ from memmap_buffer.format.checksums import checksum_row, digest_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import anyone_may_rename, boot_id, host_name, network_filesystem
 from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, MAX_TERM, OPEN, RECORD, STATE_WORD, columns_of
-from memmap_buffer.format.syscalls import process_id
+from memmap_buffer.format.syscalls import process_id, random_bytes
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.slots import SlotAllocator
@@ -34,7 +33,12 @@ def take_over(files: WriteHandles) -> SlotAllocator:
     storage.refresh()
     _require_counters(files)
     files.lock.term = state("term") + 1
-    words = {"term": files.lock.term, "nonce": secrets.randbits(64), "pid": process_id(), "time": time.time_ns()}
+    words = {
+        "term": files.lock.term,
+        "nonce": int.from_bytes(random_bytes(8), "little"),
+        "pid": process_id(),
+        "time": time.time_ns(),
+    }
     doubts = _doubts(files, boot)
     for name, value in {**words, "clean": doubts.pop("clean")}.items():
         files.write_state(name, value)
