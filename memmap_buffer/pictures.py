@@ -16,6 +16,7 @@ from memmap_buffer.schema import Field
 CHANNELS = (1, 3, 4)
 MAX_LINES = 32  # lines in one panel
 STRIP = 8  # frames in one panel
+LEGEND = 10  # lines that a legend can tell from each other
 
 
 def is_image(field: Field) -> bool:
@@ -62,6 +63,17 @@ def lines_of(values: Any) -> Array | None:
     return array.reshape(len(array), -1).astype(np.float64)
 
 
+def draw_lines(axes: Any, name: str, values: Array) -> None:
+    """Draw (T, lines) over the timesteps, with a legend of the entries where there are several and not many."""
+    lines = axes.plot(values, linewidth=1)
+    axes.set_title(name, loc="left", fontsize="medium")  # beside the axis a long name would run into the next panel
+    axes.margins(x=0.01)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if 1 < len(lines) <= LEGEND:
+        entries = [f"[{i}]" for i in range(len(lines))]
+        axes.legend(lines, entries, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="x-small", frameon=False)
+
+
 class Picture:
     """A figure of an episode, which a notebook shows.
 
@@ -97,7 +109,7 @@ def picture_of(title: str, data: Mapping[str, Any], fields: Mapping[str, Field])
         from matplotlib.figure import Figure
     panels: dict[str, Array] = {}
     for name, field in fields.items():
-        values = _strip(data[name], name) if is_image(field) else lines_of(data[name])
+        values = data[name] if is_image(field) else lines_of(data[name])
         if values is not None:
             panels[name] = values
     if not panels:
@@ -108,19 +120,22 @@ def picture_of(title: str, data: Mapping[str, Any], fields: Mapping[str, Field])
     figure = Figure(figsize=(8, 1.8 * len(panels)), layout="constrained")
     figure.suptitle(title)
     for axes, (name, values) in zip(np.atleast_1d(figure.subplots(len(panels))), panels.items(), strict=True):
-        axes.set_ylabel(name)
-        if values.ndim == 3:
-            axes.imshow(values, aspect="equal")
-            axes.set(xticks=[], yticks=[])
+        if is_image(fields[name]):
+            _draw_strip(axes, name, values)
         else:
-            axes.plot(values, linewidth=1)
+            draw_lines(axes, name, values)
+    axes.set_xlabel("timestep")
     return Picture(figure)
 
 
-def _strip(values: Array, name: str) -> Array:
-    """(H, frames · W, 3): frames spread over the episode, side by side."""
+def _draw_strip(axes: Any, name: str, values: Array) -> None:
+    """Draw frames spread over the episode, side by side, each above its timestep."""
     chosen = np.linspace(0, len(values) - 1, min(STRIP, len(values))).round().astype(int)
-    return np.asarray(np.concatenate(list(frames_of(values[chosen], name)), axis=1))
+    strip = np.concatenate(list(frames_of(values[chosen], name)), axis=1)
+    axes.imshow(strip, aspect="equal")
+    width = strip.shape[1] / len(chosen)
+    axes.set(xticks=(np.arange(len(chosen)) + 0.5) * width - 0.5, xticklabels=chosen, yticks=[])
+    axes.set_title(name, loc="left", fontsize="medium")
 
 
 def table_of(caption: str, rows: Mapping[str, Field], meta: Mapping[str, Field]) -> str:

@@ -132,7 +132,7 @@ def test_an_episode_is_shown_as_frames_and_curves(filmed):
     pytest.importorskip("matplotlib")
     picture = filmed.show(0)
     assert repr(picture).startswith("<Picture of episode 0: 12 timesteps: 3 panels")
-    assert [axes.get_ylabel() for axes in picture.figure.axes] == ["image", "gray", "x"]
+    assert [axes.get_title(loc="left") for axes in picture.figure.axes] == ["image", "gray", "x"]
     image, gray, curves = picture.figure.axes
     shown = image.images[0].get_array()
     assert shown.shape == (8, 8 * 10, 3)
@@ -141,7 +141,7 @@ def test_an_episode_is_shown_as_frames_and_curves(filmed):
     assert [len(line.get_xdata()) for line in curves.lines] == [12] * 3
     assert picture._repr_png_()[:4] == b"\x89PNG"
     assert filmed.show().figure.axes[0].images[0].get_array().shape == (8, 3 * 10, 3)
-    assert [axes.get_ylabel() for axes in ConcatBuffer([filmed]).show(1, ["x"]).figure.axes] == ["x"]
+    assert [axes.get_title(loc="left") for axes in ConcatBuffer([filmed]).show(1, ["x"]).figure.axes] == ["x"]
 
 
 @pytest.mark.parametrize(

@@ -49,16 +49,15 @@ class ReplayBuffer(Recording, Readable):
     Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
     `overwrite=True`, or by the first write, and held until `close` or the end of the process; readers need none.
 
-    Opening     the constructor, from_folder, for_env; snapshot; flush, close
-    Writing     one_episode, begin_episode, store, advance_episode: one episode; store_episode: a whole one;
-                batched_episode, store_batch, store_meta_batch: several of one length; add, extend, end_episodes:
-                environments that run on; create_collector
-    Reading     dataloader, dataset, sample, batch; priorities, update_priorities; episode, episodes, get_all_data
-    Changing    update, store_datapoint, store_meta_datapoint: values; delete, clear, reset_: episodes; add_field,
-                drop_field, rename_field, recompute: columns
-    Looking     num_episodes, num_steps, episode_lens, serials, refresh; schema, fieldnames, meta_fieldnames,
-                batch_spec, show, statistics; folder, read_only; capacity, max_episodes, max_timesteps, circular,
-                spare_slots
+    - Opening: the constructor, from_folder, for_env; snapshot; flush, close
+    - Writing: one_episode, begin_episode, store, advance_episode: one episode; store_episode: a whole one;
+      batched_episode, store_batch, store_meta_batch: several of one length; add, extend, end_episodes: environments
+      that run on; create_collector
+    - Reading: dataloader, dataset, sample, batch; priorities, update_priorities; episode, episodes, get_all_data
+    - Changing: update, store_datapoint, store_meta_datapoint: values; delete, clear, reset_: episodes; add_field,
+      drop_field, rename_field, recompute: columns
+    - Looking: num_episodes, num_steps, episode_lens, serials, refresh; schema, fieldnames, meta_fieldnames, batch_spec,
+      show, statistics; folder, read_only; capacity, max_episodes, max_timesteps, circular, spare_slots
 
     Args:
         folder: where it is; made if it is missing. As in every path, `~` is the home folder.

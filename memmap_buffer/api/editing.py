@@ -89,6 +89,7 @@ class Editing:
             self._writer.clear()
 
     reset_ = clear
+    """Another name of `clear`."""
 
     def delete(self, indices: Any) -> None:
         """Remove episodes; their serials are never used again.

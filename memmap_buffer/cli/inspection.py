@@ -26,6 +26,8 @@ from memmap_buffer.cli.terminal import (
     Reward,
     Where,
     bytes_of,
+    cell_of,
+    number_of,
     say_json,
     show_table,
 )
@@ -230,6 +232,7 @@ def _from_to(facts: dict[str, Any]) -> str:
 
 def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:
     defaults = ["-" if f["default"] is None else _short(np.asarray(f["default"])) for f in fields.values()]
+    optional = ("default", "final", "codec")
     columns = {
         "name": list(fields),
         "dtype": [f["dtype"] for f in fields.values()],
@@ -239,7 +242,7 @@ def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:
         "final": ["yes" if f["final"] else "" for f in fields.values()],
         "codec": [_codec_of(f) for f in fields.values()],
     }
-    return {name: column for name, column in columns.items() if name not in ("final", "codec") or any(column)}
+    return {name: column for name, column in columns.items() if name not in optional or set(column) - {"-", ""}}
 
 
 def _codec_of(facts: dict[str, Any]) -> str:
@@ -247,7 +250,7 @@ def _codec_of(facts: dict[str, Any]) -> str:
     if facts["codec"] is None:
         return ""
     spelled = " ".join(map(str, facts["codec"].values()))
-    return f"{spelled}, {facts['bytes_raw'] / facts['bytes_stored']:.1f} : 1" if facts["bytes_stored"] else spelled
+    return f"{spelled}, 1/{facts['bytes_raw'] / facts['bytes_stored']:.1f}" if facts["bytes_stored"] else spelled
 
 
 def _summary(values: Array) -> dict[str, Any] | None:
@@ -281,7 +284,7 @@ def _histogram(name: str, values: Array) -> str:
     counts, _ = _counts(values)
     heights = np.ceil(counts / max(1, counts.max()) * len(BARS)).astype(int)
     bars = "".join(" " if height == 0 else BARS[height - 1] for height in heights)
-    low, mean, high = (f"{float(number):.6g}" for number in (values.min(), np.mean(values), values.max()))
+    low, mean, high = (number_of(float(number)) for number in (values.min(), np.mean(values), values.max()))
     return f"{name:<7} {low} {bars} {high}  mean {mean}"
 
 
@@ -302,11 +305,17 @@ def _ranges(data: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _short(value: Any) -> str:
-    """A value in one line: an array's first entries."""
+    """A value in one line: an array's first entries, of a large one with several axes its range."""
     array = np.asarray(value)
     if array.ndim == 0:
-        item = array.item()
-        return f"{item:.6g}" if isinstance(item, float) else str(item)
-    entries = [_short(entry) for entry in array.reshape(-1)[:MANY]]
+        return cell_of(array[()])
+    if array.ndim > 1 and array.size > ENTRIES and array.dtype.kind in "biuf":
+        return f"{cell_of(array.min())} … {cell_of(array.max())} {array.shape}"
+    entries = [_entry(entry) for entry in array.reshape(-1)[:MANY]]
     shape = f" {array.shape}" if array.ndim > 1 else ""
     return f"[{', '.join(entries)}{', …' if array.size > MANY else ''}]{shape}"
+
+
+def _entry(value: Any) -> str:
+    """One of several numbers in a line: three digits are enough."""
+    return f"{value:.3g}" if isinstance(value, np.floating) and abs(value) < 1000 else cell_of(value)

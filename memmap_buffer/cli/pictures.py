@@ -21,9 +21,11 @@ from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.terminal import Episode, Episodes, Fields, FolderArgument, Problem, Reward, Yes, progress
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.video import grid_of, pillow_images, write_gif, write_mp4
-from memmap_buffer.pictures import MAX_LINES, frames_of, is_image, lines_of
+from memmap_buffer.pictures import MAX_LINES, draw_lines, frames_of, is_image, lines_of
 
 SHEET = 16  # frames of a contact sheet
+TILE, LABEL = 96, 14  # pixels of it: the least width of a frame, the height of the number below it
+BINS = 30  # bars of a histogram
 SMOOTH = 20  # episodes over which returns are averaged
 NEWEST = 10  # episodes that are shown, if none are named
 LOOPBACK = "127.0.0.1"
@@ -49,8 +51,9 @@ def plot(
     if out.suffix.lower().removeprefix(".") not in known:
         raise Problem(f"--out {out}: expected a name that ends in one of {', '.join(f'.{end}' for end in known)}")
     with opened(folder) as buffer:
-        panels = _panels_of_all(buffer, reward) if episode is None else _panels_of_one(buffer, episode, field)
+        title, panels = _panels_of_all(buffer, reward) if episode is None else _panels_of_one(buffer, episode, field)
     figure = Figure(figsize=(8, 2.4 * len(panels)), layout="constrained")
+    figure.suptitle(title)
     for axes, draw in zip(np.atleast_1d(figure.subplots(len(panels))), panels, strict=True):
         draw(axes)
     with new_file(out, yes) as place:
@@ -122,31 +125,38 @@ def _image_field(buffer: ReplayBuffer, wanted: str | None) -> str:
 # Panels of a plot: each is a function that draws on matplotlib's axes
 
 
-def _panels_of_all(buffer: ReplayBuffer, reward: str) -> list[Callable[[Any], None]]:
+def _panels_of_all(buffer: ReplayBuffer, reward: str) -> tuple[str, list[Callable[[Any], None]]]:
     table = table_of(buffer, reward)
     if not len(table["serial"]):
         raise Problem(f"{buffer.folder}: there is no episode to draw")
 
+    first, last = table["serial"][[0, -1]]
+
     def lengths(axes: Any) -> None:
-        axes.hist(table["length"], bins=30, color="tab:blue")
-        axes.set(xlabel="length", ylabel="episodes", title=str(buffer.folder))
+        low, high = table["length"].min(), table["length"].max()
+        width = -(-(high - low + 1) // BINS)  # whole numbers, each bar over as many of them
+        axes.hist(table["length"], bins=np.arange(low, high + width + 1, width) - 0.5, color="tab:blue")
+        axes.set(xlabel="length (timesteps)", ylabel="episodes")
 
     def returns(axes: Any) -> None:
-        axes.plot(table["serial"], table["return"], ".", markersize=3, alpha=0.5)
+        axes.plot(table["serial"], table["return"], ".", markersize=3, alpha=0.5, label="an episode")
         smooth = min(SMOOTH, len(table["serial"]))
         mean = np.convolve(table["return"], np.ones(smooth) / smooth, mode="valid")
-        axes.plot(table["serial"][smooth - 1 :], mean, color="tab:orange", label=f"mean of {smooth}")
-        axes.set(xlabel="episode", ylabel="return")
+        axes.plot(table["serial"][smooth - 1 :], mean, color="tab:orange", label=f"mean of the last {smooth}")
+        axes.set(xlabel="episode (number)", ylabel=f"return (sum of {reward})")
         axes.legend(loc="best", fontsize="small")
 
     def over_time(axes: Any) -> None:
         axes.plot(table["serial"], table["length"], ".", markersize=3)
-        axes.set(xlabel="episode", ylabel="length")
+        axes.set(xlabel="episode (number)", ylabel="length (timesteps)")
 
-    return [lengths, over_time, *[returns] * ("return" in table)]
+    panels: list[Callable[[Any], None]] = [lengths, over_time, *[returns] * ("return" in table)]
+    return f"{buffer.folder}: episodes {first} to {last}", panels
 
 
-def _panels_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None) -> list[Callable[[Any], None]]:
+def _panels_of_one(
+    buffer: ReplayBuffer, episode: str, fields: list[str] | None
+) -> tuple[str, list[Callable[[Any], None]]]:
     serial = serial_of(buffer, episode)
     chosen = buffer.schema.require(fields or buffer.fieldnames, "--field", buffer.fieldnames)
     data = read_episode(buffer, serial)
@@ -154,23 +164,31 @@ def _panels_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None)
     drawn = {name: values for name, values in lines.items() if values is not None}
     if not drawn:
         raise Problem(f"--field: {', '.join(chosen)}: no numbers of at most {MAX_LINES} entries a step; try `video`")
+    last = next(reversed(drawn))
 
-    return [partial(_draw_lines, name, values, f"episode {serial}") for name, values in drawn.items()]
+    def panel(name: str, axes: Any) -> None:
+        draw_lines(axes, name, drawn[name])
+        axes.set_xlabel("timestep" if name == last else "")
 
-
-def _draw_lines(name: str, values: Array, title: str, axes: Any) -> None:
-    axes.plot(values, linewidth=1)
-    axes.set(ylabel=name, xlabel="timestep", title=title)
+    return f"{buffer.folder}: episode {serial}", [partial(panel, name) for name in drawn]
 
 
 # Films
 
 
 def _write_sheet(place: Path, frames: Array, fps: int) -> None:
-    """Frames spread over the episode, in rows from left to right."""
-    chosen = frames[np.linspace(0, len(frames) - 1, min(SHEET, len(frames))).round().astype(int)]
-    sheet = grid_of(chosen, int(np.ceil(np.sqrt(len(chosen)))))
-    pillow_images(sheet[None])[0].save(place)
+    """Frames spread over the episode, in rows from left to right, each above the number of its timestep."""
+    chosen = np.linspace(0, len(frames) - 1, min(SHEET, len(frames))).round().astype(int)
+    scale = -(-TILE // frames.shape[2])
+    tiles = np.pad(frames[chosen].repeat(scale, 1).repeat(scale, 2), ((0, 0), (0, LABEL), (0, 0), (0, 0)))
+    columns = int(np.ceil(np.sqrt(len(chosen))))
+    sheet = pillow_images(grid_of(tiles, columns)[None])[0]
+    from PIL import ImageDraw  # it is there: `pillow_images` says so where it is not
+
+    pen, (height, width) = ImageDraw.Draw(sheet), tiles.shape[1:3]
+    for i, t in enumerate(chosen):
+        pen.text((i % columns * width + 3, (i // columns + 1) * height - LABEL + 1), f"t = {t}", fill="white")
+    sheet.save(place)
 
 
 # Rerun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from memmap_buffer.cli.minimal import clean, say
 from memmap_buffer.errors import MemmapBufferError
 
 WIDE = 100_000  # columns of a pipe, where lines are not wrapped
+NAME, TEXT = 24, 36  # columns of a name and of a text, where a table is wider than the terminal
+GAP = 2  # columns between two of a table
 
 FolderArgument = Annotated[Path, typer.Argument(help="A folder of episodes.", show_default=False)]
 Target = Annotated[Path, typer.Argument(help="A new folder.", show_default=False)]
@@ -48,7 +51,8 @@ def say_json(value: Any) -> None:
 def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
     """Print a table of columns of equal length; numbers are aligned to the right.
 
-    A table that is wider than the terminal is printed as several below each other, each with the first column.
+    In a table that is wider than the terminal names are folded and long texts cut; if it still is, it is printed as
+    several below each other, each with the first column.
     """
     console = _console(sys.stdout)
     cells = {clean(name): [clean(cell_of(v)).replace("\n", " ") for v in values] for name, values in columns.items()}
@@ -56,6 +60,8 @@ def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
         all(value is None or isinstance(value, (int, float, np.number, np.bool_)) for value in v)
         for v in columns.values()
     ]
+    if sum(_widths(cells)) - GAP > console.width:
+        cells = _narrowed(cells, console.width)
     for number, shown in enumerate(_that_fit(cells, console.width)):
         heading = Text(clean(title)) if title and not number else None
         table = Table(title=heading, title_justify="left", box=None, pad_edge=False)
@@ -68,12 +74,37 @@ def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
         console.print(table)
 
 
+def _widths(cells: Mapping[str, Sequence[str]]) -> list[int]:
+    """Of each column, with the space behind it."""
+    lines = ([line for cell in (name, *column) for line in cell.split("\n")] for name, column in cells.items())
+    return [max(map(cell_len, column)) + GAP for column in lines]
+
+
+def _narrowed(cells: Mapping[str, Sequence[str]], width: int) -> dict[str, list[str]]:
+    """Names over several lines, which are those above and in the first column; other texts cut at their end."""
+    most = max(TEXT, width // 3)
+    cut = [[f"{cell[: most - 1]}…" if len(cell) > most else cell for cell in column] for column in cells.values()]
+    cut[0] = [_folded(cell) for cell in next(iter(cells.values()))]
+    return dict(zip(map(_folded, cells), cut, strict=True))
+
+
+def _folded(name: str) -> str:
+    """A name over several lines: a group's fields below it, and a longer one broken between its words."""
+    lines = [""]
+    for group in re.split(r"(?<=\.)(?=\D)", name):
+        for part in [group] if len(group) < NAME else re.split(r"(?<=[_ ])", group):
+            if lines[-1].strip() and len(lines[-1]) + len(part) > NAME:
+                lines.append(" ")
+            lines[-1] += part
+    return "\n".join(lines)
+
+
 def _that_fit(cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[int]]:
     """The positions of the columns of each table, none wider than `width` if possible."""
-    wide = [max(map(cell_len, [name, *column])) + 2 for name, column in cells.items()]  # 2: the space between columns
+    wide = _widths(cells)
     shown, used = [0], wide[0]
     for i in range(1, len(wide)):
-        if used + wide[i] - 2 > width and len(shown) > 1:
+        if used + wide[i] - GAP > width and len(shown) > 1:
             yield shown
             shown, used = [0], wide[0]
         shown.append(i)
@@ -87,7 +118,12 @@ def cell_of(value: Any) -> str:
         return "-"
     if isinstance(value, (bool, np.bool_)):
         return "yes" if value else "no"
-    return f"{value:.6g}" if isinstance(value, (float, np.floating)) else str(value)
+    return number_of(float(value)) if isinstance(value, (float, np.floating)) else str(value)
+
+
+def number_of(value: float) -> str:
+    """A float for people: four digits that count, or all before the point; `--json` has every one."""
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.6g}"
 
 
 def bytes_of(count: float) -> str:

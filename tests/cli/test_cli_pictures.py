@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from cli_cases import Case, episode_of, make, run
 from fault_injection import listing
+from matplotlib.figure import Figure
 from PIL import Image
 
 from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.cli import app, pictures
+from memmap_buffer.pictures import draw_lines
 
 
 @pytest.fixture
@@ -47,30 +50,47 @@ def test_plot_writes_a_picture_with_something_drawn_on_it(case: Case, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["buffer", "plot.png"]
 
 
+def drawn_by(panels: tuple[str, list[Any]]) -> list[Any]:
+    """The axes that the panels of a plot have drawn on."""
+    axes = [Figure().subplots() for _ in panels[1]]
+    for panel, one in zip(panels[1], axes, strict=True):
+        panel(one)
+    return axes
+
+
 def test_plot_draws_the_values_that_the_library_gives(case: Case) -> None:
-    class Axes:
-        def __init__(self) -> None:
-            self.drawn: list[tuple[Any, ...]] = []
-
-        def plot(self, *given: Any, **_: Any) -> None:
-            self.drawn.append(given)
-
-        def hist(self, values: Any, **_: Any) -> None:
-            self.drawn.append((values,))
-
-        def set(self, **_: Any) -> None: ...
-
-        legend = set
-
     with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
-        panels = [(panel(axes := Axes()), axes)[1] for panel in pictures._panels_of_all(buffer, "reward")]
-        assert panels[0].drawn[0][0].tolist() == list(case.lengths.values())
-        serials, returns = panels[2].drawn[0][:2]
-        assert (serials.tolist(), returns.tolist()) == (list(case.returns), pytest.approx(list(case.returns.values())))
-        assert panels[2].drawn[1][1] == pytest.approx(np.mean(list(case.returns.values())))
-        (panel,) = pictures._panels_of_one(buffer, "4", ["reward"])
-        panel(axes := Axes())
-        assert axes.drawn[0][0][:, 0].tolist() == episode_of(4, case.lengths[4])["reward"].tolist()
+        lengths, _, returns = drawn_by(pictures._panels_of_all(buffer, "reward"))
+        (one,) = drawn_by(pictures._panels_of_one(buffer, "4", ["reward"]))
+    bars = {bar.get_x() + bar.get_width() / 2: bar.get_height() for bar in lengths.patches if bar.get_height()}
+    assert bars == Counter(case.lengths.values())
+    points, mean = returns.lines
+    assert points.get_xdata().tolist() == list(case.returns)
+    assert points.get_ydata() == pytest.approx(list(case.returns.values()))
+    assert mean.get_ydata() == pytest.approx(np.mean(list(case.returns.values())))
+    assert one.lines[0].get_ydata().tolist() == episode_of(4, case.lengths[4])["reward"].tolist()
+
+
+def test_axes_say_what_is_drawn_and_in_which_unit(case: Case) -> None:
+    with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
+        lengths, over_time, returns = drawn_by(pictures._panels_of_all(buffer, "reward"))
+        title, panels = pictures._panels_of_one(buffer, "4", ["action", "reward"])
+        action, reward = drawn_by((title, panels))
+    assert title == f"{case.folder}: episode 4"
+    assert (lengths.get_xlabel(), lengths.get_ylabel()) == ("length (timesteps)", "episodes")
+    assert (over_time.get_xlabel(), over_time.get_ylabel()) == ("episode (number)", "length (timesteps)")
+    assert returns.get_ylabel() == "return (sum of reward)"
+    assert next(text.get_text() for text in returns.get_legend().get_texts()) == "an episode"
+    assert [axes.get_title(loc="left") for axes in (action, reward)] == ["action", "reward"]
+    assert [axes.get_xlabel() for axes in (action, reward)] == ["", "timestep"]
+
+
+@pytest.mark.parametrize(("lines", "named"), [(1, 0), (7, 7), (11, 0)])
+def test_several_lines_are_told_apart_by_a_legend(lines: int, named: int) -> None:
+    axes = Figure().subplots()
+    draw_lines(axes, "joints", np.zeros((5, lines)))
+    legend = axes.get_legend()
+    assert (len(legend.get_texts()) if legend else 0) == named
 
 
 def test_plot_says_what_cannot_be_drawn(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,9 +131,15 @@ def test_a_contact_sheet_has_frames_spread_over_the_episode(case: Case, tmp_path
     frames = episode_of(6, case.lengths[6])["observation"]["pixels"]
     with Image.open(tmp_path / "sheet.png") as picture:
         sheet = np.asarray(picture)
-    assert sheet.shape == (4 * 8, 4 * 10, 3)
-    np.testing.assert_array_equal(sheet[:8, :10], frames[0])
-    np.testing.assert_array_equal(sheet[-8:, -10:], frames[-1])
+    assert sheet.shape == (
+        4 * (80 + 14),
+        4 * 100,
+        3,
+    )  # frames of 8 × 10, ten times as large, and a line for their number
+    np.testing.assert_array_equal(sheet[:80:10, :100:10], frames[0])
+    np.testing.assert_array_equal(sheet[-94:-14:10, -100::10], frames[-1])
+    numbers = sheet.reshape(4, 94, 4, 100, 3)[:, 80:].swapaxes(1, 2).reshape(16, -1)
+    assert numbers.any(axis=1).all() and len(np.unique(numbers, axis=0)) == 16
 
 
 def test_a_gif_has_every_frame(case: Case, tmp_path: Path) -> None:

@@ -141,8 +141,40 @@ def test_tables_are_whole_cells_in_lines_of_80_columns(
     arguments = [command, "b", *["last"] * (command in ("show", "head"))]
     shown = in_terminal("memmap_buffer", *arguments, COLUMNS="80").output
     assert max(map(len, shown[shown.rfind("\r") + 1 :].splitlines())) <= 80
-    wide = set(run(*arguments).stdout.split())
-    assert {word for word in shown.replace("\r", "\n").split() if word in wide} == wide
+    wide, narrow = (words_of(text) for text in (run(*arguments).stdout, shown.replace("\r", "\n")))
+    assert narrow & wide == wide
+
+
+def words_of(text: str) -> set[str]:
+    """The words of a table, a name in the parts that it may be folded between."""
+    return {word for word in re.split(r"\s+|(?<=[a-z][._])", text) if word}
+
+
+def test_in_a_table_that_is_too_wide_names_are_folded_and_long_texts_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["observation.images.wrist_left_camera_depth", "reward"]
+    columns = {"field": names, "observation.a_name_that_is_longer_than_a_group": [1, 2], "text": ["word " * 20, "x"]}
+    monkeypatch.setattr(terminal, "WIDE", 90)
+    terminal.show_table("", columns)
+    assert capsys.readouterr().out.rstrip().splitlines() == [
+        "                          observation.a_name_that_                                      ",
+        "field                       is_longer_than_a_group  text                                ",
+        "observation.images.                              1  word word word word word word word …",
+        " wrist_left_camera_depth                                                                ",
+        "reward                                           2  x",
+    ]
+    monkeypatch.setattr(terminal, "WIDE", 400)
+    terminal.show_table("", columns)
+    header, first, _ = capsys.readouterr().out.splitlines()
+    assert header.split() == list(columns) and first.split() == [names[0], "1", *["word"] * 20]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.77613636, "0.7761"), (-999.94, "-999.9"), (1234.56, "1234.56"), (7.0, "7"), (np.inf, "inf")]
+)
+def test_a_number_has_the_digits_that_people_read(value: float, text: str) -> None:
+    assert terminal.cell_of(value) == terminal.cell_of(np.float64(value)) == text
 
 
 def test_a_table_that_is_too_wide_goes_on_below_with_its_first_column(
