@@ -35,9 +35,7 @@ class LiveIndex:
         self.made = 0
         self._selection = selection
         self._episodes = VisibleEpisodes()
-        ends = selection.view.ends(folders.schema)
-        known_ends = ends.recorded or ends.terminated is None
-        self._by_steps = selection.view.one_per_step and known_ends and selection.takes_every_episode
+        self._by_steps = selection.by_steps(folders.schema)
         self._whole = False
         self._stride = selection.view.stride
         self._low = self._high = 0  # the runs that count
