@@ -323,6 +323,8 @@ class Schema:
     def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
         """`names` with groups expanded to their fields. Raises SchemaError naming the closest one for an unknown."""
         known = self.all if among is None else among
+        if type(names) is tuple and len({*names}) == len(names) and all([name in known for name in names]):
+            return names
         found: list[str] = []
         for name in names:
             members = [name] if name in known else [k for k in known if k.startswith(f"{name}.")]

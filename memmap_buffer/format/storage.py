@@ -55,6 +55,7 @@ from memmap_buffer.schema import Field
 
 log = logging.getLogger("memmap_buffer")
 
+FEW = 4  # slots, of which numbers are quicker than arrays
 MAX_VIEWS = 256  # of several rows as one item, that are kept
 VERIFY = get_args(Verify)
 _DELETED_WORD = np.uint64(DELETED << 32)
@@ -340,6 +341,10 @@ class Storage:
         count = state.item(_CHANGES) - changes
         if not 0 < count <= JOURNAL // 2:  # while these are read, others may be written
             return np.empty(0, np.int64) if count == 0 else None
+        if count <= FEW:  # by plain numbers, in a fifth of the time
+            few = sorted({state.item(_JOURNAL + (changes + 1 + i) % JOURNAL) for i in range(count)})
+            whole = few[-1] < len(self.maps.words) and state.item(_CHANGES) - changes <= JOURNAL // 2
+            return np.array(few) if whole else None
         first, journal = (changes + 1) % JOURNAL, state[_JOURNAL:].view(np.int64)
         if first + count <= JOURNAL:
             slots = np.sort(journal[first : first + count])

@@ -35,10 +35,9 @@ class LiveIndex:
         self.made = 0
         self._selection = selection
         self._episodes = VisibleEpisodes()
-        ends = selection.view.ends(folders.schema)
-        known_ends = ends.recorded or ends.terminated is None
-        self._by_steps = selection.view.one_per_step and known_ends and selection.takes_every_episode
+        self._by_steps = selection.by_steps(folders.schema)
         self._whole = False
+        self._stride = selection.view.stride
         self._low = self._high = 0  # the runs that count
 
     @staticmethod
@@ -69,19 +68,22 @@ class LiveIndex:
 
     def draw(self, count: int, rng: np.random.Generator) -> Anchors:
         """`count` anchors drawn uniformly, with replacement: those that an `Index` would draw."""
-        size = len(self)
-        return self.locate(np.minimum((rng.random(count) * size).astype(np.int64), size - 1))
+        number = rng.random(count)
+        number *= len(self)  # below it for any number below 1
+        return self.locate(number.astype(np.int64))
 
     def locate(self, i: IntArray) -> Anchors:
         """The anchors number `i`, (B,) int64 in [0, len)."""
-        i = i + self._starts.item(self._low)
-        run = self._starts[self._low : self._high + 1].searchsorted(i, side="right")
-        run += self._low - 1
-        t = i - self._starts.take(run)
-        stride = self._selection.view.stride
-        t = self._first.take(run) + (t if stride == 1 else t * stride)
+        low, starts, stride = self._low, self._starts, self._stride
+        i = i + starts.item(low)
+        run = starts[low + 1 : self._high + 1].searchsorted(i, "right")
+        run += low
+        i -= starts.take(run)
+        if stride != 1:
+            i *= stride
+        i += self._first.take(run)
         serials, slots = self._episodes.order
-        return Anchors(None, slots.take(run), serials.take(run), t)
+        return Anchors(None, slots.take(run), serials.take(run), i)
 
     def _begin(self) -> bool:
         """Make it of all visible episodes."""

@@ -187,6 +187,11 @@ class Selection:
         """Whether no episode is left out, whatever it is."""
         return self.min_episode_len <= 1 and not self.filter_meta and self.split is None and self.members is None
 
+    def by_steps(self, schema: Schema) -> bool:
+        """Whether a step more or less of an episode that goes on is an anchor more or less, and nothing else."""
+        ends = self.view.ends(schema)
+        return self.view.one_per_step and self.takes_every_episode and (ends.recorded or ends.terminated is None)
+
     def runs_of(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
         """The runs of some visible slots of a folder, those of each episode found by itself; see `by_episode`."""
         return self._cut(storage, table, self._passing(number, storage, table, slots))

@@ -26,6 +26,7 @@ from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.batch_builder import BatchBuilder, BFloat16Bits, Columns, cut, find_following, placed
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.hindsight import HindsightBuilder
+from memmap_buffer.views.one_step import OneStep
 from memmap_buffer.views.view import described
 
 Splitter: TypeAlias = Callable[[Columns, int], list[dict[str, Any]]]  # columns (N, …) into batches of so many items
@@ -96,6 +97,8 @@ class BatchReader:
         self._ends = self.selection.view.ends(folders.schema)
         if self.hindsight is not None:  # a goal may be from anywhere between two ends
             self._ends = self._ends._replace(before=folders.max_timesteps, after=folders.max_timesteps)
+        of_steps = self.hindsight is None and not self.output.meta and OneStep.reads(self.selection.view, folders)
+        self._one_step = OneStep(self.selection.view, folders) if of_steps else None  # type: ignore[arg-type]
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
@@ -114,6 +117,7 @@ class BatchReader:
             "_has_text": self._has_text,
             "_is_plain": self._is_plain,
             "_ends": self._ends,
+            "_one_step": None,
             "_index": replace(self.index(), tables=()),
             "_tables": (),
             "_living": None,
@@ -186,13 +190,31 @@ class BatchReader:
 
     def columns(self, anchors: Anchors, since: int | None = None) -> Columns:
         """The same as arrays (B, …), of however many batches."""
+        found = None if since is None or self._one_step is None or self._disk.watches else self._steps(anchors, since)
+        if found is not None:
+            return found
         builder, columns, fresh = self._try(anchors, since)
-        if not fresh.all():
+        if fresh is not None and not fresh.all():
             columns = self._completed(builder, columns, fresh)
         return columns if self._is_plain else self._finished(columns)
 
-    def _try(self, anchors: Anchors, since: int | None = None) -> tuple[BatchBuilder, Columns, BoolArray]:
-        """(the builder of a batch; its columns; (B,) whether each item was copied as its anchor meant)."""
+    def _steps(self, anchors: Anchors, since: int) -> Columns | None:
+        """The columns of one-step transitions; None where they are to be tried."""
+        begun = perf_counter()
+        columns = self._one_step.columns(anchors, since)  # type: ignore[union-attr]
+        seconds = perf_counter() - begun
+        if seconds > ANSWER_SECONDS:
+            self._disk.took(seconds)
+        if columns is None:
+            return None
+        if self.output.indices or self.output.weights:
+            columns |= self._told(anchors)
+        if self.output.rename:
+            columns = {self.output.rename.get(key, key): column for key, column in columns.items()}
+        return columns if self._is_plain else self._finished(columns)
+
+    def _try(self, anchors: Anchors, since: int | None = None) -> tuple[BatchBuilder, Columns, BoolArray | None]:
+        """(the builder of a batch; its columns; (B,) whether each item was copied as its anchor meant; None: all)."""
         builder, disk, begun = self.build(anchors, since), self._disk, perf_counter()
         if disk.watches:
             disk.watch()
@@ -226,7 +248,8 @@ class BatchReader:
                 raise self.gone(anchors.serial[rest])
             chosen = rest if self.selection.mixes else rest[:size]
             anchors = anchors.replaced(chosen, self._again(anchors.where(chosen)))
-            builder, columns, fresh = self._try(anchors.where(chosen))
+            builder, columns, again = self._try(anchors.where(chosen))
+            fresh = np.ones(len(chosen), np.bool_) if again is None else again
             size = max(1, size // 2) if 2 * np.count_nonzero(fresh) < len(fresh) else 2 * size
 
     def build(self, anchors: Anchors, since: int | None = None) -> BatchBuilder:

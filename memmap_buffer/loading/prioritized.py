@@ -228,12 +228,15 @@ class PrioritizedDraws:
         cut = None if runs is not None else partial(selection.runs_of, 0, storage)
         found = None
         if by_step and self._by_step and steps is not None:
-            anchors = None if cut is None else SlotAnchors(storage, selection.view.stride, cut)
+            by_steps = selection.by_steps(storage.layout.schema)
+            anchors = None if cut is None else SlotAnchors(storage, selection.view.stride, cut, by_steps=by_steps)
             found = self._by_storage[storage] = StepPriorities(steps, anchors)
             if found.follow(runs):
                 return found
         # From now on, whatever comes: to make it takes one look at every step.
-        found = self._by_storage[storage] = AnchorPriorities(storage, steps, how, selection.view, cut)
+        found = self._by_storage[storage] = AnchorPriorities(
+            storage, steps, how, selection.view, cut, by_steps=selection.by_steps(storage.layout.schema)
+        )
         found.follow(runs)
         return found
 

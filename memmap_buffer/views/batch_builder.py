@@ -25,7 +25,7 @@ from memmap_buffer.remote.mirror import Rows, Taken, bring
 from memmap_buffer.schema import DECLARED, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import EVERY, Folders, Found
-from memmap_buffer.views.memory_pool import SMALL
+from memmap_buffer.views.memory_pool import SMALL, Pool
 from memmap_buffer.views.row_ranges import Further, RowRanges
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
@@ -148,7 +148,11 @@ class BatchBuilder:
         if ends.before and halves[:, START].any():
             # What a ring has forgotten does not exist; an anchor that it forgot since it was drawn begins its episode.
             self._begin_at(np.minimum(halves[:, START], np.maximum(self.t, 0)).astype(np.int64))
-        if ends.names and ends.after and (not ends.marked or np.bitwise_or.reduce(self._flags, initial=0) & INNER_END):
+        # Of what was known at a change counter no episode has a marked end in its middle, see `LiveIndex`; whether that
+        # is so still, `fresh` tells.
+        self._since, unseen = since, since is not None and ends.marked
+        marks = ends.marked and not unseen and np.bitwise_or.reduce(self._flags, initial=0) & INNER_END
+        if ends.names and ends.after and (not ends.marked or marks):
             self._keep_between_ends()
 
     def _set_aside(self, gone: BoolArray) -> None:
@@ -389,6 +393,9 @@ class BatchBuilder:
         if wanted is self.t:
             return first + wanted, None
         if limit is None:
+            inside = wanted.ndim == 1 and wanted.view(np.uint64) < self.length.view(np.uint64)  # -1 is a huge one
+            if inside is not False and FALSE not in inside.tobytes():
+                return first + wanted, None
             limit = self.length + self.has_final if final else self.length
         if wanted.ndim > 1:
             first, limit = first[:, None], limit[:, None]
@@ -533,11 +540,7 @@ class BatchBuilder:
             storage = groups[0].storage
             if isinstance(rows, RowRanges):
                 return rows.copy(storage, name, self._pool)
-            stored = storage.maps.rows[name]
-            if rows.size * stored.strides[0] < SMALL:
-                return stored.take(rows, 0, None, "clip")
-            out = self._pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype)
-            return stored.take(rows, 0, out, "clip")
+            return taken(storage.maps.rows[name], rows, self._pool)
         rows, field = rows[order], self.schema.fields[name]
         lead = (len(rows.row), rows.steps) if isinstance(rows, RowRanges) else rows.shape
         by_folder = self._pool.empty((*lead, *field.shape), field.storage)
@@ -550,9 +553,17 @@ class BatchBuilder:
         place: IntArray = self.found.place  # type: ignore[assignment]
         return by_folder.take(place, 0, out, "clip")
 
-    def fresh(self) -> BoolArray:
-        """(B,) whether the rows that were copied are those of the anchors; true only after all copying."""
+    def fresh(self) -> BoolArray | None:
+        """(B,) whether the rows that were copied are those of the anchors, None for all; true only after all copying.
+
+        What a folder showed at a value of its change counter is as it was as long as that stands.
+        """
+        since, known = self._since, self._since is not None
+        if known and self._there is None and self._broken is None and self.found.groups[0].storage.changes == since:
+            return None
         same = self.found.unchanged()
+        if known and self._ends.names and self._ends.after and self._ends.marked:
+            same &= self._flags & INNER_END == 0
         if self._taken and not all(taken.unchanged() for taken in self._taken):
             same[:] = False  # a block was given back before its rows were copied
         if self._following is not None:
@@ -600,6 +611,13 @@ class BatchBuilder:
             f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
             f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
         )
+
+
+def taken(stored: Array, rows: IntArray, pool: Pool) -> Array:
+    """Rows of a field's file, `rows.shape` of them."""
+    if rows.size * stored.strides[0] < SMALL:
+        return stored.take(rows, 0, None, "clip")
+    return stored.take(rows, 0, pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype), "clip")
 
 
 def _ranges_of(rows: IntArray | RowRanges, count: int, chosen: Any) -> tuple[IntArray, IntArray]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from memmap_buffer.choices import Padding
-from memmap_buffer.dtypes import TRUE, Array, check_count, check_number
+from memmap_buffer.dtypes import FALSE, TRUE, Array, check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
@@ -104,51 +104,50 @@ class NStep(View):
         if self.terminated:
             schema.require([self.terminated], "terminated", schema.fields)
         schema.require(dict(self.stack), "stack", schema.fields)
-        current = named(schema, self.current_fields, "current_fields")
-        following = named(schema, self.next_fields, "next_fields")
+        current, following = self.names(schema)
         return [
-            *(_without_successors(current, following) if self.current_fields is None else current),
+            *current,
             *[f"next_{name}" for name in following],
             *[f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")],
             "n_step_lens",
             *["_return", "_discount"] * (self.gamma is not None),
         ]
 
+    def names(self, schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(the fields at t, the fields at t + k)."""
+        current = named(schema, self.current_fields, "current_fields")
+        following = named(schema, self.next_fields, "next_fields")
+        return (_without_successors(current, following) if self.current_fields is None else current), following
+
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         return episodes.replaced(count=episodes.count - ~(has_final | terminated))
 
     def cut(self, builder: BatchBuilder) -> None:
         schema, t, length = builder.schema, builder.t, builder.length
-        current = named(schema, self.current_fields, "current_fields")
-        following = named(schema, self.next_fields, "next_fields")
-        if self.current_fields is None:
-            current = _without_successors(current, following)
-        if self.n == 1:  # every step that is served has a successor
-            k = np.ones(len(t), np.int64)
-        else:
-            k = np.minimum(np.maximum(length - t - ~builder.goes_on, 1), self.n)
+        current, following = self.names(schema)
+        k = np.empty(len(t), np.int64)
+        k.fill(self.n)
+        if self.n > 1 and FALSE in (t + k < length).tobytes():  # every step that is served has a successor
+            np.clip(length - t - ~builder.goes_on, 1, self.n, out=k)
+        successor = t + k
         put_at = partial(self._put_stacked, builder) if self.stack else builder.put_at
         put_at(current, t)
         if self.timeline:
             builder.put(following, range(1, self.n + 1), prefix="next_")
         else:
-            put_at(following, t + k, prefix="next_")
+            put_at(following, successor, prefix="next_")
         if self.sequence_fields != ():
             names = named(schema, self.sequence_fields, "sequence_fields")
-            builder.put(names, range(self.n), prefix="seq_", limit=t + k)
+            builder.put(names, range(self.n), prefix="seq_", limit=successor)
         builder.batch["n_step_lens"] = k
         if self.gamma is not None:
-            self._put_return(builder, k)
+            self._put_return(builder, k, successor)
 
-    def _put_return(self, builder: BatchBuilder, k: IntArray) -> None:
-        following = builder.t + k
-        last = following == builder.length
-        rewards = builder.look(self.reward, range(self.n), limit=following)
-        returns, discount = n_step_return(rewards, k, builder.terminated & last, self.gamma or 0.0)
-        unknown = last & ~builder.has_final
-        if TRUE in unknown.tobytes():
-            discount[unknown] = 0
-        builder.batch |= {"_return": returns, "_discount": discount}
+    def _put_return(self, builder: BatchBuilder, k: IntArray, successor: IntArray) -> None:
+        last = successor == builder.length
+        rewards = builder.look(self.reward, range(self.n), limit=successor)
+        over = last & (builder.terminated | ~builder.has_final) if TRUE in last.tobytes() else last
+        builder.batch["_return"], builder.batch["_discount"] = n_step_return(rewards, k, over, self.gamma or 0.0)
 
     def _put_stacked(self, builder: BatchBuilder, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
         """Put fields at t (B,), with the timesteps before it where they are stacked."""

@@ -39,7 +39,10 @@ def n_step_return(
     n = rewards.shape[1]
     if n == 1:
         returns = rewards[:, 0].astype(dtype)
-        discount = np.where(terminated, 0.0, gamma).astype(dtype)
+        discount = np.empty(len(k), dtype)
+        discount.fill(gamma)
+        if np.count_nonzero(terminated):
+            discount[np.asarray(terminated, np.bool_)] = 0
         return returns, discount.reshape(len(k), *[1] * (rewards.ndim - 2))
     powers = np.power(float(gamma), np.arange(n + 1))
     # A reward beyond k may be inf or nan, which a weight of 0 does not make 0.

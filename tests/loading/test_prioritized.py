@@ -865,6 +865,31 @@ def test_a_field_named_priority_is_a_field(tmp_path):
 # A ring of steps
 
 
+def test_a_tree_that_follows_steps_one_by_one_is_the_one_that_is_made_anew(tmp_path):
+    """Of a step that came or left, no anchors are cut: `VisibleEpisodes` tells by how many steps each slot moved."""
+    buffer = ReplayBuffer(tmp_path, 30, 12, FIELDS, META, capacity=14, publish="step", spare_slots=2)
+    rng, by_steps = np.random.default_rng(4), 0
+    for step in range(80):
+        ends = np.array([step % 17 == 10, step % 7 == 6])
+        buffer.add(number=[0, 1], t=[0, 0], reward=[1, 1], terminated=ends, o=np.zeros((2, 2)))
+        if step < 3:
+            continue
+        batch = buffer.sample(16, n_steps=3, prioritized=True)
+        (sampler,) = buffer._samplers.values()
+        (one,) = sampler._by_storage.values()
+        cut = partial(sampler.reader.selection.runs_of, 0, buffer._storage)
+        other = AnchorPriorities(buffer._storage, one._priorities, sampler.how, sampler.reader.selection.view, cut)
+        other.follow(None)
+        assert one.count == other.count
+        assert one.total == pytest.approx(other.total)
+        for leaves in zip(*(each._each(each._anchors.runs()) for each in (one, other)), strict=True):
+            mine, fresh = (set(zip(*np.stack(pair).tolist(), strict=True)) for pair in leaves)
+            assert mine == fresh
+        by_steps += one._anchors._episodes.moved is not None
+        buffer.update_priorities(batch["_indices"], rng.random(16) + 0.5)
+    assert by_steps > 30
+
+
 @pytest.mark.parametrize("how", [*HOWS, Prioritized(variant="rank", sort_interval=1)])
 @pytest.mark.parametrize("options", [unit[0] for unit in UNITS if unit[1]])
 def test_of_a_ring_of_steps_exactly_the_items_that_are_left_are_drawn(tmp_path, options, how):
