@@ -6,11 +6,12 @@ import platform
 import socket
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # proc(5); what has none is asked by sysctl(8): macOS
+SYSCTL = "/usr/sbin/sysctl"
 
 
 def host_name() -> str:
@@ -21,14 +22,15 @@ def host_name() -> str:
 def boot_id() -> bytes:
     """16 bytes that change when this machine starts anew; zeros where they cannot be known."""
     try:
-        if sys.platform == "darwin":
-            command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
-            text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        else:
-            text = Path("/proc/sys/kernel/random/boot_id").read_text()
+        text = BOOT_ID.read_text() if BOOT_ID.exists() else sysctl("kern.bootsessionuuid")
         return bytes.fromhex(text.strip().replace("-", ""))
     except (OSError, ValueError, subprocess.SubprocessError):
         return bytes(16)
+
+
+def sysctl(name: str) -> str:
+    """What a system without /proc says of itself. Raises: OSError, subprocess.SubprocessError: nothing."""
+    return subprocess.run([SYSCTL, "-n", name], capture_output=True, text=True, timeout=5, check=True).stdout
 
 
 def machine() -> str:
