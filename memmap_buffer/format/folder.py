@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,11 +28,6 @@ from memmap_buffer.format.syscalls import (
     read_at,
     write_all,
 )
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 _TOO_MANY = {
     errno.EMFILE: "too many open files; raise the limit on open files (ulimit -n)",
@@ -514,7 +510,7 @@ def _pages(first: int, stop: int) -> tuple[int, int]:
 
 def disk_reads() -> int:
     """A number that grows as this thread has the disk read something; always 0 where the system does not tell."""
-    if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
+    if not hasattr(resource, "RUSAGE_THREAD"):  # macOS
         return 0
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return usage.ru_inblock + usage.ru_majflt

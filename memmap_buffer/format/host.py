@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import stat
-import sys
 from pathlib import Path
 
 from memmap_buffer.format.syscalls import machine_names
 
 IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # proc(5); what has none is asked by sysctl(8): macOS
+SYSCTL = "/usr/sbin/sysctl"
 
 
 def host_name() -> str:
@@ -20,18 +21,18 @@ def host_name() -> str:
 def boot_id() -> bytes:
     """16 bytes that change when this machine starts anew; zeros where they cannot be known."""
     try:
-        text = _boot_session() if sys.platform == "darwin" else Path("/proc/sys/kernel/random/boot_id").read_text()
+        text = BOOT_ID.read_text() if BOOT_ID.exists() else sysctl("kern.bootsessionuuid")
         return bytes.fromhex(text.strip().replace("-", ""))
     except (OSError, ValueError):
         return bytes(16)
 
 
-def _boot_session() -> str:
+def sysctl(name: str) -> str:
+    """What a system without /proc says of itself. Raises: OSError: nothing."""
     import subprocess
 
-    command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        return subprocess.run([SYSCTL, "-n", name], capture_output=True, text=True, timeout=5, check=True).stdout
     except subprocess.SubprocessError as error:
         raise OSError(str(error)) from None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -22,8 +21,17 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError(
+        "memmap_buffer runs on Linux and macOS: this system has no fcntl, and so no locks and no folders that are held "
+        "open. Windows is not supported but by its Subsystem for Linux; docs/platforms.md says why"
+    ) from error
+
 NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the data in the drive's cache (fsync(2))
+_fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 CAN_RESERVE = hasattr(os, "posix_fallocate")
 BLOCK = 1 << 16  # a multiple of every file system's; less is not worth the call: 105 us on ext4, where writing takes 15
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # fallocate(2), which Python's os does not have with its modes
@@ -47,10 +55,8 @@ class System:
     pwrite: Callable[[int, Any, int], int] = staticmethod(os.pwrite)
 
     def barrier(self, fd: int) -> None:
-        if _FULL_FSYNC is not None:
-            fcntl.fcntl(fd, _FULL_FSYNC)
-        else:
-            os.fdatasync(fd)
+        if not _empty_cache(fd):
+            _fdatasync(fd)
 
     def create(self, name: str, directory: int) -> int:
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | NEVER_FOLLOW, 0o600, dir_fd=directory)
@@ -92,10 +98,24 @@ class System:
         os.mkdir(name, 0o700, dir_fd=directory)
 
     def sync_folder(self, directory: int) -> None:
-        os.fsync(directory)
+        if not _empty_cache(directory):
+            os.fsync(directory)
 
 
 system = System()
+
+
+def _empty_cache(fd: int) -> bool:
+    """Wait until a file and the cache of its drive are on the disk; False where that cannot be asked for."""
+    if _FULL_FSYNC is None:
+        return False
+    try:
+        fcntl.fcntl(fd, _FULL_FSYNC)
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY):
+            raise
+        return False  # a file system that is not a disk's, by SMB say: fcntl(2)
+    return True
 
 
 def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
