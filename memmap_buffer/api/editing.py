@@ -102,7 +102,7 @@ class Editing:
             StaleEpisodeError: an episode fails its checksums, or another writer removed it.
         """
         with self._turn:
-            self._writer.delete(self._slots_of(indices)[0].tolist())
+            self._writer.delete(self._slots_of(indices)[0])
 
     # Columns
 

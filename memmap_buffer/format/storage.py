@@ -291,6 +291,12 @@ class Storage:
         self._table = self._read_table(self.state("changes"))
         return self._table
 
+    @property
+    def highest_serial(self) -> int:
+        """The highest of all records of the table, also of episodes that were found damaged; -1 where there is none."""
+        table = self.table
+        return max(int(table.serial.max(initial=-1, where=table.valid)), *self._void.values(), -1)
+
     def _being_updated(self, new: EpisodeTable, old: EpisodeTable) -> bool:
         if new.valid is old.valid:
             return False

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
@@ -20,6 +22,10 @@ from memmap_buffer.items.rank_partition import RankPartition
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import Shuffle
 from memmap_buffer.views.folders import Folders
+
+NONE: IntArray = np.empty((0, 2), np.int64)
+MANY_RANGES = 1000  # from here on they are told packed
+OTHER = 255  # in the place of a number that is not less
 
 
 class Epoch:
@@ -92,14 +98,14 @@ class _Delivery:
         return batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FolderSnapshot:
     """The episodes of one folder that an epoch covers.
 
     Args:
         number: of the folder.
         id: of the buffer; "" where there is none under its number.
-        episodes: (first, last) serials, ascending; more than one pair where episodes were deleted in between.
+        episodes: (n, 2) first and last serials, ascending; more than one pair where episodes were deleted in between.
         partial: (serial, first step, stop, flags) of episodes that were still being appended to, or that a ring had
             trimmed.
         items: how many items the episodes have.
@@ -107,7 +113,7 @@ class FolderSnapshot:
 
     number: int
     id: str
-    episodes: tuple[tuple[int, int], ...]
+    episodes: IntArray
     partial: tuple[tuple[int, int, int, int], ...]
     items: int
 
@@ -116,16 +122,18 @@ class FolderSnapshot:
         """The episodes that a table shows."""
         number, id, table = made_of
         serial = table.serial[table.visible]
-        cuts = np.flatnonzero(np.diff(serial) > 1) + 1
-        ranges = [(int(part[0]), int(part[-1])) for part in np.split(serial, cuts) if part.size]
+        cuts = np.flatnonzero(np.diff(serial) > 1)
+        ranges = (
+            np.stack([serial[np.append(0, cuts + 1)], serial[np.append(cuts, -1)]], axis=1) if len(serial) else NONE
+        )
         slots = table.visible
         slots = slots[(table.flags[slots] & OPEN != 0) | (table.start[slots] > 0)]
         columns = [column[slots].tolist() for column in (table.serial, table.start, table.length, table.flags)]
-        return cls(number, id, tuple(ranges), tuple(zip(*columns, strict=True)), items)
+        return cls(number, id, ranges, tuple(zip(*columns, strict=True)), items)
 
     def state(self) -> dict[str, Any]:
-        """The snapshot as lists and whole numbers."""
-        return {**vars(self), "episodes": [*map(list, self.episodes)], "partial": [*map(list, self.partial)]}
+        """The snapshot as lists, whole numbers and text."""
+        return {**vars(self), "episodes": _told(self.episodes), "partial": [*map(list, self.partial)]}
 
     def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
         """A later table of the folder with these episodes alone, and the steps that they had.
@@ -135,9 +143,8 @@ class FolderSnapshot:
         """
         if id != self.id:
             return replace(table, visible=table.visible[:0])
-        bounds = np.array(self.episodes, np.int64).reshape(-1, 2)
-        bounds[:, 1] += 1
-        inside = np.searchsorted(bounds.ravel(), table.serial[table.visible], side="right") % 2 == 1
+        bounds = np.add(self.episodes, (0, 1)).ravel()
+        inside = np.searchsorted(bounds, table.serial[table.visible], side="right") % 2 == 1
         visible = table.visible[inside]
         # The rows of steps that a ring has forgotten since stand as long as their episode is visible.
         start, length, flags = np.zeros_like(table.start), table.length.copy(), table.flags.copy()
@@ -148,13 +155,14 @@ class FolderSnapshot:
 
     def gone(self, left: EpisodeTable) -> IntArray:
         """The serials of its episodes that the table `left` does not show."""
-        if sum(last - first + 1 for first, last in self.episodes) == len(left):
+        first, count = self.episodes[:, 0], np.diff(self.episodes)[:, 0] + 1
+        if count.sum() == len(left):
             return np.empty(0, np.int64)
-        every = [np.arange(first, last + 1) for first, last in self.episodes]
-        return np.setdiff1d(np.concatenate(every), left.serial[left.visible], assume_unique=True)
+        every = np.arange(int(count.sum())) + np.repeat(first - np.cumsum(count) + count, count)
+        return np.setdiff1d(every, left.serial[left.visible], assume_unique=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EpochSnapshot:
     """The episodes that an epoch covers, folder by folder, and the digest of their index."""
 
@@ -207,7 +215,7 @@ class EpochSnapshot:
                     f"{snapshot.id}; read the folder that it was begun on, or a copy of it, or begin a new epoch"
                 )
         # Folders that are not in it appeared since.
-        snapshots = [known.get(number) or FolderSnapshot(number, "", (), (), 0) for number in numbers]
+        snapshots = [known.get(number) or FolderSnapshot(number, "", NONE, (), 0) for number in numbers]
         tables = [snapshot.of_later(id, table) for snapshot, id, table in zip(snapshots, ids, now, strict=True)]
         index = selection.index(folders, tables)
         gone = [(snapshot, snapshot.gone(table)) for snapshot, table in zip(snapshots, tables, strict=True)]
@@ -304,9 +312,51 @@ def _refuse(folders: Folders, number: int, serials: IntArray, remedy: str) -> No
 
 
 def _folder_snapshot(state: Mapping[str, Any]) -> FolderSnapshot:
-    episodes = tuple((int(first), int(last)) for first, last in state["episodes"])
+    episodes = _ranges(state["episodes"])
     partial = tuple((int(serial), int(first), int(stop), int(flags)) for serial, first, stop, flags in state["partial"])
     number = int(state["number"])
     if not 0 <= number < MAX_SHARDS:
         raise ValueError(f"number: got {number}, expected 0 to {MAX_SHARDS - 1}")
     return FolderSnapshot(number, str(state["id"]), episodes, partial, int(state["items"]))
+
+
+def _told(episodes: IntArray) -> list[list[int]] | str:
+    """Ranges of serials as a list of pairs, or many as text: how far apart their ends are, packed.
+
+    An episode that was deleted takes a pair of 20 bytes in a list; in the text less than a byte.
+    """
+    if len(episodes) <= MANY_RANGES:
+        listed: list[list[int]] = episodes.tolist()
+        return listed
+    apart = np.diff(episodes.ravel(), prepend=0)
+    small = np.minimum(apart, OTHER)
+    large = apart[small == OTHER]  # the rest, so that a long one makes the others no longer
+    packed = zlib.compress(small.astype(np.uint8).tobytes() + large.astype("<i8").tobytes(), 6)
+    return f"{len(episodes)}:{base64.b64encode(packed).decode()}"
+
+
+def _ranges(told: Any) -> IntArray:
+    """The ranges that `_told` gave. Raises TypeError or ValueError for anything else."""
+    if not isinstance(told, str):
+        pairs = np.array([(int(first), int(last)) for first, last in told], np.int64).reshape(-1, 2)
+    else:
+        count, text = told.split(":")
+        size, limit = 2 * int(count), 18 * int(count)
+        unpacked = zlib.decompressobj()
+        try:
+            data = unpacked.decompress(base64.b64decode(text, validate=True), limit)
+        except zlib.error as error:
+            raise ValueError(f"episodes: got {text[:40]!r}…, which is not packed as a state packs it") from error
+        small = np.frombuffer(data[:size], np.uint8).astype(np.int64)
+        large = np.frombuffer(data[size:], "<i8")
+        if not unpacked.eof or len(small) != size or np.count_nonzero(small == OTHER) != len(large):
+            raise ValueError(f"episodes: got {told[:40]!r}…, which is cut short")
+        small[small == OTHER] = large
+        pairs = np.cumsum(small).reshape(-1, 2)
+    if len(pairs) and not (pairs[0, 0] >= 0 and (pairs[:, 0] <= pairs[:, 1]).all() and _apart(pairs)):
+        raise ValueError(f"episodes: got {str(told)[:40]}…, expected ascending ranges of serials")
+    return pairs
+
+
+def _apart(pairs: IntArray) -> bool:
+    return bool((pairs[1:, 0] > pairs[:-1, 1]).all())

@@ -12,7 +12,7 @@ import numpy as np
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import INNER_END
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.visible_episodes import VisibleEpisodes
+from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Folders
@@ -43,7 +43,7 @@ class LiveIndex:
     @staticmethod
     def follows(selection: Selection, folders: Folders) -> bool:
         """Whether anchors of this kind can be followed: those of an episode follow from it alone, and are one run."""
-        if not selection.by_episode or selection.filter_fields or selection.random or selection.mixes:
+        if not selection.by_episode or selection.filter_fields or selection.mixes:
             return False
         storage = folders.storages[0]
         return folders.single and storage.layout.writable and storage.trusted and not storage.num_damaged
@@ -147,9 +147,14 @@ class LiveIndex:
     def _count_again(self, runs: IntArray) -> None:
         """Count the anchors again around runs that changed: towards the nearer end of the list."""
         low, high, starts = self._low, self._high, self._starts
-        middle, changed = (low + high) // 2, runs.tolist()
-        new = min([run for run in changed if run >= middle], default=high)
-        old = max([run for run in changed if run < middle], default=-1)
+        middle = (low + high) // 2
+        if len(runs) <= FEW:
+            changed = runs.tolist()
+            new = min([run for run in changed if run >= middle], default=high)
+            old = max([run for run in changed if run < middle], default=-1)
+        else:
+            newer = runs >= middle
+            new, old = int(runs.min(initial=high, where=newer)), int(runs.max(initial=-1, where=~newer))
         if new < high:
             starts[new + 1 : high + 1] = starts[new] + self._count[new:high].cumsum()
         if old >= low:

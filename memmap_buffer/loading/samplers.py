@@ -332,11 +332,11 @@ class UniformSampler:
         self._quota = None if weights is None else Quota(weights)
         self._one_by_one = weights is not None or not reader.reads_together
         self._drawn = 0
-        self._of: tuple[Index, int] | None = None
+        self._of: tuple[object, int] | None = None  # what the group was drawn from
         self._group: BatchGroup | None = None
         self._waiting: list[PlannedBatch] = []
-        self._turn = threading.Lock()  # threads share the batches of a group
-        self._live: LiveIndex | None = None
+        self._turn = threading.RLock()  # threads share the batches of a group, and what follows the folder
+        self._live: LiveIndex | None = None  # once the folder was seen to be written to
         self._seen, self._calm = -1, CALM  # the change counter at the last batch; batches since it rose
 
     def next(
@@ -346,11 +346,10 @@ class UniformSampler:
         if alone or self._one_by_one:
             return self._drawn_now(batch_size, rng, alone)
         with self._turn:
-            if self._is_written_to():
-                batch = self._drawn_live(batch_size, rng)
-                if batch is not None:
-                    return batch
-            of = self.reader.index(refresh=True), batch_size
+            live = self._followed()
+            if live is not None and self._calm < CALM:
+                return CurrentBatch(self.reader, live.draw(batch_size, rng), live.changes)
+            of = (self._index() if live is None else live.changes), batch_size
             if self._of != of:
                 self._of, self._group, self._waiting = of, None, []
             if not self._waiting:
@@ -359,31 +358,40 @@ class UniformSampler:
                 self._waiting = self._group.batches()[::-1]
             return self._waiting.pop()
 
-    def _is_written_to(self) -> bool:
-        """Whether something changed in the one folder within the last batches, so that few of them can be planned."""
-        folders = self.reader.folders
-        if not folders.single or self.reader.frozen:
-            return False
-        changes, before = folders.storages[0].changes, self._seen
-        self._seen, self._calm = changes, 0 if before not in (-1, changes) else self._calm + 1
-        return self._calm < CALM
+    def _followed(self) -> LiveIndex | None:
+        """What there is now, at the cost of what changed, since the one folder was first seen to be written to.
 
-    def _drawn_live(self, batch_size: int, rng: np.random.Generator) -> CurrentBatch | None:
-        """A batch of what is there now, whatever that was before; None where only an index can tell."""
-        live, selection, folders = self._live, self.reader.selection, self.reader.folders
-        if live is None or live.storage is not folders.storages[0]:
-            if not LiveIndex.follows(selection, folders):
-                return None
-            live = self._live = LiveIndex(selection, folders)
-        if not live.follow() or not len(live):
+        None where only an index can tell, or where nothing is there.
+        """
+        reader = self.reader
+        if self._quota is not None or not reader.folders.single:
             return None
-        return CurrentBatch(self.reader, live.draw(batch_size, rng), live.changes)
+        before, (self._seen,) = self._seen, reader.folders.changes
+        self._calm = 0 if before not in (-1, self._seen) else self._calm + 1
+        live = self._live
+        if (live is None and self._calm >= CALM) or reader.frozen:
+            return None
+        if live is None or live.storage is not reader.folders.storages[0]:
+            if not LiveIndex.follows(reader.selection, reader.folders):
+                return None
+            live = self._live = LiveIndex(reader.selection, reader.folders)
+        return live if live.follow() and len(live) else None
+
+    def _index(self) -> Index:
+        """What there is now. Raises NotEnoughDataError."""
+        index = self.reader.index(refresh=True)
+        if not len(index):
+            raise self.reader.nothing_to_read()
+        return index
 
     def _drawn_now(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         reader = self.reader
-        index = reader.index(refresh=True)
-        if not len(index):
-            raise reader.nothing_to_read()
+        with self._turn:
+            live = self._followed()
+            drawn = None if live is None else live.draw(batch_size, rng)
+        if drawn is not None:
+            return reader.crop(drawn, lambda: rng)
+        index = self._index()
         if self._quota is None:
             anchors = index.draw(batch_size, rng)
             return reader.crop(anchors, lambda: rng) if reader.selection.random else anchors

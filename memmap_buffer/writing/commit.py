@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+
+import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import EpisodeStateError
 from memmap_buffer.format.blobs import contents_of, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import BLOBS, Layout
 from memmap_buffer.format.lock import WriterLock
@@ -31,6 +34,7 @@ from memmap_buffer.format.records import (
     SHOWN,
     STATE_WORD,
     Words,
+    check_of,
     seal,
 )
 from memmap_buffer.format.storage import Storage
@@ -40,6 +44,7 @@ from memmap_buffer.writing.blob_column import BlobColumn
 
 MEMORY = ("tmpfs", "ramfs")
 BLOBS_AT_ONCE = 16 << 20  # bytes of timesteps whose blobs are written at once
+RECORDS_AT_ONCE = 1024  # records of which several are written with all between them
 PIECE = 1 << 18  # bytes that are written, then read for their checksum while the processor has them: 2/3 of the time
 
 
@@ -119,6 +124,22 @@ class WriteHandles:
     def amend(self, slot: int, **values: int) -> None:
         """Replace some words of a slot's record, its generation unchanged: atomic to every reader."""
         self.write_record(slot, seal(**{**self.storage.record(slot), **values}), first=1)
+
+    def raise_flag(self, slots: IntArray, flag: int) -> Iterator[IntArray]:
+        """Raise a flag in the records of ascending slots, their generations unchanged: each atomic to every reader.
+
+        Records between them are written again as they are: a write takes longer than the bytes of a block.
+
+        Yields: the slots whose records were written just now.
+        """
+        blocks = np.flatnonzero(np.diff(slots // RECORDS_AT_ONCE, prepend=-1))
+        for part in np.split(slots, blocks[1:]) if len(slots) else ():
+            first, stop = part.item(0), part.item(-1) + 1
+            words = self.storage.maps.words[first:stop].copy()
+            words[part - first, EXTENT] |= np.uint64(flag << 32)
+            words[part - first, CHECK] = check_of(words[part - first])
+            write_all(self.fd["/episodes"], words, self._records + first * RECORD.itemsize)
+            yield part
 
     def write_shown(self, slot: int, start: int, stop: int) -> None:
         """Show the steps start … stop - 1 of a slot's episode: atomic to every reader, and not part of the check."""

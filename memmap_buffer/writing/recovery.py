@@ -10,9 +10,9 @@ import numpy as np
 
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.checksums import checksum_row, digest_of
-from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.host import anyone_may_rename, boot_id, host_name, network_filesystem
-from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, MAX_TERM, OPEN, RECORD, STATE_WORD, columns_of
+from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, MAX_TERM, OPEN, RECORD, STATE_WORD
 from memmap_buffer.format.syscalls import process_id, random_bytes
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import WriteHandles
@@ -30,7 +30,7 @@ def take_over(files: WriteHandles) -> SlotAllocator:
         log.warning("%s lies on %s: write from one host only, and read on that host", storage.path, kind)
     if anyone_may_rename(storage.path):
         log.warning("%s lies in a folder that anyone may write to, who could put another in its place", storage.path)
-    storage.refresh()
+    storage.reread()  # a writer that was killed may not have told what it wrote
     _require_counters(files)
     files.lock.term = state("term") + 1
     words = {
@@ -52,7 +52,7 @@ def take_over(files: WriteHandles) -> SlotAllocator:
         for i in range(len(text) // 8):
             files.write_state(name, int.from_bytes(text[8 * i : 8 * i + 8], "little"), word=i)
     files.sync("/state")
-    slots = count(files)
+    slots = _slots_of(files, storage.refresh())
     if files.storage.state("next") < slots.next:
         files.write_state("next", slots.next)  # before `base`, in the same sector: never `base` beyond what is known
     return slots
@@ -60,9 +60,12 @@ def take_over(files: WriteHandles) -> SlotAllocator:
 
 def count(files: WriteHandles) -> SlotAllocator:
     """The slots as they are on the disk, whatever the change counter says."""
-    storage = files.storage
-    rounds = _rounds(storage.maps.words.view(RECORD))
-    return SlotAllocator(files.layout, storage.reread(), _following(files), rounds, storage.path)
+    return _slots_of(files, files.storage.reread())
+
+
+def _slots_of(files: WriteHandles, table: EpisodeTable) -> SlotAllocator:
+    rounds = _rounds(files.storage.maps.words.view(RECORD))
+    return SlotAllocator(files.layout, table, _following(files), rounds, files.storage.path)
 
 
 def _rounds(records: Any) -> IntArray:
@@ -84,11 +87,9 @@ def _require_counters(files: WriteHandles) -> None:
 def _following(files: WriteHandles) -> int:
     """The next serial: beyond every record that can be read, also of an episode that fails its checksums.
 
-    One that were given again would stand in two slots, which voids both.
+    One that were given again would stand in two slots, which voids both. The table was read under the lock.
     """
-    storage, layout = files.storage, files.layout
-    table = columns_of(storage.maps.words, layout.max_timesteps, layout.rows)
-    return max(storage.state("next"), int(table.serial[table.valid].max(initial=-1)) + 1)
+    return max(files.storage.state("next"), files.storage.highest_serial + 1)
 
 
 def _doubts(files: WriteHandles, boot: bytes) -> dict[str, int]:

@@ -9,11 +9,11 @@ r - (length - 1 - t), and of one round the episodes with lower serials come firs
 from __future__ import annotations
 
 import logging
-from bisect import insort
-from collections import OrderedDict, deque
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.dtypes import all_of
 from memmap_buffer.errors import BufferFullError
@@ -21,6 +21,7 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.layout import Layout
 
 NONE: IntArray = np.empty(0, np.int64)
+LOOK = 1 << 14  # slots that are looked at together for a free one
 _LOW = 2**32 - 1
 log = logging.getLogger("memmap_buffer")
 
@@ -54,14 +55,6 @@ class SlotAllocator:
         self._max_episodes = layout.max_episodes
         self.next = following
         self.steps = table.steps
-        # Oldest first. An OrderedDict: a dict that loses its first entries looks at all of them to find the next.
-        self._live = OrderedDict((int(table.serial[s]), int(s)) for s in table.visible)
-        empty = np.setdiff1d(np.arange(layout.slots), table.visible)
-        # Those without an episode first, from slot 0, then the longest retired: while it is being overwritten, no older
-        # one stands anywhere that would be shown again for the want of it. With a `capacity` what has left is void, and
-        # the lowest slot is taken, so that small fields, whose slots share blocks, take few of these.
-        order = np.lexsort((empty, np.where(table.valid[empty], table.serial[empty], -1)))
-        self._free: deque[int] | list[int] = deque(empty[order].tolist()) if layout.capacity is None else empty.tolist()
         self.serial, self.start, self.stop = table.serial.copy(), table.start.copy(), table.length.copy()
         if rounds is None:
             rounds = np.zeros(layout.slots, np.int64)
@@ -78,14 +71,30 @@ class SlotAllocator:
         if layout.capacity is not None:
             self._entries = self._by_rounds(table.visible)
             self._tail = len(self._entries)
+        # Likewise entries `_begin` to `_end` are of the visible episodes, by ascending serials.
+        self._order, self._begin, self._end = self._entry[table.visible], 0, len(table)
+        self._count = len(table)
+        self._free = _Lowest(~table.shown) if layout.capacity is not None else _LongestFree(_retired_last(table))
 
     def __len__(self) -> int:
-        return len(self._live)
+        return self._count
 
     @property
     def oldest(self) -> int:
         """The oldest visible serial, or the next one where nothing is visible."""
-        return next(iter(self._live), self.next)
+        slot = self._oldest_slot
+        return self.next if slot < 0 else self.serial.item(slot)
+
+    @property
+    def _oldest_slot(self) -> int:
+        """The slot of the oldest visible episode, -1 where there is none."""
+        while self._begin < self._end:
+            entry = self._order.item(self._begin)
+            slot: int = entry & _LOW
+            if self._entry.item(slot) == entry:
+                return slot
+            self._begin += 1
+        return -1
 
     @property
     def surplus(self) -> int:
@@ -95,10 +104,7 @@ class SlotAllocator:
 
     def take(self, busy: set[int]) -> int | None:
         """A slot to write to, neither visible nor `busy`, or None. It is not kept: an interruption leaks none."""
-        for slot in self._free:
-            if slot not in busy:
-                return slot
-        return None
+        return self._free.find(busy)
 
     def require_room(self, path: object, episodes: int, steps: int) -> None:
         """Raise BufferFullError unless so many more fit; a circular buffer always has room."""
@@ -123,13 +129,14 @@ class SlotAllocator:
 
         Args: alone: each step is a round; otherwise the last one is of the round that `show_round` ends.
         """
-        if serial not in self._live:
+        if self._entry.item(slot) == -1 or self.serial.item(slot) != serial:
             if serial < self.next:
                 return
             self._free.remove(slot)
-            self.next, self._live[serial] = serial + 1, slot
+            self.next = serial + 1
             self.serial[slot], self._entry[slot] = serial, _entry_of(slot, serial)
             self.start[slot] = self.stop[slot] = 0
+            self._is_newest(slot)
         added = length - self.stop.item(slot)
         if added:
             self.steps += added
@@ -137,9 +144,10 @@ class SlotAllocator:
             self.round += added - (not alone)
             self._last[slot] = self.round - alone
             self._published(np.full(added, self._entry[slot]))
-        while len(self._live) > self._max_episodes:
-            self.retired.append(self._live[self.oldest])
-            self.hide(self.oldest)
+        while self._count > self._max_episodes:
+            slot = self._oldest_slot
+            self.retired.append(slot)
+            self.hide(slot)
             self.hides = self._layout.capacity is not None
             self._tell_of_short_episodes()
 
@@ -183,21 +191,37 @@ class SlotAllocator:
         self.round += ends
         self._published(entries)
 
-    def hide(self, serial: int) -> None:
-        """An episode is not visible any more; its slot may be written again."""
-        slot = self._live.pop(serial, -1)
-        if slot >= 0:
-            if isinstance(self._free, list):
-                insort(self._free, slot)
-            else:
-                self._free.append(slot)
-            self.steps -= int(self.stop[slot] - self.start[slot])
+    def hide(self, slot: int) -> None:
+        """The episode of a slot is not visible any more; its slot may be written again."""
+        if self._entry.item(slot) != -1:
+            self._free.add(np.array([slot]))
+            self._count -= 1
+            self.steps -= self.stop.item(slot) - self.start.item(slot)
             self.start[slot], self._entry[slot] = self.stop[slot], -1
+
+    def hide_all(self, slots: IntArray) -> None:
+        """`hide` of many slots, each once."""
+        slots = slots[self._entry.take(slots) != -1]
+        self._free.add(slots)
+        self._count -= len(slots)
+        self.steps -= int(self.stop.take(slots).sum() - self.start.take(slots).sum())
+        self.start[slots], self._entry[slots] = self.stop.take(slots), -1
 
     def clear(self) -> None:
         """No episode is visible any more."""
-        while self._live:
-            self.hide(self.oldest)
+        entries = self._order[self._begin : self._end]
+        self.hide_all(entries[self._entry.take(entries & _LOW) == entries] & _LOW)
+
+    def _is_newest(self, slot: int) -> None:
+        """Take note of an episode that became visible."""
+        if self._end == len(self._order):
+            entries = self._order[self._begin :]
+            entries = entries[self._entry.take(entries & _LOW) == entries]
+            self._order = np.concatenate([entries, np.empty(len(entries) + 64, np.int64)])
+            self._begin, self._end = 0, len(entries)
+        self._order[self._end] = self._entry[slot]
+        self._end += 1
+        self._count += 1
 
     # Steps that leave
 
@@ -263,3 +287,84 @@ class SlotAllocator:
 
 def _entry_of(slot: Any, serial: Any) -> Any:
     return slot | (serial & _LOW >> 1) << 32  # never negative
+
+
+class _LongestFree:
+    """Free slots, of which the one that was freed first is taken."""
+
+    def __init__(self, slots: IntArray) -> None:
+        self._slots, self._first, self._count = slots, 0, len(slots)
+
+    def find(self, busy: Collection[int]) -> int | None:
+        """The first that is not busy; it stays."""
+        for i in range(self._count):
+            slot = self._slots.item((self._first + i) % len(self._slots))
+            if slot not in busy:
+                return slot
+        return None
+
+    def remove(self, slot: int) -> None:
+        """Take one, which is near the front: only slots that are being written lie before it."""
+        places = ((self._first + i) % len(self._slots) for i in range(self._count))
+        place = next(place for place in places if self._slots.item(place) == slot)
+        while place != self._first:
+            self._slots[place] = self._slots[place - 1]
+            place = (place or len(self._slots)) - 1
+        self._first, self._count = (place + 1) % len(self._slots), self._count - 1
+
+    def add(self, slots: IntArray) -> None:
+        """Some became free, in this order."""
+        if self._count + len(slots) > len(self._slots):
+            room = np.empty(self._count + 2 * len(slots) + 64, np.int64)
+            room[: self._count] = np.roll(self._slots, -self._first)[: self._count]
+            self._slots, self._first = room, 0
+        self._slots[(self._first + self._count + np.arange(len(slots))) % len(self._slots)] = slots
+        self._count += len(slots)
+
+
+class _Lowest:
+    """Free slots, of which the lowest is taken."""
+
+    def __init__(self, free: npt.NDArray[np.bool_]) -> None:
+        self._free, self._lowest = free, 0  # none below is free
+
+    def find(self, busy: Collection[int]) -> int | None:
+        """The first that is not busy; it stays."""
+        self._lowest = slot = self._next(self._lowest)
+        while slot < len(self._free):
+            if slot not in busy:
+                return slot
+            slot = self._next(slot + 1)
+        return None
+
+    def _next(self, slot: int) -> int:
+        """The first free slot from this one on, or the number of all slots."""
+        while slot < len(self._free):
+            part = self._free[slot : slot + LOOK]
+            i = int(part.argmax())
+            if part[i]:
+                return slot + i
+            slot += LOOK
+        return len(self._free)
+
+    def remove(self, slot: int) -> None:
+        """Take one."""
+        self._free[slot] = False
+
+    def add(self, slots: IntArray) -> None:
+        """Some became free."""
+        self._free[slots] = True
+        self._lowest = min(self._lowest, int(slots.min(initial=self._lowest)))
+
+
+def _retired_last(table: EpisodeTable) -> IntArray:
+    """The slots that show no episode: those without one first, from slot 0, then the longest retired.
+
+    While that is being overwritten, no older one stands anywhere that would be shown again for the want of it.
+    """
+    empty = np.flatnonzero(~table.shown)
+    retired = table.valid.take(empty)
+    if not retired.any():
+        return empty
+    last = empty[retired]
+    return np.concatenate([empty[~retired], last[np.argsort(table.serial.take(last), kind="stable")]])

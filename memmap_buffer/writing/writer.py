@@ -346,7 +346,7 @@ class Writer:
                 self.begin()
             slot_writer = self._slot_writers.get(ref(episode))
             if slot_writer is not None and slot_writer.published:
-                self.delete([slot_writer.slot])
+                self.delete(np.array([slot_writer.slot]))
             self._drop(episode)
 
     def settle(self, episode: Episode) -> None:
@@ -554,7 +554,7 @@ class Writer:
         """An episode of which nothing is shown any more leaves; who is late at reading it finds that it is gone."""
         if self._slots.start[slot] == self._slots.stop[slot]:
             self._give_up(files, slot)
-            self._slots.hide(self._slots.serial.item(slot))
+            self._slots.hide(slot)
 
     def _give_up(self, files: WriteHandles, slot: int) -> None:
         files.write_generation(slot, self.storage.maps.words.item(slot, GENERATION) | 1)
@@ -597,18 +597,17 @@ class Writer:
             new_meta = {name: values[i] for name, values in meta.items()}
             self._rewrite(redo.plan_update(files, slot, new_rows, new_meta), files)
 
-    def delete(self, slots: Sequence[int]) -> None:
+    def delete(self, slots: IntArray) -> None:
         """Make visible slots invisible for good, in one pass. What was retired before stays retired."""
-        self._change(partial(self._delete, slots))
+        slots = np.sort(slots)  # as `unique` does in a tenth of its time
+        self._change(partial(self._delete, slots[np.diff(slots, prepend=-1) > 0]))
 
-    def _delete(self, slots: Sequence[int], files: WriteHandles) -> None:
+    def _delete(self, slots: IntArray, files: WriteHandles) -> None:
         self._retire(files)
-        table = self.storage.refresh()
         files.behind = True  # whatever ends this, readers are told: now, or by the next call
         try:
-            for slot in slots:
-                files.amend(slot, flags=int(table.flags[slot]) | DELETED)
-                self._slots.hide(int(table.serial[slot]))
+            for part in files.raise_flag(slots, DELETED):
+                self._slots.hide_all(part)
             files.barriers("/episodes")
         finally:
             files.catch_up()

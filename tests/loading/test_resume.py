@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memmap_buffer import ConcatBuffer, ReplayBuffer, SchemaError, StaleEpisodeError, Window
+from memmap_buffer.items.epoch import _ranges
 
 LENGTHS = (7, 1, 12, 5, 9, 3, 11, 4)
 VIEWS = {
@@ -300,6 +301,32 @@ def test_episodes_deleted_before_are_not_missed_and_those_deleted_since_are(tmp_
     got = items(resumed(again, state, on_stale="redraw"))
     for mine, theirs in zip(got, items(rest), strict=True):
         assert mine == theirs or (theirs[0] == 3 and mine[0] != 3)
+
+
+def test_a_state_with_many_gaps_is_small_and_goes_through_json(tmp_path):
+    buffer = ReplayBuffer(tmp_path, 9000, 2, {"x": "int"})
+    for value in range(9000):
+        buffer.store_episode(x=[value])
+        if value == 4000:
+            buffer._writer._slots.next += 10**9  # a gap as long as a ring leaves behind that lived for long
+    gone = np.random.default_rng(0).random(9000) < 0.4
+    buffer.delete(np.flatnonzero(gone))
+    state, rest = stopped(buffer.dataloader(64, shuffle=True, seed=1, **STEPS), 3)
+    told = state["folders"][0]["episodes"]
+    assert np.diff(np.flatnonzero(~gone)).max() > 1
+    assert len(told) < 9000, "a byte an episode"
+    again = resumed(buffer.dataloader(64, shuffle=True, **STEPS), json.loads(json.dumps(state)))
+    for mine, theirs in zip(again, rest, strict=True):
+        assert mine["x"].tolist() == theirs["x"].tolist()
+    ranges = _ranges(told)
+    serials = buffer.serials
+    assert ranges[0, 0] == serials[0]
+    assert ranges[-1, 1] == serials[-1] > 10**9
+    assert np.diff(ranges).sum() + len(ranges) == len(serials)
+    for wrong in (told[:-8], told[: len(told) // 2], "2:AAAA", "x", told.replace(":", ":A", 1), 5 * told):
+        state["folders"][0]["episodes"] = wrong
+        with pytest.raises(SchemaError, match="expected what state_dict gave"):
+            buffer.dataloader(64, shuffle=True, **STEPS).load_state_dict(state)
 
 
 def test_where_two_gaps_hide_which_items_are_gone_it_raises_even_so(tmp_path):

@@ -88,7 +88,7 @@ class Ring:
     def end(self, one: tuple[int, int]) -> None:
         self.open.discard(one)
         if one in self.left and not self.left[one]:
-            self.slots.hide(one[1])
+            self.slots.hide(one[0])
             self.leave(one)
 
     def trim(self) -> None:
@@ -138,7 +138,7 @@ def test_the_steps_that_leave_are_those_that_were_published_first(seed: int, max
         for one in [one for one in running if draw.random() < 0.2]:
             running.remove(one)
             if draw.random() < 0.2:
-                ring.slots.hide(one[1])
+                ring.slots.hide(one[0])
                 ring.open.discard(one)
                 ring.leave(one)
             ring.end(one)
