@@ -74,13 +74,18 @@ class Cache:
         """
         found = None if anew else self._heads.get(name)
         if found is None and not anew:
-            with suppress(OSError, CorruptBufferError):
-                found = Folder(self.path).map_small(head_object(name), size)
+            found = self._kept_head(name, size)
         if found is None:
             found = memoryview(fetch())
             self._keep(head_object(name), found)
+            found = self._kept_head(name, size) or found  # which takes no memory of this process
         self._heads[name] = found
         return found
+
+    def _kept_head(self, name: str, size: int) -> memoryview | None:
+        with suppress(OSError, CorruptBufferError):
+            return Folder(self.path).map_small(head_object(name), size)
+        return None
 
     def lacks_head(self, name: str) -> bool:
         """Whether an object with the heads of shards would have to be fetched."""

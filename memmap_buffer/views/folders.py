@@ -125,6 +125,8 @@ class Folders:
         for storage in found.values():
             if storage in known or storage.withdrawn:  # a withdrawn one is shaped as one that was taken in
                 continue
+            if storage.layout.schema is self.schema:  # of the same text
+                continue
             differences = self._layout.differences(storage.layout, codecs=False)
             ends = (key for key in ENDS if getattr(storage.layout.schema, key) != getattr(self.schema, key))
             lines = [line for line in differences if line.startswith(("fields", "meta_fields", *ends))]
