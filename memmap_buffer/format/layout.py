@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ MAX_SLOTS = 2**24  # opening takes some 100 bytes a slot, whatever a stranger's 
 MAX_TIMESTEPS = 2**31
 SPARE_COLUMNS = 16
 MAX_DICTIONARY = 2**24  # bytes
+KNOWN_SCHEMAS = 64  # that are kept: the shards of a root have one, mostly
 ID_BYTES = 16
 # Of a buffer with a capacity, where they are not given. A spare slot takes a hundred bytes of memory and no disk space
 # until an episode is written to it, so there are enough for every usual vector; an episode of ten steps is a short one.
@@ -43,7 +44,8 @@ _BYTE = np.dtype("|u1")
 _ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 _ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema does not say it
 _FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
-_CODED_KEYS = ("codec", "blobs", "dictionary")  # of a field that is compressed, besides
+_SIZES_OF_CODED = ("blobs", "dictionary")
+_CODED_KEYS = ("codec", *_SIZES_OF_CODED)  # of a field that is compressed, besides
 BLOBS, DICTIONARY = "/blobs", "/dictionary"  # behind a field's name: the keys of the other files that it has then
 
 
@@ -61,8 +63,7 @@ class ArrayFile:
 
     @cached_property
     def header(self) -> bytes:
-        descr = repr(self.dtype.descr if self.dtype.names else self.dtype.str)
-        return npy_header(descr, self.shape)
+        return npy_header(_descr(self.dtype), self.shape)
 
     @cached_property
     def size(self) -> int:
@@ -75,6 +76,11 @@ class ArrayFile:
     @cached_property
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+@lru_cache(256)
+def _descr(dtype: np.dtype[Any]) -> str:
+    return repr(dtype.descr if dtype.names else dtype.str)
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,9 @@ class Layout:
             object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
         if self.capacity is not None:
             object.__setattr__(self, "capacity", _whole("capacity", self.capacity, 1, 2**62))
-        if self.slots > MAX_SLOTS or any(array.size > MAX_FILE_BYTES for array in self.arrays.values()):
+        if self.slots > MAX_SLOTS or any(
+            array.shape[0] * array.row_bytes > MAX_FILE_BYTES for array in self.arrays.values()
+        ):
             raise SchemaError("the sizes multiply to more than any file can hold; lower max_episodes or max_timesteps")
 
     @cached_property
@@ -451,26 +459,24 @@ def _layout(document: dict[str, Any]) -> Layout:
         raise SchemaError(f"layout: got {kind!r} with rows {document['rows']!r}")
     if not _ID.fullmatch(_typed(document, "id", str)):
         raise SchemaError(f"id: got {document['id']!r}, expected {2 * ID_BYTES} digits, 0 … 9 and a … f")
-    columns: dict[str, int] = {}
-    sizes: dict[str, dict[str, int]] = {"blobs": {}, "dictionaries": {}}
-    packed = document["rows"] is not None
-    groups = [_fields(_typed(document, group, dict), columns, sizes, packed) for group in ("fields", "meta_fields")]
-    total = _integer(document, "columns", 1, 2 * MAX_FIELDS + SPARE_COLUMNS)
+    packed, total = document["rows"] is not None, _integer(document, "columns", 1, 2 * MAX_FIELDS + SPARE_COLUMNS)
+    schema, columns = _schema(document)
+    blobs, dictionaries = _sizes(document["fields"], packed)
     if len(set(columns.values())) != len(columns) or max(columns.values(), default=0) >= total:
         raise SchemaError("column: two fields share one, or it lies beyond `columns`")
     optional: dict[str, Any] = {
         key: None if document[key] is None else _integer(document, key, 1, 2**62) for key in ("capacity", "rows")
     }
     return Layout(
-        Schema(groups[0], groups[1], **_ends(document)),
+        schema,
         _integer(document, "max_episodes", 1, MAX_SLOTS),
         _integer(document, "max_timesteps", 1, MAX_TIMESTEPS),
         spare_slots=_integer(document, "spare_slots", 0, MAX_SLOTS),
         circular=_typed(document, "circular", bool),
         columns=total,
         column_of=columns,
-        blobs=sizes["blobs"],
-        dictionaries=sizes["dictionaries"],
+        blobs=blobs,
+        dictionaries=dictionaries,
         id=document["id"],
         **optional,
     )
@@ -485,9 +491,30 @@ def _ends(document: dict[str, Any]) -> dict[str, str | None]:
     return ends
 
 
-def _fields(
-    group: dict[str, Any], columns: dict[str, int], sizes: dict[str, dict[str, int]], packed: bool
-) -> dict[str, Field]:
+def _schema(document: dict[str, Any]) -> tuple[Schema, dict[str, int]]:
+    """The fields, and their columns: the same objects for the same text, as of the shards of a root."""
+    groups = [_typed(document, group, dict) for group in ("fields", "meta_fields")]
+    same = [{name: _without_sizes(spec) for name, spec in group.items()} for group in groups]
+    try:
+        return _schema_of(json.dumps([*same, _ends(document)]))
+    except RecursionError:
+        raise SchemaError("a default or a shape is nested too deeply") from None
+
+
+def _without_sizes(spec: Any) -> Any:
+    if not isinstance(spec, dict) or "codec" not in spec:
+        return spec
+    return {key: None if key in _SIZES_OF_CODED else value for key, value in spec.items()}
+
+
+@lru_cache(KNOWN_SCHEMAS)
+def _schema_of(text: str) -> tuple[Schema, dict[str, int]]:
+    fields, meta_fields, ends = json.loads(text)
+    columns: dict[str, int] = {}
+    return Schema(_fields(fields, columns), _fields(meta_fields, columns), **ends), columns
+
+
+def _fields(group: dict[str, Any], columns: dict[str, int]) -> dict[str, Field]:
     if len(group) > MAX_FIELDS:
         raise SchemaError(f"got {len(group)} fields, at most {MAX_FIELDS} are possible")
     out = {}
@@ -507,23 +534,31 @@ def _fields(
             out[name] = Field(dtype, tuple(shape), default, _typed(spec, "final", bool), codec)
             if out[name].is_coded != ("codec" in spec):
                 raise SchemaError(f"codec: it stands with a list, or names how the field is compressed, got {spec!r}")
-            if "codec" in spec:
-                _sizes_of_coded(name, spec, sizes, packed)
         except SchemaError as error:
             raise SchemaError(f"field {name!r}: {error}") from None
         columns[name] = _integer(spec, "column", 0, 2 * MAX_FIELDS + SPARE_COLUMNS)
     return out
 
 
-def _sizes_of_coded(name: str, spec: dict[str, Any], sizes: dict[str, dict[str, int]], packed: bool) -> None:
-    if packed != (spec["blobs"] is not None):
-        raise SchemaError(
-            f"blobs: got {spec['blobs']!r}, expected the bytes of the blobs of a packed folder, else null"
-        )
-    if packed:
-        sizes["blobs"][name] = _integer(spec, "blobs", 0, MAX_FILE_BYTES)
-    if spec["dictionary"] is not None:
-        sizes["dictionaries"][name] = _integer(spec, "dictionary", 1, MAX_DICTIONARY)
+def _sizes(fields: dict[str, Any], packed: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of the files of blobs and of the dictionaries of compressed fields."""
+    blobs, dictionaries = dict[str, int](), dict[str, int]()
+    for name, spec in fields.items():
+        if "codec" not in spec:
+            continue
+        if packed != (spec["blobs"] is not None):
+            raise SchemaError(
+                f"field {name!r}: blobs: got {spec['blobs']!r}, expected the bytes of the blobs of a packed folder, "
+                "else null"
+            )
+        try:
+            if packed:
+                blobs[name] = _integer(spec, "blobs", 0, MAX_FILE_BYTES)
+            if spec["dictionary"] is not None:
+                dictionaries[name] = _integer(spec, "dictionary", 1, MAX_DICTIONARY)
+        except SchemaError as error:
+            raise SchemaError(f"field {name!r}: {error}") from None
+    return blobs, dictionaries
 
 
 def _typed(document: dict[str, Any], key: str, kind: type) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
-from memmap_buffer.format.syscalls import RangeLocks, locked, random_bytes, read_at, write_word
+from memmap_buffer.format.syscalls import RangeLocks, after_fork, locked, random_bytes, read_at, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray
 from memmap_buffer.remote.layout import BLOCK, data_files, head_object, num_blocks
 
@@ -48,6 +49,7 @@ class Cache:
         self._heads: dict[str, memoryview] = {}
         self._mapped: OrderedDict[Any, int] = OrderedDict()
         self._num_maps, self._turn = 0, threading.Lock()
+        _caches.add(self)
         if limit is not None and file_system(path) in MEMORY:
             raise SchemaError(
                 f"cache: {path} lies in memory, where blocks cannot be given back safely; leave cache_bytes"
@@ -73,13 +75,18 @@ class Cache:
         """
         found = None if anew else self._heads.get(name)
         if found is None and not anew:
-            with suppress(OSError, CorruptBufferError):
-                found = Folder(self.path).map_small(head_object(name), size)
+            found = self._kept_head(name, size)
         if found is None:
             found = memoryview(fetch())
             self._keep(head_object(name), found)
+            found = self._kept_head(name, size) or found  # which takes no memory of this process
         self._heads[name] = found
         return found
+
+    def _kept_head(self, name: str, size: int) -> memoryview | None:
+        with suppress(OSError, CorruptBufferError):
+            return Folder(self.path).map_small(head_object(name), size)
+        return None
 
     def lacks_head(self, name: str) -> bool:
         """Whether an object with the heads of shards would have to be fetched."""
@@ -184,6 +191,18 @@ class Cache:
             folder, blocks, files = found[number]
             freed += BLOCK * _give_back(Folder(folder.path), blocks, files, place - int(starts[number]))
         return freed
+
+
+_caches: WeakSet[Cache] = WeakSet()
+
+
+def _after_fork() -> None:
+    """Another thread may have held any lock."""
+    for cache in list(_caches):
+        cache._turn = threading.Lock()
+
+
+after_fork(_after_fork)
 
 
 def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntArray:

@@ -131,7 +131,10 @@ class Mirror:
 
     @cached_property
     def layout(self) -> Layout:
-        layout = Layout.from_json(self.head()["schema.json"], str(self.path / "schema.json"))
+        return self._layout_of(self.head())
+
+    def _layout_of(self, head: Mapping[str, bytes]) -> Layout:
+        layout = Layout.from_json(head.get("schema.json", b""), f"{self.path}/schema.json")
         if layout.id != self.shard.id or layout.rows is None:
             raise CorruptBufferError(f"{self.path}: the head is not of the shard that was asked for; publish it again")
         return layout
@@ -335,7 +338,10 @@ class Mirror:
 
     def storage(self, verify: str = "auto") -> MirrorStorage:
         """The folder, open for reading; rows of it are fetched when they are read."""
+        head = self.head()
+        self.__dict__.setdefault("layout", self._layout_of(head))
         storage = MirrorStorage(self, verify)
+        storage.__dict__["maps"] = storage.maps_of(head)
         storage.refresh()
         storage.check_always()
         return storage
@@ -343,6 +349,10 @@ class Mirror:
     def read(self, storage: Storage, name: str, low: IntArray, high: IntArray, copy: Callable[[], T]) -> T:
         """What a function copies of some rows, once all of them stayed meanwhile."""
         return _copied([(storage, [Rows(name, low, high)])], copy)
+
+    def rows(self, name: str) -> Array:
+        """The rows of a field, or the index of its blobs, as they are mapped."""
+        return self.local.arrays[name]
 
     def coded(self, name: str) -> CodedRows:
         """What it takes to decode a field."""
@@ -365,8 +375,8 @@ class _RemovedError(Exception):
 class _ByName(Mapping[str, T]):
     """What is looked up when it is used: the copy that it comes from may be another one each time."""
 
-    def __init__(self, names: Sequence[str], find: Callable[[str], T]) -> None:
-        self._names, self._find = dict.fromkeys(names), find
+    def __init__(self, names: Mapping[str, Any], find: Callable[[str], T]) -> None:
+        self._names, self._find = names, find
 
     def __getitem__(self, name: str) -> T:
         if name not in self._names:
@@ -388,7 +398,7 @@ class MirrorStorage(Storage):
 
     def __init__(self, mirror: Mirror, verify: str = "auto") -> None:
         self.mirror: Mirror = mirror
-        super().__init__(mirror.path, read_only=True, verify=verify)
+        super().__init__(Folder(mirror.path), read_only=True, verify=verify)
         self.mirror = mirror
 
     @property
@@ -411,14 +421,18 @@ class MirrorStorage(Storage):
 
     @cached_property
     def maps(self) -> Maps:
-        mirror, layout, head = self.mirror, self.layout, self.mirror.head()
+        return self.maps_of(self.mirror.head())
+
+    def maps_of(self, head: Mapping[str, bytes]) -> Maps:
+        """The arrays of a head, and those of data files, which are mapped when they are read."""
+        mirror, layout = self.mirror, self.layout
         return Maps(
             mirror.array("/episodes", head).view(np.uint64).reshape(-1, WORDS),
             mirror.array("/state", head).view(np.uint64).reshape(-1),
             mirror.array("/checksums", head),
-            _ByName(list(layout.schema.fields), lambda name: mirror.local.arrays[name]),
+            _ByName(layout.schema.fields, mirror.rows),
             {name: mirror.array(name, head) for name in layout.schema.meta_fields},
-            _ByName(list(layout.coded), mirror.coded),
+            _ByName(layout.coded, mirror.coded),
         )
 
     @property

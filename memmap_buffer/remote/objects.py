@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from memmap_buffer.errors import RemoteError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.format.syscalls import process_id
+from memmap_buffer.format.syscalls import after_fork, process_id
 
 TRIES, FIRST_PAUSE, LONGEST_PAUSE = 6, 0.1, 10.0  # seconds; each pause is twice the one before
 TIMEOUT, SLOWEST = 20.0, 1 << 18  # seconds, and bytes per second that a request may be as slow as
@@ -31,6 +32,7 @@ _HOPELESS_NAMES = ("NoCredentialsError", "PartialCredentialsError")  # of botoco
 _RETRIED_STATUS = (408, 425, 429)
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _CHANGED_NAMES = ("PreconditionFailed", "ConditionalRequestConflict")
+_file_systems: list[Any] = []  # all that were opened: a forked child that dropped its parent's would close them there
 
 
 def shown(text: str) -> str:
@@ -185,6 +187,8 @@ class Objects:
         except (ValueError, TypeError) as error:
             text = shown(str(error))
             raise SchemaError(f"{self}: {text}; give a URL and storage_options that fsspec takes") from None
+        if fs.async_impl and not any(fs is other for other in _file_systems):
+            _file_systems.append(fs)
         loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
         self._opened = _Opened(process_id(), fs, root, loop, asyncio.Semaphore(IN_FLIGHT))
         return self._opened
@@ -369,6 +373,15 @@ class Objects:
             return True
 
         return await self._try("replace", path, request, len(data))
+
+
+def _after_fork() -> None:
+    """What fsspec makes its loop under may have been held by another thread; its own handler leaves that as it is."""
+    if "fsspec.asyn" in sys.modules:
+        sys.modules["fsspec.asyn"].reset_lock()
+
+
+after_fork(_after_fork)
 
 
 async def _outcome(work: Coroutine[Any, Any, bytes]) -> bytes | RemoteError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,18 @@ class RemoteShards:
             self._read_at = time.monotonic()
         new = {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
         if new:
-            found, numbers = dict(self.storages), self._numbers()
-            self._fetch_heads({shard.head[0] for shard in new.values()})
+            found, numbers, names = dict(self.storages), self._numbers(), dict[str, list[str]]()
             for name, shard in new.items():
-                head = head_object(shard.head[0]), self._root.heads[shard.head[0]]
-                found[numbers[name]] = Mirror(self._objects, shard.prefix(name), shard, self._cache, head).storage()
-                self._versions[name] = shard.version
+                names.setdefault(shard.head[0], []).append(name)
+            for key in self._fetch_heads(names):
+                head = head_object(key), self._root.heads[key]
+                for name in names[key]:
+                    shard = new[name]
+                    mirror = Mirror(self._objects, shard.prefix(name), shard, self._cache, head)
+                    found[numbers[name]] = mirror.storage()
+                    self._versions[name] = shard.version
             self.storages = dict(sorted(found.items()))
+            self._read_at = time.monotonic()  # however long that took
         return self.storages
 
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
@@ -142,10 +147,13 @@ class RemoteShards:
             raise NotABufferError(f"{where}: no shard is listed; `publish` a folder", path=where)
         return root
 
-    def _fetch_heads(self, names: Iterable[str]) -> None:
-        """Have the objects that hold heads, all together."""
+    def _fetch_heads(self, names: Iterable[str]) -> Iterator[str]:
+        """Have the objects that hold heads, all together; the name of each, as it is there."""
         assert self._root is not None
-        lacking = [name for name in names if self._cache.lacks_head(name)]
+        there = {name: not self._cache.lacks_head(name) for name in names}
+        yield from (name for name in names if there[name])
+        lacking = [name for name in names if not there[name]]
         ranges = [(head_object(name), 0, self._root.heads[name]) for name in lacking]
         for i, data in self._objects.stream(ranges, lambda i, data: digest(data) == lacking[i]):
             self._cache.head(lacking[i], len(data), lambda data=data: data, anew=True)  # type: ignore[misc]
+            yield lacking[i]

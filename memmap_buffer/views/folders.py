@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchE
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import GENERATION, STATE_WORD, WORDS
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import after_fork
 from memmap_buffer.schema import ENDS
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.memory_pool import Pool
@@ -99,6 +101,7 @@ class Folders:
         self.mirrored = False
         self.numbers = np.empty(0, np.int64)
         self._lock = threading.Lock()
+        _every.add(self)
         self._looked = True
         self._found: Mapping[int, Storage] = {}
         self._places: tuple[tuple[Storage, ...], IntArray | None] = (), None  # see `_place`
@@ -124,6 +127,8 @@ class Folders:
         known, places = set(self.storages), self._places[1]
         for storage in found.values():
             if storage in known or storage.withdrawn:  # a withdrawn one is shaped as one that was taken in
+                continue
+            if storage.layout.schema is self.schema:  # of the same text
                 continue
             differences = self._layout.differences(storage.layout, codecs=False)
             ends = (key for key in ENDS if getattr(storage.layout.schema, key) != getattr(self.schema, key))
@@ -281,6 +286,18 @@ class Folders:
         if len(groups) == 1:
             return Found(anchors, (groups[0]._replace(chosen=EVERY),)), same[place]
         return Found(anchors, tuple(groups), order, place), same[place]
+
+
+_every: WeakSet[Folders] = WeakSet()
+
+
+def _after_fork() -> None:
+    """Another thread may have been looking for shards, at a URL for as long as a request takes."""
+    for folders in list(_every):
+        folders._lock = threading.Lock()
+
+
+after_fork(_after_fork)
 
 
 def id_of(storage: Storage) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ReplayBuffer, publish
 from memmap_buffer.format.records import CHECK, RECORD, WORDS, check_of
+from memmap_buffer.remote.layout import MERGED, Root, Shard, digest, head_object, version_of
 
 Fields = Mapping[str, Any]
 Array = np.ndarray[Any, Any]
@@ -22,6 +25,7 @@ LOW: Fields = {"observation": ("float", 17), "action": ("float", 6), "reward": "
 IMAGE: Fields = {"observation": ("uint8", (3, 64, 64)), "action": ("float", 6), "reward": "float", "terminated": "bool"}
 SCHEMAS: dict[str, Fields] = {"low-dim": LOW, "image": IMAGE}
 SHORTEST, LONGEST = 200, 1000  # steps of an episode
+STEPS_OF_A_SHARD = 10_000  # of those that are only listed
 TRANSITIONS: dict[str, Any] = {"n_steps": 1, "next_fields": ("observation",)}
 
 
@@ -126,6 +130,33 @@ def forge(folder: Path, episodes: int, steps: int, fields: Fields) -> Path:
     state["changes"] += np.uint64(1)
     records.flush()
     state.flush()
+    return folder
+
+
+def forge_root(folder: Path, count: int, episodes: int = 10) -> Path:
+    """A root of so many shards, of which the list and the heads are there: those of one with other ids."""
+    place = folder.with_name(f"{folder.name}-one")
+    with ReplayBuffer(place / "grid", episodes, STEPS_OF_A_SHARD // episodes, LOW) as buffer:
+        for i in range(episodes):
+            buffer.store_episode(**episode(LOW, STEPS_OF_A_SHARD // episodes, np.random.default_rng(i)))
+    publish(place / "grid", f"file://{place}/far")
+    shard = Root.from_json((place / "far" / "root.json").read_bytes(), "").shards["grid"]
+    head = (place / "far" / head_object(shard.head[0])).read_bytes()
+    shutil.rmtree(place)
+    shards: dict[str, Shard] = {}
+    heads: dict[str, int] = {}
+    (folder / head_object("x")).parent.mkdir(parents=True)
+    for first in range(0, count, MERGED):
+        ids = [secrets.token_hex(16) for _ in range(first, min(count, first + MERGED))]
+        each = [head.replace(shard.id.encode(), id.encode()) for id in ids]
+        merged = b"".join(each)
+        key, heads[digest(merged)] = digest(merged), len(merged)
+        (folder / head_object(key)).write_bytes(merged)
+        for i, (id, its) in enumerate(zip(ids, each, strict=True)):
+            at = key, i * len(head), len(head)
+            version = version_of(its, shard.blocks)
+            shards[f"shard-{first + i:05}"] = replace(shard, id=id, version=version, head=at)
+    (folder / "root.json").write_bytes(Root(shards, heads).to_json())
     return folder
 
 

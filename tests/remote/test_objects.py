@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
+import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +183,24 @@ def test_a_child_makes_connections_of_its_own(server: RangeServer, method: str) 
     assert here.recv() == [BYTES[3:9]]
     child.join(20)
     assert store.read_ranges([("sub/b.bin", 3, 9)]) == [BYTES[3:9]]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_leaves_its_parents_connections_alone(server: RangeServer) -> None:
+    """What waits for their bytes is one thing for both: closed by the child, the parent would wait in vain."""
+    store = Objects(server.url, tries=1, timeout=2.0)
+    assert store.read("sub/b.bin", len(BYTES)) == BYTES
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(20)
+            code = store.read_ranges([("sub/b.bin", 3, 9)]) != [BYTES[3:9]]
+            gc.collect()  # the file system of the parent is part of a cycle
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.read("sub/b.bin", len(BYTES)) == BYTES
 
 
 def test_who_stops_reading_leaves_nothing_in_flight(server: RangeServer) -> None:

@@ -1,0 +1,38 @@
+"""Ten thousand shards: what opening a root asks for, and does, that grows with their number. Counted, not timed."""
+
+import pytest
+from range_server import RangeServer
+
+from bench.data import STEPS_OF_A_SHARD, forge_root
+from memmap_buffer import ConcatBuffer
+from memmap_buffer.format.layout import _schema_of
+from memmap_buffer.remote import shards
+from memmap_buffer.remote.layout import MERGED
+
+SHARDS = 2 * MERGED + 10
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return forge_root(tmp_path_factory.mktemp("listed") / "root", SHARDS, episodes=2)
+
+
+def test_a_root_is_opened_by_one_request_for_a_thousand_shards(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "LOOK_SECONDS", 1e9)
+    with RangeServer(root) as server:
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path)
+        assert (len(far.shards), far.num_steps) == (SHARDS, SHARDS * STEPS_OF_A_SHARD)
+        asked = sorted(request.path.partition("/")[0] for request in server.requests)
+        assert asked == ["heads"] * 3 + ["root.json"]
+        again = ConcatBuffer.from_root(server.url, cache=tmp_path)
+        assert again.num_steps == far.num_steps
+        assert [request.path for request in server.requests[4:]] == ["root.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["heads"]  # no folder, so no map, of any shard
+
+
+def test_the_shards_of_a_root_share_their_schema_which_is_parsed_once(root, tmp_path):
+    _schema_of.cache_clear()
+    far = ConcatBuffer.from_root(f"file://{root}", cache=tmp_path)
+    assert _schema_of.cache_info().misses == 1
+    assert {id(storage.layout.schema) for storage in far._folders.storages} == {id(far._folders.schema)}
+    assert len({storage.layout.id for storage in far._folders.storages}) == SHARDS
