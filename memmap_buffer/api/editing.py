@@ -12,6 +12,7 @@ from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance import schema_changes
+from memmap_buffer.maintenance.publisher import Publisher
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema, nest
 from memmap_buffer.writing.commit import WriteHandles
@@ -27,13 +28,14 @@ class Editing:
     _storage: Storage
     _writer: Writer
     _schema_changes = False
+    _publisher: Publisher | None = None  # of what is recorded, by `publish_to`
 
     @property
     def _turn(self) -> Any:
         """To be held, by `with`, by whatever writes."""
         if self._schema_changes and self._storage.schema_replaced:
             self._follow_schema()  # what was interrupted, even where it was about to
-        return self._writer.turn
+        return self._writer.turn if self._publisher is None else self._publisher.turn
 
     def _reopen(self) -> None:
         """Open the folder again, whose schema is another one now."""

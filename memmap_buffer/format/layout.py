@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,11 @@ class ArrayFile:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
+def new_id() -> str:
+    """What names a new buffer."""
+    return secrets.token_hex(ID_BYTES)
+
+
 @dataclass(frozen=True)
 class Layout:
     """What `schema.json` says.
@@ -107,7 +112,7 @@ class Layout:
     column_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
     blobs: Mapping[str, int] = dataclasses.field(default_factory=dict)
     dictionaries: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    id: str = dataclasses.field(default_factory=partial(secrets.token_hex, ID_BYTES))
+    id: str = dataclasses.field(default_factory=new_id)
 
     def __post_init__(self) -> None:
         if not self.column_of:
