@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyE
 from memmap_buffer.format import creation, storage
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import SPARE_SLOTS, Layout
+from memmap_buffer.format.layout import SPARE_SLOTS, Layout, new_id
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import take_free, tell_readers
 from memmap_buffer.format.storage import Storage
@@ -37,7 +39,11 @@ from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.writer import WriteOptions, Writer
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from typing_extensions import Self
+
+    from memmap_buffer.maintenance.publisher import Publisher
 
 
 WITHOUT_A_TIME_LIMIT = 1000  # timesteps of an episode, which goes on in the next one
@@ -88,6 +94,14 @@ class ReplayBuffer(Recording, Readable):
         shard: "auto": `folder` is a root of shards, and this writes to the first of them that nobody writes to, that
             was created with these arguments and has room; else to a new one. `ConcatBuffer.from_root` reads them all.
             The shard is taken as long as this object has the lock, for other objects of the same process, too.
+        publish_to: with shard="auto", the URL of a root in a store. Each shard is published there in a thread, by a
+            name that no other host has, and another one begun, with the episodes that are open; `close` publishes the
+            rest. This object shows the shard that is being recorded. What fails is logged and tried again at the next
+            shard, and by the next recorder of `folder`.
+        publish_every: how many episodes a shard gets, or after how long, as a `timedelta`, it is published; None: as
+            many as it has room for.
+        keep_published: of the shards that are published, how many stay in `folder/published`, the newest; None: all.
+        storage_options: of `publish_to`, for fsspec.
         terminated: the field that is true where an episode ended and nothing follows; None: none of them is. It and
             `truncated` end the episodes of `add`, and stop n-step returns; they are kept in the folder.
         truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
@@ -99,6 +113,8 @@ class ReplayBuffer(Recording, Readable):
         CorruptBufferError: a file is damaged.
         BufferLockedError: another process writes, and this was to create or overwrite.
     """
+
+    _timer: threading.Timer | None = None
 
     def __init__(
         self,
@@ -124,6 +140,10 @@ class ReplayBuffer(Recording, Readable):
         shard: Shard | None = None,
         terminated: str | None = "terminated",
         truncated: str | None = "truncated",
+        publish_to: str | None = None,
+        publish_every: int | timedelta | None = None,
+        keep_published: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)  # type: ignore[arg-type]
         schema = schema.ending_by(terminated, truncated)
@@ -135,11 +155,19 @@ class ReplayBuffer(Recording, Readable):
         how.require_spare(folder, layout.spare_slots)
         if read_only and overwrite:
             raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")
+        publisher = None
+        if publish_to is not None:
+            _require_publishable(layout, how, shard)
+            from memmap_buffer.maintenance.publisher import Publisher
+
+            publisher = Publisher(path_of(folder), publish_to, publish_every, keep_published, storage_options)
+        elif publish_every is not None or keep_published is not None or storage_options is not None:
+            raise SchemaError("publish_every, keep_published and storage_options belong to publish_to; give that, too")
         if shard is None:
             place = Folder(path_of(folder))
             lock = WriterLock(place)
         else:
-            place, lock = _free_shard(folder, layout, shard, overwrite or read_only)
+            place, lock = _free_shard(folder, layout, shard, overwrite or read_only, publisher)
         if not read_only and (overwrite or not place.exists("schema.json")):
             _create(place, lock, layout, overwrite, reserve)
         opened = Storage.open(place, read_only=read_only, verify=verify)
@@ -150,6 +178,10 @@ class ReplayBuffer(Recording, Readable):
             hint = "\nOpen it with from_folder, give the stored values, or pass overwrite=True to replace it."
             raise SchemaMismatchError(text + hint, differences=differences)
         self._setup(opened, lock, how)
+        if publisher is not None:
+            self._publisher = publisher
+            publisher.begin()
+            self._wait_for_time()
 
     @classmethod
     def from_folder(
@@ -280,6 +312,43 @@ class ReplayBuffer(Recording, Readable):
         self._begin(opened, before.lock, how)
         before.detach()
 
+    # Shards that are published as they are full
+
+    def _hand_on(self, *, wait: bool = True) -> None:
+        assert self._publisher is not None
+        with self._turn:
+            before, verify = self._writer, self._storage.verify
+            if self._stream is not None and not self._stream.complete() and wait:
+                return
+            place, lock = _new_shard(self._publisher, self._storage.layout)
+            opened = Storage.open(place, verify=verify)
+            writer = Writer(opened, lock, before.how)
+            writer.begin()
+            before.hand_on(writer)
+            self._settle_errors()  # of all that were published here
+            self._close_priorities()
+            if self._stream is not None:
+                self._stream.go_on_with(writer)
+            self._storage, self._writer = opened, writer
+            self._read_from(Folders([opened]))
+            self._publisher.add(before)
+
+    def _wait_for_time(self) -> None:
+        assert self._publisher is not None
+        if self._publisher.seconds is not None:
+            self._timer = threading.Timer(self._publisher.seconds, _hand_on_in_time, [weakref.ref(self)])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _hand_on_in_time(self) -> None:
+        assert self._publisher is not None
+        with self._turn:
+            if self._writer.holds:
+                if self._writer.num_given:
+                    self._hand_on_soon()
+                self._publisher.begin()  # what failed before, too
+                self._wait_for_time()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
             type(self),
@@ -388,10 +457,17 @@ class ReplayBuffer(Recording, Readable):
         with self._turn:
             self._writer.flush()
             self._settle_errors()
+            if self._publisher is not None:
+                self._publisher.flush()
         super().flush()
 
     def close(self) -> None:
-        """Flush and let go of the lock; twice is fine. Open episodes are dropped, but for those of `add`."""
+        """Flush and let go of the lock; twice is fine. Open episodes are dropped, but for those of `add`.
+
+        Raises:
+            RemoteError: with `publish_to`, shards could not be published; the text names them. They stay where they
+                are, and `close` called again tries again.
+        """
         with self._turn:
             try:
                 if self._writer.holds:
@@ -402,6 +478,10 @@ class ReplayBuffer(Recording, Readable):
                 self._close_priorities()
             finally:
                 self._writer.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -412,11 +492,45 @@ class ReplayBuffer(Recording, Readable):
         self.close()
 
 
-def _free_shard(root: AnyPath, layout: Layout, shard: str, excluded: bool) -> tuple[Folder, WriterLock]:
+def _hand_on_in_time(held: weakref.ref[ReplayBuffer]) -> None:
+    """What the timer calls, which holds no buffer that nobody else does."""
+    buffer = held()
+    if buffer is not None:
+        buffer._hand_on_in_time()
+
+
+def _require_publishable(layout: Layout, how: WriteOptions, shard: str | None) -> None:
+    if shard is None:
+        raise SchemaError("publish_to publishes the shards of a root; give shard='auto', too")
+    if layout.circular:
+        raise SchemaError(
+            "publish_to: got circular=True or a capacity, by which episodes could leave before they are published; "
+            "leave them out: a shard that is full is followed by another"
+        )
+    if how.in_place:
+        raise SchemaError(
+            "publish_to: got publish='step' or stage='disk', expected 'episode' and 'ram': episodes that are open when "
+            "a shard is published go on in the next one"
+        )
+
+
+def _new_shard(publisher: Publisher, layout: Layout) -> tuple[Folder, WriterLock]:
+    place = publisher.new_folder()
+    lock = WriterLock(place)
+    _create(place, lock, replace(layout, id=new_id()), False, False)
+    return place, lock
+
+
+def _free_shard(
+    root: AnyPath, layout: Layout, shard: str, excluded: bool, publisher: Publisher | None
+) -> tuple[Folder, WriterLock]:
     if shard != "auto":
         raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
     if excluded:
         raise SchemaError("shard='auto' adds to the shards that are there; leave out overwrite and read_only")
+    if publisher is not None:
+        place = publisher.new_folder()
+        return place, WriterLock(place)
     return take_free(root, layout)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.validation import positions_of
 from memmap_buffer.writing.writer import Writer
 
+if TYPE_CHECKING:
+    from memmap_buffer.maintenance.publisher import Publisher
+
 Compute: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
@@ -27,13 +30,14 @@ class Editing:
     _storage: Storage
     _writer: Writer
     _schema_changes = False
+    _publisher: Publisher | None = None  # of what is recorded, by `publish_to`
 
     @property
     def _turn(self) -> Any:
         """To be held, by `with`, by whatever writes."""
         if self._schema_changes and self._storage.schema_replaced:
             self._follow_schema()  # what was interrupted, even where it was about to
-        return self._writer.turn
+        return self._writer.turn if self._publisher is None else self._publisher.turn
 
     def _reopen(self) -> None:
         """Open the folder again, whose schema is another one now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
@@ -13,7 +14,7 @@ import numpy as np
 
 from memmap_buffer.api.editing import Editing
 from memmap_buffer.dtypes import FloatArray, check_count, to_numpy
-from memmap_buffer.errors import BufferFullError, EpisodeStateError, SchemaError
+from memmap_buffer.errors import BufferFullError, EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import validation
@@ -21,17 +22,20 @@ from memmap_buffer.writing.episode import Block, Episode, Held
 from memmap_buffer.writing.vector_env import EpisodeGroup, EpisodeStream, Steps
 from memmap_buffer.writing.writer import Writer
 
+log = logging.getLogger("memmap_buffer")
 Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)
 
 
 class Scope(Block, Generic[Opened]):
     """The block of `one_episode` or `batched_episode`; what it opens is what its thread stores to.
 
-    Args: scopes: what each thread stores to. begin: opens it, for the block that is held.
+    Args: scopes: what each thread stores to. begin: opens it, for the block that is held. after: called at its end.
     """
 
-    def __init__(self, scopes: dict[int, Any], begin: Callable[[Held | None], Opened]) -> None:
-        self._scopes, self._begin = scopes, begin
+    def __init__(
+        self, scopes: dict[int, Any], begin: Callable[[Held | None], Opened], after: Callable[[], None]
+    ) -> None:
+        self._scopes, self._begin, self._after = scopes, begin, after
 
     def __enter__(self) -> Opened:  # type: ignore[override]
         super().__enter__()
@@ -45,6 +49,7 @@ class Scope(Block, Generic[Opened]):
             self._opened.leave(kind, error, trace)
         finally:
             self._scopes.pop(self._opened.thread, None)
+        self._after()
 
 
 class GivenErrors:
@@ -119,9 +124,9 @@ class Recording(Editing):
         def begin(held: Held | None) -> Episode:
             self._require_no_scope()
             with self._turn:
-                return self._writer.open(meta, keep_partial=keep_partial, held=held)
+                return self._next_writer().open(meta, keep_partial=keep_partial, held=held)
 
-        return Scope(self._scopes, begin)
+        return Scope(self._scopes, begin, self._hand_on_if_full)
 
     def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
         """An open episode to `store` to, `publish` or `abort`; several may be open at once.
@@ -133,7 +138,7 @@ class Recording(Editing):
             meta: as for `one_episode`.
         """
         with self._turn:
-            episode = self._writer.open(meta, keep_partial=keep_partial)
+            episode = self._next_writer().open(meta, keep_partial=keep_partial)
             try:
                 self._begun = (*map(ref, self._begun_ones()), ref(episode))
                 still = {thread: other for thread, other in self._newest.items() if other.state == "open"}
@@ -155,12 +160,12 @@ class Recording(Editing):
         def begin(held: Held | None) -> EpisodeGroup:
             self._require_no_scope()
             with self._turn:
-                episodes = [self._writer.open({}, held=held) for _ in range(batch_size)]
+                episodes = [self._next_writer().open({}, held=held) for _ in range(batch_size)]
                 group = EpisodeGroup(self._storage.layout.schema, episodes, held)
             group.update(meta_batch)
             return group
 
-        return Scope(self._scopes, begin)
+        return Scope(self._scopes, begin, self._hand_on_if_full)
 
     def store(self, **step: Any) -> Any:
         """Append one timestep to the open episode; see `Episode.store`.
@@ -215,7 +220,7 @@ class Recording(Editing):
             priority = self._priority(priority, arrays)
             columns, meta, finals, length = validation.whole_episode(self._storage.layout.schema, arrays)
             errors = self._errors_given(priority, priority_name, (length,), "(T,)")
-            episode = self._writer.open(meta)
+            episode = self._next_writer().open(meta)
             try:
                 episode.fill(columns, length)
                 episode.finals = finals
@@ -226,6 +231,7 @@ class Recording(Editing):
             if errors is not None:
                 self._errors.add(priority_name, [episode], [np.arange(length)], [errors])
                 self._settle_errors()
+            self._hand_on_if_full()
 
     def advance_episode(self) -> None:
         """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.
@@ -235,6 +241,7 @@ class Recording(Editing):
         episode = self._current()
         if episode.length:
             episode.publish()
+            self._hand_on_if_full()
             with suppress(BufferFullError):  # the next `store` says that no episode is open
                 self.begin_episode()
 
@@ -289,6 +296,7 @@ class Recording(Editing):
     def _extend(self, given: Mapping[str, Any], priority: Any, name: str, *, time: bool) -> None:
         with self._turn:
             if priority is None and not time and self._stream is not None and self._stream.go_on(given):
+                self._hand_on_if_full()
                 return
             given = dict(given)
             priority = self._priority(priority, given)
@@ -309,6 +317,7 @@ class Recording(Editing):
                     self._add_with_errors(
                         self._stream, steps if count == 1 else steps.part(t), errors.reshape(-1, size)[t], name
                     )
+            self._hand_on_if_full()
 
     def _add_with_errors(self, stream: EpisodeStream, step: Steps, errors: FloatArray, name: str) -> None:
         """Append one timestep, and give what was stored of it its priorities."""
@@ -341,7 +350,44 @@ class Recording(Editing):
         self._errors.settle(self._storage.state("next"), self._give_errors)
 
     def _new_stream(self, size: int) -> EpisodeStream:
-        return EpisodeStream(self._writer, size, skips_resets=self._skips_resets)
+        begin = None if self._publisher is None else self._begin_in_stream
+        return EpisodeStream(self._writer, size, skips_resets=self._skips_resets, begin=begin)
+
+    def _begin_in_stream(self) -> Episode:
+        return self._next_writer().open({})
+
+    # The shard, where it is published as it is full
+
+    def _next_writer(self) -> Writer:
+        """The writer for another episode: of the next shard where this one has all that it may have."""
+        publisher = self._publisher
+        if publisher is not None:
+            given, limit = self._writer.num_given, self._storage.layout.max_episodes
+            most = limit if publisher.every is None else publisher.every
+            if given and (given >= most or given + len(self._writer.lock.open_episodes) >= limit):
+                self._hand_on(wait=False)
+        return self._writer
+
+    def _hand_on_if_full(self) -> None:
+        publisher = self._publisher
+        if publisher is not None and publisher.every is not None:
+            with self._turn:
+                if self._writer.holds and self._writer.num_given >= publisher.every:
+                    self._hand_on_soon()
+
+    def _hand_on_soon(self) -> None:
+        """Hand the shard on if it can be now: what was published before is, whatever stands in the way of that."""
+        try:
+            self._hand_on()
+        except (MemmapBufferError, OSError) as error:
+            log.warning("%s: no shard can be begun after it: %s", self._storage.path, error)
+
+    def _hand_on(self, *, wait: bool = True) -> None:
+        """Go on in a new shard with the episodes that are open, and have this one published.
+
+        Args: wait: do so the next time, where the final observation of an episode that was cut is still to come.
+        """
+        raise NotImplementedError
 
     # The open episode
 

@@ -49,7 +49,8 @@ _CODED_KEYS = ("codec", *_SIZES_OF_CODED)  # of a field that is compressed, besi
 BLOBS, DICTIONARY = "/blobs", "/dictionary"  # behind a field's name: the keys of the other files that it has then
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """What names a new buffer."""
     return random_bytes(ID_BYTES).hex()
 
 
@@ -115,7 +116,7 @@ class Layout:
     column_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
     blobs: Mapping[str, int] = dataclasses.field(default_factory=dict)
     dictionaries: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    id: str = dataclasses.field(default_factory=_new_id)
+    id: str = dataclasses.field(default_factory=new_id)
 
     def __post_init__(self) -> None:
         if not self.column_of:

@@ -88,6 +88,12 @@ class WriterLock:
         """Know of an open episode, as long as somebody holds it."""
         self._episodes = (*map(weakref.ref, self.episodes), weakref.ref(episode))
 
+    def hand_on(self, other: WriterLock) -> list[Any]:
+        """Have the lock of another folder know of the open episodes instead; which these are."""
+        episodes = self.episodes
+        other._episodes, self._episodes = (*other._episodes, *map(weakref.ref, episodes)), ()
+        return episodes
+
     @property
     def episodes(self) -> list[Any]:
         """The episodes that did not end."""

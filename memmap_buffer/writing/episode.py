@@ -111,6 +111,7 @@ class Episode(Block):
         held: of the block that it was opened for, see `Block`.
 
     Attributes:
+        writer: who publishes it; another one where its recorder has gone on to another folder.
         length: timesteps stored.
         columns: while it is open, field -> its staged rows, from timestep `base` on.
         finals: the final observation, as stored.
@@ -131,7 +132,7 @@ class Episode(Block):
         keep_partial: bool = False,
         held: Held | None = None,
     ) -> None:
-        self._writer = writer
+        self.writer = writer
         self._schema = writer.schema
         self._shows_steps = writer.how.publish == "step"
         self.staged = not writer.how.in_place
@@ -195,7 +196,7 @@ class Episode(Block):
                 break
         self.length = t + 1
         if self._shows_steps:
-            self._writer.append(self, self.columns, self.base, self.length)
+            self.writer.append(self, self.columns, self.base, self.length)
         return self._made(values)
 
     def extend(self, **steps: Any) -> None:
@@ -256,7 +257,7 @@ class Episode(Block):
         stop = self.length + count
         self._require_within(stop)
         self.ended = next((name for name in self._schema.ends if rows[name].item(count - 1)), "")
-        self._writer.append(self, rows, self.length, stop)
+        self.writer.append(self, rows, self.length, stop)
         self.base = self.length = stop
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
@@ -298,7 +299,7 @@ class Episode(Block):
             OSError: the disk is full, say; the next write adds it if this did not.
         """
         assert self.state == "published" and not self.finals
-        self._writer.complete(self, self._encode_final(observation))
+        self.writer.complete(self, self._encode_final(observation))
 
     def _encode_final(self, observation: Mapping[str, Any]) -> dict[str, Array]:
         names = self._schema.final_names
@@ -349,7 +350,7 @@ class Episode(Block):
         """
         self.require_open()
         if self.length:
-            self._writer.publish(self, cut=cut)
+            self.writer.publish(self, cut=cut)
             self._release()
         else:
             self.abort()
@@ -357,7 +358,7 @@ class Episode(Block):
     def abort(self) -> None:
         """Drop the episode; steps that `publish="step"` had shown are withdrawn."""
         if self.state == "open":
-            self._writer.withdraw(self)
+            self.writer.withdraw(self)
             self._release()
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -382,7 +383,7 @@ class Episode(Block):
         """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
         if self.state == "open":
             self.held = left  # should this be interrupted, too, the writer's next call does it
-            self._writer.settle(self)
+            self.writer.settle(self)
 
     # Within
 
@@ -404,7 +405,7 @@ class Episode(Block):
         raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
 
     def _require_within(self, length: int) -> None:
-        limit = self._writer.max_timesteps
+        limit = self.writer.max_timesteps
         if length > limit:
             raise EpisodeStateError(
                 f"timestep {limit}: the episode is longer than max_timesteps ({limit}); create the buffer with "
@@ -414,14 +415,14 @@ class Episode(Block):
     def _grow(self, needed: int) -> None:
         self._require_within(needed)
         if self._capacity and not self.staged:
-            self._writer.spill(self)
+            self.writer.spill(self)
             _clear(self.columns)
             self.base, self._stop = self.length, self.length + self._capacity
             return
         before, fields = self.columns, self._schema.fields
-        columns = {} if before else self._writer.staging.take(needed)
+        columns = {} if before else self.writer.staging.take(needed)
         if not columns:
-            capacity = min(self._writer.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
+            capacity = min(self.writer.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
             columns = {name: self._new_column(name, capacity) for name in fields}
         for name, rows in before.items():
             if isinstance(rows, np.ndarray):
@@ -451,7 +452,7 @@ class Episode(Block):
         columns, own = self.columns, self._capacity
         self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
         if own:
-            self._writer.staging.keep(columns)  # last, so that it is given back once
+            self.writer.staging.keep(columns)  # last, so that it is given back once
 
     def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
         try:

@@ -5,7 +5,7 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from threading import get_ident
@@ -135,10 +135,19 @@ class EpisodeStream(EpisodeGroup):
         writer: opens and publishes the episodes.
         size: B.
         skips_resets: the step after an episode's end is the environment's reset, and is left out.
+        begin: opens an episode, after it gave the stream another writer if need be; None: the writer does.
     """
 
-    def __init__(self, writer: Writer, size: int, *, skips_resets: bool = False) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        size: int,
+        *,
+        skips_resets: bool = False,
+        begin: Callable[[], Episode] | None = None,
+    ) -> None:
         super().__init__(writer.schema, [])
+        self._begin = begin or self._open
         self._writer, self._size, self._limit, self._skips_resets = writer, size, writer.max_timesteps, skips_resets
         fields = writer.schema.fields
         known = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
@@ -242,11 +251,24 @@ class EpisodeStream(EpisodeGroup):
                 names = self.schema.final_names
                 self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
 
-    def _publish_what_ended(self) -> None:
+    def _open(self) -> Episode:
+        return self._writer.open({})
+
+    def complete(self) -> bool:
+        """Give episodes that were cut their final observations; whether that of all of them was seen."""
         for i, (episode, final) in [*self._cut.items()]:
             if final:
                 episode.complete(**final)
                 del self._cut[i]
+        return not self._cut
+
+    def go_on_with(self, writer: Writer) -> None:
+        """Have another writer open the episodes; of those that it did not get the final observation is not kept."""
+        self._writer, self._round = writer, None
+        self._cut.clear()
+
+    def _publish_what_ended(self) -> None:
+        self.complete()
         for i, episode in enumerate(self.episodes):
             if episode.state == "open" and (episode.ended or episode.length == self._limit):
                 episode.publish(cut=not episode.ended)
@@ -267,10 +289,10 @@ class EpisodeStream(EpisodeGroup):
 
     def _begin_where_needed(self) -> None:
         while len(self.episodes) < self._size:
-            self.episodes.append(self._writer.open({}))
+            self.episodes.append(self._begin())
         for i, episode in enumerate(self.episodes):
             if episode.state != "open":
-                self.episodes[i] = self._writer.open({})
+                self.episodes[i] = self._begin()
 
     def _append(self, steps: Steps, stop: int, recorded: IntArray) -> None:
         """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""

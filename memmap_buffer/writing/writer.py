@@ -295,7 +295,11 @@ class Writer:
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
-        self._change(partial(self._publish, episode, cut))
+        with self.turn:
+            if episode.writer is self:
+                self._change(partial(self._publish, episode, cut))
+            else:  # it was handed on while this thread waited for its turn
+                episode.writer.publish(episode, cut=cut)
 
     def _publish(self, episode: Episode, cut: bool, files: WriteHandles) -> None:
         episode.require_open()
@@ -342,6 +346,9 @@ class Writer:
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
         with self.turn:
+            if episode.writer is not self:
+                episode.writer.withdraw(episode)
+                return
             if not self._settled and self.lock.mine:
                 self.begin()
             slot_writer = self._slot_writers.get(ref(episode))
@@ -352,6 +359,9 @@ class Writer:
     def settle(self, episode: Episode) -> None:
         """End an episode in the middle of its end: published if any of it is shown, else dropped."""
         with self.turn, suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
+            if episode.writer is not self:
+                episode.writer.settle(episode)
+                return
             if ref(episode) in self._slot_writers and self.lock.mine:
                 self._change(partial(self._end, held=ref(episode)))
             self._drop(episode)
@@ -360,6 +370,23 @@ class Writer:
         if episode.state == "open":
             episode.state = "aborted"
         self._slot_writers.pop(ref(episode), None)
+
+    def hand_on(self, other: Writer) -> None:
+        """Have another writer, to a folder of the same fields, publish the episodes that are open and staged here.
+
+        Those that are published are visible when this returns, and no more are.
+        """
+        with self.turn, other.turn:
+            self._change(self._commit_pending)
+            episodes = self.lock.hand_on(other.lock)
+            other.staging = self.staging
+            for episode in episodes:
+                episode.writer = other
+
+    @property
+    def num_given(self) -> int:
+        """The episodes that were published in this folder, those included that wait for others."""
+        return self.storage.state("next") + len(self._pending)
 
     def append(self, episode: Episode, columns: Mapping[str, Array], base: int, stop: int) -> None:
         """Publish the timesteps before `stop` that are not yet. On an error those that are not visible are dropped.

@@ -19,7 +19,7 @@ import pytest
 from fault_injection import in_child, listing
 from kill_writer import CODED, FIELDS, RING, Writers, content, ended_at, exact, following, make, same, staged, steps
 
-from memmap_buffer import NotABufferError, ReplayBuffer, verify
+from memmap_buffer import ConcatBuffer, NotABufferError, ReplayBuffer, verify
 from memmap_buffer.format import syscalls
 
 MODES: dict[str, dict[str, Any]] = {
@@ -115,6 +115,37 @@ def test_compressed_fields_survive_kills_at_random_times(writers, tmp_path):
     """Faults 1 and 8, as above."""
     told = kill_often(writers, tmp_path / "buffer", times=10, seed=3, fields=CODED)
     assert min(told[mode] for mode in MODES) >= 1, told
+
+
+def publish_and_kill(writers: Writers, place: Path, times: int, seed: int) -> None:
+    """Kill a recorder that publishes again and again; then every episode is at the URL once, and none is lost."""
+    url, chance, told = f"file://{place}/url", random.Random(seed), dict[int, int]()
+    for kill in range(times):
+        begin, delay = 10_000 * kill, chance.uniform(0, 0.4) * chance.random()
+        options = {"publish_every": chance.choice([1, 2, 5]), "keep_published": chance.choice([0, 1, None])}
+        job = {"folder": str(place / "root"), "begin": begin, "url": url, **options}
+        told[begin] = len(writers.killed(delay, at_work=True, work="publish", **job)) - 1
+    make(place / "root", circular=False, shard="auto", publish_to=url).close()
+    data = ConcatBuffer.from_root(url, cache=place / "cache")
+    numbers = Counter(int(data.episode(i)["serial"][0]) for i in range(len(data)))
+    assert max(numbers.values()) == 1
+    for begin, count in told.items():  # one more may have been stored, and not be told
+        there = sorted(number for number in numbers if begin <= number < begin + 10_000)
+        assert there == list(range(begin, begin + len(there)))
+        assert len(there) in (count, count + 1)
+    assert all(same(data.episode(i), int(data.episode(i)["serial"][0])) for i in range(len(data)))
+    assert sum(told.values()) > times
+
+
+def test_a_recorder_that_publishes_and_is_killed_loses_no_episode_and_doubles_none(writers, tmp_path):
+    pytest.importorskip("fsspec")
+    publish_and_kill(writers, tmp_path, times=6, seed=4)
+
+
+@pytest.mark.slow
+def test_eighty_kills_of_a_recorder_that_publishes_lose_no_episode_and_double_none(writers, tmp_path):
+    pytest.importorskip("fsspec")
+    publish_and_kill(writers, tmp_path, times=80, seed=5)
 
 
 @pytest.mark.slow

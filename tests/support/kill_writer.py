@@ -219,6 +219,15 @@ def end(buffer: ReplayBuffer, tell: Tell, leave: str) -> None:
         gc.collect()
 
 
+def record_and_publish(folder: Path, tell: Tell, begin: int, url: str, **options: Any) -> None:
+    """Record episode after episode into shards that are published; their numbers go on from `begin`."""
+    buffer = make(folder, circular=False, shard="auto", publish_to=url, **options)
+    tell(None)
+    for number in range(begin, 10**9):
+        buffer.store_episode(**content(number))
+        tell(number)
+
+
 WORK: dict[str, Callable[..., None]] = {
     "whole": whole,
     "stepwise": stepwise,
@@ -232,6 +241,8 @@ def do(job: dict[str, Any], tell: Tell) -> None:
     work, folder, leave = job.pop("work"), Path(job.pop("folder")), job.pop("leave", None)
     if work == "create":
         create(folder, tell, **job)
+    elif work == "publish":
+        record_and_publish(folder, tell, **job)
     else:
         WORK[work](ReplayBuffer.from_folder(folder, **job), tell, *([] if leave is None else [leave]))
 

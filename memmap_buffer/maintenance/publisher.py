@@ -1,0 +1,228 @@
+"""`Publisher`: what recorders leave in a root goes to a store, shard by shard, beside the recording.
+
+A shard is a folder `<host>-<12 hexadecimal digits>-<number>`, named apart from those of every other recorder, as hosts
+that share nothing publish to one root. It is recorded by one process, which holds its lock, and never written to again
+afterwards. So any shard whose lock is free is to be published: by whoever recorded it, by the next recorder of its
+root if that was killed, or by another one that runs there. It goes by its own name and id, so publishing it twice lists
+it once. Then it is moved to `published/`; what stands beside that is what was not published yet.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from memmap_buffer.dtypes import check_count
+from memmap_buffer.errors import BufferLockedError, MemmapBufferError, SchemaError
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.host import host_name
+from memmap_buffer.format.lock import Turn, WriterLock
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import FileLock, process_id
+from memmap_buffer.maintenance.publish import publish
+from memmap_buffer.remote.objects import Objects
+from memmap_buffer.writing.writer import WriteOptions, Writer
+
+PUBLISHED = "published"
+log = logging.getLogger("memmap_buffer")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*-[0-9a-f]{12}-[0-9]{5,}")
+
+
+class Publisher:
+    """Publishes the shards of a root that nobody records any more.
+
+    Args:
+        root: the folder that they are in.
+        url: of the root in the store.
+        every: of so many episodes, or from so much time, is a shard; None: of as many as it has room for.
+        keep: how many of those that are published stay in `published/`, the newest; None: all.
+        storage_options: for the file system of fsspec.
+
+    Attributes:
+        turn: see `Turn.lock`; held by whoever writes to a shard through the recorder, whichever shard that is by now.
+        every: the episodes of a shard, or None.
+        seconds: the time after which another shard is begun, or None.
+
+    Raises:
+        SchemaError: an argument is not what it must be, or nothing can be written by this protocol.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        url: str,
+        every: int | datetime.timedelta | None,
+        keep: int | None,
+        storage_options: Mapping[str, Any] | None,
+    ) -> None:
+        self.every = self.seconds = None
+        if isinstance(every, datetime.timedelta):
+            self.seconds = every.total_seconds()
+            if self.seconds <= 0:
+                raise SchemaError(f"publish_every: got {every!r}, expected more than no time")
+        elif every is not None:
+            check_count("publish_every", every)
+            self.every = every
+        if keep is not None:
+            check_count("keep_published", keep, 0)
+        objects = Objects(url, storage_options)
+        if not objects.writable:
+            raise SchemaError(f"publish_to: nothing can be written to {objects}; give the URL of the store itself")
+        if objects.local is not None and objects.local.resolve().is_relative_to(root.resolve()):
+            raise SchemaError(f"publish_to: {objects} is in the root {root} of the recorder; give a folder elsewhere")
+        self._root, self._url, self._keep, self._storage_options = root, url, keep, storage_options
+        self._where = str(objects)
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", host_name().split(".")[0])[:64].lstrip("-.")
+        self._prefix, self._number = f"{host or 'host'}-{uuid.uuid4().hex[:12]}", 0
+        self._turn = Turn()
+        self._process = process_id()
+        self._finished: list[Writer] = []
+        self._failed: dict[str, Exception] = {}
+        self._ending, self._looking = threading.RLock(), threading.Lock()
+        self._again, self._thread = False, None  # type: bool, threading.Thread | None
+
+    @property
+    def turn(self) -> Any:
+        return self._turn.lock
+
+    def new_folder(self) -> Folder:
+        """Where the next shard goes."""
+        folder = Folder(self._root / f"{self._prefix}-{self._number:05}")
+        self._number += 1
+        return folder
+
+    def add(self, writer: Writer) -> None:
+        """Take a shard that nothing more is recorded to, and publish it in a thread."""
+        self._finished.append(writer)
+        self.begin()
+
+    def begin(self) -> None:
+        """Publish what can be, in a thread; what fails is logged, and tried again the next time."""
+        with self._looking:
+            self._again = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="memmap-buffer publish", daemon=True)
+                self._thread.start()
+
+    def flush(self) -> None:
+        """Have what was recorded to finished shards on the disk."""
+        with self._ending:
+            while self._finished:
+                self._finished[0].close()
+                del self._finished[0]
+
+    def close(self) -> None:
+        """Publish what is left, and return when it is.
+
+        Raises: RemoteError: the store failed; which shards are not published. Another error of a shard likewise.
+        """
+        if self._process != process_id():
+            return
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._publish_all()
+        if self._failed:
+            raise _told(self._failed, self._root, self._where)
+
+    def _work(self) -> None:
+        while True:
+            with self._looking:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
+            try:
+                self._publish_all()
+            except Exception:
+                log.exception("%s: publishing to %s failed; it is tried again", self._root, self._where)
+
+    def _publish_all(self) -> None:
+        try:
+            self.flush()
+        except (MemmapBufferError, OSError) as error:  # it is as a killed recorder leaves it
+            log.warning("%s; it is published as it is", error)
+            self._finished.pop(0)
+        failed: dict[str, Exception] = {}
+        for path in shards_in(self._root):
+            try:
+                self._publish(path)
+            except (MemmapBufferError, OSError, ImportError) as error:
+                log.warning("%s is not published to %s yet: %s", path, self._where, error)
+                failed[path.name] = error
+        self._failed = failed
+
+    def _publish(self, path: Path) -> None:
+        """Publish a shard, unless somebody records it or publishes it at this moment."""
+        lock = _taken(path)
+        if lock is None:
+            return
+        try:
+            num_episodes = len(Storage.open(path, read_only=True).refresh())
+            if num_episodes and (left_out := publish(path, self._url, storage_options=self._storage_options)):
+                log.warning("%s: published without the damaged episodes %s", path, left_out)
+            (self._root / PUBLISHED).mkdir(exist_ok=True)
+            path.rename(self._root / PUBLISHED / path.name)
+        finally:
+            lock.release()
+        if not num_episodes:
+            _remove(self._root / PUBLISHED / path.name)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove those that are published beyond the newest ones."""
+        if self._keep is None:
+            return
+        found = {path: Folder(path).marks("schema.json") for path in (self._root / PUBLISHED).iterdir()}
+        made = sorted((time, path) for path, (_, time, _) in found.items() if _NAME.fullmatch(path.name))
+        cut = [path for time, path in made if time < 0]  # by a kill in the middle of this
+        whole = [path for time, path in made if time >= 0]
+        for path in [*cut, *whole[: max(0, len(whole) - self._keep)]]:
+            _remove(path)
+
+
+def shards_in(root: Path) -> list[Path]:
+    """The shards in a root, or in its `published/`, that a publisher named; by recorder and in their order."""
+    return sorted(path.parent for path in root.glob("*/schema.json") if _NAME.fullmatch(path.parent.name))
+
+
+def _taken(path: Path) -> FileLock | None:
+    """The lock of a shard, an update that a kill interrupted done; None where another has it, or has moved it."""
+    with suppress(BufferLockedError, FileNotFoundError):
+        if Folder(path).exists(".redo"):
+            writer = Writer(Storage.open(path), WriterLock(Folder(path)), WriteOptions())
+            try:
+                writer.begin()
+            finally:
+                writer.close()
+        lock = Folder(path).lock()
+        if Folder(path).exists("schema.json"):
+            return lock
+        lock.release()
+    return None
+
+
+def _remove(path: Path) -> None:
+    (path / "schema.json").unlink(missing_ok=True)  # first, so that what a kill leaves is no buffer
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _told(failed: Mapping[str, Exception], root: Path, where: str) -> Exception:
+    """The error that says which shards are not published."""
+    first = next(iter(failed.values()))
+    names = ", ".join([*failed][:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+    text = (
+        f"{root}: {len(failed)} shards are not published to {where} yet: {names}; they are whole there, and the next "
+        f"recorder of that root, or `memmap-buffer publish`, sends them. The first failed by: {first}"
+    )
+    if not isinstance(first, MemmapBufferError):
+        return MemmapBufferError(text)
+    return type(first)(text, **first.named)

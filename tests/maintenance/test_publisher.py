@@ -1,0 +1,434 @@
+"""`publish_to`: what a recorder leaves behind is at the URL, each episode once, whoever dies and whatever fails."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fault_injection import in_child
+
+from memmap_buffer import (
+    BufferFullError,
+    ConcatBuffer,
+    Field,
+    MemmapBufferError,
+    RemoteError,
+    ReplayBuffer,
+    SchemaError,
+    verify,
+)
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.maintenance import publisher
+from memmap_buffer.maintenance.publish import publish
+from memmap_buffer.maintenance.publisher import PUBLISHED, shards_in
+from memmap_buffer.maintenance.pull import shards_at
+from memmap_buffer.remote.objects import Objects
+
+pytest.importorskip("fsspec")
+SIZES: dict[str, Any] = {"max_episodes": 20, "max_timesteps": 8}
+FIELDS = {"number": "int", "x": Field("float32", 2, final=True), "terminated": ("bool", (), False)}
+
+
+def recorder(place: Path, **options: Any) -> ReplayBuffer:
+    given = {**SIZES, "fields": FIELDS, "shard": "auto", "publish_to": f"file://{place}/url", **options}
+    return ReplayBuffer(place / "root", **given)
+
+
+def columns(number: int) -> dict[str, Any]:
+    rng = np.random.default_rng(number)
+    length = 1 + number % 8
+    return {"number": np.full(length, number), "x": rng.random((length + 1, 2), np.float32)}
+
+
+def record(buffer: ReplayBuffer, numbers: range) -> None:
+    for number in numbers:
+        buffer.store_episode(**columns(number))
+
+
+def published(place: Path) -> list[int]:
+    """The numbers of the episodes at the URL, each as it was recorded."""
+    data = ConcatBuffer.from_root(f"file://{place}/url", cache=place / "cache")
+    found = [data.episode(i) for i in range(len(data))]
+    for episode in found:
+        wanted = columns(int(episode["number"][0]))
+        assert all(np.array_equal(episode[name], rows) for name, rows in wanted.items())
+    return [int(episode["number"][0]) for episode in found]
+
+
+def sizes(place: Path) -> list[int]:
+    return [shard.episodes for shard in shards_at(f"file://{place}/url").values()]
+
+
+def left(place: Path) -> list[Path]:
+    return shards_in(place / "root")
+
+
+def kept(place: Path) -> list[Path]:
+    return shards_in(place / "root" / PUBLISHED)
+
+
+def wait_for(publisher: Any) -> None:
+    """Until its thread has done what there was."""
+    thread = publisher._thread
+    if thread is not None:
+        thread.join()
+
+
+class Offline:
+    """A store that fails as long as this lasts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch, self.asked = monkeypatch, 0
+
+    def __enter__(self) -> Offline:
+        def failing(objects: Objects, path: str, *_: Any) -> None:
+            self.asked += 1
+            url = objects.name_of(path)
+            raise RemoteError(f"{url}: gone", url=url, asked="write", came="gone", tries=1, missing=False)
+
+        self._context = self._patch.context()
+        self._context.__enter__().setattr(Objects, "write", failing)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+def test_every_n_episodes_are_a_shard_and_the_rest_is_published_at_the_end(tmp_path: Path) -> None:
+    with recorder(tmp_path, publish_every=4) as buffer:
+        record(buffer, range(10))
+        assert len(buffer) == 2  # it shows the shard that is being recorded
+    assert published(tmp_path) == list(range(10))
+    assert sizes(tmp_path) == [4, 4, 2]
+    assert left(tmp_path) == []
+    assert [verify(path) for path in kept(tmp_path)] == [[], [], []]
+    names = [*shards_at(f"file://{tmp_path}/url")]
+    assert names == [path.name for path in kept(tmp_path)]
+    assert len({name.rpartition("-")[0] for name in names}) == 1
+
+
+def test_recorders_that_share_nothing_name_their_shards_apart(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/url"
+    for host in range(2):
+        with recorder(tmp_path / str(host), publish_to=url, publish_every=2) as buffer:
+            record(buffer, range(3 * host, 3 * host + 3))
+    assert sorted(published(tmp_path)) == list(range(6))
+    assert len(shards_at(url)) == 4
+
+
+def test_two_recorders_of_one_root_leave_each_others_shard_alone(tmp_path: Path) -> None:
+    with recorder(tmp_path, publish_every=2) as one, recorder(tmp_path, publish_every=2) as two:
+        for number in range(8):
+            record((one, two)[number % 2], range(number, number + 1))
+    assert sorted(published(tmp_path)) == list(range(8))
+    assert sizes(tmp_path) == [2] * 4
+
+
+def test_a_shard_is_published_beside_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An episode is recorded while a shard is being sent, which waits for it."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*given: Any, **options: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(60)
+        return publish(*given, **options)
+
+    monkeypatch.setattr(publisher, "publish", slow)
+    with recorder(tmp_path, publish_every=2) as buffer:
+        record(buffer, range(2))
+        assert begun.wait(60)
+        record(buffer, range(2, 7))
+        assert not (tmp_path / "url" / "root.json").exists()
+        go_on.set()
+    assert sorted(published(tmp_path)) == list(range(7))
+
+
+def test_after_some_time_what_is_finished_is_published_and_open_episodes_go_on(tmp_path: Path) -> None:
+    with recorder(tmp_path, publish_every=datetime.timedelta(seconds=0.05)) as buffer:
+        begun = buffer.begin_episode()
+        begun.store(number=1, x=columns(1)["x"][0])
+        first = buffer.folder
+        record(buffer, range(3))
+        while buffer.folder == first:
+            os.sched_yield()
+        while not (tmp_path / "url" / "root.json").exists():
+            os.sched_yield()
+        assert sizes(tmp_path)[0] <= 3
+        begun.store(number=1, x=columns(1)["x"][1])
+        begun.final(x=columns(1)["x"][2])
+        begun.publish()
+    assert sorted(published(tmp_path)) == [0, 1, 1, 2]
+
+
+def test_open_episodes_go_on_in_the_next_shard(tmp_path: Path) -> None:
+    """By a handle, in a block, in a batch, dropped, and by a thread that waits for its turn."""
+    with recorder(tmp_path, publish_every=2) as buffer:
+        handle, dropped = buffer.begin_episode(), buffer.begin_episode()
+        rows = columns(3)
+        for t in range(2):
+            handle.store(number=3, x=rows["x"][t])
+            dropped.store(number=3, x=rows["x"][t])
+        first = buffer.folder
+        record(buffer, range(2))
+        assert buffer.folder != first
+        for t in range(2, 4):
+            handle.store(number=3, x=rows["x"][t])
+        handle.final(x=rows["x"][4])
+        turn = buffer._writer.turn
+        with turn:  # a publication waits while the shard is handed on
+            thread = threading.Thread(target=handle.publish)
+            thread.start()
+            buffer._hand_on()
+        thread.join()
+        assert handle.state == "published"
+        dropped.abort()
+        with buffer.batched_episode(2) as group:
+            group.store(number=[8, 8], x=np.zeros((2, 2)))
+            record(buffer, range(4, 7))
+            group.episodes[0].abort()
+            group.episodes[1].abort()
+    assert sorted(published(tmp_path)) == [0, 1, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("every", [3, 7])
+def test_environments_that_run_on_lose_no_step_and_no_final_observation(tmp_path: Path, every: int) -> None:
+    """Episodes that end, and those that are cut as they are too long, whose final observation comes a step later."""
+    chance, steps, alone = np.random.default_rng(0), 24, tmp_path / "alone"
+    with (
+        recorder(tmp_path, publish_every=every) as buffer,
+        ReplayBuffer(alone, 200, 8, FIELDS) as plain,
+    ):
+        for t in range(steps):
+            step: dict[str, Any] = {
+                "number": np.arange(3) * 1000 + t,
+                "x": np.stack([np.full(2, env * 1000 + t, np.float32) for env in range(3)]),
+                "terminated": chance.random(3) < 0.1,
+            }
+            buffer.add(**step)
+            plain.add(**step)
+        plain.end_episodes()
+        expected = [plain.episode(i) for i in range(len(plain))]
+    data = ConcatBuffer.from_root(f"file://{tmp_path}/url", cache=tmp_path / "cache")
+    got = {int(episode["number"][0]): episode for episode in (data.episode(i) for i in range(len(data)))}
+    assert len(got) == len(data) == len(expected)
+    for episode in expected:
+        for name, rows in episode.items():
+            np.testing.assert_array_equal(got[int(episode["number"][0])][name], rows, err_msg=name)
+    assert max(sizes(tmp_path)) < every + 3
+
+
+def test_a_shard_that_has_no_room_is_followed_by_another(tmp_path: Path) -> None:
+    with recorder(tmp_path, max_episodes=3) as buffer:
+        record(buffer, range(8))
+        episodes = [buffer.begin_episode() for _ in range(3)]
+        with pytest.raises(BufferFullError, match="3"):
+            buffer.begin_episode()
+        del episodes
+    assert published(tmp_path) == list(range(8))
+    assert max(sizes(tmp_path)) == 3
+
+
+def test_errors_of_steps_are_given_to_the_shard_that_they_are_in(tmp_path: Path) -> None:
+    with recorder(tmp_path, publish_every=2) as buffer:
+        for number in range(5):
+            buffer.store_episode(**columns(number), priority=np.full(1 + number % 8, number + 1.0))
+        given = buffer.priorities(np.array([[0, 0]]))
+        assert len(buffer) == 1
+        buffer.update_priorities(np.array([[0, 0]]), np.array([5.0]))
+        assert buffer.priorities(np.array([[0, 0]])) == given
+
+
+# A store that fails
+
+
+def test_a_store_that_fails_is_told_at_the_end_and_what_it_lacks_is_sent_by_the_next_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = recorder(tmp_path, publish_every=2)
+    with Offline(monkeypatch):
+        record(buffer, range(5))
+        with pytest.raises(
+            RemoteError, match=r"3 shards are not published to file.*; they are whole there.*gone"
+        ) as told:
+            buffer.close()
+    assert all(path.name in str(told.value) for path in left(tmp_path))
+    assert len(left(tmp_path)) == 3
+    assert [record.levelno for record in caplog.records if "is not published to" in record.message][:1] == [
+        logging.WARNING
+    ]
+    with recorder(tmp_path, publish_every=2) as buffer:
+        record(buffer, range(5, 6))
+    assert sorted(published(tmp_path)) == list(range(6))
+    assert left(tmp_path) == []
+
+
+def test_what_failed_is_tried_again_with_the_next_shard_and_by_closing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = recorder(tmp_path, publish_every=2)
+    with Offline(monkeypatch) as store:
+        record(buffer, range(2))
+        wait_for(buffer._publisher)
+        assert store.asked
+    record(buffer, range(2, 4))
+    wait_for(buffer._publisher)
+    assert sorted(published(tmp_path)) == list(range(4))
+    record(buffer, range(4, 5))
+    with Offline(monkeypatch), pytest.raises(RemoteError, match="1 shards are not published"):
+        buffer.close()
+    buffer.close()
+    buffer.close()
+    assert sorted(published(tmp_path)) == list(range(5))
+
+
+def test_an_error_of_another_kind_stops_no_rollout_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> list[int]:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher, "publish", full)
+        buffer = recorder(tmp_path, publish_every=1)
+        record(buffer, range(3))
+        with pytest.raises(MemmapBufferError, match=r"3 shards are not published .* No space left"):
+            buffer.close()
+    with recorder(tmp_path):
+        pass
+    assert sorted(published(tmp_path)) == list(range(3))
+
+
+# What stays on the disk
+
+
+@pytest.mark.parametrize("keep", [0, 1, None])
+def test_so_many_published_shards_are_kept_and_no_others(tmp_path: Path, keep: int | None) -> None:
+    for life in range(2):
+        with recorder(tmp_path, publish_every=2, keep_published=keep) as buffer:
+            record(buffer, range(4 * life, 4 * life + 4))
+            wait_for(buffer._publisher)
+            assert len(kept(tmp_path)) == (2 * life + 2 if keep is None else keep)
+    newest = [int(ReplayBuffer.from_folder(path).episode(0)["number"][0]) for path in kept(tmp_path)]
+    assert sorted(newest) == [0, 2, 4, 6][4 - len(newest) :]
+    assert sorted(published(tmp_path)) == list(range(8))
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [PUBLISHED]
+
+
+def test_a_shard_without_episodes_is_removed_and_other_folders_are_not_touched(tmp_path: Path) -> None:
+    ReplayBuffer(tmp_path / "root" / "shard-00000", **SIZES, fields=FIELDS).close()
+    (tmp_path / "root" / "vm-0123456789ab-00000").mkdir()  # another recorder makes one
+    recorder(tmp_path).close()
+    assert not (tmp_path / "url").exists()
+    names = sorted(path.name for path in (tmp_path / "root").iterdir())
+    assert names == [PUBLISHED, "shard-00000", "vm-0123456789ab-00000"]
+    assert kept(tmp_path) == []
+
+
+def test_a_damaged_episode_is_left_out_and_the_log_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    buffer = recorder(tmp_path)
+    record(buffer, range(3))
+    data = buffer.folder / "data" / "number.npy"
+    buffer._writer.close()
+    with data.open("r+b") as file:
+        file.seek(-8 * 8 * 20, 2)
+        file.write(b"\xff" * 8)
+    buffer.close()
+    assert published(tmp_path) == [0, 2]
+    assert "published without the damaged episodes [1]" in caplog.text
+
+
+# Kills
+
+
+class Killed(BaseException):
+    """Where a process dies."""
+
+
+EVENTS: list[tuple[Any, str]] = [
+    (Objects, "write"),
+    (Folder, "create_array"),
+    (Path, "rename"),
+    (Path, "unlink"),
+    (shutil, "rmtree"),
+]
+
+
+def die_at(fatal: int) -> None:
+    """End this process before one of the events."""
+    left = itertools.count(-fatal)
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any, **options: Any) -> Any:
+            if next(left) == 0:
+                os._exit(9)
+            return call(*given, **options)
+
+        return counted
+
+    for owner, name in EVENTS:
+        setattr(owner, name, dying(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 17])
+def test_a_recorder_that_dies_at_any_event_has_lost_no_episode_and_doubles_none(tmp_path: Path, step: int) -> None:
+    for fatal in itertools.count(0, step):
+        place = tmp_path / str(fatal)
+
+        def life(tell: Callable[[Any], None], place: Path = place, fatal: int = fatal) -> None:
+            die_at(fatal)
+            with recorder(place, publish_every=2, keep_published=1) as buffer:
+                for number in range(5):
+                    record(buffer, range(number, number + 1))
+                    tell(number)
+
+        child = in_child(life)
+        with recorder(place, publish_every=2, keep_published=1):
+            pass
+        there = sorted(published(place)) if (place / "url" / "root.json").exists() else []
+        assert there == list(range(len(there)))  # each once
+        assert len(there) >= len(child.told)
+        assert left(place) == []
+        assert len(kept(place)) <= 1
+        if child.status == 0:
+            break
+    assert fatal > 30
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"shard": None}, "publish_to publishes the shards of a root; give shard='auto'"),
+        ({"circular": True}, "by which episodes could leave before they are published"),
+        ({"capacity": 100, "max_episodes": None}, "got circular=True or a capacity"),
+        ({"publish": "step"}, "got publish='step' or stage='disk'"),
+        ({"stage": "disk"}, "got publish='step' or stage='disk'"),
+        ({"publish_every": 0}, "publish_every: got 0, expected"),
+        ({"publish_every": 1.5}, "publish_every: got 1.5, expected"),
+        ({"publish_every": datetime.timedelta(0)}, "publish_every: got .*, expected more than no time"),
+        ({"keep_published": -1}, "keep_published: got -1, expected"),
+        ({"publish_to": None, "publish_every": 3}, "belong to publish_to; give that, too"),
+        ({"read_only": True}, "leave out overwrite and read_only"),
+    ],
+)
+def test_what_cannot_be_published_is_refused_at_once(tmp_path: Path, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(SchemaError, match=error):
+        recorder(tmp_path, **options)
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_store_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(SchemaError, match=r"nothing can be written to http://host/root; give the URL of the store"):
+        recorder(tmp_path, publish_to="http://user:secret@host/root")
+    with pytest.raises(SchemaError, match=r"is in the root .* of the recorder; give a folder elsewhere"):
+        recorder(tmp_path, publish_to=f"file://{tmp_path}/root/url")
