@@ -1,6 +1,8 @@
 """The programs of examples/ run on a small budget, with warnings as errors, and keep their promises."""
 
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,14 +17,14 @@ from memmap_buffer import ReplayBuffer, Zstd
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def run(program, folder, *arguments):
+def run(program, folder, *arguments, timeout=120):
     """Run an example as a user does; its exit status and what it printed."""
     command = [sys.executable, "-W", "error", EXAMPLES / f"{program}.py", "--folder", folder, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def run_well(program, folder, *arguments):
-    done = run(program, folder, *arguments)
+def run_well(program, folder, *arguments, timeout=120):
+    done = run(program, folder, *arguments, timeout=timeout)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -176,3 +178,23 @@ def test_two_processes_learn_as_one_does_from_the_same_global_batches(recording)
     assert len(one) == len(two) == 40
     np.testing.assert_allclose(two, one, rtol=1e-4)
     assert two[-1] < two[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["s3", "file"])
+def test_a_lab_that_shares_no_disk_sees_every_episode_once_an_epoch_whatever_is_killed(tmp_path, monkeypatch, store):
+    """The example checks each epoch itself; here that it came so far, and what it kept on its disks."""
+    if store == "file":
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['moto'] = None\n")
+    elif not all(importlib.util.find_spec(name) for name in ("moto", "flask", "s3fs")):
+        pytest.skip("moto and s3fs are not installed: pip install 'memmap-buffer[test]'")
+    printed = run_well("lab", tmp_path, "--episodes", 40, timeout=400)
+    assert "store: a shared folder" in printed if store == "file" else "the store stopped for 10 s" in printed
+    assert re.search(r"recorder 1 is killed with \d+ shards that are not published, and started again", printed)
+    assert "rank 1 is killed after" in printed
+    assert re.search(r"12[01] published in \d+ shards", printed)
+    assert re.search(r"\d+ epochs, of .*12[01] episodes: every published episode was seen once an epoch", printed)
+    shards = [[*path.glob("shards/*/schema.json")] for path in tmp_path.glob("lab-*/host-*")]
+    assert shards == [[]] * 3
+    assert [len([*path.iterdir()]) for path in tmp_path.glob("lab-*/host-*/shards/published")] == [1] * 3

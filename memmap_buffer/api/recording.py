@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -350,11 +351,8 @@ class Recording(Editing):
         self._errors.settle(self._storage.state("next"), self._give_errors)
 
     def _new_stream(self, size: int) -> EpisodeStream:
-        begin = None if self._publisher is None else self._begin_in_stream
+        begin = None if self._publisher is None else partial(_begin_in_stream, ref(self))
         return EpisodeStream(self._writer, size, skips_resets=self._skips_resets, begin=begin)
-
-    def _begin_in_stream(self) -> Episode:
-        return self._next_writer().open({})
 
     # The shard, where it is published as it is full
 
@@ -433,6 +431,13 @@ class Recording(Editing):
         if not isinstance(mine, EpisodeGroup):
             raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
         return mine
+
+
+def _begin_in_stream(held: ref[Recording]) -> Episode:
+    """An episode of the buffer that holds the stream, which does not hold it."""
+    buffer = held()
+    assert buffer is not None
+    return buffer._next_writer().open({})
 
 
 def _errors_of(given: Any, shape: tuple[int, ...], axes: str) -> FloatArray:

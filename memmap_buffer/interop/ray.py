@@ -2,7 +2,8 @@
 
 Ray schedules, restarts and carries; this file only reads and writes folders. A root is a folder of buffers of equal
 fields, one for each writer: `root/shard-00000`, `root/shard-00001`, … Tasks and actors that read or write one run on
-the node of the caller, where the folder is, unless `shared` says that all nodes see it.
+the node of the caller, where the folder is, unless `shared` says that all nodes see it. Nodes that share nothing record
+on disks of their own, publish to the URL of a root, and read that.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.errors import BufferFullError, BufferLockedError, SchemaError
+from memmap_buffer.errors import BufferFullError, BufferLockedError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import VIEW_OPTIONS, as_episode, columns_of, flatten
 from memmap_buffer.interop.episodes import import_episodes
-from memmap_buffer.paths import AnyPath, path_of
+from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.windows import Trajectory
 
@@ -51,8 +52,15 @@ def shard_folder(root: AnyPath, number: int) -> Path:
 # Reading
 
 
-def open_root(root: AnyPath) -> ConcatBuffer:
-    """The buffers of a root, or one buffer, to be read as one."""
+def open_root(root: AnyPath, **how: Any) -> ConcatBuffer:
+    """The buffers of a root, or one buffer, to be read as one; of a URL `how` is as for `ConcatBuffer.from_root`."""
+    if is_url(root):
+        try:
+            return ConcatBuffer.from_root(root, **how)
+        except NotABufferError:  # a root has a list of shards, a folder that was published has none
+            return ConcatBuffer([ReplayBuffer.from_folder(root, **how)])
+    if how:
+        raise SchemaError(f"{root}: got {', '.join(how)}, which belong to a URL; leave them out")
     whole = path_of(root).absolute()
     return ConcatBuffer([whole]) if (whole / "schema.json").exists() else ConcatBuffer.from_root(whole)
 
@@ -64,6 +72,9 @@ def read_ray(
     concurrency: int | None = None,
     ray_remote_args: Mapping[str, Any] | None = None,
     shared: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: AnyPath | None = None,
+    cache_bytes: int | None = None,
     **options: Any,
 ) -> ray.data.Dataset:
     """A Ray dataset of the items that a view shows now, one a row, read in parallel.
@@ -72,11 +83,14 @@ def read_ray(
     a row is a whole episode: fields (T, *field), those with `final` (T + 1, *field) if it has its final observation.
 
     Args:
-        root: a folder of buffers, or one buffer.
+        root: a folder of buffers, or one buffer; or the URL that they were published to, which any node reads.
         override_num_blocks: as for `ray.data.read_datasource`.
         concurrency: as for `ray.data.read_datasource`.
         ray_remote_args: as for `ray.data.read_datasource`.
-        shared: whether every node sees the root; else the tasks run on this one.
+        shared: whether every node sees the folder; else the tasks run on this one, whichever node consumes the rows.
+        storage_options: of a URL, as for `ConcatBuffer.from_root`.
+        cache: of a URL, likewise; a path on each node.
+        cache_bytes: of a URL, likewise.
         options: those of `Options`, such as fields, filter_meta, split, part, n_steps. Episodes that are overwritten
             before they were read raise, unless on_stale="redraw". `return_indices` adds the columns `_source`,
             `_serial` and, but for whole episodes, `_t`: numbers, by which Ray can group and sort.
@@ -90,8 +104,10 @@ def read_ray(
         names = options.pop("fields", None)
         names = (names,) if isinstance(names, str) else names and tuple(names)
         options |= {"view": Trajectory(names, final_observation=True)}
+    given = {"storage_options": storage_options, "cache": cache, "cache_bytes": cache_bytes}
+    buffer = open_root(root, **{name: value for name, value in given.items() if value is not None})
     return ray.data.read_datasource(
-        _Items(open_root(root), {"on_stale": "raise"} | options, shared),
+        _Items(buffer, {"on_stale": "raise"} | options, shared or is_url(root)),
         override_num_blocks=override_num_blocks,
         concurrency=concurrency,
         ray_remote_args=dict(ray_remote_args or {}),
@@ -99,12 +115,16 @@ def read_ray(
 
 
 class _Items(Datasource):  # type: ignore[misc]
-    """The items of a dataset, cut into tasks. A task gets the dataset, pickled as paths and the present index."""
+    """The items of a dataset, cut into tasks. A task gets the dataset, pickled as paths and the present index.
+
+    Only the tasks open it, as whoever asks for them may run on a node without these folders.
+    """
 
     def __init__(self, buffer: ConcatBuffer, options: Mapping[str, Any], shared: bool) -> None:
         super().__init__()
         self._shared = shared
-        self._dataset = buffer.dataset(**options)
+        dataset = buffer.dataset(**options)
+        self._dataset, self._count = ray.put(dataset), len(dataset)
         self._row_bytes = _row_bytes(buffer, options)
         renamed = options.get("fieldname_map") or {}
         view = options.get("view")
@@ -115,20 +135,19 @@ class _Items(Datasource):  # type: ignore[misc]
         self._columns_of = partial(columns_of, finals=finals, **keys)
 
     def estimate_inmemory_data_size(self) -> int:
-        return self._row_bytes * len(self._dataset)
+        return self._row_bytes * self._count
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[Any]:
         """Tasks of neighbouring items, so of few folders each."""
-        count = len(self._dataset)
-        bounds = np.linspace(0, count, min(max(parallelism, 1), count) + 1).astype(int).tolist()
-        shared, most = ray.put(self._dataset), max(1, MAX_BLOCK // self._row_bytes)
+        bounds = np.linspace(0, self._count, min(max(parallelism, 1), self._count) + 1).astype(int).tolist()
+        most = max(1, MAX_BLOCK // self._row_bytes)
         tasks = []
         for start, stop in pairwise(bounds):
             size = self._row_bytes * (stop - start)
             about = BlockMetadata(num_rows=stop - start, size_bytes=size, input_files=None, exec_stats=None)
-            read = partial(_read, shared, range(start, stop), most, self._columns_of)
+            read = partial(_read, self._dataset, range(start, stop), most, self._columns_of)
             tasks.append(ReadTask(read, about, per_task_row_limit=per_task_row_limit))
         return tasks
 
@@ -148,8 +167,8 @@ def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:
     return max(1, total)
 
 
-def _read(shared: Any, items: range, most: int, columns: Callable[[Any], Any]) -> Iterator[Any]:
-    dataset = ray.get(shared)
+def _read(dataset: Any, items: range, most: int, columns: Callable[[Any], Any]) -> Iterator[Any]:
+    dataset = ray.get(dataset)
     for start in range(0, len(items), most):
         batch = dataset.__getitems__(items[start : start + most]).data
         table = columns(flatten(batch))
@@ -257,10 +276,12 @@ class Recorder:
         max_timesteps: as for `ReplayBuffer`.
         fields: as for `ReplayBuffer`.
         meta_fields: as for `ReplayBuffer`; `episode_id`, "U32", is added.
-        options: of `ReplayBuffer`; with `durability="power"` the answer comes when the episodes are on the disk.
+        options: of `ReplayBuffer`; with `durability="power"` the answer comes when the episodes are on the disk. With
+            `publish_to` `folder` is a root of this recorder's shards, by which it recognises episodes, so at least one
+            that is published must stay (`keep_published`).
 
     Raises:
-        SchemaError: as `ReplayBuffer`.
+        SchemaError: as `ReplayBuffer`; or no published shard is to stay.
         BufferLockedError: another process has held the folder's lock for a minute.
     """
 
@@ -275,13 +296,20 @@ class Recorder:
     ) -> None:
         given = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
         schema = given.with_fields(given.fields, {ID: Field("U32"), **given.meta_fields})
-        self._buffer = _opened_for_writing(
-            partial(ReplayBuffer, folder, max_episodes, max_timesteps, schema, **options)
-        )
+        make = partial(ReplayBuffer, folder, max_episodes, max_timesteps, schema, **options)
         self._synced = options.get("durability") == "power"
-        count = len(self._buffer)
-        newest = range(max(0, count - MAX_KNOWN), count)
-        self._known = OrderedDict.fromkeys(self._buffer.episodes(newest, fields=())[ID].tolist() if count else ())
+        if options.get("publish_to") is None:
+            self._buffer = _opened_for_writing(make)
+            known = _ids_of(self._buffer)
+        else:
+            if options.get("keep_published") == 0:
+                raise SchemaError(
+                    "keep_published: got 0, expected 1 or more: by the shards on its disk the recorder recognises "
+                    "episodes that are sent again"
+                )
+            known = _ids_of_shards(path_of(folder))
+            self._buffer = make(shard="auto")
+        self._known = OrderedDict.fromkeys(known)
 
     def record(self, *episodes: Mapping[str, Any]) -> int:
         """Publish whole episodes, and return when all of them are published.
@@ -319,6 +347,34 @@ class Recorder:
         """The folder, which exists when this returns."""
         return self._buffer.folder
 
+    def close(self) -> None:
+        """Publish what is left, where it publishes; nothing can be recorded afterwards. Raises as `ReplayBuffer`."""
+        self._buffer.close()
+
+
+def _ids_of(buffer: ReplayBuffer) -> list[str]:
+    """The ids of the newest episodes, the newest last."""
+    count = len(buffer)
+    newest = range(max(0, count - MAX_KNOWN), count)
+    ids: list[str] = buffer.episodes(newest, fields=())[ID].tolist() if count else []
+    return ids
+
+
+def _ids_of_shards(root: Path) -> list[str]:
+    """The same of the shards of a recorder that publishes, once its predecessor writes to none of them any more."""
+    done: set[Path] = set()
+    while waiting := {path.parent for path in root.glob("*/schema.json")} - done:
+        for path in waiting:
+            with suppress(NotABufferError):  # it was published meanwhile
+                _opened_for_writing(partial(ReplayBuffer.from_folder, path)).close()
+        done |= waiting
+    found = [path for place in (root, root / "published") for path in place.glob("*/schema.json")]
+    ids: list[str] = []
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        if len(ids) < MAX_KNOWN:
+            ids = _ids_of(ReplayBuffer.from_folder(path.parent, read_only=True)) + ids
+    return ids[-MAX_KNOWN:]
+
 
 def _opened_for_writing(make: Callable[[], ReplayBuffer]) -> ReplayBuffer:
     """A buffer whose lock is held, so that its episodes are final: the predecessor may still be publishing."""
@@ -346,9 +402,12 @@ def start_recorders(
     ray_actor_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Actors of this node that record into the shards 0 … count - 1 of a root.
+    """Actors that record into the shards 0 … count - 1 of a root, on this node.
 
     Ray restarts an actor that dies, and sends again the episodes that it had not answered.
+
+    With `publish_to` they run on all nodes in turn, each on a disk of its own: in the folder `recorder-00000`, … of a
+    `root` that every node has a path for, none the same. Call `close` of each at the end, which publishes the rest.
 
     Args:
         root: the folder of the shards.
@@ -358,7 +417,7 @@ def start_recorders(
         fields: see `Recorder`.
         meta_fields: see `Recorder`.
         ray_actor_options: as for `options` of a Ray actor. Unless they say otherwise num_cpus is 0, and
-            scheduling_strategy this node.
+            scheduling_strategy this node, or with `publish_to` one node after the other, where it is restarted, too.
         options: see `Recorder`.
 
     Returns:
@@ -367,15 +426,25 @@ def start_recorders(
     Raises:
         ray.exceptions.RayActorError: the error of a `Recorder`, in its text.
     """
-    how = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": this_node()}
-    how |= ray_actor_options or {}
-    start = ray.remote(Recorder).options(**how).remote
-    recorders = [
-        start(shard_folder(root, number), max_episodes, max_timesteps, fields, meta_fields, **options)
-        for number in range(count)
-    ]
+    how = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    publishes = options.get("publish_to") is not None
+    nodes = _nodes() if publishes else [this_node()]
+    recorders = []
+    for number in range(count):
+        folder = shard_folder(root, number)
+        if publishes:
+            folder = folder.with_name(f"recorder-{number:05d}")
+        given = how | {"scheduling_strategy": nodes[number % len(nodes)]} | dict(ray_actor_options or {})
+        start = ray.remote(Recorder).options(**given).remote
+        recorders.append(start(folder, max_episodes, max_timesteps, fields, meta_fields, **options))
     ray.get([recorder.ready.remote() for recorder in recorders])
     return recorders
+
+
+def _nodes() -> list[Any]:
+    """The scheduling strategy of each node that is alive."""
+    alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return [NodeAffinitySchedulingStrategy(node, soft=False) for node in alive]
 
 
 def this_node() -> Any:

@@ -70,17 +70,26 @@ class RemoteShards:
         options: for fsspec.
         cache: where mirrors lie.
         root: what `root.json` said when it was last read.
+        numbers: which number each shard got so far.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None, cache: Cache, root: Root | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None,
+        cache: Cache,
+        root: Root | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
         self.url, self._options, self._cache = url, options, cache
         self._objects = Objects(url, options)
         self._root, self._read_at = root, time.monotonic()
         self.storages: dict[int, Storage] = {}
         self._versions: dict[str, str] = {}
+        self._known_numbers = dict(numbers or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteShards, (self.url, self._options, self._cache, self._root)
+        return RemoteShards, (self.url, self._options, self._cache, self._root, self._known_numbers)
 
     @property
     def root(self) -> Path:
@@ -127,11 +136,19 @@ class RemoteShards:
         return self.storages
 
     def _numbers(self) -> dict[str, int]:
-        """The number of each shard: that in its name, or, where some have none, its place in the list."""
+        """The number of each shard: that in its name, or, where some have none, its place in the list.
+
+        Where shards with and without one come to one root, each keeps what it got first.
+        """
         assert self._root is not None
-        names = [*self._root.shards]
-        numbered = all(map(_NUMBERED.fullmatch, names))
-        return {name: int(name[-5:]) if numbered else place for place, name in enumerate(names)}
+        names, numbers = [*self._root.shards], self._known_numbers
+        numbered, used = all(map(_NUMBERED.fullmatch, names)), set(numbers.values())
+        for place, name in enumerate(names):
+            if name not in numbers:
+                number = int(name[-5:]) if numbered else place
+                numbers[name] = max(used) + 1 if number in used else number
+                used.add(numbers[name])
+        return numbers
 
     def _read_root(self) -> Root:
         where = self._objects.name_of(ROOT)

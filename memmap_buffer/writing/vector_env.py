@@ -147,7 +147,7 @@ class EpisodeStream(EpisodeGroup):
         begin: Callable[[], Episode] | None = None,
     ) -> None:
         super().__init__(writer.schema, [])
-        self._begin = begin or self._open
+        self._begin = begin
         self._writer, self._size, self._limit, self._skips_resets = writer, size, writer.max_timesteps, skips_resets
         fields = writer.schema.fields
         known = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
@@ -252,7 +252,7 @@ class EpisodeStream(EpisodeGroup):
                 self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
 
     def _open(self) -> Episode:
-        return self._writer.open({})
+        return self._writer.open({}) if self._begin is None else self._begin()
 
     def complete(self) -> bool:
         """Give episodes that were cut their final observations; whether that of all of them was seen."""
@@ -289,10 +289,10 @@ class EpisodeStream(EpisodeGroup):
 
     def _begin_where_needed(self) -> None:
         while len(self.episodes) < self._size:
-            self.episodes.append(self._begin())
+            self.episodes.append(self._open())
         for i, episode in enumerate(self.episodes):
             if episode.state != "open":
-                self.episodes[i] = self._begin()
+                self.episodes[i] = self._open()
 
     def _append(self, steps: Steps, stop: int, recorded: IntArray) -> None:
         """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""

@@ -4,6 +4,9 @@ import itertools
 import os
 import re
 import runpy
+import signal
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -17,6 +20,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray Data's own of 2.60, about options that it sets itself
     import ray
     import ray.data
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from memmap_buffer.interop.ray import ID, Outbox, Recorder, read_ray, shard_folder, start_recorders, write_ray
 
@@ -315,6 +319,115 @@ def test_a_recorder_forgets_the_oldest_ids_and_no_more(tmp_path, monkeypatch):
     assert recorder.record(send[1]) == 1
 
 
+# Nodes that share nothing
+
+
+def test_recorders_publish_what_any_node_reads_by_its_url(tmp_path):
+    """One of them is killed twice in the middle: each episode is there once."""
+    url, cache = f"file://{tmp_path}/url", tmp_path / "cache"
+    actors = recorders(tmp_path / "root", 2, publish_to=url, publish_every=4, keep_published=2)
+    outboxes = [Outbox(actor, max_pending=2) for actor in actors]
+    for number in range(40):
+        outboxes[number % 2].send({**content(number), ID: f"n{number}"})
+        if number in (13, 25):
+            ray.kill(actors[1], no_restart=False)
+    for outbox in outboxes:
+        outbox.flush()
+    ray.get([actor.close.remote() for actor in actors])
+    rows = read_ray(url, cache=cache, override_num_blocks=3).take_all()
+    assert sorted(int(row["number"][0]) for row in rows) == list(range(40))
+    assert len({row["episode_id"] for row in rows}) == 40
+    for row in rows:
+        assert_episode(row, int(row["number"][0]))
+    shard = next((tmp_path / "url").glob("*/shard.json")).parent.name
+    assert 0 < read_ray(f"{url}/{shard}", cache=cache).count() <= 4
+    folders = sorted(path.name for path in (tmp_path / "root").iterdir())
+    assert folders == ["recorder-00000", "recorder-00001"]
+    assert all(len([*path.glob("published/*")]) <= 2 for path in (tmp_path / "root").iterdir())
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_what_belongs_to_urls_is_refused_for_folders_and_a_recorder_keeps_a_shard(root, tmp_path):
+    with pytest.raises(SchemaError, match="got cache, which belong to a URL"):
+        read_ray(root, cache=tmp_path)
+    with pytest.raises(SchemaError, match="keep_published: got 0, expected 1 or more"):
+        Recorder(tmp_path, 9, 12, FIELDS, publish_to=f"file://{tmp_path}/url", keep_published=0)
+
+
+@ray.remote(num_cpus=0)
+class Elsewhere:
+    """On a node that lacks the folder."""
+
+    def rows(self, dataset, root):
+        try:
+            found = os.listdir(root)
+        except FileNotFoundError:
+            found = []
+        return found, [row["name"] for row in dataset.take_all()]
+
+    def refused(self, root):
+        with pytest.raises(NotABufferError, match="no subfolder holds a buffer") as told:
+            read_ray(root)
+        return str(told.value)
+
+
+@pytest.fixture
+def lacking(tmp_path):
+    """A second node, in a mount namespace in which the test's folder is empty; its id."""
+    address = ray.get_runtime_context().gcs_address
+    start = f"ray start --address={address} --num-cpus=1 --block --disable-usage-stats --object-store-memory=100000000"
+    command = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f"mount -t tmpfs none {tmp_path} && mount -t tmpfs none /tmp/ray && exec {sys.executable} -m {start}",
+    ]
+    command[-1] = command[-1].replace("-m ray", "-m ray.scripts.scripts")
+    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", tmp_path], check=False).returncode:
+        pytest.skip("no mount namespace can be made here")
+    here, deadline = ray.get_runtime_context().get_node_id(), time.monotonic() + 60
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as node:
+        try:
+            while not (new := [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != here]):
+                assert node.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            yield new[0]
+        finally:
+            os.killpg(node.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_rows_of_folders_that_one_node_has_are_read_there_whichever_node_consumes_them(root, lacking, tmp_path):
+    there = Elsewhere.options(scheduling_strategy=NodeAffinitySchedulingStrategy(lacking, soft=False)).remote()
+    names = [f"e{number}" for number in range(27)]
+    lazy = read_ray(root, override_num_blocks=3)
+    assert ray.get(there.rows.remote(lazy, root)) == ([], names)
+    text = ray.get(there.refused.remote(root))
+    assert str(root) in text
+
+
+@pytest.mark.slow
+def test_recorders_on_nodes_that_share_nothing_publish_to_one_root(lacking, tmp_path, tmp_path_factory):
+    bucket = tmp_path_factory.mktemp("bucket")  # which both nodes see
+    url, private = f"file://{bucket}/url", tmp_path / "lab"
+    actors = recorders(private, 2, publish_to=url, publish_every=3)
+    for number in range(10):
+        ray.get(actors[number % 2].record.remote({**content(number), ID: f"n{number}"}))
+    ray.get([actor.close.remote() for actor in actors])
+    assert len([*private.iterdir()]) == 1  # the other recorder's lies on the other node
+    there = NodeAffinitySchedulingStrategy(lacking, soft=False)
+    rows = read_ray(url, cache=tmp_path / "cache", ray_remote_args={"scheduling_strategy": there}).take_all()
+    assert sorted(int(row["number"][0]) for row in rows) == list(range(10))
+    for row in rows:
+        assert_episode(row, int(row["number"][0]))
+    for actor in actors:
+        ray.kill(actor)
+
+
 # The page
 
 
@@ -324,7 +437,7 @@ def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     Path("page.py").write_text("\n".join(blocks))
     runpy.run_path("page.py")
-    assert len(blocks) == 2
+    assert len(blocks) == 3
 
 
 # Kills

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import logging
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child
+from range_server import RangeServer
 
 from memmap_buffer import (
     BufferFullError,
@@ -31,6 +33,7 @@ from memmap_buffer.maintenance import publisher
 from memmap_buffer.maintenance.publish import publish
 from memmap_buffer.maintenance.publisher import PUBLISHED, shards_in
 from memmap_buffer.maintenance.pull import shards_at
+from memmap_buffer.remote import shards
 from memmap_buffer.remote.objects import Objects
 
 pytest.importorskip("fsspec")
@@ -245,6 +248,55 @@ def test_errors_of_steps_are_given_to_the_shard_that_they_are_in(tmp_path: Path)
         assert len(buffer) == 1
         buffer.update_priorities(np.array([[0, 0]]), np.array([5.0]))
         assert buffer.priorities(np.array([[0, 0]])) == given
+
+
+# Learners
+
+
+def test_a_learner_looks_by_one_request_and_sees_new_shards_by_one_more_for_each_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    with recorder(tmp_path, publish_every=2) as buffer, RangeServer(tmp_path / "url") as server:
+        record(buffer, range(2))
+        wait_for(buffer._publisher)
+        data = ConcatBuffer.from_root(server.url, cache=tmp_path / "cache")
+        server.requests.clear()
+        assert len(data) == 2
+        assert [request.path.rpartition("/")[2] for request in server.requests] == ["root.json"]
+        for number in range(2, 14, 2):
+            record(buffer, range(number, number + 2))
+            wait_for(buffer._publisher)
+            server.requests.clear()
+            assert len(data) == number + 2
+            assert len(server.requests) == 2  # root.json, and the heads of what is new
+        record(buffer, range(14, 20))
+        wait_for(buffer._publisher)
+        server.requests.clear()
+        assert sorted(int(data.episode(i)["number"][0]) for i in range(len(data))) == list(range(20))
+        asked = [request.path for request in server.requests if "/data/" not in request.path]
+        assert len([path for path in asked if "/heads/" in path]) <= 3
+
+
+def test_shards_with_numbers_and_without_keep_their_numbers_in_one_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was published by hand, as shard-00001, and then those of recorders; a worker has the same numbers."""
+    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    url = f"file://{tmp_path}/url"
+    with ReplayBuffer(tmp_path / "shard-00001", **SIZES, fields=FIELDS) as alone:
+        record(alone, range(2))
+    publish(alone.folder, url)
+    data = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+    assert (len(data), data.shards) == (2, (1,))
+    with recorder(tmp_path, publish_every=2) as buffer:
+        record(buffer, range(2, 8))
+    assert sorted(int(data.episode(i)["number"][0]) for i in range(len(data))) == list(range(8))
+    assert len(set(data.shards)) == 4 and data.shards[0] == 1
+    copied = pickle.loads(pickle.dumps(data._folders))
+    assert copied.numbers.tolist() == data._folders.numbers.tolist()
+    assert [storage.layout.id for storage in copied.storages] == list(data._folders.ids)
 
 
 # A store that fails
