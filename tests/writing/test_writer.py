@@ -54,7 +54,7 @@ def ys(source):
 @pytest.mark.parametrize("options", [{}, {"stage": "disk"}, {"publish": "step"}], ids=str)
 def test_an_episode_written_in_pieces_is_byte_for_byte_one_written_at_once(tmp_path, monkeypatch, options):
     """Data, checksums and records, where every write of a piece is short, too."""
-    monkeypatch.setattr("time.time_ns", lambda: 7)
+    monkeypatch.setattr("time.time", lambda: 7.0)
     monkeypatch.setattr(episodes, "CHUNK_BYTES", 300)
     folders = [tmp_path / "at once", tmp_path / "in pieces"]
     for folder, piece in zip(folders, (1 << 18, 40), strict=True):
