@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +18,7 @@ from memmap_buffer.cli.minimal import FOUND, clean, say
 from memmap_buffer.cli.terminal import FolderArgument, Json, bytes_of, end, progress, say_json, show_table
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.interop.columns import flatten
-from memmap_buffer.maintenance.disk import DiskSpeed, disk_of, measure_disk_speed
+from memmap_buffer.maintenance.disk import DiskSpeed, available_memory, disk_of, measure_disk_speed
 from memmap_buffer.views.windows import Window
 
 BATCH = 256
@@ -108,18 +106,6 @@ def bench(folder: FolderArgument, seconds: Seconds = 8.0, as_json: Json = False)
     columns = {key.replace("_", " "): [row[key] for row in rows] for key in rows[0]}
     show_table("", columns | {"bytes per second": [f"{bytes_of(size / took[n])}/s" for n, (_, size) in sizes.items()]})
     say(f"the memory copies {bytes_of(copying)}/s; `times memory` is a batch's time as a multiple of that copy's")
-
-
-def available_memory() -> int | None:
-    """Bytes that the system could give without swapping (of macOS: that it has), None where it does not say."""
-    try:
-        if sys.platform == "darwin":
-            told = subprocess.run(["/usr/sbin/sysctl", "-n", "hw.memsize"], capture_output=True, timeout=5, check=True)
-            return int(told.stdout)
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
-        return int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError, subprocess.SubprocessError):
-        return None
 
 
 def _disk(buffer: ReplayBuffer) -> Iterator[Remark]:

@@ -63,3 +63,15 @@ def anyone_may_rename(path: Path) -> bool:
     """Whether any user of the machine could replace this folder: its parent is open to all, without the sticky bit."""
     mode = path.resolve().parent.stat().st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+def available_memory() -> int | None:
+    """Bytes that the system could give without swapping (of macOS: that it has), None where it does not say."""
+    try:
+        if sys.platform == "darwin":
+            told = subprocess.run(["/usr/sbin/sysctl", "-n", "hw.memsize"], capture_output=True, timeout=5, check=True)
+            return int(told.stdout)
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+        return int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError, subprocess.SubprocessError):
+        return None

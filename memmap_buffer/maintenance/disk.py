@@ -16,6 +16,7 @@ from memmap_buffer.format.blobs import beyond, lengths_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder, in_memory, will_need
 from memmap_buffer.format.host import anyone_may_rename, file_system, network_filesystem
+from memmap_buffer.format.host import available_memory as available_memory
 from memmap_buffer.format.layout import BLOBS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import CAN_FORGET
