@@ -1,7 +1,7 @@
 """Measure this library against the lower bound that plain numpy, torch and the system set, in one run.
 
     python scripts/bench.py [--case NAME or GROUP ...] [--repeats N] [--steps N] [--cold-gb G] [--no-peers] [--json]
-    python scripts/bench.py priority | shards | ray [options of their own: --help]
+    python scripts/bench.py priority | shards | episodes | ray [options of their own: --help]
 
 A case measures this library and a bound on the same data. The bound does the same work into a given output, without any
 of our checks. Both take turns with the peers that are installed (`pip install '.[bench]'`), and the median of each
@@ -63,7 +63,12 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "scale": {"open": scale.opening, "growth": scale.growth},
 }
-PROGRAMS = {"priority": "bench.priority", "shards": "bench.shards", "ray": "bench.ray_recorders"}
+PROGRAMS = {
+    "priority": "bench.priority",
+    "shards": "bench.shards",
+    "episodes": "bench.episodes",
+    "ray": "bench.ray_recorders",
+}
 CASES = {name: case for group in GROUPS.values() for name, case in group.items()}
 
 

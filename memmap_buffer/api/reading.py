@@ -353,7 +353,7 @@ class Readable:
         # `state_dict` tells the numbers in those of Python.
         sizes: dict[str, Any] = {"batch_size": int(batch_size), "drop_last": drop_last, "seed": int(seed)}
         if isinstance(draws, PrioritizedDraws):
-            sampler = PrioritizedSampler(draws, **sizes, rank=ranks.now().rank)
+            sampler = PrioritizedSampler(draws, **sizes, ranks=ranks, tail=tail)
         else:
             order: dict[str, Any] = {"shuffle": shuffle, "window": shuffle_window, "weights": self._weights}
             sampler = EpochSampler(reader, **sizes, **order, ranks=ranks, tail=tail)
@@ -525,6 +525,9 @@ class Readable:
         Raises:
             SchemaError: shapes do not fit, or an error is no finite number.
             BufferLockedError: another process owns the priorities of the name.
+
+        Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
+        others, and all ranks take in those of all.
         """
         given = to_numpy(indices), to_numpy(td_errors)
         return int(self._by_name(name, lambda priorities: update_priorities(priorities, *given)))
@@ -542,6 +545,9 @@ class Readable:
         Raises:
             SchemaError: shapes do not fit, or an episode has no such step.
             BufferLockedError: another process owns the priorities of the name.
+
+        Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
+        others, and all ranks take in those of all.
         """
         given = to_numpy(indices)
         return np.asarray(self._by_name(name, lambda priorities: read_priorities(priorities, given)))

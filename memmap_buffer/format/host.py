@@ -10,6 +10,7 @@ from memmap_buffer.format.syscalls import machine_names
 IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # proc(5); what has none is asked by sysctl(8): macOS
+MEMORY_INFO = Path("/proc/meminfo")  # likewise
 SYSCTL = "/usr/sbin/sysctl"
 
 
@@ -69,3 +70,14 @@ def anyone_may_rename(path: Path) -> bool:
     """Whether any user of the machine could replace this folder: its parent is open to all, without the sticky bit."""
     mode = path.resolve().parent.stat().st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+def available_memory() -> int | None:
+    """Bytes that the system could give without swapping (of macOS: that it has), None where it does not say."""
+    try:
+        if not MEMORY_INFO.exists():
+            return int(sysctl("hw.memsize"))
+        lines = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines() if ":" in line)
+        return int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return None

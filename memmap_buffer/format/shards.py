@@ -103,7 +103,8 @@ class Shards:
         return self.storages
 
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
-        """The same with something in the place of each of these numbers."""
+        """The same with something in the place of each of these numbers, if it is one that a shard may have."""
+        numbers = [number for number in numbers if 0 <= number < MAX_SHARDS]
         if any(number not in self.storages for number in numbers):
             self._stamp = None
             self.look()

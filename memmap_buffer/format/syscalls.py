@@ -13,11 +13,13 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array
 
@@ -33,6 +35,7 @@ NEVER_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the data in the drive's cache (fsync(2))
 _fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 CAN_RESERVE = hasattr(os, "posix_fallocate")
+CAN_SHARE = hasattr(os, "memfd_create")
 BLOCK = 1 << 16  # a multiple of every file system's; less is not worth the call: 105 us on ext4, where writing takes 15
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # fallocate(2), which Python's os does not have with its modes
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,6 +48,9 @@ _mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_LOWEST, _HIGHEST = 1 << 12, 1 << 48  # addresses: no system maps the first page
+_every_byte: Any = (ctypes.c_ubyte * (_HIGHEST - _LOWEST)).from_address(_LOWEST)  # no byte is read here
+MOST_AT = 1 << 14  # bytes of a piece: numpy's arrays have less than 2**63
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 CAN_FORGET = hasattr(os, "posix_fadvise")
 
@@ -180,6 +186,49 @@ def read_at(fd: int, size: int, offset: int) -> bytes:
         parts.append(data)
         got += len(data)
     return b"".join(parts)
+
+
+def memory_file(parts: Sequence[Array]) -> int:
+    """The descriptor of a file in memory that holds some arrays, one behind the other. Raises OSError."""
+    fd = os.memfd_create("memmap_buffer")
+    try:
+        end = 0
+        for part in parts:
+            write_all(fd, np.ascontiguousarray(part), end)
+            end += part.nbytes
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def memory() -> Array:
+    """All memory of this process, as bytes; whoever reads some of it holds the array that it is of."""
+    return np.frombuffer(_every_byte, np.uint8)
+
+
+def address_of(array: Array) -> int:
+    """Where an array lies in `memory`."""
+    address: int = array.__array_interface__["data"][0] - _LOWEST
+    assert 0 <= address < _HIGHEST - _LOWEST, "no such address is ever mapped"
+    return address
+
+
+def bytes_at(addresses: npt.NDArray[np.int64], width: int) -> Array:
+    """Copy pieces of `memory`: an array of the shape of `addresses`, whose items are `width` bytes each.
+
+    Args:
+        addresses: where the pieces begin, all in arrays that somebody holds.
+        width: 1 … `MOST_AT`.
+    """
+    pieces: Array = _pieces(width)[addresses]
+    return pieces
+
+
+@lru_cache(maxsize=256)
+def _pieces(width: int) -> Array:
+    """All memory as an array whose item i is the `width` bytes from the i-th on."""
+    return np.ndarray(_HIGHEST - _LOWEST - width, np.dtype((np.void, width)), _every_byte, strides=(1,))
 
 
 def map_to_read(fd: int, size: int) -> memoryview:

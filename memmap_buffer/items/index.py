@@ -15,6 +15,7 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.items.shared_arrays import SharedArrays
 from memmap_buffer.items.streams import Streams
 from memmap_buffer.views.anchors import Anchors, BoolArray, Runs
 from memmap_buffer.views.folders import Folders
@@ -64,6 +65,14 @@ class Index:
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: the runs, which it maps if it is just being started, and not what they were made of."""
+        return _index, (self._shared, self.stride, self.streams)
+
+    @cached_property
+    def _shared(self) -> SharedArrays:
+        return SharedArrays((self.slot, self.serial, self.first, self.starts, self.folder, self.last, self.weight_sums))
 
     def bounds(self, numbers: IntArray) -> IntArray:
         """The positions at which the anchors of folders begin; they end where those of the next number begin."""
@@ -211,6 +220,11 @@ class Index:
         shift = (len(self) // max(1, len(self.slot))).bit_length()
         before = np.bincount(-(-self.starts[1:-1] >> shift), minlength=(len(self) >> shift) + 1)
         return shift, np.cumsum(before, dtype=np.int32)
+
+
+def _index(shared: SharedArrays, stride: int, streams: Streams | None) -> Index:
+    slot, serial, first, starts, folder, last, weight_sums = shared.arrays
+    return Index(slot, serial, first, starts, stride, folder, last, weight_sums, (), streams)  # type: ignore[arg-type]
 
 
 def _first(values: IntArray, wanted: IntArray, low: IntArray, high: IntArray) -> IntArray:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
@@ -102,11 +102,11 @@ class BatchReader:
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
-        self._frozen = False
+        self._frozen = self._by_anchors = False
         self._process = process_id()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a worker's reader: paths, options, and the index as arrays; no callables of filters."""
+        """The state of a worker's reader: paths, options, and the index if positions count in it; no callables."""
         selection = self.selection
         state = {"folders": self.folders, "selection": selection.without_callables(), "output": self.output}
         frozen = self._frozen or selection.has_callables
@@ -118,11 +118,17 @@ class BatchReader:
             "_is_plain": self._is_plain,
             "_ends": self._ends,
             "_one_step": None,
-            "_index": replace(self.index(), tables=()),
+            "_index": self.index() if frozen or not self._by_anchors else None,
             "_tables": (),
             "_living": None,
         }
-        return {**state, "_frozen": frozen, "_process": self._process}
+        return {**state, "_frozen": frozen, "_by_anchors": self._by_anchors, "_process": self._process}
+
+    def by_anchors(self) -> BatchReader:
+        """The same for processes that are given anchors and no positions, and so need no index before one is gone."""
+        other = copy.copy(self)
+        other._by_anchors = True
+        return other
 
     def __repr__(self) -> str:
         """Where it reads, and what."""

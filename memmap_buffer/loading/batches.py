@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from reprlib import repr as shortly
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from memmap_buffer.loading.samplers import UniformSampler
 from memmap_buffer.schema import nest
 from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.batch_builder import LENGTHS, BFloat16Bits, Columns, RaggedRows, cut
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Form(NamedTuple):
@@ -172,9 +176,10 @@ def _at(data: dict[str, Any], key: str) -> Any:
 class ItemDataset:
     """A map-style dataset of one view's items, oldest episode first.
 
-    It pickles as a path, options and the index (36 bytes an episode), and each process maps the files itself. The
-    number of items is of the last `refresh`; loaders made by `dataloader` refresh at every epoch. The workers of
-    any other DataLoader have copies of when they were started: with `persistent_workers` make it anew after `refresh`.
+    It pickles as a path, options and the index, and each process maps the files itself. The index (36 bytes an episode)
+    is shared by processes that are started with it. The number of items is of the last `refresh`; loaders made by
+    `dataloader` refresh at every epoch. The workers of any other DataLoader have copies of when they were started: with
+    `persistent_workers` make it anew after `refresh`.
 
     Args:
         reader: what reads its batches.
@@ -190,6 +195,12 @@ class ItemDataset:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.reader}: {len(self)} items>"
+
+    def by_anchors(self) -> Self:
+        """The same for processes that take no positions: it pickles without the index."""
+        other = copy.copy(self)
+        other.reader = self.reader.by_anchors()
+        return other
 
     def refresh(self) -> None:
         """Look for episodes that were published since."""

@@ -13,15 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from memmap_buffer.choices import Tail, check_choice
 from memmap_buffer.dtypes import Array, FloatArray, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.host import host_name
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.items.epoch import folder_states, require_same
 from memmap_buffer.items.index import Index
-from memmap_buffer.items.rank_partition import Ranks
+from memmap_buffer.items.rank_partition import RankPartition, Ranks
 from memmap_buffer.items.shuffle import Quota
 from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.loading.samplers import all_or_none
 from memmap_buffer.priority.anchor_priorities import (
     AnchorPriorities,
     AnyPriorities,
@@ -47,6 +51,7 @@ class NamedPriorities:
 
     Attributes:
         error_clip: see `Prioritized`.
+        ranks: that draw by them; new priorities of each are given to all.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class NamedPriorities:
     ) -> None:
         self._folders, self._name, self._alpha, self._epsilon = folders, name, alpha, epsilon
         self.error_clip: tuple[float, float] | None = None
+        self.ranks = Ranks()
         self._opened: dict[Storage, Priorities] = {}
         self._opening = Turn()  # threads open each once
 
@@ -175,6 +181,11 @@ class PrioritizedDraws:
         anchors = Anchors(folder, slot, serial, t, weight.astype(np.float32), probability)
         return self.reader.crop(self.reader.index().followed(anchors), lambda: rng)
 
+    def share(self, ranks: Ranks) -> None:
+        """Have these ranks draw by the same priorities from now on."""
+        if self._priorities is not None:
+            self._priorities.ranks = ranks
+
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
         """Raises SchemaError: draws by priority are with replacement."""
         raise SchemaError("replacement=False: draws by priority are with replacement; leave one out")
@@ -265,7 +276,10 @@ class PrioritizedDraws:
             values = spread(batch_size, float(totals.sum()), rng, stratified=stratified)
             ends = np.cumsum(totals)
             places = np.minimum(np.searchsorted(ends, values, side="right"), np.flatnonzero(totals)[-1])
-            parts = [values[places == s] - (ends[s] - totals[s]) for s in range(len(totals))]
+            within = np.minimum(np.maximum(values - (ends - totals)[places], 0), totals[places])
+            order = np.argsort(places, kind="stable")
+            chosen = np.flatnonzero(np.bincount(places, minlength=len(totals)))
+            parts = np.split(within[order], np.searchsorted(places[order], chosen[1:]))
             shares = np.full(len(totals), 1 / totals.sum())
         else:
             self._require_all(totals)
@@ -274,10 +288,11 @@ class PrioritizedDraws:
             counts = (self._quota or Quota(self._weights)).counts(begin, begin + batch_size)
             places = np.repeat(np.arange(len(totals)), counts)
             drawn = zip(counts, totals, strict=True)
-            parts = [spread(int(n), float(total), rng, stratified=stratified) for n, total in drawn]
+            every = [spread(int(n), float(total), rng, stratified=stratified) for n, total in drawn]
+            chosen, order = np.flatnonzero(counts), np.argsort(places, kind="stable")
+            parts = [np.minimum(every[s], totals[s]) for s in chosen.tolist()]
             shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
-        found = [each_folder[s].find(np.clip(part, 0, totals[s])) for s, part in enumerate(parts) if len(part)]
-        order = np.argsort(places, kind="stable")
+        found = [each_folder[s].find(part) for s, part in zip(chosen.tolist(), parts, strict=True)]
         slot, serial, t, priority = (_placed(columns, order) for columns in zip(*found, strict=True))
         return places, (slot, serial, t, priority), shares
 
@@ -304,36 +319,78 @@ class PrioritizedDraws:
 class PrioritizedSampler:
     """A PyTorch batch sampler that draws by priority; an epoch has as many batches as one that goes round.
 
+    Ranks draw as many batches as they would have of such an epoch, each by random numbers of its own, from priorities
+    that are the same on all of them.
+
     Args:
         draws: gives the anchors.
         batch_size: items a batch; every batch is full.
         drop_last: one batch less where the items do not divide.
-        seed: with the numbers of the epoch and the rank it fixes the random numbers.
+        seed: with the numbers of the epoch and the rank it fixes the random numbers; that of rank 0 counts.
+        ranks: the processes that share each epoch.
+        tail: of items that do not divide by the ranks: "drop" counts them for no batch.
     """
 
     plans = False
     shuffle = True
 
-    def __init__(self, draws: PrioritizedDraws, *, batch_size: int, drop_last: bool, seed: int, rank: int = 0) -> None:
-        self.draws, self.batch_size, self.drop_last, self.seed, self.rank = draws, batch_size, drop_last, seed, rank
+    def __init__(
+        self,
+        draws: PrioritizedDraws,
+        *,
+        batch_size: int,
+        drop_last: bool,
+        seed: int,
+        ranks: Ranks | None = None,
+        tail: str = "pad",
+    ) -> None:
+        check_choice("tail", tail, Tail)
+        self.draws, self.batch_size, self.drop_last, self.seed = draws, batch_size, drop_last, seed
+        self.ranks, self.tail = ranks or Ranks(), tail
         self.epoch = 0
+        self._agreed: int | None = None  # how many batches each rank has of the epoch that was begun
 
     def num_batches(self, ranks: Ranks) -> int:
-        """As many for each rank, which draws for itself."""
-        return len(self)
+        """Batches of the next epoch that any rank draws; all batches for `Ranks()`."""
+        tail = "drop" if self.tail == "drop" else "pad"  # every rank has as many
+        return len(RankPartition(len(self.draws), 0, self.batch_size, ranks, self.drop_last, tail))
 
     def whole(self) -> Iterator[Anchors]:
-        """The batches of an epoch; a part of them is drawn by priority too."""
-        return iter(self)
+        """The batches of an epoch, for a trainer that shares them; a part of them is drawn by priority too."""
+        self.begin()
+        return self._drawn(self.num_batches(Ranks()))
 
     def complete(self, batch_size: int, drop_last: bool) -> PrioritizedSampler:
         """Another of the same draws; see `EpochSampler.complete`."""
         return PrioritizedSampler(
-            self.draws, batch_size=batch_size, drop_last=drop_last, seed=self.seed, rank=self.rank
+            self.draws, batch_size=batch_size, drop_last=drop_last, seed=self.seed, ranks=self.ranks, tail=self.tail
         )
 
     def begin(self) -> PrioritizedSampler:
-        """Nothing is fixed before a batch is drawn, as priorities change; see `EpochSampler.begin`."""
+        """Agree with the other ranks on the seed and the number of batches.
+
+        Nothing else is fixed before a batch is drawn, as priorities change; see `EpochSampler.begin`.
+
+        Raises:
+            SchemaError: a rank reads other data, or gives no batches.
+        """
+        ranks = self.ranks.now()
+        self.draws.share(ranks)
+        if not ranks.connected:
+            return self
+        failed: Exception | None = None
+        stands, batches, folders = None, 0, self.draws.reader.folders
+        try:
+            stands, batches = (host_name(), folder_states(folders)), self.num_batches(ranks)
+        except Exception as error:  # the others wait for this rank
+            failed = error
+        agreed, told = ranks.agree({"seed": self.seed, "batches": batches}), ranks.gather(stands)
+        with all_or_none(ranks):
+            if failed is not None:
+                raise failed
+            if None not in told:
+                require_same(told, folders)
+        self.seed, self._agreed = agreed["seed"], agreed["batches"]
         return self
 
     def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -364,13 +421,16 @@ class PrioritizedSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self.draws), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        return self.num_batches(self.ranks.now())
 
     def __iter__(self) -> Iterator[Anchors]:
-        rng = np.random.default_rng((self.seed, self.epoch, self.rank))
+        batches, self._agreed = self._agreed, None
+        return self._drawn(len(self) if batches is None else batches)
+
+    def _drawn(self, batches: int) -> Iterator[Anchors]:
+        rng = np.random.default_rng((self.seed, self.epoch, self.ranks.now().rank))
         self.epoch += 1
-        for _ in range(len(self)):
+        for _ in range(batches):
             yield self.draws.next(self.batch_size, rng)
 
 
@@ -389,15 +449,36 @@ def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Ar
     Raises:
         SchemaError: shapes that do not fit, or an error that is no finite number.
     """
+    ranks, given, why = priorities.ranks, None, ""
+    if not ranks.connected:
+        return _updated(priorities, *_checked(priorities, indices, td_errors))
+    try:
+        given = _checked(priorities, indices, td_errors)
+        if not np.isfinite(given[1]).all():
+            raise SchemaError("td_errors: got a number that is not finite")
+    except SchemaError as error:  # the others wait for this rank
+        why = str(error)
+    told = ranks.gather((given, why))
+    wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    if wrong:
+        raise SchemaError(f"update_priorities: nothing was changed on any rank: {'; '.join(wrong)}")
+    return [_updated(priorities, *one) for one, _ in told][ranks.rank]
+
+
+def _checked(priorities: NamedPriorities, indices: Array, td_errors: Array) -> tuple[IntArray, FloatArray]:
+    """The columns of items, and their errors as these count."""
     columns = _columns(priorities, indices, "update_priorities")
     if td_errors.shape[:1] != columns.shape[:1] or td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(
             f"update_priorities: got errors {td_errors.dtype} {td_errors.shape} of {len(columns)} items, expected (B,) "
             "or (B, L)"
         )
-    errors, dropped = np.asarray(td_errors, np.float64), 0
-    if priorities.error_clip is not None:
-        errors = np.clip(errors, *priorities.error_clip)
+    errors = np.asarray(td_errors, np.float64)
+    return columns, errors if priorities.error_clip is None else np.clip(errors, *priorities.error_clip)
+
+
+def _updated(priorities: NamedPriorities, columns: IntArray, errors: FloatArray) -> int:
+    dropped = 0
     for mine, found, part in _by_folder(priorities, columns):
         dropped += len(part) if found is None else _update(found, part, errors[mine])
     return dropped

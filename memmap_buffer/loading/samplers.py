@@ -234,13 +234,13 @@ class EpochSampler:
         except Exception as error:  # an OSError or one of a user's filter, too: the others wait for this rank
             epoch, failed = None, error
         state, told = ranks.agree({} if epoch is None else epoch.state()), ranks.gather(stands)
-        with _all_or_none(ranks):
+        with all_or_none(ranks):
             if failed is not None:
                 raise failed
             if None not in told:
                 require_same(told, self.reader.folders)
         assert epoch is not None
-        with _all_or_none(ranks):
+        with all_or_none(ranks):
             if state != epoch.state():
                 epoch = self._rebuilt(EpochState.of(state), self._on_stale)
         ranks.require_equal(0 if self.tail == "uneven" else len(self._split(epoch, ranks)))
@@ -289,7 +289,7 @@ class EpochSampler:
 
 
 @contextmanager
-def _all_or_none(ranks: Ranks) -> Iterator[None]:
+def all_or_none(ranks: Ranks) -> Iterator[None]:
     """Where the block raises on one rank, all of them raise."""
     try:
         yield

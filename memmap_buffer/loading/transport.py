@@ -138,7 +138,8 @@ class Carrier(Dataset[Shipment]):
     """The dataset of the worker processes: a task in, a shipment out.
 
     Args:
-        dataset: plans batches by `grouped`, and reads each by `__getitems__`.
+        dataset: plans batches by `grouped`, and reads each by `__getitems__`; a process that is started gets what its
+            `by_anchors` gives.
         collate: the loader's collate function.
     """
 
@@ -147,6 +148,9 @@ class Carrier(Dataset[Shipment]):
         self._collate = collate
         self._blocks = Blocks()
         self._epoch = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "dataset": self.dataset.by_anchors()}
 
     def __getitems__(self, task: Task) -> Shipment:
         if task.epoch != self._epoch:

@@ -15,7 +15,8 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.format.blobs import beyond, lengths_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder, in_memory, will_need
-from memmap_buffer.format.host import anyone_may_rename, file_system, network_filesystem, sysctl
+from memmap_buffer.format.host import anyone_may_rename, file_system, network_filesystem
+from memmap_buffer.format.host import available_memory as available_memory
 from memmap_buffer.format.layout import BLOBS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import CAN_FORGET
@@ -23,7 +24,6 @@ from memmap_buffer.writing.commit import MEMORY
 
 SAMPLE = 4096  # timesteps
 FIRST, BATCH = 8, 256  # timesteps read at a time: few at first, as a slow disk takes 0.1 s for them
-MEMORY_INFO = Path("/proc/meminfo")
 IN_MEMORY = 0.95  # of a sample: batches hardly wait for the other 5 %
 
 
@@ -45,17 +45,6 @@ class Disk:
 def disk_of(path: Path) -> Disk:
     """The disk under a folder."""
     return Disk(network_filesystem(path), anyone_may_rename(path), Folder(path).free_bytes())
-
-
-def available_memory() -> int | None:
-    """Bytes that the system could give without swapping (of macOS: that it has), None where it does not say."""
-    try:
-        if not MEMORY_INFO.exists():
-            return int(sysctl("hw.memsize"))
-        lines = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines() if ":" in line)
-        return int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from memmap_buffer.format.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities
 from memmap_buffer.priority.sum_tree import SumTree, with_zeros
+from memmap_buffer.priority.tree_file import require_memory
 from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
 
@@ -268,6 +269,7 @@ class AnchorPriorities:
         self._anchors = SlotAnchors(storage, view.stride, cut, by_steps=by_steps, by_content=by_content)
         layout = storage.layout
         self._leaves_needed = (layout.rows or layout.slots * layout.max_timesteps) + layout.slots * self._before
+        require_memory(storage, self._leaves_needed, "the tree of items that are drawn by priority,")
         self._tree = self._new_tree()
         self._unfinished = False
         self._seen = 0

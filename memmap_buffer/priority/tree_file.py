@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.dtypes import Array, FloatArray
-from memmap_buffer.errors import BufferLockedError, CorruptBufferError, EpisodeStateError, WriterLostError
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, EpisodeStateError, SchemaError, WriterLostError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.host import boot_id, overwrites_in_place
+from memmap_buffer.format.host import available_memory, boot_id, overwrites_in_place
 from memmap_buffer.format.layout import ArrayFile
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import (
@@ -56,6 +56,7 @@ log = logging.getLogger("memmap_buffer")
 GENERATION, EPSILON, MAXIMUM, MINIMA, CLEAN, BOOT, INODE, ARRANGEMENT = 0, 1, 2, 3, 4, 5, 7, 8
 WORDS = 16
 PAGE = 4096
+NODE_BYTES = 10  # of a leaf, and of its share in the nodes above
 BLOCK_STEPS = 1 << 20  # steps that are stored together
 NEW = "it is new"
 CHUNK_BITS, PAGE_BITS = 18, 9  # words in 2 MiB, and in 4 KiB
@@ -369,6 +370,7 @@ class TreeFile:
         self._head[WORDS:] = 0
         self._head[MINIMA] = 0
         if not self._locks:
+            require_memory(self.storage, self.leaves, f"priorities {self.name!r}")
             self.tree = SumTree.empty(self.leaves)
             self._restore(*kept)
             return
@@ -466,6 +468,21 @@ class TreeFile:
             self.prepare(leaves)
             self.tree.set(leaves, self._scaled(old.take(leaves + len(old) // 3), alpha))
         self.pairs[slots] = np.stack([self.storage.table.serial[slots] + 1, start | stop << 32], axis=1)
+
+
+def require_memory(storage: Storage, leaves: int, what: str) -> None:
+    """Raise SchemaError where a tree in memory, of the steps that a folder shows, takes more than there is.
+
+    Pages that no step lies in take none. A system that gives more memory than it has would end the process later.
+    """
+    table, available = storage.table, available_memory()
+    needed = min(NODE_BYTES * leaves, NODE_BYTES * table.steps + PAGE * len(table))
+    if available is not None and needed > available:
+        raise SchemaError(
+            f"{storage.path}: {what} of {table.steps} timesteps in {len(table)} episodes take {needed / 2**30:.1f} GiB "
+            f"of memory, and {available / 2**30:.1f} are free; open the folder to write, where those of TD errors are "
+            "in a file, and draw timesteps, or draw from fewer of them"
+        )
 
 
 def nodes_file(name: str, leaves: int) -> ArrayFile:

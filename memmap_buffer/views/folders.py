@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 
+from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import GENERATION, STATE_WORD, WORDS
+from memmap_buffer.format.records import CHECK, GENERATION, RECORD, SERIAL, STATE_WORD, WORDS
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import after_fork
+from memmap_buffer.format.syscalls import address_of, after_fork, bytes_at
 from memmap_buffer.schema import ENDS
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.memory_pool import Pool
@@ -40,29 +42,145 @@ class Group(NamedTuple):
     changes: int
 
 
-class Found(NamedTuple):
-    """Anchors with the records of their episodes, and the folders that they point into.
+class Reach:
+    """Where the arrays of many folders lie in memory, so that one call reads from all: a call each outweighs the rows.
+
+    It holds the folders and the tables whose addresses it tells. Both stay as they are; where one is another, another
+    takes its place.
+
+    Args:
+        storages: the folders.
+        tables: their episode tables.
+        before: that of earlier tables, or None.
 
     Attributes:
-        groups: one a folder, at least one.
-        order: (B,) the anchors folder by folder; None where it is one folder.
-        place: (B,) where each anchor stands in `order`; None likewise.
+        usable: whether records may be read so: every folder is trusted, and none cuts its episodes back.
+        changes: (F,) the change counters of the tables.
     """
 
-    anchors: Anchors
-    groups: tuple[Group, ...]
-    order: IntArray | None = None
-    place: IntArray | None = None
+    def __init__(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...], before: Reach | None) -> None:
+        self.storages, self.tables = storages, tables
+        same = before is not None and before.storages is storages
+        self._columns: dict[str, IntArray] = before._columns if before is not None and same else {}
+        self.changes = np.array([table.changes for table in tables])
+        self._last_slot = np.array([len(table.serial) - 1 for table in tables])
+        self._served = np.array([address_of(table.served) for table in tables])
+        self._records = self._address("/episodes", [storage.maps.words for storage in storages])
+        self._state = self._address("/state", [storage.maps.state for storage in storages])
+        self.usable = all(storage.trusted and not storage.in_doubt for storage in storages)
+
+    def _address(self, name: str, arrays: Sequence[Array]) -> IntArray:
+        if name not in self._columns:
+            self._columns[name] = np.array([address_of(array) for array in arrays])
+        return self._columns[name]
+
+    def rows_of(self, name: str) -> IntArray:
+        """(F,) where the rows of a field begin."""
+        return self._address(name, [storage.maps.rows[name] for storage in self.storages])
+
+    def holds(self, name: str, of: IntArray, low: IntArray, high: IntArray) -> bool:
+        """Whether rows low … high - 1 of a field, (B,) or more, all exist: a record that was forged may say anything.
+
+        Args:
+            of: (B,) the place of each item's folder.
+        """
+        counts = f"/{name}/rows"
+        if counts not in self._columns:
+            self._columns[counts] = np.array([len(storage.maps.rows[name]) for storage in self.storages])
+        count = self._columns[counts].take(of).reshape(-1, *(1,) * (low.ndim - 1))
+        return bool(((low >= 0) & (low <= high) & (high <= count)).all())
+
+    def meta_of(self, name: str) -> IntArray:
+        """(F,) where a meta field begins."""
+        return self._address(f"/{name}/", [storage.maps.meta[name] for storage in self.storages])
+
+    def look_up(self, of: IntArray, anchors: Anchors) -> tuple[Anchors, BoolArray]:
+        """`Storage.look_up` in many folders: the anchors with their records; whether each is that of its episode.
+
+        Args:
+            of: (B,) the place of each anchor's folder.
+            anchors: of a batch.
+        """
+        slot = np.minimum(anchors.slot, self._last_slot.take(of))  # a shard made anew may be smaller
+        words = bytes_at(self._records.take(of) + RECORD.itemsize * slot, RECORD.itemsize)
+        words = words.view(np.uint64).reshape(-1, WORDS)
+        differs = words[:, CHECK] ^ bytes_at(self._served.take(of) + 8 * slot, 8).view(np.uint64)
+        differs |= words[:, SERIAL] ^ anchors.serial.view(np.uint64)
+        differs |= words[:, GENERATION] & np.uint64(1)
+        return Anchors(anchors.folder, slot, *anchors[2:-1], words), differs == 0
+
+    def unchanged(self, of: IntArray) -> bool:
+        """Whether in the folders at some places nothing has changed since the tables were read."""
+        now = bytes_at(self._state.take(of) + 8 * STATE_WORD["changes"], 8).view(np.int64)
+        return bool((now == self.changes.take(of)).all())
+
+
+class Found:
+    """Anchors with the records of their episodes, and the folders that they point into.
+
+    Args:
+        anchors: with their records.
+        reach: the folders.
+        of: (B,) the place in `reach` of each anchor's folder.
+        group: instead of these two, where all of them are of one folder.
+    """
+
+    def __init__(
+        self, anchors: Anchors, reach: Reach | None = None, of: IntArray | None = None, group: Group | None = None
+    ) -> None:
+        self.anchors, self.reach, self.of, self._group = anchors, reach, of, group
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """One a folder, at least one."""
+        return self._grouped[0] if self._group is None else (self._group,)
+
+    @property
+    def order(self) -> IntArray | None:
+        """(B,) the anchors folder by folder; None where it is one folder."""
+        return self._grouped[1] if self._group is None else None
+
+    @cached_property
+    def place(self) -> IntArray:
+        """(B,) where each anchor stands in `order`."""
+        assert self.order is not None
+        place = np.empty_like(self.order)
+        place[self.order] = np.arange(len(place))
+        return place
+
+    @cached_property
+    def _grouped(self) -> tuple[tuple[Group, ...], IntArray | None]:
+        reach, of = self.reach, self.of
+        assert reach is not None and of is not None
+        return grouped(reach, of)
 
     def unchanged(self) -> BoolArray:
         """(B,) whether each episode is still as it was looked up; true only after its rows were copied."""
         _, slot, serial, *_, words = self.anchors
         generation = words[:, GENERATION]  # type: ignore[index]
-        if self.order is None or self.place is None:
+        if self.reach is not None and self.of is not None and self.reach.unchanged(self.of):
+            return np.asarray(generation != 0)
+        order = self.order
+        if order is None:
             return self.groups[0].storage.unmoved(slot, serial, generation, self.groups[0].changes)
-        slot, serial, generation = slot[self.order], serial[self.order], generation[self.order]
+        slot, serial, generation = slot[order], serial[order], generation[order]
         same = [storage.unmoved(slot[p], serial[p], generation[p], changes) for storage, _, p, changes in self.groups]
         return np.concatenate(same).take(self.place)
+
+
+def grouped(reach: Reach, of: IntArray) -> tuple[tuple[Group, ...], IntArray | None]:
+    """The anchors of each folder, and their order, folder by folder; None where they are of one."""
+    order = np.argsort(of.astype(np.uint16 if len(reach.storages) <= 1 << 16 else np.int64), kind="stable")
+    by_folder = of[order]
+    groups, start = [], 0
+    for stop in [*(np.flatnonzero(by_folder[1:] != by_folder[:-1]) + 1).tolist(), len(order)]:
+        place = by_folder.item(start)
+        changes = reach.changes.item(place)
+        groups.append(Group(reach.storages[place], order[start:stop], slice(start, stop), changes))
+        start = stop
+    if len(groups) == 1:
+        return (groups[0]._replace(chosen=EVERY, part=EVERY),), None
+    return tuple(groups), order
 
 
 class Folders:
@@ -107,6 +225,7 @@ class Folders:
         self._places: tuple[tuple[Storage, ...], IntArray | None] = (), None  # see `_place`
         self._tables: tuple[EpisodeTable, ...] = ()
         self._changes: list[int] = []
+        self._reached: Reach | None = None
         self._take_in(found)
 
     @classmethod
@@ -150,6 +269,7 @@ class Folders:
         if len(numbers) > len(self.numbers):
             self.numbers, places = numbers, _places(numbers)
         self._found, self._places, self._changes = found, (tuple(found.values()), places), []
+        self._reached = None  # which would hold the maps of a shard that was removed
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -252,7 +372,7 @@ class Folders:
         if since is not None:
             storage = self._places[0][0]
             words = storage.maps.words.take(anchors.slot, axis=0)
-            return Found(Anchors(*anchors[:-1], words), (Group(storage, EVERY, EVERY, since),))
+            return Found(Anchors(*anchors[:-1], words), group=Group(storage, EVERY, EVERY, since))
         if anchors.folder is not None and anchors.size:
             self._look_on()
             self.reach(anchors.folder)
@@ -267,25 +387,25 @@ class Folders:
         storages, places = self._places
         if anchors.folder is None or not anchors.size:
             words, same, changes = storages[0].look_up(anchors.slot, anchors.serial, trusted)
-            return Found(Anchors(*anchors[:-1], words), (Group(storages[0], EVERY, EVERY, changes),)), same
-        numbers = anchors.folder if places is None else places.take(anchors.folder)
-        order = np.argsort(numbers.astype(np.uint16 if len(storages) <= 1 << 16 else np.int64), kind="stable")
-        by_folder, slot, serial = numbers[order], anchors.slot[order], anchors.serial[order]
-        words, same = np.empty((len(slot), WORDS), np.uint64), np.empty(len(slot), np.bool_)
-        groups, start = [], 0
-        for stop in [*(np.flatnonzero(by_folder[1:] != by_folder[:-1]) + 1).tolist(), len(order)]:
-            storage, part = storages[by_folder.item(start)], slice(start, stop)
-            slots = np.minimum(slot[part], len(storage.maps.words) - 1)  # a shard made anew may be smaller
-            slot[part] = slots
-            words[part], same[part], changes = storage.look_up(slots, serial[part], trusted)
-            groups.append(Group(storage, order[part], part, changes))
-            start = stop
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        anchors = Anchors(anchors.folder, slot[place], *anchors[2:-1], words[place])
-        if len(groups) == 1:
-            return Found(anchors, (groups[0]._replace(chosen=EVERY),)), same[place]
-        return Found(anchors, tuple(groups), order, place), same[place]
+            return Found(Anchors(*anchors[:-1], words), group=Group(storages[0], EVERY, EVERY, changes)), same
+        of = anchors.folder if places is None else places.take(anchors.folder)
+        reach = self._reach(storages)
+        if reach.usable:
+            anchors, same = reach.look_up(of, anchors)
+            return Found(anchors, reach, of), same
+        slot, words = anchors.slot.copy(), np.empty((anchors.size, WORDS), np.uint64)
+        same = np.empty(anchors.size, np.bool_)
+        for storage, chosen, *_ in grouped(reach, of)[0]:
+            slot[chosen] = np.minimum(slot[chosen], len(storage.maps.words) - 1)
+            words[chosen], same[chosen], _ = storage.look_up(slot[chosen], anchors.serial[chosen], trusted)
+        return Found(Anchors(anchors.folder, slot, *anchors[2:-1], words), self._reach(storages), of), same
+
+    def _reach(self, storages: tuple[Storage, ...]) -> Reach:
+        """The folders as of their tables now."""
+        reach, tables = self._reached, tuple(map(_TABLE, storages))
+        if reach is None or reach.storages is not storages or reach.tables != tables:
+            reach = self._reached = Reach(storages, tables, reach)
+        return reach
 
 
 _every: WeakSet[Folders] = WeakSet()

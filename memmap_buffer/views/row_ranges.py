@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,10 +13,26 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import bytes_at, memory
+from memmap_buffer.schema import Field
 from memmap_buffer.views.memory_pool import Pool
 
 LARGE = 1 << 20  # bytes from which memory that is used again outweighs a call for each item
 Item: TypeAlias = tuple[int, int, int, int]  # number, row, lead, stop
+
+
+class Source(NamedTuple):
+    """Where rows are copied from.
+
+    Attributes:
+        origin: bytes.
+        scale: row r begins at byte r * scale of it.
+        pieces: copies as many rows as an item has from each of some on.
+    """
+
+    origin: Array
+    scale: int
+    pieces: Callable[[IntArray], Array]
 
 
 class Further(NamedTuple):
@@ -79,42 +96,60 @@ class RowRanges:
     def copy(self, storage: Storage, name: str, pool: Pool) -> Array:
         """Copy them out of a field's rows: (B, K, *field)."""
         rows = storage.maps.rows[name]
-        shape = len(self.row), self.steps, *rows.shape[1:]
-        large = math.prod(shape) * rows.itemsize >= LARGE
+        width = rows.itemsize * math.prod(rows.shape[1:])
+        source = Source(rows.reshape(-1).view(np.uint8), width, partial(_slices, storage, name, self.steps))
+        return self._copied(source, storage.layout.schema.fields[name].in_file, pool)
+
+    def copy_from(self, begin: IntArray, field: Field, pool: Pool) -> Array:
+        """The same where each item's rows of a field lie somewhere in memory, from `begin` (B,) on."""
+        width = field.itemsize
+        further = self.further
+        if further is not None:
+            further = further._replace(row=begin[further.item] + width * further.row)
+        there = RowRanges(begin + width * self.row, self.lead, self.stop, self.steps, self.padding, further)
+        return there._copied(Source(memory(), 1, partial(bytes_at, width=self.steps * width)), field, pool)
+
+    def _copied(self, source: Source, field: Field, pool: Pool) -> Array:
+        width, shape = field.itemsize, (len(self.row), self.steps, *field.shape)
+        large = math.prod(shape) * field.storage.itemsize >= LARGE
         if large or 2 * self._num_whole < max(1, len(self.row)):
-            out, items = pool.empty(shape, rows.dtype), self._each
+            out, items = pool.empty(shape, field.storage), self._each
         else:  # one index for all; those of which some row does not exist are copied anew
-            out = storage.slices_of(name, self.steps)[self._begin].view(rows.dtype).reshape(shape)
-            items = self._cut
-        self._copy_each(rows, out, items, zero=self.padding == "zero")
+            out, items = source.pieces(self._begin).view(field.storage).reshape(shape), self._cut
+        target = out.reshape(-1).view(np.uint8)
+        self._copy_each(source, target, width, items, zero=self.padding == "zero")
         if self.padding != "zero":
-            self._pad(rows, out, items, storage.layout.schema.fields[name].in_file.fill)
+            self._pad(source, target.reshape(len(out), self.steps, width), width, items, field.fill)
         if self.further is not None:
             columns = (column.tolist() for column in self.further)
-            self._copy_each(rows, out, list(zip(*columns, strict=True)), zero=False)
+            self._copy_each(source, target, width, list(zip(*columns, strict=True)), zero=False)
         return out
 
-    def _copy_each(self, rows: Array, out: Array, items: list[Item], zero: bool) -> None:
+    def _copy_each(self, source: Source, target: Array, width: int, items: list[Item], zero: bool) -> None:
         """Some items, as bytes: numpy copies and zeroes these with the least to think about."""
-        width = rows.itemsize * math.prod(rows.shape[1:])
-        origin, target, size = rows.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8), self.steps * width
+        (origin, scale, _), size = source, self.steps * width
         for b, row, lead, stop in items:
-            at = b * size
+            at, first = b * size, row * scale
             begin, end = at + lead * width, at + stop * width
-            target[begin:end] = origin[row * width : (row + stop - lead) * width]
+            target[begin:end] = origin[first : first + (stop - lead) * width]
             if zero and lead:
                 target[at:begin] = 0
             if zero and stop < self.steps:
                 target[end : at + size] = 0
 
-    def _pad(self, rows: Array, out: Array, items: list[Item], fill: Any) -> None:
-        """Fill what does not exist of some items."""
-        edge = self.padding == "edge"
+    def _pad(self, source: Source, cells: Array, width: int, items: list[Item], fill: Array) -> None:
+        """Fill what does not exist of some items: (B, K, width) bytes."""
+        filled = np.frombuffer(fill.tobytes(), np.uint8)
+        before = after = filled
         for b, row, lead, stop in items:
+            if self.padding == "edge":
+                first = row * source.scale
+                last = first + max(stop - lead - 1, 0) * width
+                before, after = source.origin[first : first + width], source.origin[last : last + width]
             if lead:
-                out[b, :lead] = rows[row] if edge else fill
+                cells[b, :lead] = before
             if stop < self.steps:
-                out[b, stop:] = rows[row + max(stop - lead - 1, 0)] if edge else fill
+                cells[b, stop:] = after
 
     @cached_property
     def _whole(self) -> npt.NDArray[np.bool_]:
@@ -146,3 +181,8 @@ class RowRanges:
     def _begin(self) -> IntArray:
         """The first row of each item; of one that is not whole, which is copied anew, that of another one."""
         return self.row if self._is_whole else np.where(self._whole, self.row, self.row[self._whole.argmax()])
+
+
+def _slices(storage: Storage, name: str, steps: int, begin: IntArray) -> Array:
+    pieces: Array = storage.slices_of(name, steps)[begin]
+    return pieces

@@ -315,7 +315,7 @@ class _LongestFree:
     def add(self, slots: IntArray) -> None:
         """Some became free, in this order."""
         if self._count + len(slots) > len(self._slots):
-            room = np.empty(self._count + 2 * len(slots) + 64, np.int64)
+            room = np.empty(2 * (self._count + len(slots)) + 64, np.int64)
             room[: self._count] = np.roll(self._slots, -self._first)[: self._count]
             self._slots, self._first = room, 0
         self._slots[(self._first + self._count + np.arange(len(slots))) % len(self._slots)] = slots

@@ -549,3 +549,14 @@ class TestTaken:
         with pytest.raises(SchemaError, match=text):
             ReplayBuffer(tmp_path, **SIZES, **options)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_no_shard_can_have_takes_no_memory(tmp_path):
+    shard(tmp_path, 0, 1)
+    shard(tmp_path, 99_999, 2)
+    buffer = ConcatBuffer.from_root(tmp_path)
+    assert {*buffer.sample(64, **STEPS)["_indices"][:, 0].tolist()} == {0, 99_999}
+    for number in (10**9, 2**62, -1):
+        with pytest.raises(SchemaError, match=f"folder {number}: there is none of that number"):
+            buffer.batch(np.array([[number, 0, 0]]), **STEPS)
+    assert len(buffer._folders.storages) == 2

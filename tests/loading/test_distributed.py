@@ -153,6 +153,27 @@ def own_part(rank, folder, _):
     return items(buffer.dataloader(4, rank=0, world_size=1, **STEPS))
 
 
+def prioritized(rank, folder, _):
+    """Both ranks draw by priority and give their errors; rank 0 owns the file, rank 1 has a tree in memory."""
+    torch.manual_seed(rank)
+    buffer = ReplayBuffer.from_folder(folder.parent / "priorities", read_only=rank == 1)
+    loader = buffer.dataloader(4, prioritized=Prioritized(alpha=1.0), **STEPS)
+    drawn, every = [], sorted(everything(*range(len(LENGTHS))))
+    for batch in loader:
+        drawn.append(items([batch]))
+        errors = [0.01 + 10 * (serial == 2) + rank + t for serial, t in drawn[-1]]
+        buffer.update_priorities(batch["_indices"], torch.tensor(errors))
+    now = buffer.priorities(np.array(every)).tolist()
+    dist.barrier()
+    try:
+        buffer.update_priorities(batch["_indices"], torch.full((4,), np.nan if rank == 1 else 1.0))
+    except SchemaError as error:
+        text = str(error)
+    same = buffer.priorities(np.array(every)).tolist() == now
+    buffer.close()
+    return drawn, len(loader), now, text, same, loader.state_dict()
+
+
 def broken(rank, folder, _):
     """A shard appears under rank 1's eyes that cannot be read: the others do not wait for it."""
     root = folder.parent / f"broken {rank}"
@@ -200,7 +221,7 @@ def sharded(rank, folder, _):
     return head, loader.state_dict(), items(batches)
 
 
-ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, unequal, sharded, own_part)
+ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, unequal, sharded, own_part, prioritized)
 ACTS = {act.__name__: act for act in (*ALL, broken, unreadable)} | OWN
 
 
@@ -253,6 +274,7 @@ def both(tmp_path_factory):
         with ReplayBuffer(folder / name, max_episodes, 12, {"t": "int"}, circular=True) as buffer:
             record(buffer, *LENGTHS)
     shutil.copytree(folder / "full", folder / "as begun")
+    shutil.copytree(folder / "full", folder / "priorities")
     prepare(folder)
     for number in (0, 2):
         with ReplayBuffer(folder / "root" / f"shard-{number:05}", 9, 12, {"t": "int"}) as buffer:
@@ -269,6 +291,24 @@ def both(tmp_path_factory):
             process.join(10)
             process.kill()
     return Both({name: [out[rank][name] for rank in range(WORLD)] for name in out[0]}, folder)
+
+
+def test_ranks_draw_their_part_of_an_epoch_by_the_same_priorities(both):
+    """Each gives the errors of its batches, and all ranks take in those of all."""
+    (first, count, now, text, same, state), (second, *others) = both["prioritized"]
+    assert others == [count, now, text, same, state], "each other's errors count on both"
+    assert len(first) == len(second) == count == 5, "34 items, 4 a batch, two ranks"
+    assert first != second
+    assert same
+    assert "rank 1: td_errors: got a number that is not finite" in text
+    expected = dict.fromkeys(sorted(everything(0, 1, 2, 3, 4)), None)
+    for mine, theirs in zip(first, second, strict=True):
+        for rank, batch in enumerate((mine, theirs)):
+            expected |= {(serial, t): 0.01 + 10 * (serial == 2) + rank + t + 1e-6 for serial, t in batch}
+    for (item, want), got in zip(expected.items(), now, strict=True):
+        assert want is None or abs(got - want) < 1e-5, item
+    with ReplayBuffer.from_folder(both.folder / "priorities") as buffer:
+        assert buffer.priorities(np.array(list(expected))).tolist() == now, "rank 0 left them on the disk"
 
 
 def test_ranks_of_different_seeds_share_every_epoch(both):

@@ -190,6 +190,9 @@ class Squares:
     def grouped(self, batches):
         return batches
 
+    def by_anchors(self):
+        return self
+
     def __getitems__(self, anchors):
         (n,) = anchors
         if n == 13:

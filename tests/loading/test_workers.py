@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from multiprocessing import reduction
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import assert_same, flat
 from torch.utils.data import DataLoader
 
 from memmap_buffer import ConcatBuffer, ReplayBuffer, StaleEpisodeError, Timestep, Window
+from memmap_buffer.items import shared_arrays
 
 # Python 3.12 warns of every fork of a process with threads, and torch has some; torch also warns on a single core.
 pytestmark = [
@@ -237,6 +239,40 @@ def test_a_dataset_pickles_as_a_path_without_its_data(recorded):
         sizes.append(len(pickle.dumps(dataset)))
     assert max(sizes) < 2**16
     assert abs(sizes[0] - sizes[1]) < 64  # numbers pickle to a byte more or less
+
+
+def test_workers_of_a_loader_are_started_without_the_index(recorded):
+    sizes = []
+    for name, count in (("a", 2), ("b", 200)):
+        buffer = recorded([2] * count, name=name, max_episodes=200)
+        made = loader(buffer, 1, timestep_level=True)
+        next(iter(made.dataset))
+        sizes.append(len(pickle.dumps(made._processes.dataset)))
+    assert abs(sizes[0] - sizes[1]) < 64
+
+
+@pytest.mark.parametrize(
+    "method", [m if m == "spawn" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS[1:]]
+)
+def test_workers_that_are_started_with_an_index_map_it(recorded, monkeypatch, method):
+    """Those of a DataLoader of one's own, and those of a loader with a filter that no worker can call."""
+    monkeypatch.setattr(shared_arrays, "LEAST", 0)
+    sizes, dump = [], reduction.dump
+
+    def counted(obj, file, *more):
+        dump(obj, file, *more)
+        sizes.append(file.tell())
+
+    monkeypatch.setattr(reduction, "dump", counted)
+    for name, count in (("a", 3), ("b", 200)):
+        buffer = recorded([2] * count, name=name, max_episodes=200)
+        dataset = buffer.dataset(
+            timestep_level=True, return_indices=True, filter_meta={"episode_lens": lambda n: n > 0}
+        )
+        options = {"batch_size": 64, "multiprocessing_context": method, "num_workers": 1}
+        (first, *_) = DataLoader(dataset, **options)
+        assert_same(first, dataset.__getitems__(range(len(first["_indices"]))).whole)
+    assert abs(max(sizes[: len(sizes) // 2]) - max(sizes[len(sizes) // 2 :])) < 64
 
 
 def test_a_pickled_dataset_reads_in_a_fresh_process(recorded, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memmap_buffer import ReplayBuffer, SchemaError
 from memmap_buffer.format import host
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.syscalls import has_hole, is_hole
@@ -81,3 +82,21 @@ def test_what_stands_in_a_block_is_kept_when_it_is_made_ready(tmp_path):
         stop = (at // (2 << 20) + 1) * (2 << 20)
         assert not has_hole(file.fileno(), at // (2 << 20) * (2 << 20), min(stop, path.stat().st_size))
     one.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"n_steps": 3}, {"read_only": True}], ids=str)
+def test_a_tree_that_memory_has_no_room_for_is_refused_before_it_begins(tmp_path, monkeypatch, options):
+    """The one on the disk takes none of the process's own."""
+    with ReplayBuffer(tmp_path, 4, 1000, {"x": "int"}) as buffer:
+        for _ in range(4):
+            buffer.store_episode(x=np.arange(1000))
+        monkeypatch.setattr(tree_file, "available_memory", lambda: 20_000)
+        how = options if "n_steps" in options else {"timestep_level": True} | options
+        buffer = ReplayBuffer.from_folder(tmp_path, read_only=True) if how.pop("read_only", False) else buffer
+        if not options:
+            assert len(buffer.sample(8, prioritized=True, **how)["x"]) == 8
+            return
+        with pytest.raises(SchemaError, match=r"4000 timesteps in 4 episodes take .* GiB .* and 0\.0 are free"):
+            buffer.sample(8, prioritized=True, **how)
+        monkeypatch.setattr(tree_file, "available_memory", lambda: 10**9)
+        assert len(buffer.sample(8, prioritized=True, **how)["x"]) == 8

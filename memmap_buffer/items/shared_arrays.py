@@ -1,0 +1,54 @@
+"""Arrays that a process which is being started maps instead of getting a copy; elsewhere they pickle as they are."""
+
+from __future__ import annotations
+
+import weakref
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.format.syscalls import CAN_SHARE, close_all, map_to_read, memory_file
+
+LEAST = 1 << 20  # bytes: less crosses by itself
+
+
+class SharedArrays:
+    """Some arrays, which nobody changes, that may be pickled many times: a copy in shared memory serves all processes.
+
+    Args:
+        arrays: what is shared; None stays None.
+    """
+
+    def __init__(self, arrays: tuple[Array | None, ...]) -> None:
+        self.arrays = arrays
+        self._fd: dict[str, int] = {}
+        self._finalizer = weakref.finalize(self, close_all, self._fd)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        size = sum(array.nbytes for array in self.arrays if array is not None)
+        if size < LEAST or get_spawning_popen() is None or not CAN_SHARE:
+            return SharedArrays, (self.arrays,)
+        if not self._fd:
+            parts = [array for array in self.arrays if array is not None]
+            assert all(part.itemsize == 8 for part in parts)  # so that all are aligned
+            self._fd[""] = memory_file(parts)
+        kinds = [None if array is None else (array.dtype.str, array.shape) for array in self.arrays]
+        return _mapped, (DupFd(self._fd[""]), size, kinds)
+
+
+def _mapped(shared: Any, size: int, kinds: list[tuple[str, tuple[int, ...]] | None]) -> SharedArrays:
+    fd = {"": shared.detach()}
+    try:
+        memory = map_to_read(fd[""], size)
+    finally:
+        close_all(fd)
+    arrays: list[Array | None] = []
+    at = 0
+    for kind in kinds:
+        array = None if kind is None else np.ndarray(kind[1], kind[0], memory, at)
+        at += 0 if array is None else array.nbytes
+        arrays.append(array)
+    return SharedArrays(tuple(arrays))
