@@ -29,6 +29,7 @@ WIDE = 1 << 12  # bytes of a row from which a write costs half of the page fault
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 STEP = 1 << 32
+ONE_STEP = np.uint64(STEP)
 # A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; its `final`.
 Rows: TypeAlias = tuple[str, Array, np.dtype[Any] | None, bool]
 
@@ -45,6 +46,7 @@ class MappedFiles:
         layout = files.layout
         arrays = layout.arrays
         self.words = self._mapped(arrays["/episodes"]).view(np.uint64).reshape(-1)
+        self.shown = self.words.reshape(-1, WORDS)[:, SHOWN]
         self.state = self._mapped(arrays["/state"]).view(np.uint64).reshape(-1)
         self.rows = {name: self._mapped(arrays[name]) for name in layout.schema.fields}
         fields = layout.schema.fields.items()
@@ -122,7 +124,6 @@ class Round:
         self.files, self.maps = files, maps
         self._pairs = list(zip(episodes, slot_writers, strict=True))
         self.slots: IntArray = np.array([one.slot for one in slot_writers])
-        self._shown = self.slots * WORDS + SHOWN
         self._room = 0
         self._fields = maps.fields_of(len(self._pairs))
         self._go_on()
@@ -160,7 +161,7 @@ class Round:
 
         Raises OSError: a wide row could not be written; none is shown.
         """
-        following, words = self._next, self.maps.words
+        following, shown = self._next, self.maps.shown
         for name, fd, header, size, final in self.maps.wide:
             rows, column = np.atleast_1d(following[final]).tolist(), np.ascontiguousarray(columns[name])
             for row, values in zip(rows, column, strict=True):
@@ -168,13 +169,13 @@ class Round:
         if len(self._pairs) == 1:
             for name, rows, _, final in self._fields:
                 rows[following[final]] = columns[name][0]
-            shown = self._shown.item()
-            words[shown] = words.item(shown) + STEP
+            slot = self.slots.item()
+            shown[slot] = shown.item(slot) + STEP
         else:
             for name, rows, whole, final in self._fields:
                 column = columns[name]
                 rows[following[final]] = column if whole is None else bytes_of(column, whole)
-            words[self._shown] = words.take(self._shown) + np.uint64(STEP)
+            shown[self.slots] += ONE_STEP
         following[0] += 1
         following[1] += 1
         self._room -= 1
@@ -191,7 +192,7 @@ class Round:
 
     def show(self, slots: Any, words: Any) -> None:
         """Show other steps of some slots: of each the first, and above it the end."""
-        self.maps.words[slots * WORDS + SHOWN] = words
+        self.maps.shown[slots] = words
 
     def tell(self, slots: IntArray) -> None:
         """Tell the readers which slots changed."""
