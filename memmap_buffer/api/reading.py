@@ -489,10 +489,10 @@ class Readable:
     def _sampler_of(self, options: Mapping[str, Any]) -> UniformSampler | PrioritizedDraws:
         """The sampler of these options, kept for the next time."""
         sampler, dicts = None, False
-        with suppress(TypeError):
-            try:
-                sampler = self._samplers.get(tuple(options.items()))  # most options are their own key
-            except TypeError:
+        try:
+            sampler = self._samplers.get(tuple(options.items()))  # most options are their own key
+        except TypeError:
+            with suppress(TypeError):
                 sampler, dicts = self._samplers.get(key_of_dicts(options)), True
         known = sampler is not None and sampler.reader.folders is self._folders
         if sampler is not None and known and (not dicts or sampler.reader.given == options):  # a dict may have changed

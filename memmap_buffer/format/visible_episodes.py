@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import all_of
+from memmap_buffer.dtypes import any_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import (
     CHECK,
@@ -112,6 +112,8 @@ class VisibleEpisodes:
         self._hidden = self.order.item(0, 0) if full else table.base
         columns = Columns._make([column.copy() for column in table.columns])
         self.table = replace(table, visible=NO_SLOTS, **columns._asdict())
+        self._most = np.zeros(len(self.shown), np.int64)
+        self._limit(np.flatnonzero(self.shown), storage)
         return table.changes
 
     def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
@@ -140,8 +142,15 @@ class VisibleEpisodes:
         for column, values in columns:
             column[slots] = values
         self.shown[slots] = shown
+        self._limit(slots, storage)
         gone = self._retire(storage.layout.max_episodes)
         return np.unique(np.concatenate([slots, gone])) if gone else slots
+
+    def _limit(self, slots: IntArray, storage: Storage) -> None:
+        """Up to which step slots may come to show theirs: an open episode grows, another stays, none shows nothing."""
+        table = self.table
+        most = np.where(table.flags[slots] & OPEN != 0, storage.layout.max_timesteps, table.length[slots])
+        self._most[slots] = most * self.shown[slots]
 
     def _show_others(self, storage: Storage, slots: IntArray) -> bool:
         """Where all are as they were but for the steps that they show, take these; False where they are not.
@@ -151,12 +160,14 @@ class VisibleEpisodes:
         table, words = self.table, storage.maps.words.take(slots, axis=0)
         start, stop = (words[:, SHOWN] & _LOW).view(np.int64), (words[:, SHOWN] >> _HALF).view(np.int64)
         left, added = start - table.start.take(slots), stop - table.length.take(slots)
-        good = (words[:, CHECK] == table.check.take(slots)) & (words[:, GENERATION] == table.generation.take(slots))
-        good &= self.shown.take(slots) & (start < stop) & (stop <= storage.layout.max_timesteps) & (added >= 0)
-        good &= (added == 0) | (table.flags.take(slots) & OPEN != 0)
-        if not all_of(good):
+        other = words[:, CHECK] ^ table.check.take(slots)
+        other |= words[:, GENERATION] ^ table.generation.take(slots)
+        wrong = stop - start - 1  # below 0 where it shows no step, more than it may, or fewer than before
+        wrong |= self._most.take(slots) - stop
+        wrong |= added
+        if np.count_nonzero(other) or any_of(wrong < 0):
             return False
-        self.num_steps += int((added - left).sum())
+        self.num_steps += int(np.add.reduce(added - left))
         table.start[slots], table.length[slots] = start, stop
         self.moved = slots, left, added
         return True
@@ -202,7 +213,7 @@ class VisibleEpisodes:
             if self.shown[slot] and self.table.serial.item(slot) == serial:
                 if serial >= self._hidden and self._num_episodes <= max_episodes:
                     break
-                self.shown[slot] = False
+                self.shown[slot], self._most[slot] = False, 0
                 self.num_steps -= self.table.length.item(slot) - self.table.start.item(slot)
                 self._num_episodes -= 1
                 self._hidden = max(self._hidden, serial + 1)

@@ -2,7 +2,8 @@
 
 A store into a map kills the process where the block under it is not there and the disk is full. So the blocks of some
 timesteps to come are allocated first, which raises where there is no room; then stores go where they can only succeed,
-on file systems that overwrite in place. Elsewhere, and under durability "power", timesteps are written one by one.
+on file systems that overwrite in place. Rows of a page and more are written. Elsewhere, and under durability "power",
+timesteps are written one by one.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import machine, overwrites_in_place
 from memmap_buffer.format.layout import ArrayFile
 from memmap_buffer.format.records import EVERY_SLOT, JOURNAL, SHOWN, STATE_WORD, WORDS
-from memmap_buffer.format.syscalls import BLOCK, allocate, close_all
+from memmap_buffer.format.syscalls import BLOCK, allocate, close_all, write_all
 from memmap_buffer.schema import Field
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
 from memmap_buffer.writing.episode import Episode
 
 ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in the order in which they were made
+WIDE = 1 << 12  # bytes of a row from which a write costs half of the page faults that a store meets in fresh pages
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 STEP = 1 << 32
+ONE_STEP = np.uint64(STEP)
 # A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; its `final`.
 Rows: TypeAlias = tuple[str, Array, np.dtype[Any] | None, bool]
 
@@ -43,10 +46,18 @@ class MappedFiles:
         layout = files.layout
         arrays = layout.arrays
         self.words = self._mapped(arrays["/episodes"]).view(np.uint64).reshape(-1)
+        self.shown = self.words.reshape(-1, WORDS)[:, SHOWN]
         self.state = self._mapped(arrays["/state"]).view(np.uint64).reshape(-1)
         self.rows = {name: self._mapped(arrays[name]) for name in layout.schema.fields}
         fields = layout.schema.fields.items()
-        self._single, self._several = ([self._rows_of(*each, many) for each in fields] for many in (False, True))
+        narrow = [(name, field) for name, field in fields if field.itemsize < WIDE]
+        self._single, self._several = ([self._rows_of(*each, many) for each in narrow] for many in (False, True))
+        # Of wide fields: the name, the descriptor, the bytes of the header and of a row, `final`.
+        self.wide = [
+            (name, files.fd[name], len(arrays[name].header), field.itemsize, field.final)
+            for name, field in fields
+            if field.itemsize >= WIDE
+        ]
         self._large: list[tuple[int, int, int, int]] = []  # descriptor, header, rows a slot, bytes a row
         self._small: list[tuple[int, int, int, int]] = []
         for name, field in layout.schema.fields.items():
@@ -69,7 +80,7 @@ class MappedFiles:
         return out
 
     def fields_of(self, num_rows: int) -> list[Rows]:
-        """What so many rows are stored to at a time."""
+        """What so many rows are stored to at a time; those of wide fields are written."""
         return self._single if num_rows == 1 else self._several
 
     def _rows_of(self, name: str, field: Field, several: bool) -> Rows:
@@ -113,7 +124,6 @@ class Round:
         self.files, self.maps = files, maps
         self._pairs = list(zip(episodes, slot_writers, strict=True))
         self.slots: IntArray = np.array([one.slot for one in slot_writers])
-        self._shown = self.slots * WORDS + SHOWN
         self._room = 0
         self._fields = maps.fields_of(len(self._pairs))
         self._go_on()
@@ -147,18 +157,25 @@ class Round:
             self._room = min(one.room - one.length for one in self.slot_writers)
 
     def store(self, columns: Mapping[str, Array]) -> None:
-        """Write the next timestep of each, field -> (B, *field), and show it. Readers are still to be told."""
-        following, words = self._next, self.maps.words
+        """Write the next timestep of each, field -> (B, *field), and show it. Readers are still to be told.
+
+        Raises OSError: a wide row could not be written; none is shown.
+        """
+        following, shown = self._next, self.maps.shown
+        for name, fd, header, size, final in self.maps.wide:
+            rows, column = np.atleast_1d(following[final]).tolist(), np.ascontiguousarray(columns[name])
+            for row, values in zip(rows, column, strict=True):
+                write_all(fd, values, header + row * size)
         if len(self._pairs) == 1:
             for name, rows, _, final in self._fields:
                 rows[following[final]] = columns[name][0]
-            shown = self._shown.item()
-            words[shown] = words.item(shown) + STEP
+            slot = self.slots.item()
+            shown[slot] = shown.item(slot) + STEP
         else:
             for name, rows, whole, final in self._fields:
                 column = columns[name]
                 rows[following[final]] = column if whole is None else bytes_of(column, whole)
-            words[self._shown] = words.take(self._shown) + np.uint64(STEP)
+            shown[self.slots] += ONE_STEP
         following[0] += 1
         following[1] += 1
         self._room -= 1
@@ -175,7 +192,7 @@ class Round:
 
     def show(self, slots: Any, words: Any) -> None:
         """Show other steps of some slots: of each the first, and above it the end."""
-        self.maps.words[slots * WORDS + SHOWN] = words
+        self.maps.shown[slots] = words
 
     def tell(self, slots: IntArray) -> None:
         """Tell the readers which slots changed."""

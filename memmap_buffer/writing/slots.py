@@ -248,7 +248,7 @@ class SlotAllocator:
             self._head += len(entries)
             slots = entries & _LOW
             visible = self._entry.take(slots) == entries
-            slots = slots if visible.all() else slots[visible]
+            slots = slots if all_of(visible) else slots[visible]
             moved = np.concatenate([moved, slots]) if len(moved) else slots
             self.steps -= len(slots)
             count -= len(slots)

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from memmap_buffer.choices import Checksum, Durability, Publish, Stage
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyError, SchemaError, StaleEpisodeError
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.episode_table import IntArray
@@ -568,7 +568,8 @@ class Writer:
                     files.write_shown(slot, first, end)
             else:
                 joint.show(moved, (start | stop << 32).view(np.uint64))
-            empty = moved[start == stop].tolist()
+            some = start != stop
+            empty = [] if all_of(some) else moved[~some].tolist()
         files.barriers("/episodes")
         if empty:
             growing = {one.slot for one in self._slot_writers.values() if one.flags & OPEN}

@@ -21,6 +21,7 @@ from memmap_buffer.writing.rounds import MappedFiles
 FIELDS = {
     "observation": Field("float32", (3,), final=True),
     "frame": Field("uint8", (40, 40)),
+    "picture": Field("uint8", (70, 70), final=True),  # wide enough to be written
     "reward": "float32",
     "terminated": "bool",
     "truncated": "bool",
@@ -42,6 +43,8 @@ def timestep(call: int, num_envs: int, rng: Any, dtype: str = "float32") -> dict
         "terminated": rng.random(num_envs) < 0.04,
         "truncated": rng.random(num_envs) < 0.04,
         "next_observation": observation + 1,
+        "picture": np.full((num_envs, 70, 70), call % 256, np.uint8),
+        "next_picture": np.full((num_envs, 70, 70), (call + 1) % 256, np.uint8),
     }
 
 
@@ -136,6 +139,36 @@ def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: P
             break
     assert {0, 3} <= seen
     assert at > 30
+
+
+def test_a_timestep_of_which_a_wide_row_cannot_be_written_is_of_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    buffer = created(tmp_path, 3)
+    steps = [
+        {**timestep(call, 3, rng), "terminated": np.zeros(3, bool), "truncated": np.zeros(3, bool)} for call in range(9)
+    ]
+    for step in steps[:4]:
+        buffer.add(**step)
+    before, written, left = contents(tmp_path), rounds.write_all, [None]
+
+    def fails(*what: Any) -> None:
+        if not left:
+            raise OSError(errno.EIO, "no such sector")
+        left.pop()
+        written(*what)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no such sector"):
+        patch.setattr(rounds, "write_all", fails)
+        buffer.add(**steps[4])
+    assert not left
+    assert contents(tmp_path) == before
+    for step in steps[4:]:
+        buffer.add(**step)
+    assert buffer.num_steps == 27
+    buffer.close()
+    assert verify(tmp_path) == []
 
 
 def test_the_journal_names_the_slots_of_every_timestep(tmp_path: Path) -> None:
