@@ -438,7 +438,8 @@ def _computed(value: Any, shift: Array, scale: Array, change: Any) -> Any:
     if isinstance(value, np.ndarray):
         return change(value.astype(np.float64), shift, scale).astype(value.dtype if value.dtype.kind == "f" else "f4")
     wide = value.float() if value.device.type == "mps" else value.double()  # MPS has no float64
-    out = change(wide, wide.new_tensor(shift), wide.new_tensor(scale))
+    # jagged tensors of torch 2.4 take no tensor without an axis
+    out = change(wide, *(wide.new_tensor(each) if each.ndim else each.item() for each in (shift, scale)))
     return out.to(value.dtype) if value.is_floating_point() else out.float()
 
 

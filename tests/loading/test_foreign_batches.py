@@ -380,7 +380,9 @@ class TestWholeEpisodes:
                 n = len(rewards)
                 want = self.clean(rewards, values[:-1], values[-1], not cut, 0.97, 0.9)
                 for name, column in zip(("advantage", "lambda_return"), want, strict=True):
-                    np.testing.assert_array_equal(batch[name][i, :n], column)
+                    # NumPy 1 computes a float32 by a number of Python's in float64: its sums are not CleanRL's
+                    near = 0 if np.__version__ >= "2" else 1e-5
+                    np.testing.assert_allclose(batch[name][i, :n], column, rtol=near, atol=near)
                     assert (batch[name][i, n:] == 0).all()
 
     def test_numbers_with_an_axis_more_have_advantages_with_one(self, tmp_path):

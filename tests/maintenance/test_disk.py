@@ -13,10 +13,12 @@ from memmap_buffer import Field, ReplayBuffer, pack
 from memmap_buffer.format.folder import in_memory
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import CAN_FORGET
 from memmap_buffer.maintenance import disk
 from memmap_buffer.maintenance.disk import measure_disk_speed
 from memmap_buffer.writing.commit import MEMORY
 
+pytestmark = pytest.mark.skipif(not CAN_FORGET, reason="this system does not drop pages from its cache when asked")
 LENGTHS = (60, 1, 90, 49)
 WIDTH = 8192
 PAGE = os.sysconf("SC_PAGE_SIZE")

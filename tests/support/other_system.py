@@ -16,6 +16,7 @@ import mmap
 import os
 import platform
 import resource
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -57,6 +58,19 @@ def without_proc() -> None:
     Path.exists = lambda self, **options: self.parts[:2] != ("/", "proc") and exists(self, **options)  # type: ignore[method-assign]
 
 
+def with_sysctl() -> None:
+    """macOS has no /proc, but tells by sysctl(8) when it was started."""
+    without_proc()
+    real = subprocess.run
+
+    def run(command: Any, *arguments: Any, **options: Any) -> Any:
+        if command[0] == "/usr/sbin/sysctl":
+            return subprocess.CompletedProcess(command, 0, stdout="5EED5EED-0000-4000-8000-5EED5EED5EED\n")
+        return real(command, *arguments, **options)
+
+    subprocess.run = run
+
+
 def with_full_fsync() -> None:
     real = fcntl.fcntl
 
@@ -90,11 +104,12 @@ MISSING: dict[str, Callable[[], None]] = {
     "fsync that is enough": with_full_fsync,
     "full fsync": full_fsync_refused,
     "proc": without_proc,
+    "proc, not sysctl": with_sysctl,
     "ordered stores": on_arm,
     "scheduling": without(os, "sched_getaffinity", "sched_setscheduler", "SCHED_BATCH"),
     "usage of threads": without(resource, "RUSAGE_THREAD"),
 }
-MACOS = set(MISSING) - {"madvise", "holes told", "full fsync"}  # what macOS on 64-bit Arm lacks
+MACOS = set(MISSING) - {"madvise", "holes told", "full fsync", "proc"}  # what macOS on 64-bit Arm lacks
 TOGETHER: dict[str, set[str]] = {
     "nothing": set(),
     "macOS": MACOS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from interruptions import interrupted
 
 from memmap_buffer import Field, ReplayBuffer, WriterLostError, verify
 from memmap_buffer.format import lock
+from memmap_buffer.format.host import machine, overwrites_in_place
 from memmap_buffer.writing import rounds
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.rounds import MappedFiles
@@ -58,6 +60,12 @@ def contents(folder: Path) -> list[Any]:
         return found
 
 
+where_maps_are_stored_to = pytest.mark.skipif(
+    machine() not in rounds.ORDERED or not overwrites_in_place(Path(tempfile.gettempdir())),
+    reason="stores into maps are no writes on this file system or processor",
+)
+
+
 @pytest.fixture
 def never_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MappedFiles, "may_be_used", staticmethod(lambda files: False))
@@ -87,6 +95,7 @@ def test_what_is_stored_at_once_is_what_is_written_one_by_one(
     assert contents(tmp_path / "mapped") == contents(tmp_path / "written")
 
 
+@where_maps_are_stored_to
 @pytest.mark.parametrize(("block", "stored"), [(1600, 4), (rounds.BLOCK, 1)], ids=["step by step", "slots together"])
 def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, stored: int
@@ -117,6 +126,7 @@ def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_o
         assert again.episode(0)["reward"].tolist() == again.episode(1)["reward"].tolist() == list(range(9))
 
 
+@where_maps_are_stored_to
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: Path, size: int) -> None:
     seen = set()
@@ -141,6 +151,7 @@ def test_a_timestep_that_is_interrupted_at_any_line_is_stored_or_not(tmp_path: P
     assert at > 30
 
 
+@where_maps_are_stored_to
 def test_a_timestep_of_which_a_wide_row_cannot_be_written_is_of_no_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +182,7 @@ def test_a_timestep_of_which_a_wide_row_cannot_be_written_is_of_no_environment(
     assert verify(tmp_path) == []
 
 
+@where_maps_are_stored_to
 def test_the_journal_names_the_slots_of_every_timestep(tmp_path: Path) -> None:
     with created(tmp_path, 2) as buffer:
         step = timestep(0, 2, np.random.default_rng(0))
