@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import memmap_buffer
-from bench import cold, compressed, online, read, scale, write
+from bench import cold, compressed, online, read, remote, scale, write
 from bench.data import Run
 from bench.measure import HEAD, Row
 
@@ -60,6 +60,14 @@ GROUPS: dict[str, dict[str, Case]] = {
         "compressed-cold": compressed.cold,
         "compressed-jpeg": compressed.cameras,
         "compressed-recording": compressed.recording,
+    },
+    "remote": {
+        "remote-epoch": lambda run: remote.epochs(run, "low-dim"),
+        "remote-epoch-image": lambda run: remote.epochs(run, "image"),
+        "remote-sample": lambda run: remote.samples(run, "low-dim"),
+        "remote-sample-image": lambda run: remote.samples(run, "image"),
+        "remote-s3": lambda run: remote.by_s3(run, "image"),
+        "remote-open": remote.opening,
     },
     "scale": {"open": scale.opening, "growth": scale.growth},
 }

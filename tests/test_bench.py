@@ -46,6 +46,19 @@ def rows(folder: Path, *arguments: str) -> list[dict[str, object]]:
             ("size, ", "cold sample(256)", "64 frames of 480 x 640, jpeg", "recording 2 x 30", "store() of two"),
             marks=slow,
         ),
+        pytest.param(
+            "remote",
+            (
+                "remote epoch, shuffle='block', image",
+                "  bytes fetched over needed",
+                "  first batch",
+                "  second epoch",
+                "remote cold sample(256), low-dim, round trips",
+                "remote epoch by S3",
+                "remote open of 10 shards, again",
+            ),
+            marks=slow,
+        ),
         pytest.param("scale", ("open 10^2 episodes", "shuffled windows of 64, 10^5 steps"), marks=slow),
     ],
 )

@@ -15,15 +15,19 @@ import typer
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import FOUND, clean, say
+from memmap_buffer.cli.remote import Place, StorageOptions, parsed
 from memmap_buffer.cli.terminal import FolderArgument, Json, bytes_of, end, progress, say_json, show_table
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.interop.columns import flatten
 from memmap_buffer.maintenance.disk import DiskSpeed, available_memory, disk_of, measure_disk_speed
+from memmap_buffer.maintenance.store import AT_ONCE, CACHE_PLACE, READ_AHEAD, Store, measure_store
+from memmap_buffer.paths import path_of
 from memmap_buffer.views.windows import Window
 
 BATCH = 256
 BURST = 0.02  # seconds: short enough that some bursts meet no other work
 COPY = 32 << 20
+SLOW_SAMPLE = 1.0  # seconds, of a random batch: more than a step of training
 LEVELS: dict[str, dict[str, Any]] = {
     "timesteps": {"timestep_level": True},
     "5-step transitions": {"n_steps": 5},
@@ -51,27 +55,67 @@ class Remark:
     bad: bool = False
 
 
-def doctor(folder: FolderArgument, seconds: Seconds = 2.0, as_json: Json = False) -> None:
+def doctor(place: Place, seconds: Seconds = 2.0, as_json: Json = False, options: StorageOptions = None) -> None:
     """Look whether this machine and this folder fit each other: memory, disk, file system, speed; with advice.
+
+    Of a URL: how fast its store gives what was published there, from a few requests, and what reading it will cost.
 
     Where the data is not in memory, or larger than it, the speed from the disk is measured as well, in a quarter of
     the time more: of a few thousand random timesteps, which are dropped from the system's cache before.
 
     Ends with 1 where something that the library promises cannot hold.
     """
-    with opened(folder) as buffer:
-        on_disk, available = disk_use(folder)[0], available_memory()
-        larger = available is not None and on_disk > available
-        # first, as `_speed` reads the rows into memory
-        disk_speed = measure_disk_speed(buffer.folder, seconds / 4, larger=larger)
-        remarks = [*_disk(buffer), _memory(on_disk, available), _speed(buffer, seconds)]
-        remarks += [_speed_from_disk(disk_speed)] if disk_speed else []
+    remarks = list(_of_url(place, seconds, options)) if "://" in place else _of_folder(Path(place), seconds)
     if as_json:
         say_json([asdict(remark) for remark in remarks])
     for remark in [] if as_json else remarks:
         mark = "BAD " if remark.bad else "note" if remark.advice else "ok  "
         say(f"{mark}  {remark.what}: {remark.found}" + (f"; {remark.advice}" if remark.advice else ""))
     end(FOUND if any(remark.bad for remark in remarks) else 0)
+
+
+def _of_folder(folder: Path, seconds: float) -> list[Remark]:
+    with opened(folder) as buffer:
+        on_disk, available = disk_use(folder)[0], available_memory()
+        larger = available is not None and on_disk > available
+        # first, as `_speed` reads the rows into memory
+        disk_speed = measure_disk_speed(buffer.folder, seconds / 4, larger=larger)
+        remarks = [*_disk(buffer), _memory(on_disk, available), _speed(buffer, seconds)]
+        return remarks + ([_speed_from_disk(disk_speed)] if disk_speed else [])
+
+
+def _of_url(url: str, seconds: float, options: str | None) -> Iterator[Remark]:
+    store = measure_store(url, seconds, storage_options=parsed(options))
+    number, size = "1 shard" if store.shards == 1 else f"{store.shards:,} shards", bytes_of(store.num_bytes)
+    yield Remark("published", f"{number}, {store.episodes:,} episodes, {store.steps:,} steps, {size}")
+    if not store.ranges:
+        advice = "nothing can be read from it; take another server, or `pull` from the store behind it"
+        yield Remark("ranges", "the server sends whole objects only", advice, bad=True)
+        return
+    yield Remark("ranges", "the server sends parts of objects")
+    yield Remark("round trip", f"{1e3 * store.round_trip:.1f} ms")
+    yield Remark("requests", f"{store.requests:,.0f} small ones a second, {AT_ONCE} at a time")
+    yield Remark("bandwidth", f"{bytes_of(store.bandwidth)}/s")
+    yield Remark("first batch", f"{store.first_batch():.2g} s with shuffle='block'")
+    yield Remark("epoch", f"{_duration(store.epoch())} with shuffle='block', the first time; then as from a folder")
+    sample, blocks = store.sample(BATCH), store.blocks_of(BATCH)
+    slow = "until the cache has most of the data; use shuffle='block' for the first epochs, or `pull` it"
+    found = f"{sample:.2g} s, {blocks:,.0f} blocks of 1 MiB for {BATCH} timesteps"
+    yield Remark("random sample", found, slow if sample > SLOW_SAMPLE else "")
+    yield _cache(store)
+
+
+def _cache(store: Store) -> Remark:
+    place = path_of(CACHE_PLACE)
+    free = disk_of(next(path for path in (place, *place.parents) if path.exists())).free_bytes
+    found = f"{bytes_of(store.data_bytes)} when all of it was read; {bytes_of(free)} are free for {CACHE_PLACE}"
+    least = bytes_of(READ_AHEAD)
+    short = f"give a `cache` on a larger disk, or a `cache_bytes`; below {least} nothing is read ahead"
+    return Remark("cache", found, short if store.data_bytes > free else "")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} minutes"
 
 
 def bench(folder: FolderArgument, seconds: Seconds = 8.0, as_json: Json = False) -> None:

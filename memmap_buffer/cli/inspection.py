@@ -16,7 +16,7 @@ from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli.episodes import Array, column_of, matching, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import say, shards_of
-from memmap_buffer.cli.remote import StorageOptions, info_of_url
+from memmap_buffer.cli.remote import Place, StorageOptions, info_of_url
 from memmap_buffer.cli.terminal import (
     Episode,
     Fields,
@@ -42,9 +42,7 @@ ENTRIES = 16  # `stats` has a row for each entry of a field that has no more
 
 
 def info(
-    place: Annotated[
-        str, typer.Argument(metavar="FOLDER|URL", help="A folder of episodes, or where it was published.")
-    ],
+    place: Place,
     as_json: Json = False,
     reward: Reward = "reward",
     options: StorageOptions = None,

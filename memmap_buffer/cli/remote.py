@@ -14,6 +14,7 @@ from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.maintenance import pull as pulling
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="As in s3://bucket/run7.", show_default=False)]
+Place = Annotated[str, typer.Argument(metavar="FOLDER|URL", help="A folder of episodes, or where it was published.")]
 StorageOptions = Annotated[
     str | None, typer.Option("--storage-options", help='For fsspec, as JSON: \'{"endpoint_url": "http://…"}\'.')
 ]
@@ -23,7 +24,7 @@ def publish(folder: FolderArgument, url: Url, options: StorageOptions = None) ->
     """Copy a folder, or each of a root, to a store, packed; again: only what is new. Others read it by the URL."""
     code = OK
     for one in shards_of(folder) or [folder]:
-        left_out = publishing.publish(one, url, storage_options=_parsed(options))
+        left_out = publishing.publish(one, url, storage_options=parsed(options))
         say(f"{one}: published")
         code |= FOUND if print_left_out(left_out) else OK
     end(code)
@@ -35,7 +36,7 @@ def pull(
     options: StorageOptions = None,
 ) -> None:
     """Copy what was published at a URL to a folder, checked by digests. After an interruption: only what is missing."""
-    pulling.pull(url, target, storage_options=_parsed(options))
+    pulling.pull(url, target, storage_options=parsed(options))
     say(f"{target}: it is all there")
 
 
@@ -70,11 +71,12 @@ def _rows(url: str, options: str | None) -> list[dict[str, Any]]:
             "id": shard.id,
             "version": shard.version,
         }
-        for name, shard in pulling.shards_at(url, storage_options=_parsed(options)).items()
+        for name, shard in pulling.shards_at(url, storage_options=parsed(options)).items()
     ]
 
 
-def _parsed(options: str | None) -> dict[str, Any]:
+def parsed(options: str | None) -> dict[str, Any]:
+    """The storage options of a command line. Raises Problem."""
     try:
         found = json.loads(options or "{}")
     except ValueError as error:

@@ -47,7 +47,7 @@ def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         NotABufferError: nothing was published there.
         RemoteError: the store fails.
     """
-    return _shards_at(Objects(url, storage_options))
+    return shards_of(Objects(url, storage_options))
 
 
 def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -66,11 +66,12 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
         OSError: the disk is full, say.
     """
     objects, target = Objects(url, storage_options), path_of(folder)
-    for name, shard in _shards_at(objects).items():
+    for name, shard in shards_of(objects).items():
         _pull(objects, name, shard, target / name)
 
 
-def _shards_at(objects: Objects) -> dict[str, Shard]:
+def shards_of(objects: Objects) -> dict[str, Shard]:
+    """The same of a store."""
     if (root := read_root(objects)) is not None:
         return dict(root.shards)
     if (shard := read_shard(objects)) is not None:

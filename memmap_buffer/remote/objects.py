@@ -24,6 +24,7 @@ TIMEOUT, SLOWEST = 20.0, 1 << 18  # seconds, and bytes per second that a request
 IN_FLIGHT = 64
 PART = 8 << 20  # bytes of a large object that are sent at a time
 MOST_PARTS = 9000  # S3 takes 10,000
+NO_RANGES = "the server sends the whole object, it has no ranges"
 Range = tuple[str, int, int]
 Result = TypeVar("Result")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/?#\s'\"<>)]*@)?([^?#\s'\"<>)]*)([?#][^\s'\"<>)]*)?")
@@ -267,7 +268,7 @@ class Objects:
         async def request() -> bytes:
             data = await self._get(path, start, stop, exact=True)
             if len(data) > stop - start:
-                raise _Unfit("the server sends the whole object, it has no ranges", again=False)
+                raise _Unfit(NO_RANGES, again=False)
             if len(data) < stop - start:
                 raise _Unfit(f"got {len(data)} bytes")
             if check is not None and not await asyncio.to_thread(check, i, data):
@@ -404,7 +405,7 @@ async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) ->
             raise _Unfit("it has fewer bytes")
         reply.raise_for_status()
         if exact and reply.status != 206:
-            raise _Unfit("the server sends the whole object, it has no ranges", again=False)
+            raise _Unfit(NO_RANGES, again=False)
         data, left = bytearray(), stop - start + exact
         if reply.content_length is not None and reply.content_length <= left:
             whole: bytes = await reply.read()

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from cli_cases import Case, make, read_json
 from fault_injection import listing
+from range_server import RangeServer
 
-from memmap_buffer import ReplayBuffer, pack
+from memmap_buffer import ReplayBuffer, pack, publish
 from memmap_buffer.cli import app, doctor_bench
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.interop.columns import flatten
 from memmap_buffer.maintenance import disk
 from memmap_buffer.maintenance.disk import DiskSpeed
+from memmap_buffer.maintenance.store import Store
 
 SHORT = ["--seconds", "0.1"]
 
@@ -24,7 +26,7 @@ def case(tmp_path: Path) -> Case:
     return make(tmp_path / "buffer")
 
 
-def doctor(capsys: pytest.CaptureFixture[str], folder: Path, code: int = 0) -> dict[str, Any]:
+def doctor(capsys: pytest.CaptureFixture[str], folder: Path | str, code: int = 0) -> dict[str, Any]:
     assert app.main(["doctor", str(folder), *SHORT, "--json"]) == code
     return {remark.pop("what"): remark for remark in read_json(capsys.readouterr().out)}
 
@@ -142,3 +144,31 @@ def test_bench_of_an_empty_folder_ends_with_2_and_says_so(tmp_path: Path, capsys
 def test_a_time_that_is_none_ends_with_2(case: Case, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["bench", str(case.folder), f"--seconds={seconds}"]) == 2
     assert "--seconds" in capsys.readouterr().err
+
+
+def test_doctor_tells_what_a_url_will_cost(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(case.folder, f"file://{tmp_path}/far")
+    with RangeServer(tmp_path / "far", latency=0.05) as server:
+        remarks = doctor(capsys, server.url)
+        assert remarks["published"]["found"].startswith(f"1 shard, {len(case.lengths)} episodes, ")
+        assert float(remarks["round trip"]["found"].split()[0]) >= 50
+        assert float(remarks["first batch"]["found"].split()[0]) >= 0.1
+        assert not any(remark["bad"] for remark in remarks.values())
+        assert remarks.keys() >= {"requests", "bandwidth", "epoch", "random sample", "cache"}
+        assert len(server.requests) < 200
+        assert app.main(["doctor", f"{server.url}/buffer", *SHORT]) == 0
+        assert "ok    ranges: the server sends parts of objects\n" in capsys.readouterr().out
+    with RangeServer(tmp_path / "far", ranges=False) as server:
+        found = doctor(capsys, server.url, code=1)
+        assert [what for what, remark in found.items() if remark["bad"]] == ["ranges"]
+
+
+def test_what_a_url_costs_follows_from_what_was_measured() -> None:
+    mb = 1 << 20
+    store = Store(1, 1, 1, 0, True, 0.02, 1000.0, 100.0 * mb, {"image": 1000.0 * mb, "reward": 0.5 * mb})
+    assert store.epoch() == pytest.approx(0.04 + 1000.5 / 100)
+    assert store.first_batch() == pytest.approx(0.04 + 2.56)
+    assert 200 < store.blocks_of(256) < 257
+    assert store.blocks_of(10**6) == pytest.approx(1001)
+    assert store.sample(256) == pytest.approx(0.04 + store.blocks_of(256) / 100)
+    assert store.seconds(1, 0.0, 500.0) == pytest.approx(0.02 + 0.5)

@@ -17,9 +17,10 @@ from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, Field, RemoteError, ReplayBuffer, SchemaError, pack, publish
 from memmap_buffer.remote import objects
-from memmap_buffer.remote.blocks import COUNTER, LOCAL
+from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks
 from memmap_buffer.remote.cache import Cache
 from memmap_buffer.remote.layout import BLOCK
+from memmap_buffer.remote.mirror import Taken, fetch
 
 FIELDS = {
     "state": Field("float32", (512,), final=True),
@@ -201,6 +202,37 @@ def test_no_room_is_given_where_every_block_is_in_use(root, tmp_path, monkeypatc
     assert local_blocks(far) <= 16
     monkeypatch.undo()
     compare(root, far, size=4)
+
+
+def test_a_fetch_gives_back_no_block_of_its_own_batch(root, tmp_path, monkeypatch):
+    """Those that it found there were not used for longest; those that it asks for next are kept for it, too."""
+    far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=16 * BLOCK)
+    monkeypatch.setattr(Blocks, "touch", lambda self, blocks, second: None)  # as if all within a second
+    (mirror, *others) = [storage.mirror for storage in far._folders.storages]
+    for other in others:  # the cache is full of what nobody asks for
+        fetch({other: np.arange(8)})
+    both = np.arange(other.num_blocks)[:8]
+    fetch({mirror: both[:4]})
+    mirror.blocks.words[both[:4], USED], others[0].blocks.words[:, USED] = 1, 9
+    others[1].blocks.words[:, USED] = 9
+    taken = Taken(fetch({mirror: both}))
+    assert taken.unchanged()
+    assert not len(mirror.blocks.absent(both))
+    assert local_blocks(far) <= 16
+
+
+def test_what_does_not_fit_is_neither_counted_nor_fetched(root, tmp_path, monkeypatch):
+    far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=16 * BLOCK)
+    one, other, third = (storage.mirror for storage in far._folders.storages)
+    for mirror in (one, other):
+        fetch({mirror: np.arange(8)})
+    kept = [(mirror.blocks, np.arange(8)) for mirror in (one, other)]
+    wanted = [(third.blocks, np.arange(2))]
+    assert not one.cache.reserve(wanted, kept)
+    assert local_blocks(far) == 16
+    assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == 16 * BLOCK
+    assert one.cache.reserve(wanted, kept[1:])
+    assert local_blocks(far) <= 16
 
 
 def test_a_kill_at_each_write_leaves_nothing_wrong(root, tmp_path):

@@ -2,11 +2,12 @@
 
 In the process of a test: `with RangeServer(folder) as server: … server.url`; faults by `server.fail`, all that was
 asked in `server.requests`. As one of its own, for measurements: `python range_server.py FOLDER [LATENCY BANDWIDTH]`,
-whose first line is its URL.
+whose first line is its URL; to each line that it gets it answers with one, what was asked since the last, as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import struct
@@ -45,6 +46,7 @@ class RangeServer:
         url: of the folder.
         requests: all that were made.
         sent: bytes of bodies.
+        trips: requests that came while none was being answered.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class RangeServer:
     ) -> None:
         self.folder, self.latency, self.bandwidth, self.ranges = Path(folder), latency, bandwidth, ranges
         self.requests: list[Request] = []
-        self.sent = 0
+        self.sent = self.trips = self._answering = 0
         self._faults: list[tuple[str, str]] = []
         self._lock, self._free_at, self.stopping = threading.Lock(), 0.0, threading.Event()
         owner = self
@@ -102,7 +104,21 @@ class RangeServer:
             found = next((i for i, (_, match) in enumerate(self._faults) if re.search(match, path)), None)
             fault = "" if found is None else self._faults.pop(found)[0]
             self.requests.append(Request(path, asked, fault))
+            self.trips += not self._answering
+            self._answering += 1
         return fault
+
+    def _answered(self) -> None:
+        with self._lock:
+            self._answering -= 1
+
+    def told(self) -> dict[str, int]:
+        """What was asked since this was asked: requests, round trips, bytes sent."""
+        with self._lock:
+            found = {"requests": len(self.requests), "trips": self.trips, "sent": self.sent}
+            self.sent = self.trips = 0
+            self.requests.clear()
+        return found
 
     def _wait_for(self, size: int) -> None:
         """Take the time that bytes need on a line that all connections share."""
@@ -147,6 +163,13 @@ class _Handler(BaseHTTPRequestHandler):
         if found is not None:
             first, stop = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
         fault = server._take(path, (first, stop) if found is not None else None)
+        try:
+            self._answer_with(file, range(first, stop), size, found is not None, fault, body)
+        finally:
+            server._answered()
+
+    def _answer_with(self, file: Path, wanted: range, size: int, ranged: bool, fault: str, body: bool) -> None:
+        server, first, stop = self.server_of, wanted.start, wanted.stop
         server.stopping.wait(server.latency)
         if fault == "hang":
             server.stopping.wait(60)
@@ -159,8 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
             with file.open("rb") as opened:
                 opened.seek(first)
                 data = bytearray(opened.read(stop - first))
-            extra = {"Content-Range": f"bytes {first}-{stop - 1}/{size}"} if found is not None else {}
-            self._send(206 if found is not None else 200, data, extra, fault, body)
+            extra = {"Content-Range": f"bytes {first}-{stop - 1}/{size}"} if ranged else {}
+            self._send(206 if ranged else 200, data, extra, fault, body)
 
     def _status(self, status: int, size: int, **extra: str) -> None:
         self.send_response(status)
@@ -195,4 +218,6 @@ if __name__ == "__main__":
     with RangeServer(Path(folder), latency=latency, bandwidth=bandwidth) as one:
         sys.stdout.write(f"{one.url}\n")
         sys.stdout.flush()
-        sys.stdin.read()  # until whoever started it goes
+        for _ in sys.stdin:  # until whoever started it goes
+            sys.stdout.write(f"{json.dumps(one.told())}\n")
+            sys.stdout.flush()
