@@ -17,7 +17,7 @@ import typer
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import FOUND, clean, say
-from memmap_buffer.cli.terminal import FolderArgument, Json, bytes_of, end, progress, say_json, show_table
+from memmap_buffer.cli.terminal import FolderArgument, Json, Place, bytes_of, end, progress, say_json, show_table
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.interop.columns import flatten
 from memmap_buffer.maintenance.disk import DiskSpeed, disk_of, measure_disk_speed
@@ -76,7 +76,7 @@ def doctor(folder: FolderArgument, seconds: Seconds = 2.0, as_json: Json = False
     end(FOUND if any(remark.bad for remark in remarks) else 0)
 
 
-def bench(folder: FolderArgument, seconds: Seconds = 8.0, as_json: Json = False) -> None:
+def bench(folder: Place, seconds: Seconds = 8.0, as_json: Json = False) -> None:
     """Measure how fast this folder gives batches of each kind, and the memory's own speed for as many bytes.
 
     The kinds take turns in short bursts, and the fastest fifth of each one's bursts is what counts.
