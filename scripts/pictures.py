@@ -1,19 +1,24 @@
-"""Draw how each view cuts an episode, from what it really reads, and learning curves, into docs/pictures/.
+"""Draw how each view cuts an episode, learning curves, and what the command prints, into docs/pictures/.
 
     python scripts/pictures.py [FOLDER]
 
 The episode has ten steps and a final observation, and every value is the number of its timestep: what a batch holds
 tells where it came from. Dashed cells are padding. A curve is drawn from the numbers in the `.csv` of its name:
-program, seed, steps, and the mean return of the episodes that ended since the row before.
+program, seed, steps, and the mean return of the episodes that ended since the row before. A terminal shows what the
+command printed about a folder that is made here; it needs the extra `cli`.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import io
+import os
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +31,13 @@ COLOURS = {"observation": "#4477aa", "action": "#cc6677", "reward": "#b8860b"}
 INK, PAPER = "#333333", "#ffffff"
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 CURVES = {"sac": "SAC on Hopper-v5: mean return of the episodes of 1,000 steps, three seeds and their mean"}
+TERMINALS = {  # name: its width, and the command
+    "info": (80, ("info", "robot_data")),
+    "episodes": (80, ("episodes", "robot_data", "--limit", "4")),
+    "show": (80, ("show", "robot_data", "last")),
+    "head": (80, ("head", "robot_data", "-n", "2")),
+    "stats": (200, ("stats", "robot_data", "--field", "observation.joint_positions", "--field", "reward")),
+}
 WIDTH, HEIGHT, TICKS = 640, 300, 200  # of a curve's axes; a tick every so many of the return
 
 
@@ -182,6 +194,62 @@ def _path(points: list[tuple[float, float]], colour: str, width: float) -> str:
     return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
 
+def robot(folder: Path) -> None:
+    """A folder of a robot's episodes: long names, two cameras, texts."""
+    camera = ("uint8", (48, 64, 3))
+    state = {"joint_positions": ("float32", (7,)), "end_effector_force_torque": ("float32", (6,))}
+    fields = {
+        "observation": {"images": {"front_camera_rgb": camera, "wrist_camera_rgb": camera}, **state},
+        "action": ("float32", (7,)),
+        "reward": "float",
+        "terminated": "bool",
+        "truncated": "bool",
+    }
+    rng, texts = np.random.default_rng(0), ("pick up the red cup and put it on the second shelf", "open the drawer")
+    with ReplayBuffer(folder, 50, 300, fields, {"instruction": "U80", "operator": "U16", "success": "bool"}) as buffer:
+        for number, length in enumerate(rng.integers(80, 200, 12)):
+            images = rng.integers(0, 256, (length, 48, 64, 3), np.uint8)
+            ends = np.arange(length) == length - 1
+            buffer.store_episode(
+                observation={
+                    "images": {"front_camera_rgb": images, "wrist_camera_rgb": images[::-1]},
+                    "joint_positions": rng.normal(size=(length, 7)),
+                    "end_effector_force_torque": 20 * rng.normal(size=(length, 6)),
+                },
+                action=rng.normal(size=(length, 7)),
+                reward=ends * 1.0,
+                terminated=ends,
+                truncated=np.zeros(length, bool),
+                instruction=texts[number % 2],
+                operator="anna",
+                success=number % 3 > 0,
+            )
+
+
+def printed(folder: Path, width: int, arguments: tuple[str, ...]) -> str:
+    """An SVG of a terminal in which the command was given, in the folder that its paths begin at."""
+    from rich._export_format import CONSOLE_SVG_FORMAT
+    from rich.console import Console
+    from rich.text import Text
+
+    from memmap_buffer.cli import app, terminal
+
+    before = Path.cwd()
+    terminal.WIDE = width  # what a pipe is taken for
+    os.chdir(folder)
+    try:
+        with redirect_stdout(io.StringIO()) as told:
+            app.main(arguments)
+    finally:
+        os.chdir(before)
+    lines = "\n".join(line.rstrip() for line in told.getvalue().splitlines())
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(Text(f"$ memmap-buffer {' '.join(arguments)}\n{lines}"))
+    own_fonts = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # else of another machine
+    text: str = console.export_svg(title=f"{width} columns", code_format=own_fonts, unique_id="terminal")
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=PICTURES)
@@ -190,6 +258,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place, recorded(Path(place) / "buffer") as buffer:
         for name, text in pictures(buffer):
             (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+    with tempfile.TemporaryDirectory() as place:
+        robot(Path(place) / "robot_data")
+        for name, (width, arguments) in TERMINALS.items():
+            (folder / f"terminal-{name}.svg").write_text(printed(Path(place), width, arguments), encoding="utf-8")
     for name, title in CURVES.items():
         (folder / f"{name}.svg").write_text(curve(name, title), encoding="utf-8")
 

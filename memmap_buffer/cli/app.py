@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from memmap_buffer.cli import doctor_bench, import_export, inspection, maintain, minimal, pictures, remote
+from memmap_buffer.cli.terminal import Problem
 from memmap_buffer.errors import MemmapBufferError
 
 EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
@@ -60,6 +63,17 @@ def make_app() -> typer.Typer:
     return app
 
 
+def _refuse_urls(given: Mapping[str, Any]) -> None:
+    """A path that is none: `Path` has made "s3:/" of "s3://"."""
+    paths = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
+    for path in paths:
+        if isinstance(path, Path) and re.match(r"[a-z][a-z0-9+.-]+:/", str(path)) and not path.exists():
+            raise Problem(
+                "got a URL, expected a folder on this machine: `memmap-buffer pull URL FOLDER` copies one here, and "
+                "`memmap-buffer publish FOLDER URL` there"
+            )
+
+
 def _say_version(asked: bool) -> None:
     if asked:
         minimal.say(minimal.version())
@@ -81,6 +95,7 @@ def _with_errors_printed(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**given: Any) -> None:
         try:
+            _refuse_urls(given)
             function(**given)
         except BrokenPipeError:  # `… | head`: typer ends quietly
             raise

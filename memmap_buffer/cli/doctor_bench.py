@@ -15,8 +15,8 @@ import typer
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import FOUND, clean, say
-from memmap_buffer.cli.remote import Place, StorageOptions, parsed
-from memmap_buffer.cli.terminal import FolderArgument, Json, bytes_of, end, progress, say_json, show_table
+from memmap_buffer.cli.remote import StorageOptions, parsed
+from memmap_buffer.cli.terminal import Json, Place, bytes_of, end, progress, say_json, show_table
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.interop.columns import flatten
 from memmap_buffer.maintenance.disk import DiskSpeed, available_memory, disk_of, measure_disk_speed
@@ -118,7 +118,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} minutes"
 
 
-def bench(folder: FolderArgument, seconds: Seconds = 8.0, as_json: Json = False) -> None:
+def bench(folder: Place, seconds: Seconds = 8.0, as_json: Json = False) -> None:
     """Measure how fast this folder gives batches of each kind, and the memory's own speed for as many bytes.
 
     The kinds take turns in short bursts, and the fastest fifth of each one's bursts is what counts.

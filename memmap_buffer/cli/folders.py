@@ -14,16 +14,41 @@ from pathlib import Path
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.choices import Verify
-from memmap_buffer.cli.minimal import agreed, say
+from memmap_buffer.cli.minimal import agreed, say, shards_of
 from memmap_buffer.cli.terminal import Problem, is_terminal, progress
 from memmap_buffer.errors import MemmapBufferError
+from memmap_buffer.maintenance import pull as pulling
+from memmap_buffer.paths import is_url
 
 POLL = 0.2  # seconds between two updates of a copy's bar
 
 
-def opened(folder: Path, *, verify: Verify = "auto") -> ReplayBuffer:
-    """A folder, opened to be read, and closed by `with`."""
-    return ReplayBuffer.from_folder(folder, read_only=True, verify=verify)
+def opened(place: Path | str, *, verify: Verify = "auto") -> ReplayBuffer:
+    """A folder, or what was published to a URL, opened to be read, and closed by `with`.
+
+    Raises:
+        Problem: the URL is that of a root; of a root here NotABufferError, which `minimal.explained` explains.
+    """
+    if is_url(place) and (names := _published_at(str(place))):
+        raise Problem(f"this is the URL of a root of {len(names)} folders: name one behind it: {', '.join(names)}")
+    return ReplayBuffer.from_folder(place, read_only=True, verify=verify)
+
+
+def folders_at(place: str) -> list[str]:
+    """The paths, or URLs, of the folders of a root; [] for a folder itself."""
+    if not is_url(place):
+        return list(map(str, shards_of(Path(place))))
+    root, mark, query = place.partition("?")
+    return [f"{root.rstrip('/')}/{name}{mark}{query}" for name in _published_at(place)]
+
+
+def name_of(place: str) -> str:
+    """The last name of a path or URL."""
+    return place.partition("?")[0].rstrip("/").rpartition("/")[2] if is_url(place) else Path(place).resolve().name
+
+
+def _published_at(url: str) -> list[str]:
+    return [name for name in pulling.shards_at(url) if name]
 
 
 def disk_use(folder: Path) -> tuple[int, int]:

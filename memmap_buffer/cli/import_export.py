@@ -15,7 +15,7 @@ import typer
 
 from memmap_buffer.cli.folders import new_file, new_folder, opened, require_new
 from memmap_buffer.cli.minimal import explained, say
-from memmap_buffer.cli.terminal import FolderArgument, Problem, Target, Yes, progress
+from memmap_buffer.cli.terminal import Place, Problem, Target, Yes, progress
 from memmap_buffer.errors import MemmapBufferError
 
 
@@ -80,7 +80,7 @@ def import_(
 
 def export(
     form: FormatArgument,
-    folder: FolderArgument,
+    folder: Place,
     target: Annotated[str, typer.Argument(help="The new data set: its path, or its name.", show_default=False)],
     option: Options = None,
     yes: Yes = False,

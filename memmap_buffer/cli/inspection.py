@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +15,14 @@ import typer
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli.episodes import Array, column_of, matching, read_episode, serial_of, table_of
-from memmap_buffer.cli.folders import disk_use, opened
+from memmap_buffer.cli.folders import disk_use, folders_at, name_of, opened
 from memmap_buffer.cli.minimal import say, shards_of
-from memmap_buffer.cli.remote import Place, StorageOptions, info_of_url
+from memmap_buffer.cli.remote import StorageOptions, info_of_url
 from memmap_buffer.cli.terminal import (
     Episode,
     Fields,
-    FolderArgument,
     Json,
+    Place,
     Problem,
     Reward,
     Where,
@@ -74,7 +75,7 @@ def info(
 
 
 def episodes(
-    folder: FolderArgument,
+    folder: Place,
     sort: Annotated[str, typer.Option("--sort", help="The column to sort by.")] = "serial",
     reverse: Annotated[bool, typer.Option("--reverse", help="The highest first.")] = False,
     where: Where = None,
@@ -95,7 +96,7 @@ def episodes(
         say(f"{len(order) - len(shown['serial'])} more; --limit 0 shows all")
 
 
-def show(folder: FolderArgument, episode: Episode, field: Fields = None, as_json: Json = False) -> None:
+def show(folder: Place, episode: Episode, field: Fields = None, as_json: Json = False) -> None:
     """Show one episode: the range of each field, and its meta fields; with --json every value."""
     with opened(folder) as buffer:
         serial = serial_of(buffer, episode)
@@ -112,7 +113,7 @@ def show(folder: FolderArgument, episode: Episode, field: Fields = None, as_json
 
 
 def head(
-    folder: FolderArgument,
+    folder: Place,
     episode: Annotated[str, typer.Argument(help="The episode's number, or first or last.")] = "first",
     steps: Annotated[int, typer.Option("--steps", "-n", min=1, help="How many timesteps.")] = 10,
     field: Fields = None,
@@ -127,13 +128,11 @@ def head(
     show_table(f"episode {serial}", {"t": list(range(count)), **columns})
 
 
-def stats(folder: FolderArgument, field: Fields = None, as_json: Json = False) -> None:
+def stats(folder: Place, field: Fields = None, as_json: Json = False) -> None:
     """Count, mean, standard deviation, extremes and quantiles of every field; with --json of each entry of an array."""
-    if shards := shards_of(folder):
-        found = ConcatBuffer(shards).statistics(field)
-    else:
-        with opened(folder) as buffer:
-            found = buffer.statistics(field)
+    with ExitStack() as stack:
+        buffers = [stack.enter_context(opened(each)) for each in folders_at(folder) or [folder]]
+        found = ConcatBuffer(buffers).statistics(field)
     if not found.fields:
         raise Problem(f"{folder}: it has no field of numbers")
     if as_json:
@@ -160,15 +159,15 @@ def _info_of_root(root: Path, shards: list[Path], as_json: bool, reward: str) ->
     show_table("", {"folder": [shard.name for shard in shards], **counted, **sizes})
 
 
-def _table_of_all(folder: Path, reward: str) -> dict[str, Array]:
+def _table_of_all(folder: str, reward: str) -> dict[str, Array]:
     """The episodes of a folder, or of each folder of a root: then with a column `folder`."""
-    shards, tables = shards_of(folder), []
+    shards, tables = folders_at(folder), []
     for each in shards or [folder]:
         with opened(each) as buffer:
             tables.append(table_of(buffer, reward))
     if not shards:
         return tables[0]
-    names = np.repeat([shard.name for shard in shards], [len(table["serial"]) for table in tables])
+    names = np.repeat(list(map(name_of, shards)), [len(table["serial"]) for table in tables])
     common = [name for name in tables[0] if all(name in table for table in tables)]
     return {"folder": names, **{name: np.concatenate([table[name] for table in tables]) for name in common}}
 

@@ -16,9 +16,9 @@ import typer
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.cli.episodes import Array, read_episode, serial_of, serials_of, table_of
-from memmap_buffer.cli.folders import new_file, opened
+from memmap_buffer.cli.folders import name_of, new_file, opened
 from memmap_buffer.cli.minimal import say
-from memmap_buffer.cli.terminal import Episode, Episodes, Fields, FolderArgument, Problem, Reward, Yes, progress
+from memmap_buffer.cli.terminal import Episode, Episodes, Fields, Place, Problem, Reward, Yes, progress
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.video import grid_of, pillow_images, write_gif, write_mp4
 from memmap_buffer.pictures import MAX_LINES, draw_lines, frames_of, is_image, lines_of
@@ -36,7 +36,7 @@ OneEpisode = Annotated[str | None, typer.Option("--episode", help="Its fields ov
 
 
 def plot(
-    folder: FolderArgument,
+    folder: Place,
     out: Out = Path("episodes.png"),
     episode: OneEpisode = None,
     field: Fields = None,
@@ -53,7 +53,7 @@ def plot(
     with opened(folder) as buffer:
         title, panels = _panels_of_all(buffer, reward) if episode is None else _panels_of_one(buffer, episode, field)
     figure = Figure(figsize=(8, 2.4 * len(panels)), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(f"{name_of(folder)}: {title}")
     for axes, draw in zip(np.atleast_1d(figure.subplots(len(panels))), panels, strict=True):
         draw(axes)
     with new_file(out, yes) as place:
@@ -61,7 +61,7 @@ def plot(
 
 
 def video(
-    folder: FolderArgument,
+    folder: Place,
     episode: Episode,
     field: Annotated[str | None, typer.Option("--field", help="The field of images; default: the only one.")] = None,
     out: Annotated[Path, typer.Option("--out", help="An .mp4 or .gif, or a .png for a contact sheet.")] = Path(
@@ -83,7 +83,7 @@ def video(
 
 
 def view(
-    folder: FolderArgument,
+    folder: Place,
     episode: Episodes = None,
     field: Fields = None,
     save: Annotated[Path | None, typer.Option("--save", help="Write a .rrd file instead of opening a viewer.")] = None,
@@ -106,7 +106,7 @@ def view(
                 record(buffer, serials, chosen, place)
             return
         with tempfile.TemporaryDirectory(prefix="memmap-buffer-") as temporary:
-            place = Path(temporary) / f"{folder.resolve().name}.rrd"
+            place = Path(temporary) / f"{name_of(folder)}.rrd"
             record(buffer, serials, chosen, place)
             _open_viewer(place, web, port)
 
@@ -151,7 +151,7 @@ def _panels_of_all(buffer: ReplayBuffer, reward: str) -> tuple[str, list[Callabl
         axes.set(xlabel="episode (number)", ylabel="length (timesteps)")
 
     panels: list[Callable[[Any], None]] = [lengths, over_time, *[returns] * ("return" in table)]
-    return f"{buffer.folder}: episodes {first} to {last}", panels
+    return f"episodes {first} to {last}", panels
 
 
 def _panels_of_one(
@@ -170,7 +170,7 @@ def _panels_of_one(
         draw_lines(axes, name, drawn[name])
         axes.set_xlabel("timestep" if name == last else "")
 
-    return f"{buffer.folder}: episode {serial}", [partial(panel, name) for name in drawn]
+    return f"episode {serial}", [partial(panel, name) for name in drawn]
 
 
 # Films

@@ -14,7 +14,6 @@ from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.maintenance import pull as pulling
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="As in s3://bucket/run7.", show_default=False)]
-Place = Annotated[str, typer.Argument(metavar="FOLDER|URL", help="A folder of episodes, or where it was published.")]
 StorageOptions = Annotated[
     str | None, typer.Option("--storage-options", help='For fsspec, as JSON: \'{"endpoint_url": "http://…"}\'.')
 ]

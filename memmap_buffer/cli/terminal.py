@@ -26,6 +26,10 @@ NAME, TEXT = 24, 36  # columns of a name and of a text, where a table is wider t
 GAP = 2  # columns between two of a table
 
 FolderArgument = Annotated[Path, typer.Argument(help="A folder of episodes.", show_default=False)]
+Place = Annotated[
+    str,
+    typer.Argument(metavar="FOLDER|URL", help="A folder of episodes, or where one was published.", show_default=False),
+]
 Target = Annotated[Path, typer.Argument(help="A new folder.", show_default=False)]
 Episode = Annotated[str, typer.Argument(help="The episode's number, or first or last.", show_default=False)]
 Episodes = Annotated[list[str] | None, typer.Argument(help="Numbers, ranges such as 3-7, first, last.")]

@@ -76,7 +76,7 @@ def test_axes_say_what_is_drawn_and_in_which_unit(case: Case) -> None:
         lengths, over_time, returns = drawn_by(pictures._panels_of_all(buffer, "reward"))
         title, panels = pictures._panels_of_one(buffer, "4", ["action", "reward"])
         action, reward = drawn_by((title, panels))
-    assert title == f"{case.folder}: episode 4"
+    assert title == "episode 4"
     assert (lengths.get_xlabel(), lengths.get_ylabel()) == ("length (timesteps)", "episodes")
     assert (over_time.get_xlabel(), over_time.get_ylabel()) == ("episode (number)", "length (timesteps)")
     assert returns.get_ylabel() == "return (sum of reward)"

@@ -59,3 +59,50 @@ def test_what_fails_is_one_line_without_secrets(
     assert "nothing://host/root: Protocol not known: nothing" in call(url, "{}")
     assert "--storage-options: expected an object of JSON" in call(url, '{"key": "secret"')
     assert "--storage-options: expected an object of JSON" in call(url, '"secret"')
+
+
+READING = [("episodes", "--json"), ("stats", "--json"), ("show", "last", "--json"), ("head", "first")]
+
+
+def test_what_reads_a_folder_reads_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root, url = tmp_path / "root", f"file://{tmp_path}/url"
+    for name in ("a", "b"):
+        make(root / name, range(3))
+    assert main("publish", root, url) == 0
+    capsys.readouterr()
+
+    def told(place: object, name: str, *options: str) -> str:
+        assert main(name, place, *options) == 0
+        return capsys.readouterr().out
+
+    for command, *options in READING:
+        assert told(f"{url}/b", command, *options) == told(root / "b", command, *options)
+    for command, *options in READING[:2]:  # the two that also take a root
+        assert told(url, command, *options) == told(root, command, *options)
+    for command, *options in READING[2:]:
+        assert main(command, url, *options) == 2
+        assert "this is the URL of a root of 2 folders: name one behind it: a, b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("verify", "s3://x/y"),
+        ("pack", "s3://x/y", "new"),
+        ("pack", "one", "s3://x/y"),
+        ("merge", "new", "one", "s3://x/y"),
+    ],
+)
+def test_what_needs_a_folder_refuses_a_url_and_names_the_way(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(Path("one"), range(1))
+    assert main(*command) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "got a URL, expected a folder on this machine: `memmap-buffer pull URL FOLDER`" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
