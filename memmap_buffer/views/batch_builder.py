@@ -372,7 +372,7 @@ class BatchBuilder:
         """A meta field of each item's episode, as stored: (B, *field)."""
         slot, field = self.anchors.slot, self.schema.meta_fields[name]
         width, reach, of = field.itemsize, self.found.reach, self.found.of
-        if reach is not None and of is not None and 0 < width <= MOST_AT:
+        if reach is not None and of is not None and not reach.mirrored and 0 < width <= MOST_AT:
             found = bytes_at(reach.meta_of(name).take(of) + width * slot, width)
             return marked(field, found.view(field.storage).reshape(len(slot), *field.shape))
         groups = self.found.groups
@@ -565,7 +565,7 @@ class BatchBuilder:
     def _copied_at_once(self, name: str, rows: IntArray | RowRanges) -> Array | None:
         """The same out of many folders by one call; None where a call for each is less than the bytes."""
         reach, of, field = self.found.reach, self.found.of, self.schema.fields[name]
-        if reach is None or of is None:
+        if reach is None or of is None or reach.mirrored:
             return None
         low, high = (part.reshape(len(self.t), -1) for part in _ranges_of(rows, len(self.t), EVERY))
         if not reach.holds(name, of, low, high):

@@ -45,8 +45,8 @@ class Group(NamedTuple):
 class Reach:
     """Where the arrays of many folders lie in memory, so that one call reads from all: a call each outweighs the rows.
 
-    It holds the folders and the tables whose addresses it tells. Both stay as they are; where one is another, another
-    takes its place.
+    It holds every array whose address it tells, so that none is unmapped meanwhile. The folders and the tables stay as
+    they are; where one is another, another `Reach` takes its place. Mirrors let go of their maps, so none is read so.
 
     Args:
         storages: the folders.
@@ -54,6 +54,7 @@ class Reach:
         before: that of earlier tables, or None.
 
     Attributes:
+        mirrored: whether one of them is a mirror.
         usable: whether records may be read so: every folder is trusted, and none cuts its episodes back.
         changes: (F,) the change counters of the tables.
     """
@@ -61,18 +62,21 @@ class Reach:
     def __init__(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...], before: Reach | None) -> None:
         self.storages, self.tables = storages, tables
         same = before is not None and before.storages is storages
-        self._columns: dict[str, IntArray] = before._columns if before is not None and same else {}
+        self._columns: dict[str, tuple[IntArray, Sequence[Array]]] = (
+            before._columns if before is not None and same else {}
+        )
         self.changes = np.array([table.changes for table in tables])
         self._last_slot = np.array([len(table.serial) - 1 for table in tables])
         self._served = np.array([address_of(table.served) for table in tables])
         self._records = self._address("/episodes", [storage.maps.words for storage in storages])
         self._state = self._address("/state", [storage.maps.state for storage in storages])
-        self.usable = all(storage.trusted and not storage.in_doubt for storage in storages)
+        self.mirrored = any(storage.mirror is not None for storage in storages)
+        self.usable = not self.mirrored and all(storage.trusted and not storage.in_doubt for storage in storages)
 
     def _address(self, name: str, arrays: Sequence[Array]) -> IntArray:
         if name not in self._columns:
-            self._columns[name] = np.array([address_of(array) for array in arrays])
-        return self._columns[name]
+            self._columns[name] = np.array([address_of(array) for array in arrays]), arrays
+        return self._columns[name][0]
 
     def rows_of(self, name: str) -> IntArray:
         """(F,) where the rows of a field begin."""
@@ -86,8 +90,9 @@ class Reach:
         """
         counts = f"/{name}/rows"
         if counts not in self._columns:
-            self._columns[counts] = np.array([len(storage.maps.rows[name]) for storage in self.storages])
-        count = self._columns[counts].take(of).reshape(-1, *(1,) * (low.ndim - 1))
+            rows = [storage.maps.rows[name] for storage in self.storages]
+            self._columns[counts] = np.array([len(array) for array in rows]), rows
+        count = self._columns[counts][0].take(of).reshape(-1, *(1,) * (low.ndim - 1))
         return bool(((low >= 0) & (low <= high) & (high <= count)).all())
 
     def meta_of(self, name: str) -> IntArray:
@@ -101,7 +106,7 @@ class Reach:
             of: (B,) the place of each anchor's folder.
             anchors: of a batch.
         """
-        slot = np.minimum(anchors.slot, self._last_slot.take(of))  # a shard made anew may be smaller
+        slot = np.maximum(np.minimum(anchors.slot, self._last_slot.take(of)), 0)  # a shard made anew may be smaller
         words = bytes_at(self._records.take(of) + RECORD.itemsize * slot, RECORD.itemsize)
         words = words.view(np.uint64).reshape(-1, WORDS)
         differs = words[:, CHECK] ^ bytes_at(self._served.take(of) + 8 * slot, 8).view(np.uint64)
