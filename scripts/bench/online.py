@@ -168,9 +168,10 @@ def takes(loop: Loop) -> Call:
 
 def add_and_sample_frames(run: Run) -> Iterator[Row]:
     """A row for each number of environments and size of batch; the contenders take turns."""
-    capacity = max(run.steps_of("image") // 2, 4 * EPISODE)
     for num_envs, size in itertools.product(FRAME_NUM_ENVS, FRAME_BATCHES):
         repeats = -(-run.repeats * min(FRAME_BATCHES) // size)
+        # Some of the steps that fill it are there to the end, as the bound has no others.
+        capacity = max(run.steps_of("image") // 2, 4 * EPISODE, 2 * repeats * num_envs)
         loop = Frames(num_envs, capacity // num_envs, repeats + 2)
         with ExitStack() as opened:
             calls = {
