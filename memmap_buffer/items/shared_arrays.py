@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,9 @@ class SharedArrays:
         self._finalizer = weakref.finalize(self, close_all, self._fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.context import get_spawning_popen
+        from multiprocessing.reduction import DupFd
+
         size = sum(array.nbytes for array in self.arrays if array is not None)
         if size < LEAST or get_spawning_popen() is None or not CAN_SHARE:
             return SharedArrays, (self.arrays,)

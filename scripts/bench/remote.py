@@ -33,7 +33,7 @@ from memmap_buffer.remote.layout import BLOCK
 
 LATENCY, BANDWIDTH = 0.02, 1e8  # seconds before each answer; bytes a second of all connections together
 SHARDS, THREADS, PIECE = 4, 16, 4 << 20
-WINDOW = 256 << 20  # bytes that shuffle="block" keeps by default
+WINDOWS = 8  # the windows of shuffle="block" that an epoch has: it fetches one while the one before is given
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 BATCH = 256
 STEPS: dict[str, Any] = {"timestep_level": True}
@@ -57,7 +57,7 @@ def epochs(run: Run, kind: str) -> Iterator[Row]:
         told, firsts = statistics.median(epoch.sent) / far.bytes, statistics.median(epoch.first)
         peers = {f"{who} {workers} workers": told["sent"] / far.bytes for (who, workers), told in theirs.items()}
         yield finish("  bytes fetched over needed", "", told, None, told, Goal(1.1, at_most=True), peers)
-        expected = 3 * LATENCY + min(WINDOW, far.bytes) / BANDWIDTH
+        expected = 3 * LATENCY + far.bytes / WINDOWS / BANDWIDTH
         peers = {f"{who} {workers} workers": 1e3 * told["first"] for (who, workers), told in theirs.items()}
         values = 1e3 * firsts, 1e3 * expected, firsts / expected
         yield finish("  first batch, over 3 trips and a window", "ms", *values, Goal(1.0, at_most=True), peers)
@@ -229,7 +229,8 @@ def server_of(folder: Path) -> Iterator[Server]:
 def consume(buffer: ConcatBuffer, far: Published) -> float:
     """An epoch; the seconds until its first batch."""
     begin, first, steps, reward = time.perf_counter(), 0.0, 0, 0.0
-    for batch in buffer.dataloader(BATCH, shuffle="block", seed=0, **STEPS):
+    window = -(-far.steps // WINDOWS)
+    for batch in buffer.dataloader(BATCH, shuffle="block", shuffle_window=window, seed=0, **STEPS):
         first = first or time.perf_counter() - begin
         steps, reward = steps + len(batch["reward"]), reward + float(batch["reward"].double().sum())
     assert steps == far.steps and abs(reward - far.reward) < 1e-6 * far.steps, "an epoch was not whole"
