@@ -197,13 +197,15 @@ def shards_in(root: Path) -> list[Path]:
 def _taken(path: Path) -> FileLock | None:
     """The lock of a shard, an update that a kill interrupted done; None where another has it, or has moved it."""
     with suppress(BufferLockedError, FileNotFoundError):
+        lock = Folder(path).lock()  # before anything else: a writer would take the place of one in this process
         if Folder(path).exists(".redo"):
+            lock.release()
             writer = Writer(Storage.open(path), WriterLock(Folder(path)), WriteOptions())
             try:
                 writer.begin()
             finally:
                 writer.close()
-        lock = Folder(path).lock()
+            lock = Folder(path).lock()
         if Folder(path).exists("schema.json"):
             return lock
         lock.release()

@@ -484,3 +484,13 @@ def test_a_store_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path) ->
         recorder(tmp_path, publish_to="http://user:secret@host/root")
     with pytest.raises(SchemaError, match=r"is in the root .* of the recorder; give a folder elsewhere"):
         recorder(tmp_path, publish_to=f"file://{tmp_path}/root/url")
+
+
+def test_a_shard_that_is_recorded_is_left_alone_also_in_the_middle_of_an_update(tmp_path: Path) -> None:
+    with recorder(tmp_path) as buffer:
+        record(buffer, range(2))
+        (buffer.folder / ".redo").write_bytes(b"")  # as while the recorder changes an episode in place
+        assert publisher._taken(buffer.folder) is None
+        (buffer.folder / ".redo").unlink()
+        record(buffer, range(2, 4))
+    assert sorted(published(tmp_path)) == [0, 1, 2, 3]
