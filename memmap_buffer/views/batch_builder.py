@@ -446,7 +446,7 @@ class BatchBuilder:
             if single and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
                 values = stored[name].take(rows, 0, None, "clip")
             else:
-                values = self._copied(name, rows)
+                values = self._copied_there(name, rows)
             if missing is not None and padding != "edge":  # the nearest row, which "edge" asks for, was copied
                 values[missing] = values.dtype.type() if padding == "zero" else fields[name].fill
             out[key] = values.view(BFloat16Bits) if fields[name].dtype == "bfloat16" else values
@@ -542,6 +542,10 @@ class BatchBuilder:
             self._bring([RowGather(name, rows)])
         if name in self.folders.coded:
             return self._decoded(name, [RowGather(name, rows)])[0]
+        return self._copied_there(name, rows)
+
+    def _copied_there(self, name: str, rows: IntArray | RowRanges) -> Array:
+        """The same of a field that is not compressed, whose rows are there."""
         values = self._copied_at_once(name, rows)
         if values is not None:
             return values

@@ -16,6 +16,8 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.cache import _give_back as give_back
 from memmap_buffer.remote.layout import BLOCK
+from memmap_buffer.remote.mirror import bring
+from memmap_buffer.views import batch_builder
 from memmap_buffer.views.batch_builder import BatchBuilder
 
 WIDE = 3000  # numbers, so that three shards have more blocks than the bounds below
@@ -101,6 +103,13 @@ def test_only_what_is_read_is_fetched_and_only_once(root, tmp_path):
     assert blocks.words[:, LOCAL].sum() == 2
     one._storage.mirror.objects = None  # nothing is asked for again
     one.batch([0], timestep_level=True, fields=["state", "reward"])
+
+
+def test_the_blocks_of_a_batch_are_looked_for_once(root, tmp_path, monkeypatch):
+    far, looked = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path), []
+    monkeypatch.setattr(batch_builder, "bring", lambda wanted: looked.append(len(wanted)) or bring(wanted))
+    far.sample(64, timestep_level=True, fields=["state", "reward", "terminated"], seed=1)
+    assert looked == [3]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
