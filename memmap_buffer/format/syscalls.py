@@ -441,10 +441,10 @@ class RangeLocks:
                     raise
                 time.sleep(0.01)
 
-    def try_take(self, first: int) -> bool:
-        """Hold the lock of a byte, if no other process does."""
+    def try_take(self, first: int, count: int) -> bool:
+        """Hold the locks of some bytes, if no other process has any of them."""
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, first)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False

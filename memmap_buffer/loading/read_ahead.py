@@ -85,12 +85,14 @@ class Readahead:
         self._view, self._folders, self._index, self._shuffle = selection.view, folders, index, shuffle
         keys, fields = set(self._view.keys(folders.schema)), folders.schema.fields
         self._fields = [name for name in fields if keys & {name, f"next_{name}", f"seq_{name}"}]
-        self._asked = -1
+        # Of a store two windows are asked for: with one, its line has nothing to do from when that is there until it is
+        # read, as the rest of a window is still checked and written when its last bytes have come.
+        self._asked, self._windows = -1, 2 if folders.mirrored else 1
 
     def before(self, first: int, last: int) -> None:
-        """Ask for the windows of the items first … last of the order, and the one behind, if they are not asked for."""
+        """Ask for the windows of the items first … last of the order, and those behind, if they are not asked for."""
         begin = max(self._asked + 1, first // self._shuffle.window)
-        self._asked = last // self._shuffle.window + 1
+        self._asked = last // self._shuffle.window + self._windows
         for window in range(begin, self._asked + 1):
             wanted: dict[Storage, list[Rows]] = {}
             for low, high in self._shuffle.places(window):

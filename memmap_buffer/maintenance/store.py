@@ -19,7 +19,7 @@ from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
 from memmap_buffer.remote.shards import CACHE
 
 CACHE_PLACE, AT_ONCE = CACHE, IN_FLIGHT
-READ_AHEAD = 3 * WINDOW_BYTES  # of a smaller cache nothing is read ahead
+READ_AHEAD = 4 * WINDOW_BYTES  # of a smaller cache nothing is read ahead
 LOOKS = 5  # small requests, one after another
 SMALL = 2 * IN_FLIGHT  # small requests together
 FIRST_BYTES = 8 << 20  # that are fetched to measure the bandwidth; twice as many until it took long enough

@@ -105,42 +105,35 @@ class Blocks:
         self.words[block, COUNTER] += np.uint32(1)
 
     @contextmanager
-    def taken(self, blocks: Sequence[int]) -> Iterator[None]:
-        """Hold the locks of some blocks, ascending; waits for others that hold one."""
-        self._wait_for(blocks)
+    def taken(self, blocks: Sequence[int]) -> Iterator[IntArray]:
+        """Hold the locks of those of some blocks, ascending, that nobody else holds; which these are."""
+        with self._changed:
+            mine = [block for block in blocks if block not in self._busy]
+            self._busy.update(mine)
         held: list[tuple[int, int]] = []
         try:
-            for first, stop in runs(blocks):
-                self._locks.take(self._first + first, stop - first)
-                held.append((first, stop))
-            yield
+            for first, stop in runs(mine):
+                whole = self._locks.try_take(self._first + first, stop - first)
+                for part in [(first, stop)] if whole else [(block, block + 1) for block in range(first, stop)]:
+                    if whole or self._locks.try_take(self._first + part[0], 1):
+                        held.append(part)
+            yield np.array([block for part in held for block in range(*part)], np.int64)
         finally:
             for first, stop in held:
                 self._locks.give(self._first + first, stop - first)
-            self._done_with(blocks)
+            self._done_with(mine)
 
-    @contextmanager
-    def try_taken(self, block: int) -> Iterator[bool]:
-        """Hold the lock of a block if nobody else does; whether that is so."""
+    def wait_for(self, block: int) -> None:
+        """Wait until whoever holds the lock of a block lets go of it. Hold none meanwhile: others may wait for that."""
         with self._changed:
-            if block in self._busy:
-                yield False
-                return
-            self._busy.add(block)
-        locked = False
-        try:
-            locked = self._locks.try_take(self._first + block)
-            yield locked
-        finally:
-            if locked:
-                self._locks.give(self._first + block, 1)
-            self._done_with([block])
-
-    def _wait_for(self, blocks: Sequence[int]) -> None:
-        with self._changed:
-            while not self._busy.isdisjoint(blocks):
+            while block in self._busy:
                 self._changed.wait()
-            self._busy.update(blocks)
+            self._busy.add(block)
+        try:
+            self._locks.take(self._first + block, 1)
+            self._locks.give(self._first + block, 1)
+        finally:
+            self._done_with([block])
 
     def _done_with(self, blocks: Sequence[int]) -> None:
         with self._changed:

@@ -152,8 +152,8 @@ class Cache:
             )
 
     def has_room_beside(self, blocks: int) -> bool:
-        """Whether so many blocks may be fetched ahead without giving as many back that are read now."""
-        return self.limit is None or 3 * blocks * BLOCK <= self.limit
+        """Whether so many blocks, and as many after them, may be fetched ahead of those that are read now."""
+        return self.limit is None or 4 * blocks * BLOCK <= self.limit
 
     def _each(self, work: Callable[[Folder, Blocks, dict[str, int]], None]) -> None:
         """Do something with each mirror: its folder, its blocks, and its files with their sizes."""
@@ -221,8 +221,8 @@ def place_of(path: Path) -> str:
 
 def _give_back(folder: Folder, blocks: Blocks, files: dict[str, int], block: int) -> bool:
     """Give one block back, unless somebody is at it."""
-    with suppress(FileNotFoundError, NotADirectoryError), blocks.try_taken(block) as mine, folder.held() as held:
-        if not mine or held.file_key(NAME) != blocks.key:
+    with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.held() as held:
+        if not mine.size or held.file_key(NAME) != blocks.key:
             return False
         if not blocks.words[block, COUNTER] & np.uint32(1):
             blocks.change(block)

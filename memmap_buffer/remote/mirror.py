@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -54,9 +53,8 @@ WHOLE = 4096  # blocks of a mirror that are looked at all together
 DIGESTS = "mirror/digests"
 PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
 OPENINGS = 5
-_PATH = attrgetter("path")
 _LENGTH = np.uint64(2**32 - 1)
-_ahead: tuple[int, ThreadPoolExecutor] | None = None  # of which process
+_ahead: tuple[int, ThreadPoolExecutor, threading.Lock] | None = None  # of which process
 
 
 class Rows(NamedTuple):
@@ -489,16 +487,25 @@ def bring_later(wanted: Wanted) -> None:
     if _ahead is None or _ahead[0] != process_id():
         from concurrent.futures import ThreadPoolExecutor
 
-        _ahead = process_id(), ThreadPoolExecutor(1, "memmap_buffer-fetch")  # windows come one by one
-    _ahead[1].submit(_bring_quietly, wanted)
+        _ahead = process_id(), ThreadPoolExecutor(2, "memmap_buffer-fetch"), threading.Lock()
+    _ahead[1].submit(_bring_quietly, wanted, _ahead[2])
 
 
-def _bring_quietly(wanted: Wanted) -> None:
-    with suppress(MemmapBufferError, OSError):
-        parts = {id(storage): [storage.mirror.blocks_of_rows(one) for one in rows] for storage, rows in wanted}
-        count = sum(len(np.unique(np.concatenate(each))) for each in parts.values() if each)
-        if all(storage.mirror.cache.has_room_beside(count) for storage, _ in wanted):
-            bring(wanted)
+def _bring_quietly(wanted: Wanted, turn: threading.Lock) -> None:
+    """The same. Of two threads the second asks once the first has, so that the line is busy while that one writes."""
+    with suppress(MemmapBufferError, OSError), ExitStack() as held:
+        held.enter_context(turn)
+        parts: dict[Mirror, list[IntArray]] = {}
+        for storage, rows in wanted:
+            parts.setdefault(storage.mirror, []).extend(storage.mirror.blocks_of_rows(one) for one in rows)
+        chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in parts.items() if each}
+        count = sum(map(len, chosen.values()))
+        if chosen and all(mirror.cache.has_room_beside(count) for mirror in chosen):
+            fetch(chosen, held.close)
+            held.close()
+            bring(
+                [(s, rows) for s, rows in wanted if s.layout.coded.keys() & {one.name for one in rows}]
+            )  # their blobs
 
 
 def _copied(wanted: Wanted, copy: Callable[[], T]) -> T:
@@ -563,8 +570,16 @@ class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
 Chosen = dict[Mirror, IntArray]
 
 
-def fetch(chosen: Chosen) -> list[tuple[Mirror, Blocks, IntArray, Words]]:
+def _nothing() -> None:
+    """For who has nothing to do then."""
+
+
+def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> list[tuple[Mirror, Blocks, IntArray, Words]]:
     """Have blocks, ascending, of mirrors there; with their counters.
+
+    Args:
+        chosen: the blocks.
+        begun: called, more than once, when all that nobody else fetches is asked for, and the first of it has come.
 
     Raises:
         RemoteError: the store fails.
@@ -574,7 +589,7 @@ def fetch(chosen: Chosen) -> list[tuple[Mirror, Blocks, IntArray, Words]]:
     for attempt in range(OPENINGS):
         blocks = {mirror: mirror.local.blocks for mirror in chosen}
         try:
-            _fetch(chosen, blocks)
+            _fetch(chosen, blocks, begun)
             break
         except _RemovedError:
             for mirror in chosen:
@@ -586,7 +601,7 @@ def fetch(chosen: Chosen) -> list[tuple[Mirror, Blocks, IntArray, Words]]:
     return [(mirror, blocks[mirror], these, blocks[mirror].counters(these)) for mirror, these in chosen.items()]
 
 
-def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
+def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
     caches = {mirror.cache: 0 for mirror in chosen}
     for mirror, these in chosen.items():
         caches[mirror.cache] += len(these)
@@ -596,15 +611,19 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
     size, until = TOGETHER, time.monotonic() + PATIENCE
     for cache in caches:
         size = size if cache.limit is None else min(size, max(1, cache.limit // (4 * BLOCK)))
-    absent = [(m, block) for m in sorted(chosen, key=_PATH) for block in blocks[m].absent(chosen[m]).tolist()]
+    absent = [(m, block) for m in chosen for block in blocks[m].absent(chosen[m]).tolist()]
     while absent:
         part = _by_mirror(absent[:size])
         with ExitStack() as held:
-            for mirror, these in part.items():  # by their paths, so that no two wait for each other
-                held.enter_context(blocks[mirror].taken(these.tolist()))
-            fits = _fetch_held(part, blocks, [(blocks[mirror], these) for mirror, these in chosen.items()])
+            taken = {m: held.enter_context(blocks[m].taken(these.tolist())) for m, these in part.items()}
+            mine = {m: these for m, these in taken.items() if these.size}
+            fits = _fetch_held(mine, blocks, [(blocks[m], these) for m, these in chosen.items()], begun)
         if fits:
-            absent, until = absent[size:], time.monotonic() + PATIENCE
+            others = {m: np.setdiff1d(these, taken[m], True) for m, these in part.items()}
+            left = [(m, block) for m, these in others.items() for block in blocks[m].absent(these).tolist()]
+            if left and not mine:
+                blocks[left[0][0]].wait_for(left[0][1])
+            absent, until = absent[size:] + left, time.monotonic() + PATIENCE
         elif time.monotonic() > until:
             raise SchemaError(
                 f"cache_bytes: {next(iter(chosen)).cache.limit:,} are too few for all that read from this cache at a "
@@ -615,7 +634,12 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
             time.sleep(0.01)
 
 
-def _fetch_held(part: Chosen, blocks: Mapping[Mirror, Blocks], keep: Sequence[tuple[Blocks, IntArray]]) -> bool:
+def _fetch_held(
+    part: Chosen,
+    blocks: Mapping[Mirror, Blocks],
+    keep: Sequence[tuple[Blocks, IntArray]],
+    begun: Callable[[], None],
+) -> bool:
     """Fetch blocks whose locks are held; False where the cache has no room for them beside those that are kept."""
     part = {mirror: blocks[mirror].absent(these) for mirror, these in part.items()}
     require_digests([mirror for mirror, these in part.items() if these.size])
@@ -627,17 +651,18 @@ def _fetch_held(part: Chosen, blocks: Mapping[Mirror, Blocks], keep: Sequence[tu
         if not cache.reserve(wanted, keep):
             return False
     for objects in {mirror.objects for mirror in part}:
-        _stream(objects, {mirror: these for mirror, these in part.items() if mirror.objects is objects}, blocks)
+        _stream(objects, {mirror: these for mirror, these in part.items() if mirror.objects is objects}, blocks, begun)
     return True
 
 
-def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
+def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
     """Fetch blocks of one store. They are compared and written in the threads that got them, while others come."""
     mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.pieces(these.tolist())]
     writing = _Writing(mine, blocks)
     ranges = [(m.prefix + m.place(p[0])[0], m.place(p[0])[1], m.place(p[-1])[2]) for m, p in mine]
     try:
         for _ in objects.stream(ranges, writing.take):
+            begun()
             writing.require()
     finally:
         writing.end()

@@ -21,7 +21,7 @@ from memmap_buffer.format.syscalls import after_fork, process_id
 
 TRIES, FIRST_PAUSE, LONGEST_PAUSE = 6, 0.1, 10.0  # seconds; each pause is twice the one before
 TIMEOUT, SLOWEST = 20.0, 1 << 18  # seconds, and bytes per second that a request may be as slow as
-IN_FLIGHT = 64
+IN_FLIGHT, BYTES_IN_FLIGHT = 64, 64 << 20  # ranges, and the bytes of them, that are asked for at a time
 PART = 8 << 20  # bytes of a large object that are sent at a time
 MOST_PARTS = 9000  # S3 takes 10,000
 NO_RANGES = "the server sends the whole object, it has no ranges"
@@ -49,6 +49,32 @@ class _Unfit(Exception):
         self.again = again
 
 
+class _Line:
+    """Room for what is in flight, given in the order in which it was asked for.
+
+    The bytes are bounded, too: many large ranges that share a bandwidth would all arrive in the same moment, and
+    nothing would while they are checked and written.
+    """
+
+    def __init__(self) -> None:
+        self._room, self._turn, self._left = BYTES_IN_FLIGHT, asyncio.Lock(), asyncio.Event()
+
+    async def enter(self, size: int) -> int:
+        """Wait for the turn of a range of so many bytes; the room that it has then, and gives back by `leave`."""
+        size = min(max(size, BYTES_IN_FLIGHT // IN_FLIGHT), BYTES_IN_FLIGHT)
+        async with self._turn:
+            while self._room < size:
+                self._left.clear()
+                await self._left.wait()
+            self._room -= size
+        return size
+
+    def leave(self, room: int) -> None:
+        """Something is not in flight any more."""
+        self._room += room
+        self._left.set()
+
+
 class _Opened(NamedTuple):
     """The file system of a URL as this process has it."""
 
@@ -56,7 +82,7 @@ class _Opened(NamedTuple):
     fs: Any
     root: str
     loop: asyncio.AbstractEventLoop
-    in_flight: asyncio.Semaphore
+    line: _Line
 
 
 class Objects:
@@ -191,7 +217,7 @@ class Objects:
         if fs.async_impl and not any(fs is other for other in _file_systems):
             _file_systems.append(fs)
         loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
-        self._opened = _Opened(process_id(), fs, root, loop, asyncio.Semaphore(IN_FLIGHT))
+        self._opened = _Opened(process_id(), fs, root, loop, _Line())
         return self._opened
 
     @property
@@ -222,15 +248,20 @@ class Objects:
         finally:
             future.cancel()  # an interruption ends what it waited for
 
-    async def _try(self, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0) -> Result:
-        """What a request gives; it is made again after a failure that may pass."""
+    async def _try(
+        self, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0, line: _Line | None = None
+    ) -> Result:
+        """What a request gives, made when the line has room for it; it is made again after a failure that may pass."""
         pause, error = FIRST_PAUSE, Exception()
         for attempt in range(1, self._tries + 1):
+            room = 0 if line is None else await line.enter(size)
             try:
-                async with self._open().in_flight:
-                    return await asyncio.wait_for(request(), self._timeout + size / SLOWEST)
+                return await asyncio.wait_for(request(), self._timeout + size / SLOWEST)
             except Exception as failure:
                 error = failure
+            finally:
+                if line is not None:
+                    line.leave(room)
             if attempt == self._tries or not _may_pass(error):
                 break
             await asyncio.sleep(pause)
@@ -275,7 +306,7 @@ class Objects:
                 raise _Unfit("its bytes have another digest than those that were published")
             return data
 
-        return await self._try(f"bytes {start} to {stop}", path, request, stop - start)
+        return await self._try(f"bytes {start} to {stop}", path, request, stop - start, line=self._open().line)
 
     async def _get(self, path: str, start: int, stop: int, exact: bool) -> bytes:
         opened = self._open()

@@ -20,7 +20,7 @@ from memmap_buffer.remote import objects
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks
 from memmap_buffer.remote.cache import Cache
 from memmap_buffer.remote.layout import BLOCK
-from memmap_buffer.remote.mirror import Taken, fetch
+from memmap_buffer.remote.mirror import Rows, Taken, bring_later, fetch
 
 FIELDS = {
     "state": Field("float32", (512,), final=True),
@@ -167,6 +167,75 @@ def test_two_processes_fetch_each_block_once(root, tmp_path):
         before = len(server.requests)
         compare(root, ConcatBuffer.from_root(server.url, cache=tmp_path))
         assert all("/data/" not in request.path for request in server.requests[before:])
+
+
+def hold(mirror, block, told, until):
+    with mirror.blocks.taken([block]) as mine:
+        told.put(mine.tolist())
+        until.wait(60)
+
+
+@pytest.mark.parametrize("other", ["thread", "process"])
+def test_blocks_that_another_fetches_keep_nobody_from_the_rest(root, tmp_path, other):
+    mirror = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)._folders.storages[0].mirror
+    context = multiprocessing.get_context("fork")
+    told, until, chosen = context.Queue(), context.Event(), np.arange(4)
+    run = threading.Thread if other == "thread" else context.Process
+    holder, reader = (
+        run(target=hold, args=(mirror, 1, told, until)),
+        threading.Thread(target=fetch, args=({mirror: chosen},)),
+    )
+    holder.start()
+    assert told.get(timeout=60) == [1]
+    reader.start()
+    wait_for(lambda: mirror.blocks.absent(chosen).tolist() == [1])
+    assert reader.is_alive()
+    until.set()
+    reader.join(60)
+    holder.join(60)
+    assert not len(mirror.blocks.absent(chosen))
+
+
+def wait_for(done):
+    until = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def rows_of(buffer, shard):
+    """All rows of two fields of a shard, as a read-ahead asks for them."""
+    storage = buffer._folders.storages[shard]
+    ends = {name: np.array([len(storage.maps.rows[name])]) for name in ("number", "state")}
+    return [(storage, [Rows(name, np.zeros(1, np.int64), end) for name, end in ends.items()])]
+
+
+def absent(buffer, shard):
+    """How many of their blocks are not there."""
+    ((storage, rows),) = rows_of(buffer, shard)
+    return sum(len(storage.mirror.blocks.absent(storage.mirror.blocks_of_rows(one))) for one in rows)
+
+
+def test_the_next_window_comes_while_a_request_of_the_one_before_is_not_answered(root, tmp_path):
+    with RangeServer(root / "far") as server:
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path)
+        server.fail("hang", match="shard-00000/.*data/state")
+        bring_later(rows_of(far, 0))
+        bring_later(rows_of(far, 1))
+        wait_for(lambda: not absent(far, 1))
+        assert absent(far, 0)
+
+
+def test_windows_are_asked_for_in_their_order(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(objects, "BYTES_IN_FLIGHT", BLOCK)  # one request after another
+    with RangeServer(root / "far") as server:
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path)
+        for shard in range(3):
+            bring_later(rows_of(far, shard))
+        wait_for(lambda: not any(absent(far, shard) for shard in range(3)))
+        asked = [request.path[:11] for request in server.requests if "/data/" in request.path]
+        assert asked == sorted(asked)
+        assert len(set(asked)) == 3
 
 
 def test_a_cache_that_others_fill_is_waited_for(root, tmp_path):

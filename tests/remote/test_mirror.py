@@ -13,6 +13,7 @@ import torch
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, verify
 from memmap_buffer.format.folder import Folder
+from memmap_buffer.loading import read_ahead, samplers
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.cache import _give_back as give_back
 from memmap_buffer.remote.layout import BLOCK
@@ -110,6 +111,16 @@ def test_the_blocks_of_a_batch_are_looked_for_once(root, tmp_path, monkeypatch):
     monkeypatch.setattr(batch_builder, "bring", lambda wanted: looked.append(len(wanted)) or bring(wanted))
     far.sample(64, timestep_level=True, fields=["state", "reward", "terminated"], seed=1)
     assert looked == [3]
+
+
+def test_two_windows_are_asked_for_ahead_of_the_one_that_is_read(root, tmp_path, monkeypatch):
+    far, asked = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path), []
+    monkeypatch.setattr(read_ahead, "bring_later", asked.append)
+    monkeypatch.setattr(samplers, "CHUNK", 8)
+    batches = iter(far.dataloader(8, timestep_level=True, shuffle="block", shuffle_window=64, seed=1))
+    for number in range(20):
+        next(batches)
+        assert len(asked) == number * 8 // 64 + 3
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
