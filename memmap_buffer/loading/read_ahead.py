@@ -88,9 +88,16 @@ class Readahead:
         # Of a store two windows are asked for: with one, its line has nothing to do from when that is there until it is
         # read, as the rest of a window is still checked and written when its last bytes have come.
         self._asked, self._windows = -1, 2 if folders.mirrored else 1
+        self._is_first = folders.mirrored
 
     def before(self, first: int, last: int) -> None:
-        """Ask for the windows of the items first … last of the order, and those behind, if they are not asked for."""
+        """Ask for the windows of the items first … last of the order, and those behind, if they are not asked for.
+
+        The first call asks a store for nothing: the first batch, which somebody waits for, has its line for itself.
+        """
+        if self._is_first:
+            self._is_first = False
+            return
         begin = max(self._asked + 1, first // self._shuffle.window)
         self._asked = last // self._shuffle.window + self._windows
         for window in range(begin, self._asked + 1):

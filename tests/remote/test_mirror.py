@@ -113,14 +113,16 @@ def test_the_blocks_of_a_batch_are_looked_for_once(root, tmp_path, monkeypatch):
     assert looked == [3]
 
 
-def test_two_windows_are_asked_for_ahead_of_the_one_that_is_read(root, tmp_path, monkeypatch):
+def test_two_windows_are_asked_for_ahead_of_the_one_that_is_read_once_the_first_batch_is_there(
+    root, tmp_path, monkeypatch
+):
     far, asked = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path), []
     monkeypatch.setattr(read_ahead, "bring_later", asked.append)
     monkeypatch.setattr(samplers, "CHUNK", 8)
     batches = iter(far.dataloader(8, timestep_level=True, shuffle="block", shuffle_window=64, seed=1))
     for number in range(20):
         next(batches)
-        assert len(asked) == number * 8 // 64 + 3
+        assert len(asked) == (number * 8 // 64 + 3 if number else 0)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
