@@ -20,7 +20,7 @@ from memmap_buffer.cli.terminal import Json, Place, bytes_of, end, progress, say
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.interop.columns import flatten
 from memmap_buffer.maintenance.disk import DiskSpeed, available_memory, disk_of, measure_disk_speed
-from memmap_buffer.maintenance.store import AT_ONCE, CACHE_PLACE, READ_AHEAD, Store, measure_store
+from memmap_buffer.maintenance.store import AT_ONCE, BLOCK_BYTES, CACHE_PLACE, READ_AHEAD, Store, measure_store
 from memmap_buffer.paths import path_of
 from memmap_buffer.views.windows import Window
 
@@ -100,7 +100,7 @@ def _of_url(url: str, seconds: float, options: str | None) -> Iterator[Remark]:
     yield Remark("epoch", f"{_duration(store.epoch())} with shuffle='block', the first time; then as from a folder")
     sample, blocks = store.sample(BATCH), store.blocks_of(BATCH)
     slow = "until the cache has most of the data; use shuffle='block' for the first epochs, or `pull` it"
-    found = f"{sample:.2g} s, {blocks:,.0f} blocks of 1 MiB for {BATCH} timesteps"
+    found = f"{sample:.2g} s, {blocks:,.0f} blocks of {BLOCK_BYTES >> 10} KiB for {BATCH} timesteps"
     yield Remark("random sample", found, slow if sample > SLOW_SAMPLE else "")
     yield _cache(store)
 

@@ -5,7 +5,7 @@ Whoever is interrupted calls it again: what is there by then is checked, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,22 @@ from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
 from memmap_buffer.paths import path_of
 from memmap_buffer.progress import progress
+from memmap_buffer.remote.blocks import runs
 from memmap_buffer.remote.layout import (
     BLOCK,
     BLOCKS_FILE,
     ROOT,
     Shard,
-    block_digest,
+    are_blocks,
     data_files,
     digest,
     num_blocks,
     open_head,
 )
+from memmap_buffer.remote.mirror import PIECE
 from memmap_buffer.remote.objects import Objects
 
-BATCH = 64  # blocks that are asked for at a time
+BATCH = 16 * PIECE  # blocks that are asked for at a time
 Digests = npt.NDArray[np.uint64]
 
 
@@ -170,17 +172,18 @@ def _make(target: Folder, array: ArrayFile) -> bool:
     return True
 
 
-def _bytes_of(array: ArrayFile, block: int) -> tuple[int, int]:
-    return block * BLOCK, min((block + 1) * BLOCK, array.size)
+def _bytes_of(array: ArrayFile, piece: range) -> tuple[int, int]:
+    return piece.start * BLOCK, min(piece.stop * BLOCK, array.size)
 
 
 def _is_whole(fd: int, array: ArrayFile, block: int, digests: Digests) -> bool:
-    first, stop = _bytes_of(array, block)
-    return bool(block_digest(read_at(fd, stop - first, first)) == digests[block])
+    piece = range(block, block + 1)
+    first, stop = _bytes_of(array, piece)
+    return are_blocks(read_at(fd, stop - first, first), piece, digests)
 
 
-def _fetch(objects: Objects, prefix: str, array: ArrayFile, digests: Digests, missing: Iterable[int], fd: int) -> None:
-    blocks = list(missing)
-    ranges = [(prefix + array.name, *_bytes_of(array, block)) for block in blocks]
-    for i, data in objects.stream(ranges, lambda i, data: block_digest(data) == int(digests[blocks[i]])):
+def _fetch(objects: Objects, prefix: str, array: ArrayFile, digests: Digests, missing: Sequence[int], fd: int) -> None:
+    pieces = [range(at, min(at + PIECE, stop)) for first, stop in runs(missing) for at in range(first, stop, PIECE)]
+    ranges = [(prefix + array.name, *_bytes_of(array, piece)) for piece in pieces]
+    for i, data in objects.stream(ranges, lambda i, data: are_blocks(data, pieces[i], digests)):
         write_all(fd, data, ranges[i][1])

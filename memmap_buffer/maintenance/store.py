@@ -18,7 +18,7 @@ from memmap_buffer.remote.mirror import PIECE
 from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
 from memmap_buffer.remote.shards import CACHE
 
-CACHE_PLACE, AT_ONCE = CACHE, IN_FLIGHT
+CACHE_PLACE, AT_ONCE, BLOCK_BYTES = CACHE, IN_FLIGHT, BLOCK
 READ_AHEAD = 4 * WINDOW_BYTES  # of a smaller cache nothing is read ahead
 LOOKS = 5  # small requests, one after another
 SMALL = 2 * IN_FLIGHT  # small requests together

@@ -26,7 +26,7 @@ Words = npt.NDArray[np.uint32]
 COUNTER, USED, LOCAL = range(3)  # the counter; the second of its last use; 1 where its bytes may be on the disk
 NAME = "mirror/blocks.npy"
 _BOOT = 4  # words behind those of the blocks
-_LOCK_BITS = 22  # of a mirror's place in the lock file, so that it has room for the locks of 4 TiB
+_LOCK_BITS = 22  # of a mirror's place in the lock file, so that it has room for the locks of 1 TiB
 
 
 class Blocks:

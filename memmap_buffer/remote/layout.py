@@ -39,7 +39,7 @@ from memmap_buffer.format.layout import Layout
 
 ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "blocks.npy", "heads"
 FORMAT_OF_ROOT, FORMAT_OF_SHARD, VERSION = "memmap-buffer-root", "memmap-buffer-shard", 1
-BLOCK = 1 << 20
+BLOCK = 1 << 18
 MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 28, 1 << 16, 1 << 20
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
 MAX_HEAD_BYTES = 1 << 31
@@ -61,6 +61,12 @@ def block_digest(data: Any) -> int:
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def are_blocks(data: bytes, piece: range, digests: Any) -> bool:
+    """Whether some bytes are neighbouring blocks, by the digests (blocks,) of all."""
+    view, expected = memoryview(data), digests[piece.start : piece.stop].tolist()
+    return bool([block_digest(view[i : i + BLOCK]) for i in range(0, len(data), BLOCK)] == expected)
 
 
 def num_blocks(size: int) -> int:
@@ -223,7 +229,10 @@ def _parse(data: bytes, where: str, kind: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != kind:
         raise NotABufferError(f"{where} does not describe what a published buffer has; another program wrote it")
     if document.get("version") != VERSION or document.get("block") != BLOCK:
-        raise SchemaError(f"{where}: got version {document.get('version')!r}, this release reads {VERSION}")
+        got = f"got version {document.get('version')!r}, blocks of {document.get('block')!r} bytes"
+        raise SchemaError(
+            f"{where}: {got}; this release reads {VERSION}, {BLOCK}; publish it again, or use another release"
+        )
     return document
 
 

@@ -34,7 +34,7 @@ from memmap_buffer.remote.layout import (
     BLOCKS_FILE,
     DATA,
     Shard,
-    block_digest,
+    are_blocks,
     data_files,
     digest,
     num_blocks,
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from memmap_buffer.remote.objects import Objects
 
 T = TypeVar("T")
-TOGETHER = 512  # blocks that are fetched at a time, so that others wait for their locks
-PIECE = 4  # neighbouring blocks that are one request
-WHOLE = 4096  # blocks of a mirror that are looked at all together
+TOGETHER = 2048  # blocks that are fetched at a time, so that others wait for their locks
+PIECE = 16  # neighbouring blocks that are one request
+WHOLE = 16384  # blocks of a mirror that are looked at all together
 DIGESTS = "mirror/digests"
 PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
 OPENINGS = 5
@@ -291,8 +291,7 @@ class Mirror:
 
     def is_right(self, piece: range, data: bytes) -> bool:
         """Whether these are the bytes of neighbouring blocks."""
-        parts = zip(piece, _parts(data), strict=True)
-        return all(block_digest(part) == int(self.digests[block]) for block, part in parts)
+        return are_blocks(data, piece, self.digests)
 
     def write(self, blocks: Blocks, piece: range, data: bytes) -> None:
         """Have neighbouring blocks there, whose locks are held."""
@@ -735,12 +734,6 @@ def _by_mirror(absent: Sequence[tuple[Mirror, int]]) -> Chosen:
     for mirror, block in absent:
         found.setdefault(mirror, []).append(block)
     return {mirror: np.array(these, np.int64) for mirror, these in found.items()}
-
-
-def _parts(data: bytes) -> list[memoryview]:
-    """The blocks that some bytes are."""
-    view = memoryview(data)
-    return [view[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
 
 
 def _expanded(low: IntArray, high: IntArray) -> IntArray:

@@ -169,6 +169,6 @@ def test_what_a_url_costs_follows_from_what_was_measured() -> None:
     assert store.epoch() == pytest.approx(0.04 + 1000.5 / 100)
     assert store.first_batch() == pytest.approx(0.04 + 2.56)
     assert 200 < store.blocks_of(256) < 257
-    assert store.blocks_of(10**6) == pytest.approx(1001)
-    assert store.sample(256) == pytest.approx(0.04 + store.blocks_of(256) / 100)
+    assert store.blocks_of(10**6) == pytest.approx(4002)
+    assert store.sample(256) == pytest.approx(0.04 + store.blocks_of(256) / 400)
     assert store.seconds(1, 0.0, 500.0) == pytest.approx(0.02 + 0.5)

@@ -503,6 +503,7 @@ def test_a_folder_with_another_buffer_is_not_pulled_over(place: dict[str, Any], 
     ("old", "new", "error"),
     [
         (b'"version":1', b'"version":2', "this release reads 1"),
+        (b'"block":262144', b'"block":1048576', "blocks of 1048576 bytes; this release reads 1, 262144"),
         (b"memmap-buffer-root", b"something", "another program wrote it"),
         (b'"one"', b'"../one"', "no name that a shard may have"),
         (b'"one"', b'".."', "no name that a shard may have"),

@@ -187,7 +187,7 @@ def test_rows_whose_block_is_given_back_before_they_are_copied_are_read_again(ro
 
 def test_a_batch_that_the_bound_cannot_hold_is_an_error(root, tmp_path):
     far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=16 * BLOCK)
-    with pytest.raises(SchemaError, match="cache_bytes: 16,777,216 are less than"):
+    with pytest.raises(SchemaError, match="cache_bytes: 4,194,304 are less than"):
         far.batch(timestep_level=True)
     with pytest.raises(SchemaError, match="cache_bytes: got 5"):
         ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=5)
@@ -228,7 +228,7 @@ def test_readers_that_are_killed_leave_nothing_that_is_not_whole(root, tmp_path)
         time.sleep(wait)
         os.kill(victim.pid, signal.SIGKILL)
         victim.join()
-        far = ReplayBuffer.from_folder(url, cache=tmp_path, cache_bytes=16 * BLOCK)
+        far = ReplayBuffer.from_folder(url, cache=tmp_path, cache_bytes=24 * BLOCK)
         for seed in range(5):
             options = {"timestep_level": True, "fields": ["state", "frame"], "seed": seed}
             equal(near.sample(16, **options), far.sample(16, **options))
