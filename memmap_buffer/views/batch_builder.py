@@ -528,13 +528,16 @@ class BatchBuilder:
         return values.reshape(-1, *field.shape)
 
     def _bring(self, gathers: Sequence[RowGather]) -> None:
-        """Have rows fetched that are about to be copied."""
+        """Have rows fetched that are about to be copied; a mirror that is there whole is asked for none."""
+        taken = Taken()
         wanted = [
             (storage, [Rows(gather.name, *_ranges_of(gather.rows, len(self.t), chosen)) for gather in gathers])
             for storage, chosen, *_ in self.found.groups
-            if storage.mirror is not None
+            if storage.mirror is not None and not taken.add_whole(storage.mirror)
         ]
-        self._taken.append(bring(wanted))
+        self._taken.append(taken)
+        if wanted:
+            taken += bring(wanted)
 
     def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field, folder by folder: (B, …, *field)."""

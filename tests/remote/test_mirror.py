@@ -111,6 +111,10 @@ def test_the_blocks_of_a_batch_are_looked_for_once(root, tmp_path, monkeypatch):
     monkeypatch.setattr(batch_builder, "bring", lambda wanted: looked.append(len(wanted)) or bring(wanted))
     far.sample(64, timestep_level=True, fields=["state", "reward", "terminated"], seed=1)
     assert looked == [3]
+    far.batch(timestep_level=True)
+    looked.clear()
+    far.sample(64, timestep_level=True, seed=2)
+    assert not looked  # everything is there
 
 
 def test_two_windows_are_asked_for_ahead_of_the_one_that_is_read_once_the_first_batch_is_there(
