@@ -231,7 +231,7 @@ def _parse(data: bytes, where: str, kind: str) -> dict[str, Any]:
     if document.get("version") != VERSION or document.get("block") != BLOCK:
         got = f"got version {document.get('version')!r}, blocks of {document.get('block')!r} bytes"
         raise SchemaError(
-            f"{where}: {got}; this release reads {VERSION}, {BLOCK}; publish it again, or use another release"
+            f"{where}: {got}; this release reads {VERSION}, {BLOCK}; publish to another URL, or use another release"
         )
     return document
 
