@@ -230,8 +230,8 @@ class Folder:
     def punch(self, name: str, start: int, stop: int) -> None:
         """Give the space of some bytes of an array file back, but for that of its header."""
         with self.changing(name) as fd:
-            end = -(-stop // syscalls.BLOCK) * syscalls.BLOCK
-            syscalls.punch(fd, max(start, syscalls.BLOCK), end)
+            start, stop = max(start, mmap.PAGESIZE), -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
+            syscalls.punch(fd, start, stop, mmap.PAGESIZE)  # so that files of less than a block are given back, too
 
     @contextmanager
     def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
