@@ -92,7 +92,7 @@ class ConcatBuffer(Readable):
 
             published = RemoteShards(str(root), storage_options, cache_of(cache, cache_bytes))
             if weights is not None:
-                return cls(list(published.look().values()), weights)  # type: ignore[arg-type]
+                return cls(published.by_name(), weights)  # type: ignore[arg-type]
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Folders.of_root(published))
             return buffer

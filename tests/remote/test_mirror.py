@@ -13,6 +13,7 @@ import torch
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, verify
 from memmap_buffer.format.folder import Folder
+from memmap_buffer.remote import shards
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.cache import _give_back as give_back
 from memmap_buffer.remote.layout import BLOCK
@@ -194,6 +195,46 @@ def test_a_bound_counts_the_bytes_of_small_files(tmp_path):
         assert give_back(folder, mirrors[0].blocks, sizes, mirrors[0].files["data/state.npy"][0])
     assert state.stat().st_blocks < used / 2
     equal(ConcatBuffer.from_root(tmp_path / "near").batch(timestep_level=True), far.batch(timestep_level=True))
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers"),
+    [
+        (["shard-00003", "arm", "shard-00004", "shard-00000", "leg"], [3, 4, 5, 0, 6]),
+        (["arm", "shard-00000", "shard-00001", "leg"], [0, 1, 2, 3]),
+        (["arm", "leg", "shard-00007"], [0, 1, 7]),
+    ],
+    ids=["numbered first", "named first", "apart"],
+)
+def test_all_readers_number_the_shards_of_a_root_alike_whenever_they_were_opened(tmp_path, monkeypatch, names, numbers):
+    """Those that were opened before a shard was listed keep each folder in its place, too."""
+    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    url, readers, fields = f"file://{tmp_path}/far", [], {"reward": "float"}
+    for i, name in enumerate(names):
+        with ReplayBuffer(tmp_path / name, 1, 2, fields) as buffer:
+            buffer.store_episode(reward=[i, i])
+        publish(tmp_path / name, url)
+        readers.append(ConcatBuffer.from_root(url, cache=tmp_path / "cache"))
+        for reader in readers:
+            before = reader._folders.storages
+            found = reader.batch(timestep_level=True, return_indices=True)
+            assert {int(r): int(n) for r, n in zip(found["reward"], found["_indices"][:, 0], strict=True)} == dict(
+                enumerate(numbers[: i + 1])
+            )
+            assert reader._folders.storages[: len(before)] == before
+            assert pickle.loads(pickle.dumps(reader._folders)).numbers.tolist() == sorted(numbers[: i + 1])
+
+
+def test_weights_of_a_root_are_in_the_order_of_the_names(tmp_path):
+    url = f"file://{tmp_path}/far"
+    for i, name in enumerate(["b", "a", "c"]):
+        with ReplayBuffer(tmp_path / "near" / name, 1, 2, {"reward": "float"}) as buffer:
+            buffer.store_episode(reward=[i, i])
+        publish(tmp_path / "near" / name, url)
+    near = ConcatBuffer.from_root(tmp_path / "near", [1, 2, 1])
+    far = ConcatBuffer.from_root(url, [1, 2, 1], cache=tmp_path / "cache")
+    for seed in range(3):
+        equal(near.sample(8, timestep_level=True, seed=seed), far.sample(8, timestep_level=True, seed=seed))
 
 
 def test_after_another_boot_blocks_are_compared_with_their_digests(root, tmp_path):
