@@ -35,6 +35,8 @@ _TOO_MANY = {
     errno.ENOMEM: "too many maps, as each array has one; raise the limit on maps (sysctl vm.max_map_count)",
 }
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)
+PUBLISHED = "published"  # the folder in a root that a recorder moves shards to which are in a store
+PUBLISHED_HINT = "it was published, and moved to {}; read the root by the URL that its recorder publishes to"
 ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
 
 
@@ -426,7 +428,9 @@ class Folder:
     def require(self) -> None:
         if not self.exists("schema.json"):
             if not self._place.is_dir():
-                raise NotABufferError(f"{self.path}: there is no such folder; check the path", path=self.path)
+                moved = self.path.parent / PUBLISHED / self.path.name
+                hint = f"; {PUBLISHED_HINT.format(moved)}" if moved.is_dir() else "; check the path"
+                raise NotABufferError(f"{self.path}: there is no such folder{hint}", path=self.path)
             hint = "its creation did not finish" if self.exists("schema.json.new") else "there is no schema.json"
             raise NotABufferError(
                 f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path
