@@ -267,7 +267,9 @@ class Recording(Editing):
         Raises:
             MemmapBufferError: as `one_episode` and `store` raise it, or B is another one. No environment got the step.
             BufferLockedError: errors are given, and another process owns their priorities. Likewise.
-            OSError: an episode that ended could not be published; it is kept, and published by the next call.
+            OSError: the disk is full, say. What could not be written is kept, and written by the next call: by the same
+                one again, bit by bit, which stores nothing twice, or by one with the next step, which some
+                environments then have after a step that they lack.
         """
         self._extend(step, priority, priority_name, time=False)
 
@@ -311,18 +313,29 @@ class Recording(Editing):
                 raise SchemaError(
                     f"got {size} environments, {len(self._stream)} are running; call end_episodes() before others"
                 )
-            if errors is None:
+            steps = self._stream.resumed(steps)
+            if errors is None or steps.done == count:
                 self._stream.extend(steps)
             else:
-                for t in range(count):
-                    self._add_with_errors(
-                        self._stream, steps if count == 1 else steps.part(t), errors.reshape(-1, size)[t], name
-                    )
+                self._add_with_errors(self._stream, steps, errors.reshape(-1, size), name)
             self._hand_on_if_full()
 
-    def _add_with_errors(self, stream: EpisodeStream, step: Steps, errors: FloatArray, name: str) -> None:
-        """Append one timestep, and give what was stored of it its priorities."""
+    def _add_with_errors(self, stream: EpisodeStream, steps: Steps, errors: FloatArray, name: str) -> None:
+        """Append timesteps one by one, and give what was stored of each its priorities."""
+        try:
+            for t in range(steps.done, len(errors)):
+                step = steps if len(errors) == 1 else steps.part(t)
+                self._add_step_with_errors(stream, step, errors[t], name)
+                steps.done = t + 1
+        except OSError:
+            if step is not steps:
+                steps.done, steps.have = t + step.done, step.have
+            stream.keep(steps)
+            raise
+
+    def _add_step_with_errors(self, stream: EpisodeStream, step: Steps, errors: FloatArray, name: str) -> None:
         recorded = stream.recorded()
+        recorded = recorded[~step.have[recorded]]
         try:
             stream.extend(step)
         finally:

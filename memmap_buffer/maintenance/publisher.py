@@ -22,7 +22,7 @@ from typing import Any
 
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, SchemaError
-from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.folder import PUBLISHED, Folder
 from memmap_buffer.format.host import host_name
 from memmap_buffer.format.lock import Turn, WriterLock
 from memmap_buffer.format.storage import Storage
@@ -31,7 +31,6 @@ from memmap_buffer.maintenance.publish import publish
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.writing.writer import WriteOptions, Writer
 
-PUBLISHED = "published"
 log = logging.getLogger("memmap_buffer")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*-[0-9a-f]{12}-[0-9]{5,}")
 

@@ -186,13 +186,16 @@ class Mirror:
         for attempt in range(OPENINGS):
             try:
                 with Folder(self.path).held() as folder:
-                    blocks = Blocks.of(folder, self.num_blocks, self.cache.locks, place_of(self.path))
-                    return Local(folder, blocks, self.layout)
+                    return Local(folder, self._blocks_of(folder), self.layout)
             except (FileNotFoundError, NotADirectoryError, CorruptBufferError):
                 if attempt == OPENINGS - 1:
                     raise
                 self._make()
         raise AssertionError
+
+    def _blocks_of(self, folder: Folder) -> Blocks:
+        sizes = [size for _, size in self.files.values()]
+        return Blocks.of(folder, sizes, self.cache.locks, place_of(self.path))
 
     def _make(self) -> None:
         """Make a local copy of which no block is there, whole; one that another process made meanwhile may go again."""
@@ -218,7 +221,7 @@ class Mirror:
     def _discard(self) -> None:
         """Remove the local copy, unless it can be opened: another process may just have made it."""
         with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(self.path).held() as folder:
-            Local(folder, Blocks.of(folder, self.num_blocks, self.cache.locks, place_of(self.path)), self.layout)
+            Local(folder, self._blocks_of(folder), self.layout)
             return
         gone = self.path.with_name(f"{self.path.name}.new-{random_bytes(8).hex()}")
         with suppress(FileNotFoundError):
@@ -495,9 +498,9 @@ def bring_later(wanted: Wanted) -> None:
 
 def _bring_quietly(wanted: Wanted) -> None:
     with suppress(MemmapBufferError, OSError):
-        parts = {id(storage): [storage.mirror.blocks_of_rows(one) for one in rows] for storage, rows in wanted}
-        count = sum(len(np.unique(np.concatenate(each))) for each in parts.values() if each)
-        if all(storage.mirror.cache.has_room_beside(count) for storage, _ in wanted):
+        parts = {storage.mirror: [storage.mirror.blocks_of_rows(one) for one in rows] for storage, rows in wanted}
+        size = sum(int(m.blocks.sizes[np.unique(np.concatenate(each))].sum()) for m, each in parts.items() if each)
+        if all(storage.mirror.cache.has_room_beside(size) for storage, _ in wanted):
             bring(wanted)
 
 
@@ -589,10 +592,10 @@ def fetch(chosen: Chosen) -> list[tuple[Mirror, Blocks, IntArray, Words]]:
 def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks]) -> None:
     caches = {mirror.cache: 0 for mirror in chosen}
     for mirror, these in chosen.items():
-        caches[mirror.cache] += len(these)
+        caches[mirror.cache] += int(blocks[mirror].sizes[these].sum())
         blocks[mirror].touch(these, int(time.time()) & 0xFFFFFFFF)
-    for cache, count in caches.items():
-        cache.require_room(count)
+    for cache, num_bytes in caches.items():
+        cache.require_room(num_bytes)
     size, until = TOGETHER, time.monotonic() + PATIENCE
     for cache in caches:
         size = size if cache.limit is None else min(size, max(1, cache.limit // (4 * BLOCK)))

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -23,11 +24,13 @@ from memmap_buffer import (
     ConcatBuffer,
     Field,
     MemmapBufferError,
+    NotABufferError,
     RemoteError,
     ReplayBuffer,
     SchemaError,
     verify,
 )
+from memmap_buffer.api import concat
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publisher
 from memmap_buffer.maintenance.publish import publish
@@ -297,6 +300,62 @@ def test_shards_with_numbers_and_without_keep_their_numbers_in_one_root(
     copied = pickle.loads(pickle.dumps(data._folders))
     assert copied.numbers.tolist() == data._folders.numbers.tolist()
     assert [storage.layout.id for storage in copied.storages] == list(data._folders.ids)
+
+
+# Who reads the folder of a recorder
+
+
+@pytest.mark.parametrize("keep", [None, 0])
+def test_a_reader_of_a_shard_that_was_moved_or_removed_since_reads_on_what_is_in_it(
+    tmp_path: Path, keep: int | None
+) -> None:
+    with recorder(tmp_path, publish_every=4, keep_published=keep) as buffer:
+        record(buffer, range(1))
+        (path,) = left(tmp_path)
+        readers = [ConcatBuffer.from_root(tmp_path / "root"), ReplayBuffer.from_folder(path)]
+        loaders = [reader.dataloader(4, timestep_level=True) for reader in readers]
+        record(buffer, range(1, 7))  # of which readers have not seen anything
+        wait_for(buffer._publisher)
+        assert not path.exists()
+        for reader, loader in zip(readers, loaders, strict=True):
+            assert len(reader) == 4
+            for i in range(4):
+                episode = reader.episode(i)
+                assert all(np.array_equal(episode[name], rows) for name, rows in columns(i).items())
+            assert set(reader.sample(64, timestep_level=True, seed=0)["number"].tolist()) == set(range(4))
+            assert {number for batch in loader for number in batch["number"].tolist()} == set(range(4))
+
+
+def test_what_was_published_is_not_there_and_the_error_says_where_it_is(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with recorder(tmp_path) as buffer:
+        record(buffer, range(2))
+        (path,) = left(tmp_path)
+    moved = re.escape(str(root / PUBLISHED / path.name))
+    with pytest.raises(NotABufferError, match=f"{path.name}: .*published, and moved to {moved}; read .* by the URL"):
+        ReplayBuffer.from_folder(path)
+    with pytest.raises(NotABufferError, match=f"{root}: no subfolder .*published, and moved to {moved}; read .* URL"):
+        ConcatBuffer.from_root(root)
+
+
+def test_a_root_is_looked_at_again_where_a_shard_was_moved_before_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, real = list[list[Path]](), concat._folders_in
+    with recorder(tmp_path, publish_every=2) as buffer:
+        record(buffer, range(1))
+
+        def late(root: Path) -> list[Path]:
+            listed.append(real(root))
+            if len(listed) == 1:
+                record(buffer, range(1, 3))
+                wait_for(buffer._publisher)
+            return listed[-1]
+
+        monkeypatch.setattr(concat, "_folders_in", late)
+        data = ConcatBuffer.from_root(tmp_path / "root")
+        assert [int(data.episode(i)["number"][0]) for i in range(len(data))] == [2]
+        assert listed[0] != listed[1] == listed[2]
 
 
 # A store that fails
