@@ -74,13 +74,16 @@ class NamedPriorities:
 
     def open(self) -> None:
         """Open the priorities of every folder, or of none. Raises as `of`."""
+        storages = self._folders.storages
         try:
-            for storage in self._folders.storages:
+            for storage in storages:
                 if not storage.withdrawn:
                     self.of(storage)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if not (isinstance(error, WriterLostError) and self._are_others_than(storages)):
+                raise
+            self.open()
 
     def move_to(self, folders: Folders) -> None:
         """Go on with the same folders, opened again as their columns were changed; other threads may be drawing."""
@@ -104,10 +107,14 @@ class NamedPriorities:
         try:
             return self.of(storage)
         except WriterLostError:
-            self._folders.refresh()
-            if self._find(number) is storage:
+            if not self._are_others_than((storage,)):
                 raise
-            return self.numbered(number)  # it was removed, or made anew, since it was looked at
+            return self.numbered(number)
+
+    def _are_others_than(self, storages: Sequence[Storage]) -> bool:
+        """Whether some of the folders were removed, or made anew, since they were looked at."""
+        self._folders.refresh()
+        return not {*storages} <= {*self._folders.storages}
 
     def _find(self, number: int) -> Storage | None:
         found = self._folders.numbered(number)

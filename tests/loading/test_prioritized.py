@@ -769,14 +769,17 @@ def test_ranks_that_are_told_of_a_shard_that_came_since_take_in_its_errors(tmp_p
 
 
 @pytest.mark.parametrize("anew", [True, False])
-@pytest.mark.parametrize("work", ["draw", "update"])
+@pytest.mark.parametrize("work", ["draw", "draw first", "update"])
 def test_a_shard_that_goes_before_its_priorities_are_opened_is_gone_or_the_new_one(tmp_path, monkeypatch, anew, work):
     for number in range(3):
         make(tmp_path / f"shard-{number:05}", (5,)).close()
+    if work == "draw first":
+        make(tmp_path / "shard-00003", (5,)).close()
     buffer = ConcatBuffer.from_root(tmp_path)
-    buffer.sample(1, prioritized=True, **STEP)
-    make(tmp_path / "shard-00003", (5,)).close()
-    buffer.refresh()
+    if work != "draw first":
+        buffer.sample(1, prioritized=True, **STEP)
+        make(tmp_path / "shard-00003", (5,)).close()
+        buffer.refresh()
     opened, gone = Priorities.open, [tmp_path / "shard-00003"]
 
     def late(storage, *args, **how):
@@ -787,7 +790,7 @@ def test_a_shard_that_goes_before_its_priorities_are_opened_is_gone_or_the_new_o
         return opened(storage, *args, **how)
 
     monkeypatch.setattr(Priorities, "open", late)
-    if work == "draw":
+    if work != "update":
         drawn = buffer.sample(500, prioritized=True, return_indices=True, seed=0, **STEP)["_indices"]
         assert {tuple(item) for item in drawn[drawn[:, 0] == 3].tolist()} == ({(3, 0, 0), (3, 0, 1)} if anew else set())
     else:
