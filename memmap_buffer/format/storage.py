@@ -34,6 +34,7 @@ from memmap_buffer.format.records import (
     DELETED,
     EXTENT,
     FINAL,
+    FIRST_ROW,
     GENERATION,
     JOURNAL,
     MAX_SERIAL,
@@ -406,10 +407,11 @@ class Storage:
         return words, differs == 0, table.changes
 
     def first_row(self, slots: IntArray, final: bool) -> IntArray:
-        """The row of step 0 of each slot, in files with or without `final`."""
+        """The row of step 0 of each slot, in files with or without `final`; any that exists where it has no episode."""
         if self.layout.rows is None:
             return slots * (self.layout.max_timesteps + final)
-        first = self.maps.words.reshape(-1)[slots * WORDS + 3].astype(np.int64)
+        first = np.minimum(self.maps.words.reshape(-1)[slots * WORDS + FIRST_ROW], self.layout.rows - 1)
+        first = first.astype(np.int64)
         return first + slots if final else first
 
     def rows_of(self, slot: int, final: bool) -> slice:

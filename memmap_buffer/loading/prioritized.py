@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.choices import Tail, check_choice
-from memmap_buffer.dtypes import Array, FloatArray, check_count
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.dtypes import Array, FloatArray, check_count, to_numpy
+from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import host_name
 from memmap_buffer.format.lock import Turn
@@ -74,13 +74,16 @@ class NamedPriorities:
 
     def open(self) -> None:
         """Open the priorities of every folder, or of none. Raises as `of`."""
+        storages = self._folders.storages
         try:
-            for storage in self._folders.storages:
+            for storage in storages:
                 if not storage.withdrawn:
                     self.of(storage)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if not (isinstance(error, WriterLostError) and self._are_others_than(storages)):
+                raise
+            self.open()
 
     def move_to(self, folders: Folders) -> None:
         """Go on with the same folders, opened again as their columns were changed; other threads may be drawing."""
@@ -90,13 +93,35 @@ class NamedPriorities:
             for one in before.values():
                 one.close()
 
+    def require(self, numbers: IntArray) -> None:
+        """Raise SchemaError for the number of a folder that there can never have been; a shard may have come since."""
+        for number in np.unique(numbers).tolist():
+            if self._find(number) is None and not 0 <= number <= (highest := int(self._folders.numbers.max())):
+                raise SchemaError(f"priorities: got folder {number}, expected one from 0 to {highest}")
+
     def numbered(self, number: int) -> Priorities | None:
-        """The priorities of the folder of that number, None if it was removed. Raises SchemaError: no such number."""
-        highest = int(self._folders.numbers.max())
-        if not 0 <= number <= highest:
-            raise SchemaError(f"priorities: got folder {number}, expected one from 0 to {highest}")
-        storage = self._folders.numbered(number)
-        return None if storage is None or storage.withdrawn else self.of(storage)
+        """The priorities of the folder of that number, None if it was removed, or is not there yet."""
+        storage = self._find(number)
+        if storage is None or storage.withdrawn:
+            return None
+        try:
+            return self.of(storage)
+        except WriterLostError:
+            if not self._are_others_than((storage,)):
+                raise
+            return self.numbered(number)
+
+    def _are_others_than(self, storages: Sequence[Storage]) -> bool:
+        """Whether some of the folders were removed, or made anew, since they were looked at."""
+        self._folders.refresh()
+        return not {*storages} <= {*self._folders.storages}
+
+    def _find(self, number: int) -> Storage | None:
+        found = self._folders.numbered(number)
+        if found is None:
+            self._folders.refresh()
+            found = self._folders.numbered(number)
+        return found
 
     @property
     def by_folder(self) -> bool:
@@ -221,7 +246,12 @@ class PrioritizedDraws:
                     each.append((storage, runs, runs.count.sum() == table.steps))
             self._followed = index, np.array(numbers), each
         _, places, followed = self._followed
-        return places, [self._followed_by(storage, runs, whole) for storage, runs, whole in followed]
+        try:
+            return places, [self._followed_by(storage, runs, whole) for storage, runs, whole in followed]
+        except WriterLostError:
+            if self.reader.index(refresh=True) is index:
+                raise
+            return self._follow()  # a shard was removed, or made anew, since it was looked at
 
     def _followed_by(self, storage: Storage, runs: Runs | None, by_step: bool = True) -> AnyPriorities:
         """The priorities of the anchors of a folder, as of now.
@@ -434,8 +464,10 @@ class PrioritizedSampler:
             yield self.draws.next(self.batch_size, rng)
 
 
-def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Array) -> int:
-    """Give the steps of items the priorities of their errors.
+def gathered_errors(
+    priorities: NamedPriorities, indices: Any, td_errors: Any
+) -> tuple[list[tuple[IntArray, FloatArray]], int]:
+    """The items whose errors are to be taken in, of each rank, with these errors; and which of them are this rank's.
 
     Args:
         priorities: of the folders.
@@ -443,30 +475,43 @@ def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Ar
         td_errors: (B,), or (B, L) for the L steps from each item's first on; errors beyond the episode are ignored.
             (B,) of whole episodes is given to every step.
 
-    Returns:
-        how many items were dropped because their episode is gone.
-
     Raises:
-        SchemaError: shapes that do not fit, or an error that is no finite number.
+        SchemaError: shapes that do not fit, or an error that is no finite number; where ranks share the priorities, on
+            each of them, whatever failed on one.
     """
     ranks, given, why = priorities.ranks, None, ""
     if not ranks.connected:
-        return _updated(priorities, *_checked(priorities, indices, td_errors))
+        return [_checked(priorities, indices, td_errors)], 0
     try:
         given = _checked(priorities, indices, td_errors)
         if not np.isfinite(given[1]).all():
             raise SchemaError("td_errors: got a number that is not finite")
-    except SchemaError as error:  # the others wait for this rank
-        why = str(error)
+    except Exception as error:  # the others wait for this rank
+        why = str(error) or repr(error)
     told = ranks.gather((given, why))
     wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
     if wrong:
         raise SchemaError(f"update_priorities: nothing was changed on any rank: {'; '.join(wrong)}")
-    return [_updated(priorities, *one) for one, _ in told][ranks.rank]
+    return [one for one, _ in told], ranks.rank
 
 
-def _checked(priorities: NamedPriorities, indices: Array, td_errors: Array) -> tuple[IntArray, FloatArray]:
+def update_priorities(priorities: NamedPriorities, given: tuple[list[tuple[IntArray, FloatArray]], int]) -> int:
+    """Give the steps of items the priorities of their errors; it may be called again with the same.
+
+    Args:
+        priorities: of the folders.
+        given: what `gathered_errors` gave.
+
+    Returns:
+        how many of this rank's items were dropped because their episode is gone.
+    """
+    every, mine = given
+    return [_updated(priorities, *one) for one in every][mine]
+
+
+def _checked(priorities: NamedPriorities, indices: Any, td_errors: Any) -> tuple[IntArray, FloatArray]:
     """The columns of items, and their errors as these count."""
+    indices, td_errors = to_numpy(indices), to_numpy(td_errors)
     columns = _columns(priorities, indices, "update_priorities")
     if td_errors.shape[:1] != columns.shape[:1] or td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(
@@ -515,6 +560,8 @@ def _columns(priorities: NamedPriorities, indices: Array, what: str) -> IntArray
         raise SchemaError(
             f"{what}: got indices {indices.dtype} {indices.shape}; give a batch's `_indices` or `_index` as they are"
         )
+    if priorities.by_folder:
+        priorities.require(columns[:, 0])
     return np.asarray(columns, np.int64)
 
 

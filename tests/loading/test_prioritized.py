@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import shutil
 import threading
 import time
 from functools import partial
@@ -22,6 +23,7 @@ from memmap_buffer import (
     Prioritized,
     ReplayBuffer,
     SchemaError,
+    SchemaMismatchError,
     Timestep,
     Trajectory,
     Window,
@@ -29,8 +31,11 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import visible_episodes
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.items.rank_partition import Ranks
+from memmap_buffer.loading import prioritized
 from memmap_buffer.priority import anchor_priorities
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
+from memmap_buffer.priority.priorities import Priorities
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 EPSILON = 1e-6
@@ -715,6 +720,99 @@ def test_an_update_of_several_folders_counts_what_is_gone_in_each(tmp_path):
     with pytest.raises(SchemaError, match="got folder 2, expected one from 0 to 1"):
         both.update_priorities([[2, 0, 0]], [1])
     both.flush()
+
+
+class Told(Ranks):
+    """Rank 0 of two, of which the other gives what is told here."""
+
+    connected = True
+
+    def __init__(self, other=None):
+        super().__init__(0, 2)
+        object.__setattr__(self, "other", other)
+        object.__setattr__(self, "gathered", [])
+
+    def gather(self, value):
+        self.gathered.append(value)
+        return [value, (self.other or value[0], "")]
+
+
+def shared(buffer, ranks):
+    """A buffer whose priorities ranks share."""
+    buffer.sample(1, prioritized=True, **STEP)
+    buffer._priorities["td"].ranks = ranks
+    return buffer
+
+
+@pytest.mark.parametrize("indices", [[[0, 0], [0]], "nothing", [[9, 0, 0]], [[-1, 0, 0]]])
+def test_a_rank_whose_indices_are_none_lets_no_other_wait(tmp_path, indices):
+    for name in ("a", "b"):
+        make(tmp_path / name, (5,)).close()
+    buffer = shared(ConcatBuffer([tmp_path / "a", tmp_path / "b"]), Told())
+    with pytest.raises(SchemaError, match="nothing was changed on any rank: rank 0: "):
+        buffer.update_priorities(indices, [1.0])
+    assert len(buffer._priorities["td"].ranks.gathered) == 1
+    buffer.flush()
+
+
+def test_ranks_that_are_told_of_a_shard_that_came_since_take_in_its_errors(tmp_path):
+    for number in range(2):
+        make(tmp_path / f"shard-{number:05}", (5,)).close()
+    ranks = Told((np.array([[2, 0, 3], [5, 0, 0]]), np.array([7.0, 1.0])))
+    buffer = shared(ConcatBuffer.from_root(tmp_path), ranks)
+    make(tmp_path / "shard-00002", (5,)).close()
+    assert buffer.update_priorities([[0, 0, 0]], [3.0]) == 0  # shard 5 is not there yet
+    assert buffer.update_priorities([[2, 0, 1]], [5.0]) == 0
+    found = buffer.priorities([[0, 0, 0], [2, 0, 1], [2, 0, 3]])
+    np.testing.assert_allclose(found, (np.array([3.0, 5.0, 7.0]) + 1e-6) ** 0.6, rtol=1e-6)
+    buffer.flush()
+
+
+@pytest.mark.parametrize("anew", [True, False])
+@pytest.mark.parametrize("work", ["draw", "draw first", "update"])
+def test_a_shard_that_goes_before_its_priorities_are_opened_is_gone_or_the_new_one(tmp_path, monkeypatch, anew, work):
+    for number in range(3):
+        make(tmp_path / f"shard-{number:05}", (5,)).close()
+    if work == "draw first":
+        make(tmp_path / "shard-00003", (5,)).close()
+    buffer = ConcatBuffer.from_root(tmp_path)
+    if work != "draw first":
+        buffer.sample(1, prioritized=True, **STEP)
+        make(tmp_path / "shard-00003", (5,)).close()
+        buffer.refresh()
+    opened, gone = Priorities.open, [tmp_path / "shard-00003"]
+
+    def late(storage, *args, **how):
+        if storage.path in gone:
+            shutil.rmtree(gone.pop())
+            if anew:
+                make(storage.path, (2,)).close()
+        return opened(storage, *args, **how)
+
+    monkeypatch.setattr(Priorities, "open", late)
+    if work != "update":
+        drawn = buffer.sample(500, prioritized=True, return_indices=True, seed=0, **STEP)["_indices"]
+        assert {tuple(item) for item in drawn[drawn[:, 0] == 3].tolist()} == ({(3, 0, 0), (3, 0, 1)} if anew else set())
+    else:
+        assert buffer.update_priorities([[3, 0, 1], [3, 4, 0], [0, 0, 0]], [1, 1, 1]) == (1 if anew else 2)
+    assert not gone
+    buffer.flush()
+
+
+def test_errors_are_gathered_once_though_columns_change_before_they_are_taken_in(tmp_path, monkeypatch):
+    buffer, updated, settled = shared(make(tmp_path, (5,)), Told()), prioritized._updated, iter([object()])
+    failures = iter([SchemaMismatchError("columns changed")])
+
+    def late(*given):
+        for failure in failures:
+            raise failure
+        return updated(*given)
+
+    monkeypatch.setattr(prioritized, "_updated", late)
+    monkeypatch.setattr(type(buffer), "_settled", lambda self: next(settled))
+    assert buffer.update_priorities([[0, 2]], [4.0]) == 0
+    assert len(buffer._priorities["td"].ranks.gathered) == 1, "the other rank does not gather again"
+    np.testing.assert_allclose(buffer.priorities([[0, 2]]), (4.0 + 1e-6) ** 0.6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
