@@ -8,6 +8,9 @@ import logging
 import os
 import pickle
 import shutil
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -355,6 +358,32 @@ def test_an_error_of_another_kind_stops_no_rollout_either(tmp_path: Path, monkey
     with recorder(tmp_path):
         pass
     assert sorted(published(tmp_path)) == list(range(3))
+
+
+AT_EXIT = """
+    import atexit, sys
+    from memmap_buffer import RemoteError, ReplayBuffer
+
+    def close():
+        try:
+            buffer.close()
+        except RemoteError as error:
+            print(error)
+
+    place = sys.argv[1]
+    buffer = ReplayBuffer(place + "/root", 20, 8, {"x": "int"}, shard="auto", publish_to="file://" + place + "/url")
+    buffer.store_episode(x=[1, 2])
+    atexit.register(close)
+"""
+
+
+def test_publishing_while_the_program_ends_is_refused_at_once_and_what_to_do_is_told(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", textwrap.dedent(AT_EXIT), str(tmp_path)]
+    told = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    assert "tries: 1" in told and "while the program ends; close() what needs it earlier" in told
+    with recorder(tmp_path, fields={"x": "int"}):
+        pass
+    assert sizes(tmp_path) == [1]
 
 
 # What stays on the disk
