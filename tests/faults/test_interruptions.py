@@ -213,6 +213,57 @@ def test_a_change_that_is_interrupted_at_any_line_is_done_or_not_and_all_see_the
     assert at > 30 and seen >= {0, len(states) - 1}
 
 
+@pytest.mark.parametrize(
+    ("begin", "stride", "group"),
+    [*(pytest.param(begin, 7, 1, marks=pytest.mark.slow) for begin in range(7)), (0, 29, 1), (0, 31, 2)],
+)
+@pytest.mark.parametrize(
+    ("way", "sizes"),
+    [(record_whole, {"max_episodes": 9, "publish_every": 2}), (record_by_handle, {"max_episodes": 3})],
+    ids=["at the end of an episode", "at the begin of one"],
+)
+def test_a_shard_that_is_finished_while_an_interruption_comes_at_any_line_loses_and_doubles_no_episode(
+    tmp_path, monkeypatch, way, sizes, begin, stride, group
+):
+    """Open episodes go on, and `close` leaves nothing, also as long as somebody keeps the traceback."""
+    pytest.importorskip("fsspec")
+    from memmap_buffer.maintenance import publisher
+
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(publisher, "publish", lambda path, *_, **__: sent.extend(content(path)))
+    options: dict[str, Any] = {"shard": "auto", "publish_to": f"file://{tmp_path}/url", "keep_published": 0, **sizes}
+    options |= {"durability": "power", "sync_every": group, "spare_slots": group} if group > 1 else {}
+    at, error, went_on = begin - stride, KeyboardInterrupt(), set()
+    while error is not None:
+        at += stride
+        sent.clear()
+        root = tmp_path / f"{at}"
+        buffer = ReplayBuffer(
+            root, max_timesteps=5, fields={"x": "int"}, meta_fields={"task": ("int", (), 0)}, **options
+        )
+        handles = {value: buffer.begin_episode(task=value + 1) for value in (8, 9)}
+        for value, episode in handles.items():
+            episode.store(x=10 * value)
+        record_whole(buffer, 1)
+        first = buffer.folder
+        error = interrupted(partial(way, buffer, 2), at)
+        assert free_for_other_threads(buffer._publisher.turn)
+        for value, episode in handles.items():
+            episode.store(x=10 * value + 1)
+        handles[8].publish()
+        record_whole(buffer, 3)
+        handles[9].publish()
+        assert buffer._writer.lock.open_episodes == [], error
+        went_on.add(buffer.folder != first)
+        buffer.close()
+        wanted = [recorded(value) for value in (1, 2, 3, 8, 9)]
+        found = sorted(sent, key=lambda episode: episode["task"])
+        assert found in (wanted, [*wanted[:1], *wanted[2:]]), error
+        assert [path.name for path in root.iterdir()] == ["published"], error
+        assert not list((root / "published").iterdir())
+    assert at > 300 and True in went_on
+
+
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_an_interruption_while_the_end_of_an_interruption_runs_is_made_up_for_by_the_next_call(tmp_path, stride):
     """Ctrl-C twice: the first in the middle of the publication, the second at any line of what settles it."""
