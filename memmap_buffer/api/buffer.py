@@ -321,10 +321,13 @@ class ReplayBuffer(Recording, Readable):
                 self._stream.complete()
             before.commit_pending()
             self._settle_errors()  # of all that were published here
-            self._close_priorities()
+            priorities = self._priorities
             layout, reserve = self._storage.layout, bool(self._storage.state("reserved"))
             self._switch = before, self._publisher.new_shard(layout, before.how, self._storage.verify, reserve)
             self._switch_shards()
+            for done in priorities.values():
+                with suppress(OSError):  # of a disk that is full: nothing is drawn by them any more
+                    done.close()
 
     def _switch_shards(self) -> None:
         """Nothing here fails; interrupted, it is done again, from its first line, by whoever takes the turn next."""
@@ -336,7 +339,7 @@ class ReplayBuffer(Recording, Readable):
             before.move_episodes(writer)
             if self._stream is not None:
                 self._stream.go_on_with(writer)
-            self._storage, self._writer = writer.storage, writer
+            self._storage, self._writer, self._priorities = writer.storage, writer, {}
             self._read_from(Folders([writer.storage]))
             self._publisher.add(before)
             self._switch = None

@@ -374,7 +374,7 @@ def test_an_error_while_a_shard_is_finished_strands_no_open_episode(
             handle.store(number=4, x=rows["x"][t])
         handle.final(x=rows["x"][5])
         with monkeypatch.context() as patch:
-            patch.setattr(ReplayBuffer, "_close_priorities", raising(OSError(28, "No space left on device")))
+            patch.setattr(Writer, "commit_pending", raising(OSError(28, "No space left on device")))
             record(buffer, range(2))
         assert "no shard can be begun after it yet" in caplog.text
         record(buffer, range(2, 4))
