@@ -433,8 +433,8 @@ class BatchBuilder:
     def copy(self) -> Columns:
         """Copy everything: key -> (B, …), as stored."""
         out: Columns = {}
-        single, stored, fields = self.found.order is None, self.found.groups[0].storage.maps.rows, self.schema.fields
-        coded, later = self.folders.coded, dict[str, None]()
+        only, fields, coded, later = self.found.only, self.schema.fields, self.folders.coded, dict[str, None]()
+        stored = None if only is None else only.maps.rows
         if self.folders.mirrored:
             self._bring([column for column in self.batch.values() if type(column) is RowGather])
         for key, column in self.batch.items():
@@ -446,7 +446,7 @@ class BatchBuilder:
                 later[name] = None
                 out[key] = rows  # type: ignore[assignment]  # in its place
                 continue
-            if single and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
+            if stored is not None and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
                 values = stored[name].take(rows, 0, None, "clip")
             else:
                 values = self._copied(name, rows)

@@ -156,6 +156,11 @@ class Found:
         self.anchors, self.reach, self.of, self._group = anchors, reach, of, group
 
     @property
+    def only(self) -> Storage | None:
+        """The folder, where it is known to be one without a look at all anchors."""
+        return None if self._group is None else self._group.storage
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """One a folder, at least one."""
         return self._grouped[0] if self._group is None else (self._group,)
@@ -376,6 +381,13 @@ class Folders:
         if int(numbers.max(initial=-1)) >= (len(storages) if places is None else len(places)):
             return False
         return places is None or int(places.take(numbers).min(initial=0)) >= 0
+
+    def places(self, numbers: IntArray) -> tuple[tuple[Storage, ...], IntArray] | None:
+        """The folders, and which of them has each number; None where there is none of a number."""
+        storages, places = self._places
+        if int(numbers.min(initial=0)) < 0 or not self._has(numbers):
+            return None
+        return storages, numbers if places is None else places.take(numbers)
 
     def numbered(self, number: int) -> Storage | None:
         """The folder of a number, None where there never was one."""
