@@ -7,9 +7,10 @@ own. A recorder is killed and started again, the store stops for ten seconds, a 
 started again where they stood. At the end each epoch is checked: it had all episodes of the shards that were listed
 when it began, each once; the last epoch has every episode that was ever recorded.
 
-The hosts are simulated: processes of this machine, each with a folder of its own. The store is moto's server of S3
-where it is installed (`pip install 'moto[server]' s3fs`), which is stopped by a signal; else a shared folder, which
-nothing stops.
+The hosts are simulated on this machine. As root on Linux each has a network, a name, process numbers and files that no
+other one sees (`hosts.py`), else a folder of its own and nothing more; the first line says which. Three record, the
+fourth trains. The store is moto's server of S3 where it is installed (`pip install 'moto[server]' s3fs`), which is
+stopped by a signal; else a shared folder, which nothing stops.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from typing import Any
 import numpy as np
 
 from cartpole import make_environment
+from hosts import HERE, Hosts
 from memmap_buffer import ConcatBuffer, ReplayBuffer
 from memmap_buffer.environments import schema_of, spaces_of
 from memmap_buffer.maintenance.pull import shards_at
 
-HOSTS, RANKS = 3, 2
+RECORDERS, RANKS = ["host-0", "host-1", "host-2"], 2
+TRAINER, BUCKET = "trainer", "bucket"
 EPOCHS = 3  # at least
 OUTAGE = 10.0  # seconds
 PACE = 0.15  # seconds that a host takes for an episode, at least
@@ -179,16 +182,17 @@ def seen_in(folder: Path) -> dict[int, dict[tuple[int, int], list[str]]]:
 
 
 @contextmanager
-def bucket(folder: Path) -> Iterator[tuple[dict[str, Any], subprocess.Popen[bytes] | None]]:
+def bucket(folder: Path, address: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[bytes] | None]]:
     """Where everybody publishes to, and the server's process if it is one."""
     if not all(is_installed(name) for name in ("moto", "flask", "s3fs")):
         print("store: a shared folder, by file://, as moto and s3fs are not installed; nothing stops it")
-        yield {"url": f"file://{folder / 'bucket'}", "options": {}}, None
+        yield {"url": f"file://{folder / BUCKET}", "options": {}}, None
         return
     port = free_port()
-    with running(folder / "server.log", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)) as server:
-        wait_until(lambda: is_open(port), "the server's port")
-        endpoint = f"http://127.0.0.1:{port}"
+    serve = [sys.executable, "-m", "moto.server", "-H", address, "-p", str(port)]
+    with running(folder / "server.log", serve) as server:
+        wait_until(lambda: is_open(address, port), "the server's port")
+        endpoint = f"http://{address}:{port}"
         urllib.request.urlopen(urllib.request.Request(f"{endpoint}/lab", method="PUT"), timeout=30).close()
         print(f"store: moto's server of S3 at {endpoint}")
         yield {"url": "s3://lab/run", "options": {**KEYS, "endpoint_url": endpoint}}, server
@@ -202,11 +206,11 @@ def is_installed(name: str) -> bool:
 
 
 @contextmanager
-def running(log: Path, *command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python program whose output goes to a file; ended at the end of the block."""
+def running(log: Path, command: list[str], **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A program whose output goes to a file; ended at the end of the block."""
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, *command],
+            command,
             stdout=file,
             stderr=file,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -226,9 +230,9 @@ def free_port() -> int:
         return port
 
 
-def is_open(port: int) -> bool:
+def is_open(address: str, port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((address, port)) == 0
 
 
 def wait_until(so: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
@@ -243,47 +247,50 @@ def wait_until(so: Callable[[], bool], what: str, seconds: float = 300.0) -> Non
 class Lab:
     """The processes, started by this program with another role."""
 
-    def __init__(self, folder: Path, store: dict[str, Any], episodes: int, every: int, stack: ExitStack) -> None:
-        self.folder, self.episodes, self._stack = folder, episodes, stack
+    def __init__(
+        self, folder: Path, hosts: Hosts, store: dict[str, Any], episodes: int, every: int, stack: ExitStack
+    ) -> None:
+        self.folder, self.episodes, self._hosts, self._stack = folder, episodes, hosts, stack
         self._arguments = ["--folder", str(folder), "--episodes", str(episodes), "--every", str(every)]
         self._arguments += ["--store", json.dumps(store)]
 
-    def start_recorder(self, host: int) -> subprocess.Popen[bytes]:
-        folder = self.folder / f"host-{host}"
-        folder.mkdir(exist_ok=True)
-        return self._start(folder / "log.txt", [__file__, *self._arguments, "--role", "record", "--host", str(host)])
+    def start_recorder(self, host: str) -> subprocess.Popen[bytes]:
+        return self._start(host, self.folder / host / "log.txt", "record")
 
     def start_ranks(self) -> list[subprocess.Popen[bytes]]:
-        """As torchrun does: each is told who it is, and a port at which they meet."""
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
-        command = [__file__, *self._arguments, "--role", "train"]
-        return [self._start(self.folder / f"rank-{rank}.log", command, RANK=str(rank), **meet) for rank in range(RANKS)]
+        """One host has them all. As torchrun does: each is told who it is, and a port at which they meet."""
+        meet = {"MASTER_ADDR": HERE, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+        logs = [self.folder / TRAINER / f"rank-{rank}.log" for rank in range(RANKS)]
+        return [self._start(TRAINER, log, "train", RANK=str(rank), **meet) for rank, log in enumerate(logs)]
 
-    def _start(self, log: Path, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
-        return self._stack.enter_context(running(log, *command, **environment))
+    def _start(self, host: str, log: Path, role: str, **environment: str) -> subprocess.Popen[bytes]:
+        program = [sys.executable, __file__, *self._arguments, "--role", role, "--host", host]
+        return self._stack.enter_context(running(log, self._hosts.command(host, program), **environment))
 
     def recorded(self) -> list[str]:
         """The episodes that the hosts were promised to be kept."""
-        notes = (self.folder / f"host-{host}" / "recorded.txt" for host in range(HOSTS))
+        notes = (self.folder / host / "recorded.txt" for host in RECORDERS)
         return [name for file in notes if file.exists() for name in file.read_text().split()]
 
     def wait_for(self, part: float) -> None:
         """Until so large a part of all episodes is recorded."""
-        wanted = part * HOSTS * self.episodes
+        wanted = part * len(RECORDERS) * self.episodes
         wait_until(lambda: len(self.recorded()) >= wanted, f"episode {wanted:.0f}")
 
     def steps(self) -> int:
         """How many batches the ranks have noted."""
-        files = self.folder.glob("rank-*/seen.jsonl")
+        files = self.folder.glob(f"{TRAINER}/rank-*/seen.jsonl")
         return sum(len(file.read_text().splitlines()) for file in files)
 
 
 def run(folder: Path, episodes: int, every: int) -> None:
     """The whole story."""
     with ExitStack() as stack:
-        store, server = stack.enter_context(bucket(folder))
-        lab = Lab(folder, store, episodes, every, stack)
-        recorders = [lab.start_recorder(host) for host in range(HOSTS)]
+        hosts = stack.enter_context(Hosts(folder, [*RECORDERS, TRAINER], [folder / BUCKET]))
+        print("hosts:", f"plain processes, as {hosts.why_not}" if hosts.why_not else "apart, in namespaces")
+        store, server = stack.enter_context(bucket(folder, hosts.address))
+        lab = Lab(folder, hosts, store, episodes, every, stack)
+        recorders = [lab.start_recorder(host) for host in RECORDERS]
         wait_until(lambda: bool(listed(store)), "the first shard")
         print(f"{len(lab.recorded())} episodes are recorded, {sum(listed(store).values())} published: training begins")
         ranks = lab.start_ranks()
@@ -296,10 +303,10 @@ def run(folder: Path, episodes: int, every: int) -> None:
         wait_until(lambda: all(recorder.poll() is not None for recorder in recorders), "the end of the recording")
         assert all(recorder.returncode == 0 for recorder in recorders), "a recorder failed; see host-*/log.txt"
         there = listed(store)
-        (folder / "recorded.new").write_text(str(sum(there.values())))
-        (folder / "recorded.new").rename(folder / "recorded")
+        (folder / TRAINER / "recorded.new").write_text(str(sum(there.values())))
+        (folder / TRAINER / "recorded.new").rename(folder / TRAINER / "recorded")
         print(f"{len(lab.recorded())} episodes are recorded, {sum(there.values())} published in {len(there)} shards")
-        assert all(rank.wait(300) == 0 for rank in ranks), "the training failed; see rank-*.log"
+        assert all(rank.wait(300) == 0 for rank in ranks), f"the training failed; see {TRAINER}/rank-*.log"
         check(lab, store, folder)
 
 
@@ -317,9 +324,9 @@ def listed(store: dict[str, Any]) -> dict[str, int]:
 def restart(lab: Lab, recorder: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
     recorder.kill()
     recorder.wait()
-    left = [path.parent.name for path in (lab.folder / "host-1" / "shards").glob("*/schema.json")]
-    print(f"recorder 1 is killed with {len(left)} shards that are not published, and started again")
-    return lab.start_recorder(1)
+    left = [path.parent.name for path in (lab.folder / RECORDERS[1] / "shards").glob("*/schema.json")]
+    print(f"{RECORDERS[1]} is killed with {len(left)} shards that are not published, and started again")
+    return lab.start_recorder(RECORDERS[1])
 
 
 def stop_for_a_while(lab: Lab, server: subprocess.Popen[bytes]) -> None:
@@ -329,7 +336,7 @@ def stop_for_a_while(lab: Lab, server: subprocess.Popen[bytes]) -> None:
     server.send_signal(signal.SIGCONT)
     more = len(lab.recorded()) - before
     print(f"the store stopped for {OUTAGE:.0f} s, in which {more} episodes were recorded")
-    assert more or before >= HOSTS * lab.episodes, "no host went on recording while the store was away"
+    assert more or before >= len(RECORDERS) * lab.episodes, "no host went on recording while the store was away"
 
 
 def kill_a_rank(lab: Lab, ranks: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
@@ -349,7 +356,8 @@ def check(lab: Lab, store: dict[str, Any], folder: Path) -> None:
     for (number, _), name in zip(episodes["_index"].tolist(), episodes["name"].tolist(), strict=True):
         shards.setdefault(number, set()).add(name)
     epochs = [
-        Counter(name for names in steps.values() for name in names) for _, steps in sorted(seen_in(folder).items())
+        Counter(name for names in steps.values() for name in names)
+        for _, steps in sorted(seen_in(folder / TRAINER).items())
     ]
     for epoch, seen in enumerate(epochs):
         assert set(seen.values()) == {1}, f"epoch {epoch} had an episode twice"
@@ -372,13 +380,13 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=120, help="of each host")
     parser.add_argument("--every", type=int, default=10, help="how many episodes a shard has")
     parser.add_argument("--role", choices=["lab", "record", "train"], default="lab", help="of this process")
-    parser.add_argument("--host", type=int, default=0, help="that records")
+    parser.add_argument("--host", default=RECORDERS[0], help="whose folder is used")
     parser.add_argument("--store", type=json.loads, help="where it publishes to")
     options = parser.parse_args()
     if options.role == "record":
-        record(options.folder / f"host-{options.host}", options.store, options.episodes, options.every)
+        record(options.folder / options.host, options.store, options.episodes, options.every)
     elif options.role == "train":
-        train(options.folder, options.store)
+        train(options.folder / options.host, options.store)
     else:
         folder = (options.folder / f"lab-{uuid.uuid4().hex[:8]}").resolve()
         folder.mkdir(parents=True)

@@ -31,7 +31,6 @@ from memmap_buffer.errors import (
     ReadOnlyError,
     SchemaError,
 )
-from memmap_buffer.format.storage import Storage
 from memmap_buffer.interop.video import sheet_of, write_video
 from memmap_buffer.items.filters import matches
 from memmap_buffer.paths import AnyPath
@@ -326,9 +325,9 @@ class ReplayBuffer(api.ReplayBuffer):
         except NotABufferError as error:
             raise FolderMissingError(str(error), **error.named) from error
 
-    def _record_to(self, storage: Storage, writer: Writer) -> None:
-        super()._record_to(storage, writer)
-        fields = storage.layout.schema.fields
+    def _record_to(self, writer: Writer) -> None:
+        super()._record_to(writer)
+        fields = writer.schema.fields
         self._zeros = {
             name: decode(field.fill, field.dtype)
             for name, field in fields.items()

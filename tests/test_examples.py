@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -191,10 +192,45 @@ def test_a_lab_that_shares_no_disk_sees_every_episode_once_an_epoch_whatever_is_
         pytest.skip("moto and s3fs are not installed: pip install 'memmap-buffer[test]'")
     printed = run_well("lab", tmp_path, "--episodes", 40, timeout=400)
     assert "store: a shared folder" in printed if store == "file" else "the store stopped for 10 s" in printed
-    assert re.search(r"recorder 1 is killed with \d+ shards that are not published, and started again", printed)
+    hosts = re.search(r"^hosts: (apart, in namespaces|plain processes, as .+)$", printed, re.MULTILINE)
+    assert re.search(r"host-1 is killed with \d+ shards that are not published, and started again", printed)
     assert "rank 1 is killed after" in printed
     assert re.search(r"12[01] published in \d+ shards", printed)
     assert re.search(r"\d+ epochs, of .*12[01] episodes: every published episode was seen once an epoch", printed)
     shards = [[*path.glob("shards/*/schema.json")] for path in tmp_path.glob("lab-*/host-*")]
     assert shards == [[]] * 3
-    assert [len([*path.iterdir()]) for path in tmp_path.glob("lab-*/host-*/shards/published")] == [1] * 3
+    kept = [*tmp_path.glob("lab-*/host-*/shards/published/*")]
+    assert sorted(path.parts[-4] for path in kept) == ["host-0", "host-1", "host-2"]
+    if hosts[1].startswith("apart"):  # each has the name of its host
+        assert all(path.name.startswith(f"{path.parts[-4]}-") for path in kept)
+
+
+def test_a_host_of_the_lab_sees_its_own_part_of_the_folder_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    hosts = importlib.import_module("hosts")
+    see = "import os, socket, sys; print(socket.gethostname(), os.getpid() == 1, sorted(os.listdir(sys.argv[1])))"
+    see += "; open(os.path.join(sys.argv[1], sys.argv[2], 'kept'), 'w').close()"
+    with hosts.Hosts(tmp_path, ["a", "b"], [tmp_path / "shown"]) as made:
+        told = []
+        for name in ("a", "b"):
+            command = made.command(name, [sys.executable, "-c", see, str(tmp_path), name])
+            told.append(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip())
+        links = (
+            subprocess.run(["ip", "link"], capture_output=True, text=True, check=False) if not made.why_not else None
+        )
+    assert all((tmp_path / name / "kept").exists() for name in ("a", "b")), "what a host writes is there afterwards"
+    if made.why_not:  # no root, or not on Linux: the example says so
+        assert told == [f"{socket.gethostname()} False ['a', 'b', 'shown']"] * 2
+        return
+    assert told == [f"{name} True ['{name}', 'shown']" for name in ("a", "b")]
+    bridge = re.search(r"lab[0-9a-f]{6}", links.stdout)[0]
+    assert bridge not in subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def test_hosts_are_plain_processes_where_networks_cannot_be_made(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    hosts = importlib.import_module("hosts")
+    monkeypatch.setenv("PATH", str(tmp_path))  # in which there is no `ip`
+    with hosts.Hosts(tmp_path, ["a"], []) as made:
+        assert "ip" in made.why_not and made.address == "127.0.0.1"
+        assert made.command("a", ["program"]) == ["program"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyE
 from memmap_buffer.format import creation, storage
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import SPARE_SLOTS, Layout, new_id
+from memmap_buffer.format.layout import SPARE_SLOTS, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import take_free, tell_readers
 from memmap_buffer.format.storage import Storage
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from typing_extensions import Self
-
-    from memmap_buffer.maintenance.publisher import Publisher
 
 
 WITHOUT_A_TIME_LIMIT = 1000  # timesteps of an episode, which goes on in the next one
@@ -114,8 +112,6 @@ class ReplayBuffer(Recording, Readable):
         BufferLockedError: another process writes, and this was to create or overwrite.
     """
 
-    _timer: threading.Timer | None = None
-
     def __init__(
         self,
         folder: AnyPath,
@@ -155,19 +151,25 @@ class ReplayBuffer(Recording, Readable):
         how.require_spare(folder, layout.spare_slots)
         if read_only and overwrite:
             raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")
-        publisher = None
+        if shard is not None:
+            _require_auto(shard, overwrite or read_only)
         if publish_to is not None:
             _require_publishable(layout, how, shard)
             from memmap_buffer.maintenance.publisher import Publisher
 
             publisher = Publisher(path_of(folder), publish_to, publish_every, keep_published, storage_options)
-        elif publish_every is not None or keep_published is not None or storage_options is not None:
+            self._setup(publisher.new_shard(layout, how, verify, reserve))
+            self._publisher = publisher
+            publisher.begin()
+            self._begin_timer()
+            return
+        if publish_every is not None or keep_published is not None or storage_options is not None:
             raise SchemaError("publish_every, keep_published and storage_options belong to publish_to; give that, too")
         if shard is None:
             place = Folder(path_of(folder))
             lock = WriterLock(place)
         else:
-            place, lock = _free_shard(folder, layout, shard, overwrite or read_only, publisher)
+            place, lock = take_free(folder, layout)
         if not read_only and (overwrite or not place.exists("schema.json")):
             _create(place, lock, layout, overwrite, reserve)
         opened = Storage.open(place, read_only=read_only, verify=verify)
@@ -177,11 +179,7 @@ class ReplayBuffer(Recording, Readable):
             text = "\n  ".join([f"{place.path} holds a buffer of a different configuration:", *differences])
             hint = "\nOpen it with from_folder, give the stored values, or pass overwrite=True to replace it."
             raise SchemaMismatchError(text + hint, differences=differences)
-        self._setup(opened, lock, how)
-        if publisher is not None:
-            self._publisher = publisher
-            publisher.begin()
-            self._wait_for_time()
+        self._setup(Writer(opened, lock, how))
 
     @classmethod
     def from_folder(
@@ -228,7 +226,7 @@ class ReplayBuffer(Recording, Readable):
         else:
             opened = Storage.open(folder, read_only=read_only, verify=verify)
         lock = WriterLock(opened.folder)
-        buffer._setup(opened, lock, WriteOptions(durability, sync_every, checksum, publish, stage))
+        buffer._setup(Writer(opened, lock, WriteOptions(durability, sync_every, checksum, publish, stage)))
         return buffer
 
     @classmethod
@@ -285,18 +283,18 @@ class ReplayBuffer(Recording, Readable):
         buffer._skips_resets = resets_by_a_step(env)
         return buffer
 
-    def _setup(self, opened: Storage, lock: WriterLock, how: WriteOptions) -> None:
-        super().__init__(Folders([opened]))
-        self._begin(opened, lock, how)
+    def _setup(self, writer: Writer) -> None:
+        super().__init__(Folders([writer.storage]))
+        self._begin(writer)
 
-    def _begin(self, opened: Storage, lock: WriterLock, how: WriteOptions) -> None:
-        self._record_to(opened, Writer(opened, lock, how))
-        if lock.held:
-            self._writer.begin()  # who creates is the writer from the start
-        if not self.read_only and opened.folder.exists(".redo"):
+    def _begin(self, writer: Writer) -> None:
+        self._record_to(writer)
+        if writer.lock.held:
+            writer.begin()  # who creates is the writer from the start
+        if not self.read_only and writer.storage.folder.exists(".redo"):
             with suppress(BufferLockedError):  # its writer is alive, and replays it
-                self._writer.begin()
-                opened.check_always()
+                writer.begin()
+                writer.storage.check_always()
 
     def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> int:
         return self.update_priorities(indices, td_errors, name=name)
@@ -309,45 +307,46 @@ class ReplayBuffer(Recording, Readable):
         verify, how = self._storage.verify, self._writer.how
         before, opened = self._writer, Storage.open(self._storage.folder, verify=verify)
         self._read_from(Folders([opened]))
-        self._begin(opened, before.lock, how)
+        self._begin(Writer(opened, before.lock, how))
         before.detach()
 
     # Shards that are published as they are full
 
-    def _hand_on(self, *, wait: bool = True) -> None:
+    def _finish_shard(self) -> None:
         assert self._publisher is not None
         with self._turn:
-            before, verify = self._writer, self._storage.verify
-            if self._stream is not None and not self._stream.complete() and wait:
-                return
-            place, lock = _new_shard(self._publisher, self._storage.layout)
-            opened = Storage.open(place, verify=verify)
-            writer = Writer(opened, lock, before.how)
-            writer.begin()
-            before.hand_on(writer)
+            before = self._writer
+            before.begin()  # raises where nothing may be written any more
+            if self._stream is not None:
+                self._stream.complete()
+            before.commit_pending()
             self._settle_errors()  # of all that were published here
-            self._close_priorities()
+            priorities = self._priorities
+            layout, reserve = self._storage.layout, bool(self._storage.state("reserved"))
+            self._switch = before, self._publisher.new_shard(layout, before.how, self._storage.verify, reserve)
+            self._switch_shards()
+            for done in priorities.values():
+                with suppress(OSError):  # of a disk that is full: nothing is drawn by them any more
+                    done.close()
+
+    def _switch_shards(self) -> None:
+        """Nothing here fails; interrupted, it is done again, from its first line, by whoever takes the turn next."""
+        assert self._publisher is not None
+        with self._publisher.turn:
+            if self._switch is None:
+                return
+            before, writer = self._switch
+            before.move_episodes(writer)
             if self._stream is not None:
                 self._stream.go_on_with(writer)
-            self._storage, self._writer = opened, writer
-            self._read_from(Folders([opened]))
+            self._storage, self._writer, self._priorities = writer.storage, writer, {}
+            self._read_from(Folders([writer.storage]))
             self._publisher.add(before)
+            self._switch = None
 
-    def _wait_for_time(self) -> None:
+    def _begin_timer(self) -> None:
         assert self._publisher is not None
-        if self._publisher.seconds is not None:
-            self._timer = threading.Timer(self._publisher.seconds, _hand_on_in_time, [weakref.ref(self)])
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _hand_on_in_time(self) -> None:
-        assert self._publisher is not None
-        with self._turn:
-            if self._writer.holds:
-                if self._writer.num_given:
-                    self._hand_on_soon()
-                self._publisher.begin()  # what failed before, too
-                self._wait_for_time()
+        self._publisher.begin_timer(partial(_on_time, weakref.ref(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
@@ -467,6 +466,7 @@ class ReplayBuffer(Recording, Readable):
         Raises:
             RemoteError: with `publish_to`, shards could not be published; the text names them. They stay where they
                 are, and `close` called again tries again.
+            BufferLockedError: likewise, as another process has held such a shard for a minute.
         """
         with self._turn:
             try:
@@ -478,8 +478,6 @@ class ReplayBuffer(Recording, Readable):
                 self._close_priorities()
             finally:
                 self._writer.close()
-        if self._timer is not None:
-            self._timer.cancel()
         if self._publisher is not None:
             self._publisher.close()
 
@@ -492,11 +490,15 @@ class ReplayBuffer(Recording, Readable):
         self.close()
 
 
-def _hand_on_in_time(held: weakref.ref[ReplayBuffer]) -> None:
+def _on_time(held: weakref.ref[ReplayBuffer]) -> None:
     """What the timer calls, which holds no buffer that nobody else does."""
     buffer = held()
-    if buffer is not None:
-        buffer._hand_on_in_time()
+    if buffer is not None and buffer._publisher is not None:
+        with buffer._turn:
+            if buffer._writer.holds:
+                buffer._finish_shard_if_due()
+                buffer._publisher.begin()  # what failed before, too
+                buffer._begin_timer()
 
 
 def _require_publishable(layout: Layout, how: WriteOptions, shard: str | None) -> None:
@@ -514,24 +516,11 @@ def _require_publishable(layout: Layout, how: WriteOptions, shard: str | None) -
         )
 
 
-def _new_shard(publisher: Publisher, layout: Layout) -> tuple[Folder, WriterLock]:
-    place = publisher.new_folder()
-    lock = WriterLock(place)
-    _create(place, lock, replace(layout, id=new_id()), False, False)
-    return place, lock
-
-
-def _free_shard(
-    root: AnyPath, layout: Layout, shard: str, excluded: bool, publisher: Publisher | None
-) -> tuple[Folder, WriterLock]:
+def _require_auto(shard: str, excluded: bool) -> None:
     if shard != "auto":
         raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
     if excluded:
         raise SchemaError("shard='auto' adds to the shards that are there; leave out overwrite and read_only")
-    if publisher is not None:
-        place = publisher.new_folder()
-        return place, WriterLock(place)
-    return take_free(root, layout)
 
 
 def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, reserve: bool) -> None:

@@ -12,6 +12,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.choices import OnDamaged
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
+from memmap_buffer.format.folder import PUBLISHED, PUBLISHED_HINT
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
@@ -92,7 +93,7 @@ class ConcatBuffer(Readable):
 
             published = RemoteShards(str(root), storage_options, cache_of(cache, cache_bytes))
             if weights is not None:
-                return cls(list(published.look().values()), weights)  # type: ignore[arg-type]
+                return cls(published.by_name(), weights)  # type: ignore[arg-type]
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Folders.of_root(published))
             return buffer
@@ -106,15 +107,22 @@ class ConcatBuffer(Readable):
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Folders.of_root(shards))
             return buffer
-        folders = sorted(path.parent for path in root.glob("*/schema.json"))
+        found = folders = _folders_in(root)
         if on_damaged == "skip":
             whole = [is_whole(folder) for folder in folders]
             if weights is not None and len(weights) == len(folders):
                 weights = list(compress(weights, whole))
             folders = list(compress(folders, whole))
-        if not folders:
-            raise NotABufferError(f"{root}: no subfolder holds a buffer", path=root)
-        return cls(folders, weights)
+        try:
+            if not folders:
+                there = _folders_in(root / PUBLISHED)
+                why = f": {PUBLISHED_HINT.format(there[0])}" if there else ""
+                raise NotABufferError(f"{root}: no subfolder holds a buffer{why}", path=root)
+            return cls(folders, weights)
+        except NotABufferError:
+            if _folders_in(root) == found:
+                raise
+            return cls.from_root(root, weights, on_damaged=on_damaged)  # one was moved away meanwhile
 
     def __repr__(self) -> str:
         held = f"{self.num_episodes} episodes, {self.num_steps} steps"
@@ -164,6 +172,11 @@ class ConcatBuffer(Readable):
 
 
 ConcatReplayBuffer = ConcatBuffer
+
+
+def _folders_in(root: Path) -> list[Path]:
+    """The buffers that are direct subfolders, by name."""
+    return sorted(path.parent for path in root.glob("*/schema.json"))
 
 
 def _storage(source: AnyPath | ReplayBuffer | Storage) -> Storage:

@@ -31,16 +31,23 @@ class Editing:
     _writer: Writer
     _schema_changes = False
     _publisher: Publisher | None = None  # of what is recorded, by `publish_to`
+    _switch: tuple[Writer, Writer] | None = None  # from one shard to the next, as long as it is not done
 
     @property
     def _turn(self) -> Any:
         """To be held, by `with`, by whatever writes."""
         if self._schema_changes and self._storage.schema_replaced:
             self._follow_schema()  # what was interrupted, even where it was about to
+        if self._switch is not None:
+            self._switch_shards()
         return self._writer.turn if self._publisher is None else self._publisher.turn
 
     def _reopen(self) -> None:
         """Open the folder again, whose schema is another one now."""
+        raise NotImplementedError
+
+    def _switch_shards(self) -> None:
+        """Do what is left of a switch from one shard to the next."""
         raise NotImplementedError
 
     def update(self, indices: Any = None, **data: Any) -> None:

@@ -28,6 +28,7 @@ from memmap_buffer.loading.prioritized import (
     NamedPriorities,
     PrioritizedDraws,
     PrioritizedSampler,
+    gathered_errors,
     read_priorities,
     update_priorities,
 )
@@ -529,8 +530,8 @@ class Readable:
         Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
         others, and all ranks take in those of all.
         """
-        given = to_numpy(indices), to_numpy(td_errors)
-        return int(self._by_name(name, lambda priorities: update_priorities(priorities, *given)))
+        given = self._by_name(name, lambda priorities: gathered_errors(priorities, indices, td_errors))
+        return int(self._by_name(name, lambda priorities: update_priorities(priorities, given)))
 
     def priorities(self, indices: Any, *, name: str = "td") -> Array:
         """The priorities of steps: p = (|δ| + ε)^α, in proportion to which they are drawn.

@@ -17,7 +17,6 @@ from memmap_buffer.api.editing import Editing
 from memmap_buffer.dtypes import FloatArray, check_count, to_numpy
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.episode import Block, Episode, Held
 from memmap_buffer.writing.vector_env import EpisodeGroup, EpisodeStream, Steps
@@ -94,8 +93,8 @@ class Recording(Editing):
 
     _skips_resets = False  # whether the step after an episode's end is the environment's reset
 
-    def _record_to(self, storage: Storage, writer: Writer) -> None:
-        self._storage, self._writer = storage, writer
+    def _record_to(self, writer: Writer) -> None:
+        self._storage, self._writer = writer.storage, writer
         self._scopes: dict[int, Episode | EpisodeGroup] = {}  # by thread
         self._begun: tuple[ref[Episode], ...] = ()
         # By thread, of those that were begun: what `store` finds without a handle.
@@ -125,9 +124,9 @@ class Recording(Editing):
         def begin(held: Held | None) -> Episode:
             self._require_no_scope()
             with self._turn:
-                return self._next_writer().open(meta, keep_partial=keep_partial, held=held)
+                return self._writer_with_room().open(meta, keep_partial=keep_partial, held=held)
 
-        return Scope(self._scopes, begin, self._hand_on_if_full)
+        return Scope(self._scopes, begin, self._finish_shard_if_due)
 
     def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
         """An open episode to `store` to, `publish` or `abort`; several may be open at once.
@@ -139,7 +138,7 @@ class Recording(Editing):
             meta: as for `one_episode`.
         """
         with self._turn:
-            episode = self._next_writer().open(meta, keep_partial=keep_partial)
+            episode = self._writer_with_room().open(meta, keep_partial=keep_partial)
             try:
                 self._begun = (*map(ref, self._begun_ones()), ref(episode))
                 still = {thread: other for thread, other in self._newest.items() if other.state == "open"}
@@ -161,12 +160,12 @@ class Recording(Editing):
         def begin(held: Held | None) -> EpisodeGroup:
             self._require_no_scope()
             with self._turn:
-                episodes = [self._next_writer().open({}, held=held) for _ in range(batch_size)]
+                episodes = [self._writer_with_room().open({}, held=held) for _ in range(batch_size)]
                 group = EpisodeGroup(self._storage.layout.schema, episodes, held)
             group.update(meta_batch)
             return group
 
-        return Scope(self._scopes, begin, self._hand_on_if_full)
+        return Scope(self._scopes, begin, self._finish_shard_if_due)
 
     def store(self, **step: Any) -> Any:
         """Append one timestep to the open episode; see `Episode.store`.
@@ -221,7 +220,7 @@ class Recording(Editing):
             priority = self._priority(priority, arrays)
             columns, meta, finals, length = validation.whole_episode(self._storage.layout.schema, arrays)
             errors = self._errors_given(priority, priority_name, (length,), "(T,)")
-            episode = self._next_writer().open(meta)
+            episode = self._writer_with_room().open(meta)
             try:
                 episode.fill(columns, length)
                 episode.finals = finals
@@ -232,7 +231,7 @@ class Recording(Editing):
             if errors is not None:
                 self._errors.add(priority_name, [episode], [np.arange(length)], [errors])
                 self._settle_errors()
-            self._hand_on_if_full()
+            self._finish_shard_if_due()
 
     def advance_episode(self) -> None:
         """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.
@@ -242,7 +241,7 @@ class Recording(Editing):
         episode = self._current()
         if episode.length:
             episode.publish()
-            self._hand_on_if_full()
+            self._finish_shard_if_due()
             with suppress(BufferFullError):  # the next `store` says that no episode is open
                 self.begin_episode()
 
@@ -267,7 +266,9 @@ class Recording(Editing):
         Raises:
             MemmapBufferError: as `one_episode` and `store` raise it, or B is another one. No environment got the step.
             BufferLockedError: errors are given, and another process owns their priorities. Likewise.
-            OSError: an episode that ended could not be published; it is kept, and published by the next call.
+            OSError: the disk is full, say. What could not be written is kept, and written by the next call: by the same
+                one again, bit by bit, which stores nothing twice, or by one with the next step, which some
+                environments then have after a step that they lack.
         """
         self._extend(step, priority, priority_name, time=False)
 
@@ -297,7 +298,7 @@ class Recording(Editing):
     def _extend(self, given: Mapping[str, Any], priority: Any, name: str, *, time: bool) -> None:
         with self._turn:
             if priority is None and not time and self._stream is not None and self._stream.go_on(given):
-                self._hand_on_if_full()
+                self._finish_shard_if_due()
                 return
             given = dict(given)
             priority = self._priority(priority, given)
@@ -311,18 +312,29 @@ class Recording(Editing):
                 raise SchemaError(
                     f"got {size} environments, {len(self._stream)} are running; call end_episodes() before others"
                 )
-            if errors is None:
+            steps = self._stream.resumed(steps)
+            if errors is None or steps.done == count:
                 self._stream.extend(steps)
             else:
-                for t in range(count):
-                    self._add_with_errors(
-                        self._stream, steps if count == 1 else steps.part(t), errors.reshape(-1, size)[t], name
-                    )
-            self._hand_on_if_full()
+                self._add_with_errors(self._stream, steps, errors.reshape(-1, size), name)
+            self._finish_shard_if_due()
 
-    def _add_with_errors(self, stream: EpisodeStream, step: Steps, errors: FloatArray, name: str) -> None:
-        """Append one timestep, and give what was stored of it its priorities."""
+    def _add_with_errors(self, stream: EpisodeStream, steps: Steps, errors: FloatArray, name: str) -> None:
+        """Append timesteps one by one, and give what was stored of each its priorities."""
+        try:
+            for t in range(steps.done, len(errors)):
+                step = steps if len(errors) == 1 else steps.part(t)
+                self._add_step_with_errors(stream, step, errors[t], name)
+                steps.done = t + 1
+        except OSError:
+            if step is not steps:
+                steps.done, steps.have = t + step.done, step.have
+            stream.keep(steps)
+            raise
+
+    def _add_step_with_errors(self, stream: EpisodeStream, step: Steps, errors: FloatArray, name: str) -> None:
         recorded = stream.recorded()
+        recorded = recorded[~step.have[recorded]]
         try:
             stream.extend(step)
         finally:
@@ -356,35 +368,33 @@ class Recording(Editing):
 
     # The shard, where it is published as it is full
 
-    def _next_writer(self) -> Writer:
-        """The writer for another episode: of the next shard where this one has all that it may have."""
-        publisher = self._publisher
-        if publisher is not None:
+    def _writer_with_room(self) -> Writer:
+        """The writer for another episode: of a new shard where this one is to be followed, or has no room."""
+        if self._publisher is not None:
             given, limit = self._writer.num_given, self._storage.layout.max_episodes
-            most = limit if publisher.every is None else publisher.every
-            if given and (given >= most or given + len(self._writer.lock.open_episodes) >= limit):
-                self._hand_on(wait=False)
+            if given and given + len(self._writer.lock.open_episodes) >= limit:
+                self._finish_shard()
+            else:
+                self._finish_shard_if_due(wait=False)
         return self._writer
 
-    def _hand_on_if_full(self) -> None:
-        publisher = self._publisher
-        if publisher is not None and publisher.every is not None:
-            with self._turn:
-                if self._writer.holds and self._writer.num_given >= publisher.every:
-                    self._hand_on_soon()
+    def _finish_shard_if_due(self, *, wait: bool = True) -> None:
+        """Finish the shard if it has its episodes, or its time; what stands in the way of that is logged.
 
-    def _hand_on_soon(self) -> None:
-        """Hand the shard on if it can be now: what was published before is, whatever stands in the way of that."""
-        try:
-            self._hand_on()
-        except (MemmapBufferError, OSError) as error:
-            log.warning("%s: no shard can be begun after it: %s", self._storage.path, error)
-
-    def _hand_on(self, *, wait: bool = True) -> None:
-        """Go on in a new shard with the episodes that are open, and have this one published.
-
-        Args: wait: do so the next time, where the final observation of an episode that was cut is still to come.
+        Args: wait: not while the final observation of an episode that was cut is still to come.
         """
+        publisher = self._publisher
+        if publisher is not None:
+            with self._turn:
+                if self._writer.holds and publisher.is_due(self._writer.num_given):
+                    try:
+                        if not wait or self._stream is None or self._stream.complete():
+                            self._finish_shard()
+                    except (MemmapBufferError, OSError) as error:
+                        log.warning("%s: no shard can be begun after it yet: %s", self._storage.path, error)
+
+    def _finish_shard(self) -> None:
+        """Have this shard published, and go on in a new one with the episodes that are open."""
         raise NotImplementedError
 
     # The open episode
@@ -437,7 +447,7 @@ def _begin_in_stream(held: ref[Recording]) -> Episode:
     """An episode of the buffer that holds the stream, which does not hold it."""
     buffer = held()
     assert buffer is not None
-    return buffer._next_writer().open({})
+    return buffer._writer_with_room().open({})
 
 
 def _errors_of(given: Any, shape: tuple[int, ...], axes: str) -> FloatArray:

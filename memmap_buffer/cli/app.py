@@ -67,7 +67,7 @@ def _refuse_urls(given: Mapping[str, Any]) -> None:
     """A path that is none: `Path` has made "s3:/" of "s3://"."""
     paths = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
     for path in paths:
-        if isinstance(path, Path) and re.match(r"[a-z][a-z0-9+.-]+:/", str(path)) and not path.exists():
+        if isinstance(path, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.:-]+:/", str(path)) and not path.exists():
             raise Problem(
                 "got a URL, expected a folder on this machine: `memmap-buffer pull URL FOLDER` copies one here, and "
                 "`memmap-buffer publish FOLDER URL` there"

@@ -33,7 +33,7 @@ Parts = Annotated[list[str] | None, typer.Option("--part", help="A part and its 
 def verify(folder: FolderArgument) -> None:
     """Check every file, record and checksum; reads only. Ends with 1 where something published is lost."""
     with progress("checking", None):
-        found = minimal.verify_all(folder)
+        found = [*minimal.verify_all(folder), *minimal.unfinished(folder)]
     end(minimal.print_findings(found))
 
 

@@ -73,6 +73,7 @@ def explained(error: Exception, flags: Mapping[str, str] | None = None) -> str:
         return (
             f"{path} is a root of {len(shards)} folders, {shards[0].name} to {shards[-1].name}: name one of them, or "
             f"copy them into one by: memmap-buffer merge NEW {shlex.quote(str(path))}"
+            + "".join(f"; {finding}" for finding in unfinished(path))
         )
     text = text.replace("create one with ReplayBuffer(...)", "give a folder that holds episodes, or a root of such")
     for name, flag in (flags or {}).items():
@@ -86,6 +87,13 @@ def verify_all(folder: Path) -> list[Finding]:
     found = [(shard, finding) for shard in shards_of(folder) for finding in verify(shard)]
     named = [replace(finding, file=f"{shard.name}/{finding.file}") for shard, finding in found]
     return named if shards_of(folder) else verify(folder)
+
+
+def unfinished(root: Path) -> list[Finding]:
+    """The folders in a root that were to become buffers, as a kill leaves them. Who reads the root passes them over."""
+    what = "it is no buffer: its creation, or a copy to it, did not finish, unless that goes on now; else remove it"
+    found = sorted(path.parent for path in root.glob("[!.]*/.lock") if not (path.parent / "schema.json").exists())
+    return [Finding(path.name, what, lost=False) for path in found]
 
 
 def version() -> str:
@@ -125,7 +133,7 @@ def check_and_repair(folder: Path, yes: bool) -> int:
         0: all is well now, 1: it is not.
     """
     found = verify_all(folder)
-    print_findings(found)
+    print_findings([*found, *unfinished(folder)])
     if not found:
         return OK
     if not agreed("Repair it?", yes):
@@ -172,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     check = commands.add_parser("verify", help="check every file, record and checksum; reads only")
     check.add_argument("folder", type=Path)
-    check.set_defaults(run=lambda folder: print_findings(verify_all(folder)))
+    check.set_defaults(run=lambda folder: print_findings([*verify_all(folder), *unfinished(folder)]))
     whole = commands.add_parser("repair", help=f"make a damaged folder whole; what is taken out goes to {LOST}/")
     whole.add_argument("folder", type=Path)
     whole.add_argument("--yes", action="store_true", help="do not ask")

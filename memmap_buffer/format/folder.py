@@ -35,6 +35,8 @@ _TOO_MANY = {
     errno.ENOMEM: "too many maps, as each array has one; raise the limit on maps (sysctl vm.max_map_count)",
 }
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)
+PUBLISHED = "published"  # the folder in a root that a recorder moves shards to which are in a store
+PUBLISHED_HINT = "it was published, and moved to {}; read the root by the URL that its recorder publishes to"
 ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
 
 
@@ -230,8 +232,8 @@ class Folder:
     def punch(self, name: str, start: int, stop: int) -> None:
         """Give the space of some bytes of an array file back, but for that of its header."""
         with self.changing(name) as fd:
-            end = -(-stop // syscalls.BLOCK) * syscalls.BLOCK
-            syscalls.punch(fd, max(start, syscalls.BLOCK), end)
+            start, stop = max(start, mmap.PAGESIZE), -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
+            syscalls.punch(fd, start, stop, mmap.PAGESIZE)  # so that files of less than a block are given back, too
 
     @contextmanager
     def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
@@ -426,7 +428,9 @@ class Folder:
     def require(self) -> None:
         if not self.exists("schema.json"):
             if not self._place.is_dir():
-                raise NotABufferError(f"{self.path}: there is no such folder; check the path", path=self.path)
+                moved = self.path.parent / PUBLISHED / self.path.name
+                hint = f"; {PUBLISHED_HINT.format(moved)}" if moved.is_dir() else "; check the path"
+                raise NotABufferError(f"{self.path}: there is no such folder{hint}", path=self.path)
             hint = "its creation did not finish" if self.exists("schema.json.new") else "there is no schema.json"
             raise NotABufferError(
                 f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path

@@ -88,17 +88,12 @@ class WriterLock:
         """Know of an open episode, as long as somebody holds it."""
         self._episodes = (*map(weakref.ref, self.episodes), weakref.ref(episode))
 
-    def hand_on(self, other: WriterLock) -> list[Any]:
-        """Have the lock of another folder know of the open episodes instead; which these are."""
-        episodes = self.episodes
-        other._episodes, self._episodes = (*other._episodes, *map(weakref.ref, episodes)), ()
-        return episodes
-
     @property
     def episodes(self) -> list[Any]:
-        """The episodes that did not end."""
+        """The episodes that did not end, and whose writer has this lock."""
         found = (held() for held in self._episodes)
-        return [episode for episode in found if episode is not None and episode.state == "open"]
+        known = (episode for episode in found if episode is not None)
+        return [episode for episode in known if episode.state == "open" and episode.writer.lock is self]
 
     @property
     def open_episodes(self) -> list[Any]:

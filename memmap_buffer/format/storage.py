@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from memmap_buffer.choices import Verify
 from memmap_buffer.dtypes import Array, all_of
-from memmap_buffer.errors import CorruptBufferError, SchemaError, SchemaMismatchError
+from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.blobs import CodedRows, Dictionary, sums_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray, visible_slots
@@ -34,6 +34,7 @@ from memmap_buffer.format.records import (
     DELETED,
     EXTENT,
     FINAL,
+    FIRST_ROW,
     GENERATION,
     JOURNAL,
     MAX_SERIAL,
@@ -168,8 +169,16 @@ class Storage:
             return False
 
     def require_schema(self, *, to_write: bool = False) -> None:
-        """Raise SchemaMismatchError where fields were dropped, renamed or, `to_write`, added since this was opened."""
-        layout, stamp = self.layout, self.folder.stamp("schema.json")
+        """Raise SchemaMismatchError where fields were dropped, renamed or, `to_write`, added since this was opened.
+
+        A folder that was moved away or removed can be read on, as its files are mapped.
+        """
+        try:
+            layout, stamp = self.layout, self.folder.stamp("schema.json")
+        except NotABufferError:
+            if to_write or self._table is None or self.path.exists():
+                raise
+            return
         if stamp == self._stamp or (stamp == self._readable and not to_write):
             return
         now = Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
@@ -398,10 +407,11 @@ class Storage:
         return words, differs == 0, table.changes
 
     def first_row(self, slots: IntArray, final: bool) -> IntArray:
-        """The row of step 0 of each slot, in files with or without `final`."""
+        """The row of step 0 of each slot, in files with or without `final`; any that exists where it has no episode."""
         if self.layout.rows is None:
             return slots * (self.layout.max_timesteps + final)
-        first = self.maps.words.reshape(-1)[slots * WORDS + 3].astype(np.int64)
+        first = np.minimum(self.maps.words.reshape(-1)[slots * WORDS + FIRST_ROW], self.layout.rows - 1)
+        first = first.astype(np.int64)
         return first + slots if final else first
 
     def rows_of(self, slot: int, final: bool) -> slice:

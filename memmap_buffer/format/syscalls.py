@@ -290,9 +290,10 @@ def is_hole(fd: int, start: int, stop: int) -> bool:
         return error.errno == errno.ENXIO  # there is nothing behind it, either
 
 
-def punch(fd: int, start: int, stop: int) -> None:
-    """Give the whole blocks between two offsets back, where the system can: zeros are read there from then on."""
-    start, stop = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
+def punch(fd: int, start: int, stop: int, unit: int = 0) -> None:
+    """Give the whole blocks, or units, between two offsets back, where the system can: zeros are read there then."""
+    unit = unit or BLOCK
+    start, stop = -(-start // unit) * unit, stop // unit * unit
     if start < stop:
         with suppress(OSError):  # nothing is lost but space
             system.punch(fd, start, stop - start)

@@ -8,6 +8,7 @@ on disks of their own, publish to the URL of a root, and read that.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
@@ -23,7 +24,14 @@ import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.errors import BufferFullError, BufferLockedError, NotABufferError, SchemaError
+from memmap_buffer.errors import (
+    BufferFullError,
+    BufferLockedError,
+    CorruptBufferError,
+    MemmapBufferError,
+    NotABufferError,
+    SchemaError,
+)
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import VIEW_OPTIONS, as_episode, columns_of, flatten
 from memmap_buffer.interop.episodes import import_episodes
@@ -42,6 +50,7 @@ ID = "episode_id"  # the meta field by which a recorder recognises an episode th
 MAX_KNOWN = 1 << 16  # ids that a recorder remembers: an episode that is sent again was sent a moment ago
 MAX_BLOCK = 32 << 20  # bytes that a read task gathers at once
 LOCK_TIMEOUT = 60.0  # seconds for which a recorder waits until its predecessor has ended
+log = logging.getLogger("memmap_buffer")
 
 
 def shard_folder(root: AnyPath, number: int) -> Path:
@@ -168,13 +177,27 @@ def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:
 
 
 def _read(dataset: Any, items: range, most: int, columns: Callable[[Any], Any]) -> Iterator[Any]:
-    dataset = ray.get(dataset)
+    dataset = _opened_here(dataset)
     for start in range(0, len(items), most):
         batch = dataset.__getitems__(items[start : start + most]).data
         table = columns(flatten(batch))
         if "_serial" in table:  # of one folder there is no `_source`
             table = {"_source": np.zeros(len(table["_serial"]), np.int64)} | table
         yield BlockAccessor.batch_to_arrow_block(table)
+
+
+def _opened_here(dataset: Any) -> Any:
+    """A dataset that was put, with its folders opened on this node.
+
+    Raises: MemmapBufferError: they cannot be. Ray would try what fails in its own `get` again for ever.
+    """
+    try:
+        return ray.get(dataset)
+    except ray.exceptions.RaySystemError as error:
+        if not isinstance(error.client_exc, MemmapBufferError):
+            raise
+        why, node = error.client_exc, ray.util.get_node_ip_address()
+        raise type(why)(f"{why} (on the node {node}; with shared=True every node must see it)", **why.named) from None
 
 
 # Writing
@@ -365,14 +388,17 @@ def _ids_of_shards(root: Path) -> list[str]:
     done: set[Path] = set()
     while waiting := {path.parent for path in root.glob("*/schema.json")} - done:
         for path in waiting:
-            with suppress(NotABufferError):  # it was published meanwhile
+            with suppress(SchemaError, CorruptBufferError):  # it was published meanwhile; of damage the next loop tells
                 _opened_for_writing(partial(ReplayBuffer.from_folder, path)).close()
         done |= waiting
     found = [path for place in (root, root / "published") for path in place.glob("*/schema.json")]
     ids: list[str] = []
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
         if len(ids) < MAX_KNOWN:
-            ids = _ids_of(ReplayBuffer.from_folder(path.parent, read_only=True)) + ids
+            try:
+                ids = _ids_of(ReplayBuffer.from_folder(path.parent, read_only=True)) + ids
+            except (SchemaError, CorruptBufferError) as error:
+                log.warning("%s; an episode in it that is sent again is stored again", error)
     return ids[-MAX_KNOWN:]
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from memmap_buffer.choices import Tail, check_choice
-from memmap_buffer.dtypes import Array, FloatArray, check_count
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
-from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.dtypes import Array, FloatArray, check_count, to_numpy
+from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.host import host_name
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
@@ -30,15 +31,17 @@ from memmap_buffer.priority.anchor_priorities import (
     AnchorPriorities,
     AnyPriorities,
     Drawn,
+    SeveralAnchors,
     SlotAnchors,
     StepPriorities,
 )
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Priorities
+from memmap_buffer.priority.priorities import Priorities, SeveralPriorities
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
 
+_SETTLED, _NUM_DAMAGED = attrgetter("settled"), attrgetter("num_damaged")  # of many folders, in half the time
 _ONE = np.zeros(1, np.int64)  # the numbers of the folders where there is one
 
 
@@ -61,6 +64,7 @@ class NamedPriorities:
         self.error_clip: tuple[float, float] | None = None
         self.ranks = Ranks()
         self._opened: dict[Storage, Priorities] = {}
+        self._several = SeveralPriorities()
         self._opening = Turn()  # threads open each once
 
     def of(self, storage: Storage) -> Priorities:
@@ -72,15 +76,33 @@ class NamedPriorities:
                 self._opened[storage] = found
             return found
 
+    def update(self, columns: IntArray, errors: FloatArray) -> int | None:
+        """Give steps of several folders the priorities of their errors; see `SeveralPriorities.update`.
+
+        Args:
+            columns: (B, 3) of each step the number of its folder, the serial and t.
+            errors: (B,).
+        """
+        found = self._folders.places(columns[:, 0])
+        if found is None:
+            return None
+        storages, of = found
+        with self._opening.lock:
+            each = [self._opened.get(storage) for storage in storages]
+        return self._several.update(each, of, columns[:, 1], columns[:, 2], errors)
+
     def open(self) -> None:
         """Open the priorities of every folder, or of none. Raises as `of`."""
+        storages = self._folders.storages
         try:
-            for storage in self._folders.storages:
+            for storage in storages:
                 if not storage.withdrawn:
                     self.of(storage)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if not (isinstance(error, WriterLostError) and self._are_others_than(storages)):
+                raise
+            self.open()
 
     def move_to(self, folders: Folders) -> None:
         """Go on with the same folders, opened again as their columns were changed; other threads may be drawing."""
@@ -90,13 +112,37 @@ class NamedPriorities:
             for one in before.values():
                 one.close()
 
+    def require(self, numbers: IntArray) -> None:
+        """Raise SchemaError for the number of a folder that there can never have been; a shard may have come since."""
+        if self._folders.places(numbers) is not None:
+            return
+        for number in np.unique(numbers).tolist():
+            if self._find(number) is None and not 0 <= number <= (highest := int(self._folders.numbers.max())):
+                raise SchemaError(f"priorities: got folder {number}, expected one from 0 to {highest}")
+
     def numbered(self, number: int) -> Priorities | None:
-        """The priorities of the folder of that number, None if it was removed. Raises SchemaError: no such number."""
-        highest = int(self._folders.numbers.max())
-        if not 0 <= number <= highest:
-            raise SchemaError(f"priorities: got folder {number}, expected one from 0 to {highest}")
-        storage = self._folders.numbered(number)
-        return None if storage is None or storage.withdrawn else self.of(storage)
+        """The priorities of the folder of that number, None if it was removed, or is not there yet."""
+        storage = self._find(number)
+        if storage is None or storage.withdrawn:
+            return None
+        try:
+            return self.of(storage)
+        except WriterLostError:
+            if not self._are_others_than((storage,)):
+                raise
+            return self.numbered(number)
+
+    def _are_others_than(self, storages: Sequence[Storage]) -> bool:
+        """Whether some of the folders were removed, or made anew, since they were looked at."""
+        self._folders.refresh()
+        return not {*storages} <= {*self._folders.storages}
+
+    def _find(self, number: int) -> Storage | None:
+        found = self._folders.numbered(number)
+        if found is None:
+            self._folders.refresh()
+            found = self._folders.numbered(number)
+        return found
 
     @property
     def by_folder(self) -> bool:
@@ -152,7 +198,10 @@ class PrioritizedDraws:
         self._quota = None if weights is None else Quota(weights)
         self._shared = 0
         self._by_storage: dict[Storage, AnyPriorities] = {}
+        self._several = SeveralAnchors()
         self._followed: tuple[Index, IntArray, list[tuple[Storage, Runs, bool]]] | None = None
+        # The priorities of each folder, and that by which they were followed: without a change they need no look each.
+        self._current: tuple[tuple[Index, tuple[EpisodeTable, ...], list[int]] | None, list[AnyPriorities]] = None, []
         self._lock = threading.Lock()
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
@@ -170,10 +219,7 @@ class PrioritizedDraws:
             if self._priorities is not None:  # others of the name may have changed them
                 self._priorities.use(self.how)
             numbers, each_folder = self._follow()
-            totals = [one.total for one in each_folder]
-            if not sum(totals) > 0:
-                raise NotEnoughDataError(f"{self._path}: nothing to draw: every item has priority 0", episodes=0)
-            places, (slot, serial, t, priority), shares = self._draw(each_folder, totals, batch_size, rng, alone)
+            places, (slot, serial, t, priority), shares = self._draw(each_folder, batch_size, rng, alone)
             probability = priority * shares[0 if places is None else places]
             weight = self._weigh(probability, each_folder, shares)
             self.num_drawn += not alone
@@ -207,21 +253,37 @@ class PrioritizedDraws:
             return _ONE, [found]
         index = self.reader.index(refresh=True)
         if self._followed is None or self._followed[0] is not index:
-            self.reader.require(index)
-            gone = self._by_storage.keys() - set(self.reader.folders.storages)
-            if gone:
-                self._by_storage = {storage: one for storage, one in self._by_storage.items() if storage not in gone}
-                if self._priorities is not None:
-                    self._priorities.prune()
-            numbers, each = [], []
-            for (number, id, table), runs in index.by_folder():
-                storage = self.reader.folders.numbered(number) if id else None
-                if storage is not None and id_of(storage) == id:  # no other took its place meanwhile
-                    numbers.append(number)
-                    each.append((storage, runs, runs.count.sum() == table.steps))
-            self._followed = index, np.array(numbers), each
+            self._followed = self._look(index)
         _, places, followed = self._followed
-        return places, [self._followed_by(storage, runs, whole) for storage, runs, whole in followed]
+        now = index, self.reader.folders.tables, [*map(_NUM_DAMAGED, self.reader.folders.storages)]
+        before, each = self._current
+        alone = self.reader.folders.single or self.reader.frozen
+        if alone or now != before or not all(map(_SETTLED, each)):
+            self._current = None, []
+            try:
+                each = [self._followed_by(storage, runs, whole) for storage, runs, whole in followed]
+            except WriterLostError:
+                if self.reader.index(refresh=True) is index:
+                    raise
+                return self._follow()  # a shard was removed, or made anew, since it was looked at
+            self._current = now, each
+        return places, each
+
+    def _look(self, index: Index) -> tuple[Index, IntArray, list[tuple[Storage, Runs, bool]]]:
+        """The index, its folders by number, and of each the runs of its anchors and whether these are all steps."""
+        self.reader.require(index)
+        gone = self._by_storage.keys() - set(self.reader.folders.storages)
+        if gone:
+            self._by_storage = {storage: one for storage, one in self._by_storage.items() if storage not in gone}
+            if self._priorities is not None:
+                self._priorities.prune()
+        numbers, there = [], []
+        for (number, id, table), runs in index.by_folder():
+            storage = self.reader.folders.numbered(number) if id else None
+            if storage is not None and id_of(storage) == id:  # no other took its place meanwhile
+                numbers.append(number)
+                there.append((storage, runs, runs.count.sum() == table.steps))
+        return index, np.array(numbers), there
 
     def _followed_by(self, storage: Storage, runs: Runs | None, by_step: bool = True) -> AnyPriorities:
         """The priorities of the anchors of a folder, as of now.
@@ -232,7 +294,10 @@ class PrioritizedDraws:
             by_step: every step is an anchor, where `runs` are given.
         """
         found, how = self._by_storage.get(storage), self.how
-        if found is not None and (by_step or not isinstance(found, StepPriorities)) and found.follow(runs):
+        if isinstance(found, AnchorPriorities):
+            found.follow(runs, later=runs is not None and not self.reader.folders.single)
+            return found
+        if found is not None and by_step and found.follow(runs):
             return found
         steps = None if self._priorities is None else self._priorities.of(storage)
         selection = self.reader.selection
@@ -259,42 +324,43 @@ class PrioritizedDraws:
         return by_step and how.variant == "proportional" and how.weight_field is None
 
     def _draw(
-        self,
-        each_folder: list[AnyPriorities],
-        each: list[float],
-        batch_size: int,
-        rng: np.random.Generator,
-        alone: bool,
+        self, each_folder: list[AnyPriorities], batch_size: int, rng: np.random.Generator, alone: bool
     ) -> tuple[IntArray | None, Drawn, FloatArray]:
         """(the place of each item's folder or None, the anchors, the probability of a priority of 1 in each folder)."""
-        stratified = self.how.stratified
         if self.reader.folders.single:
-            values = spread(batch_size, each[0], rng, stratified=stratified)
-            return None, each_folder[0].find(values), np.array([1 / each[0]])
-        totals = np.array(each)
+            total = self._require_some(each_folder[0].total)
+            values = spread(batch_size, total, rng, stratified=self.how.stratified)
+            return None, each_folder[0].find(values), np.array([1 / total])
+        with self._several.over(each_folder) as several:
+            places, values, shares = self._choose(several.totals(), batch_size, rng, alone)
+            return places, several.find(places, values), shares
+
+    def _choose(
+        self, totals: FloatArray, batch_size: int, rng: np.random.Generator, alone: bool
+    ) -> tuple[IntArray, FloatArray, FloatArray]:
+        """(B,) in which folder each item is, (B,) at which value of its sum, and the third of `_draw`."""
+        total, stratified = self._require_some(float(totals.sum())), self.how.stratified
         if self._weights is None:
-            values = spread(batch_size, float(totals.sum()), rng, stratified=stratified)
-            ends = np.cumsum(totals)
-            places = np.minimum(np.searchsorted(ends, values, side="right"), np.flatnonzero(totals)[-1])
-            within = np.minimum(np.maximum(values - (ends - totals)[places], 0), totals[places])
-            order = np.argsort(places, kind="stable")
-            chosen = np.flatnonzero(np.bincount(places, minlength=len(totals)))
-            parts = np.split(within[order], np.searchsorted(places[order], chosen[1:]))
-            shares = np.full(len(totals), 1 / totals.sum())
-        else:
-            self._require_all(totals)
-            begin = 0 if alone else self._shared
-            self._shared += 0 if alone else batch_size
-            counts = (self._quota or Quota(self._weights)).counts(begin, begin + batch_size)
-            places = np.repeat(np.arange(len(totals)), counts)
-            drawn = zip(counts, totals, strict=True)
-            every = [spread(int(n), float(total), rng, stratified=stratified) for n, total in drawn]
-            chosen, order = np.flatnonzero(counts), np.argsort(places, kind="stable")
-            parts = [np.minimum(every[s], totals[s]) for s in chosen.tolist()]
-            shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
-        found = [each_folder[s].find(part) for s, part in zip(chosen.tolist(), parts, strict=True)]
-        slot, serial, t, priority = (_placed(columns, order) for columns in zip(*found, strict=True))
-        return places, (slot, serial, t, priority), shares
+            values = spread(batch_size, total, rng, stratified=stratified)
+            ends = totals.cumsum()
+            places = np.minimum(ends.searchsorted(values, "right"), totals.nonzero()[0][-1])
+            within = np.minimum(np.maximum(values - (ends - totals).take(places), 0), totals.take(places))
+            return places, within, np.full(len(totals), 1 / total)
+        self._require_all(totals)
+        begin = 0 if alone else self._shared
+        self._shared += 0 if alone else batch_size
+        counts = (self._quota or Quota(self._weights)).counts(begin, begin + batch_size)
+        places = np.repeat(np.arange(len(totals)), counts)
+        every = [
+            spread(int(n), float(each), rng, stratified=stratified) for n, each in zip(counts, totals, strict=True)
+        ]
+        shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
+        return places, np.minimum(np.concatenate(every), totals[places]), shares
+
+    def _require_some(self, total: float) -> float:
+        if not total > 0:
+            raise NotEnoughDataError(f"{self._path}: nothing to draw: every item has priority 0", episodes=0)
+        return total
 
     def _require_all(self, totals: FloatArray) -> None:
         for number in np.flatnonzero(totals == 0).tolist():
@@ -434,8 +500,10 @@ class PrioritizedSampler:
             yield self.draws.next(self.batch_size, rng)
 
 
-def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Array) -> int:
-    """Give the steps of items the priorities of their errors.
+def gathered_errors(
+    priorities: NamedPriorities, indices: Any, td_errors: Any
+) -> tuple[list[tuple[IntArray, FloatArray]], int]:
+    """The items whose errors are to be taken in, of each rank, with these errors; and which of them are this rank's.
 
     Args:
         priorities: of the folders.
@@ -443,30 +511,43 @@ def update_priorities(priorities: NamedPriorities, indices: Array, td_errors: Ar
         td_errors: (B,), or (B, L) for the L steps from each item's first on; errors beyond the episode are ignored.
             (B,) of whole episodes is given to every step.
 
-    Returns:
-        how many items were dropped because their episode is gone.
-
     Raises:
-        SchemaError: shapes that do not fit, or an error that is no finite number.
+        SchemaError: shapes that do not fit, or an error that is no finite number; where ranks share the priorities, on
+            each of them, whatever failed on one.
     """
     ranks, given, why = priorities.ranks, None, ""
     if not ranks.connected:
-        return _updated(priorities, *_checked(priorities, indices, td_errors))
+        return [_checked(priorities, indices, td_errors)], 0
     try:
         given = _checked(priorities, indices, td_errors)
         if not np.isfinite(given[1]).all():
             raise SchemaError("td_errors: got a number that is not finite")
-    except SchemaError as error:  # the others wait for this rank
-        why = str(error)
+    except Exception as error:  # the others wait for this rank
+        why = str(error) or repr(error)
     told = ranks.gather((given, why))
     wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
     if wrong:
         raise SchemaError(f"update_priorities: nothing was changed on any rank: {'; '.join(wrong)}")
-    return [_updated(priorities, *one) for one, _ in told][ranks.rank]
+    return [one for one, _ in told], ranks.rank
 
 
-def _checked(priorities: NamedPriorities, indices: Array, td_errors: Array) -> tuple[IntArray, FloatArray]:
+def update_priorities(priorities: NamedPriorities, given: tuple[list[tuple[IntArray, FloatArray]], int]) -> int:
+    """Give the steps of items the priorities of their errors; it may be called again with the same.
+
+    Args:
+        priorities: of the folders.
+        given: what `gathered_errors` gave.
+
+    Returns:
+        how many of this rank's items were dropped because their episode is gone.
+    """
+    every, mine = given
+    return [_updated(priorities, *one) for one in every][mine]
+
+
+def _checked(priorities: NamedPriorities, indices: Any, td_errors: Any) -> tuple[IntArray, FloatArray]:
     """The columns of items, and their errors as these count."""
+    indices, td_errors = to_numpy(indices), to_numpy(td_errors)
     columns = _columns(priorities, indices, "update_priorities")
     if td_errors.shape[:1] != columns.shape[:1] or td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(
@@ -478,6 +559,10 @@ def _checked(priorities: NamedPriorities, indices: Array, td_errors: Array) -> t
 
 
 def _updated(priorities: NamedPriorities, columns: IntArray, errors: FloatArray) -> int:
+    if priorities.by_folder and errors.ndim == 1 and columns.shape[1] == 3:
+        together = priorities.update(columns, errors)
+        if together is not None:
+            return together
     dropped = 0
     for mine, found, part in _by_folder(priorities, columns):
         dropped += len(part) if found is None else _update(found, part, errors[mine])
@@ -515,6 +600,8 @@ def _columns(priorities: NamedPriorities, indices: Array, what: str) -> IntArray
         raise SchemaError(
             f"{what}: got indices {indices.dtype} {indices.shape}; give a batch's `_indices` or `_index` as they are"
         )
+    if priorities.by_folder:
+        priorities.require(columns[:, 0])
     return np.asarray(columns, np.int64)
 
 
@@ -543,11 +630,3 @@ def _update(priorities: Priorities, columns: IntArray, errors: FloatArray) -> in
         inside = (t >= 0) & (t < lengths[:, None])
         priorities.update(np.broadcast_to(serials[:, None], t.shape)[inside], t[inside], errors[inside])
     return int((~here).sum())
-
-
-def _placed(columns: Sequence[Any], order: IntArray) -> Any:
-    """Columns that were drawn folder by folder, in the order of the batch."""
-    joined = np.concatenate(columns)
-    out = np.empty_like(joined)
-    out[order] = joined
-    return out

@@ -14,24 +14,28 @@ import logging
 import re
 import shutil
 import threading
+import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, SchemaError
-from memmap_buffer.format.folder import Folder
+from memmap_buffer.format import creation
+from memmap_buffer.format.folder import PUBLISHED, Folder
 from memmap_buffer.format.host import host_name
+from memmap_buffer.format.layout import Layout, new_id
 from memmap_buffer.format.lock import Turn, WriterLock
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import FileLock, process_id
+from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.maintenance.publish import publish
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.writing.writer import WriteOptions, Writer
 
-PUBLISHED = "published"
+WAIT_SECONDS, WAIT_PAUSE = 60.0, 0.1  # for another recorder that is publishing a shard of a recorder that is closed
 log = logging.getLogger("memmap_buffer")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*-[0-9a-f]{12}-[0-9]{5,}")
 
@@ -48,8 +52,6 @@ class Publisher:
 
     Attributes:
         turn: see `Turn.lock`; held by whoever writes to a shard through the recorder, whichever shard that is by now.
-        every: the episodes of a shard, or None.
-        seconds: the time after which another shard is begun, or None.
 
     Raises:
         SchemaError: an argument is not what it must be, or nothing can be written by this protocol.
@@ -63,14 +65,15 @@ class Publisher:
         keep: int | None,
         storage_options: Mapping[str, Any] | None,
     ) -> None:
-        self.every = self.seconds = None
+        self._every: int | None = None
+        self._seconds: float | None = None
         if isinstance(every, datetime.timedelta):
-            self.seconds = every.total_seconds()
-            if self.seconds <= 0:
+            self._seconds = every.total_seconds()
+            if self._seconds <= 0:
                 raise SchemaError(f"publish_every: got {every!r}, expected more than no time")
         elif every is not None:
             check_count("publish_every", every)
-            self.every = every
+            self._every = every
         if keep is not None:
             check_count("keep_published", keep, 0)
         objects = Objects(url, storage_options)
@@ -84,23 +87,46 @@ class Publisher:
         self._prefix, self._number = f"{host or 'host'}-{uuid.uuid4().hex[:12]}", 0
         self._turn = Turn()
         self._process = process_id()
+        self._begun = 0.0  # when the shard that is recorded was, by the clock of `time.monotonic`
         self._finished: list[Writer] = []
-        self._failed: dict[str, Exception] = {}
         self._ending, self._looking = threading.RLock(), threading.Lock()
-        self._again, self._thread = False, None  # type: bool, threading.Thread | None
+        self._again = False
+        self._thread: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
 
     @property
     def turn(self) -> Any:
         return self._turn.lock
 
-    def new_folder(self) -> Folder:
-        """Where the next shard goes."""
-        folder = Folder(self._root / f"{self._prefix}-{self._number:05}")
-        self._number += 1
-        return folder
+    def new_shard(self, layout: Layout, how: WriteOptions, verify: str, reserve: bool) -> Writer:
+        """The writer of the next shard, which holds its lock; what fails or is interrupted leaves no folder."""
+        self._number, self._begun = self._number + 1, time.monotonic()
+        folder = Folder(self._root / f"{self._prefix}-{self._number - 1:05}")
+        lock = WriterLock(folder)
+        try:
+            folder.create()
+            lock.acquire()
+            creation.create(folder, replace(layout, id=new_id()), reserve)
+            writer = Writer(Storage.open(folder, verify=verify), lock, how)
+            writer.begin()
+            return writer
+        except BaseException:
+            _remove(folder.path)
+            lock.release()
+            raise
+
+    def is_due(self, num_episodes: int) -> bool:
+        """Whether the shard that is recorded, of so many episodes, has enough of them, or its time is over."""
+        if self._every is not None:
+            return num_episodes >= self._every
+        return num_episodes > 0 and self._seconds is not None and not self._seconds_left()
+
+    def _seconds_left(self) -> float:
+        assert self._seconds is not None
+        return max(0.0, self._begun + self._seconds - time.monotonic())
 
     def add(self, writer: Writer) -> None:
-        """Take a shard that nothing more is recorded to, and publish it in a thread."""
+        """Take a shard that nothing more is recorded to, and publish it in a thread; twice is fine."""
         self._finished.append(writer)
         self.begin()
 
@@ -108,30 +134,58 @@ class Publisher:
         """Publish what can be, in a thread; what fails is logged, and tried again the next time."""
         with self._looking:
             self._again = True
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # it may have been interrupted before its start
                 self._thread = threading.Thread(target=self._work, name="memmap-buffer publish", daemon=True)
-                self._thread.start()
+                self._start(self._thread)
+
+    def begin_timer(self, call: Callable[[], None]) -> None:
+        """Have this called in a thread when the time of the shard that is recorded is over, if it has one."""
+        if self._seconds is not None:
+            self._timer = threading.Timer(self._seconds_left() or self._seconds, call)
+            self._timer.daemon = True
+            self._start(self._timer)
+
+    def _start(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are as many as there may be, or the program ends
+            log.warning("%s: nothing is published before the next episodes, or `close`: %s", self._root, error)
 
     def flush(self) -> None:
-        """Have what was recorded to finished shards on the disk."""
+        """Have what was recorded to finished shards on the disk.
+
+        Raises: the first error of a shard; all are ended then, that one as a killed recorder leaves it.
+        """
+        failed: list[Exception] = []
         with self._ending:
             while self._finished:
-                self._finished[0].close()
+                try:
+                    self._finished[0].close()
+                except (MemmapBufferError, OSError) as error:
+                    log.warning("%s: %s; it is published as it is", self._finished[0].storage.path, error)
+                    failed.append(error)
                 del self._finished[0]
+        if failed:
+            raise failed[0]
 
     def close(self) -> None:
-        """Publish what is left, and return when it is.
+        """Publish what is left, and return when it is, by whomever.
 
         Raises: RemoteError: the store failed; which shards are not published. Another error of a shard likewise.
         """
         if self._process != process_id():
             return
+        if self._timer is not None:
+            self._timer.cancel()
         thread = self._thread
-        if thread is not None:
+        if thread is not None and thread.is_alive():
             thread.join()
-        self._publish_all()
-        if self._failed:
-            raise _told(self._failed, self._root, self._where)
+        failed, until = self._publish_all(), time.monotonic() + WAIT_SECONDS
+        while failed and all(_is_taken(error, path) for path, error in failed.items()) and time.monotonic() < until:
+            time.sleep(WAIT_PAUSE)
+            failed = self._publish_all()
+        if failed:
+            raise _told(failed, self._root, self._where)
 
     def _work(self) -> None:
         while True:
@@ -145,34 +199,37 @@ class Publisher:
             except Exception:
                 log.exception("%s: publishing to %s failed; it is tried again", self._root, self._where)
 
-    def _publish_all(self) -> None:
-        try:
+    def _publish_all(self) -> dict[Path, Exception]:
+        """Publish all that can be; which shards of this recorder could not be, and which others failed, and why."""
+        with suppress(MemmapBufferError, OSError):  # which was logged
             self.flush()
-        except (MemmapBufferError, OSError) as error:  # it is as a killed recorder leaves it
-            log.warning("%s; it is published as it is", error)
-            self._finished.pop(0)
-        failed: dict[str, Exception] = {}
+        failed: dict[Path, Exception] = {}
         for path in shards_in(self._root):
             try:
                 self._publish(path)
             except (MemmapBufferError, OSError, ImportError) as error:
-                log.warning("%s is not published to %s yet: %s", path, self._where, error)
-                failed[path.name] = error
-        self._failed = failed
+                taken = _is_taken(error, path)
+                if not Folder(path).exists("schema.json"):
+                    continue  # another one has published it meanwhile
+                if not taken:
+                    log.warning("%s is not published to %s yet: %s", path, self._where, error)
+                if not taken or path.name.startswith(self._prefix):
+                    failed[path] = error
+        return failed
 
     def _publish(self, path: Path) -> None:
-        """Publish a shard, unless somebody records it or publishes it at this moment."""
-        lock = _taken(path)
-        if lock is None:
-            return
-        try:
+        """Publish a shard. Raises BufferLockedError: somebody records it, or publishes it at this moment."""
+        with _locked(path):  # before anything else: a writer would take the place of one in this process
+            interrupted = Folder(path).exists(".redo")
+        if interrupted:
+            with closing(Writer(Storage.open(path), WriterLock(Folder(path)), WriteOptions())) as writer:
+                writer.begin()  # which does the update that a kill interrupted
+        with _locked(path):
             num_episodes = len(Storage.open(path, read_only=True).refresh())
             if num_episodes and (left_out := publish(path, self._url, storage_options=self._storage_options)):
                 log.warning("%s: published without the damaged episodes %s", path, left_out)
             (self._root / PUBLISHED).mkdir(exist_ok=True)
             path.rename(self._root / PUBLISHED / path.name)
-        finally:
-            lock.release()
         if not num_episodes:
             _remove(self._root / PUBLISHED / path.name)
         self._remove_old()
@@ -194,22 +251,18 @@ def shards_in(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob("*/schema.json") if _NAME.fullmatch(path.parent.name))
 
 
-def _taken(path: Path) -> FileLock | None:
-    """The lock of a shard, an update that a kill interrupted done; None where another has it, or has moved it."""
-    with suppress(BufferLockedError, FileNotFoundError):
-        lock = Folder(path).lock()  # before anything else: a writer would take the place of one in this process
-        if Folder(path).exists(".redo"):
-            lock.release()
-            writer = Writer(Storage.open(path), WriterLock(Folder(path)), WriteOptions())
-            try:
-                writer.begin()
-            finally:
-                writer.close()
-            lock = Folder(path).lock()
-        if Folder(path).exists("schema.json"):
-            return lock
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = Folder(path).lock()
+    try:
+        yield
+    finally:
         lock.release()
-    return None
+
+
+def _is_taken(error: Exception, path: Path) -> bool:
+    """Whether a shard is not published as another one has its lock."""
+    return isinstance(error, BufferLockedError) and error.named.get("path") == path
 
 
 def _remove(path: Path) -> None:
@@ -217,10 +270,10 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _told(failed: Mapping[str, Exception], root: Path, where: str) -> Exception:
+def _told(failed: Mapping[Path, Exception], root: Path, where: str) -> Exception:
     """The error that says which shards are not published."""
     first = next(iter(failed.values()))
-    names = ", ".join([*failed][:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+    names = ", ".join([path.name for path in failed][:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
     text = (
         f"{root}: {len(failed)} shards are not published to {where} yet: {names}; they are whole there, and the next "
         f"recorder of that root, or `memmap-buffer publish`, sends them. The first failed by: {first}"

@@ -8,7 +8,8 @@ priorities, slot by slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,21 +18,26 @@ from memmap_buffer.dtypes import FloatArray, all_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import address_of, memory
 from memmap_buffer.format.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Priorities
-from memmap_buffer.priority.sum_tree import SumTree, with_zeros
-from memmap_buffer.priority.tree_file import require_memory
+from memmap_buffer.priority.priorities import Places, Priorities, in_turn, locked
+from memmap_buffer.priority.sum_tree import WIDTH, SumTree, SumTrees, with_zeros
+from memmap_buffer.priority.tree_file import require_memory, steps_in
 from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
 
 FirstAndCount: TypeAlias = tuple[IntArray, IntArray]  # of one run a slot: the first timestep, how many anchors
 BLOCK = 1 << 20  # leaves that are looked at together
+EVERY_STEP: IntArray = np.array([0, (1 << 32) - 1 << 32], np.uint64).view(np.int64)  # a pair that shows any
 
 
 Drawn: TypeAlias = tuple[IntArray, IntArray, IntArray, FloatArray]  # (B,) slots, serials, t, priorities
 
 
+# Of one folder: the leaves of a slot, how many of them lie before step 0, the number of slots; where the serials lie,
+# how far from slot to slot, and what is added to them; where the pairs lie (see `Priorities.pair_words`), and how far.
+Row: TypeAlias = tuple[int, int, int, int, int, int, int, int]
 Cut: TypeAlias = Callable[[EpisodeTable, IntArray], Runs]  # the runs of anchors of some visible slots
 
 
@@ -48,6 +54,7 @@ class SlotAnchors:
     Attributes:
         serial: (slots,) of the episode that the anchors are of, -1 for none.
         count: of all anchors.
+        num_cleared: how often `clear` made new arrays.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class SlotAnchors:
         self._by_steps = by_steps and stride == 1 and not by_content
         self._episodes = VisibleEpisodes()
         self._given: Runs | None = None
+        self.num_cleared = 0
         self.clear()
 
     def clear(self) -> None:
@@ -67,6 +75,7 @@ class SlotAnchors:
         self._many: dict[int, Runs] = {}  # the others
         self.count = 0
         self._unfinished = True
+        self.num_cleared += 1
 
     @property
     def num_steps(self) -> int:
@@ -207,37 +216,64 @@ class StepPriorities:
     Args:
         priorities: of the steps.
         anchors: which there are; None where they are known to be all steps.
+
+    Attributes:
+        steps: `priorities`.
+        behind: see `AnchorPriorities`.
     """
 
+    behind = False
+
     def __init__(self, priorities: Priorities, anchors: SlotAnchors | None = None) -> None:
-        self._priorities, self._anchors = priorities, anchors
+        self.steps, self._anchors = priorities, anchors
 
     def follow(self, runs: Runs | None) -> bool:
         """See the episodes that exist; returns whether every step is an anchor still."""
-        self._priorities.follow()
+        self.steps.follow()
         if self._anchors is None:
             return True
         self._anchors.follow(runs)
         return self._anchors.count == self._anchors.num_steps
 
     @property
+    def stamp(self) -> int:
+        return self.steps.stamp
+
+    @property
+    def tree(self) -> SumTree:
+        return self.steps.tree
+
+    def row(self) -> Row | None:
+        """See `SeveralAnchors`."""
+        if not self.steps.plain:
+            return None
+        words = self.steps.pair_words
+        at = address_of(words) >> 3
+        return self.steps.storage.layout.max_timesteps, 0, len(words) // 2, at, 2, 1, at, 2
+
+    @property
+    def settled(self) -> bool:
+        """Whether `follow` has nothing to do unless the folder changes."""
+        return self.steps.settled
+
+    @property
     def count(self) -> int:
-        return self._priorities.num_steps
+        return self.steps.num_steps
 
     @property
     def total(self) -> float:
-        with self._priorities.lock:  # others update them
-            return self._priorities.tree.total
+        with self.steps.lock:  # others update them
+            return self.steps.tree.total
 
     def minimum(self) -> float:
         """The smallest priority of an anchor."""
-        with self._priorities.lock:
-            self._priorities.keep_minima()
-            return self._priorities.tree.minimum
+        with self.steps.lock:
+            self.steps.keep_minima()
+            return self.steps.tree.minimum
 
     def find(self, values: FloatArray) -> Drawn:
         """The anchors at values of the cumulative sum."""
-        return self._priorities.find(values)
+        return self.steps.find(values)
 
 
 class AnchorPriorities:
@@ -249,6 +285,9 @@ class AnchorPriorities:
         how: the options of the draws.
         view: the view whose anchors these are.
         cut, by_steps: see `SlotAnchors`.
+
+    Attributes:
+        steps: `priorities`.
     """
 
     def __init__(
@@ -261,17 +300,23 @@ class AnchorPriorities:
         *,
         by_steps: bool = False,
     ) -> None:
-        self._storage, self._priorities, self._how, self._view = storage, priorities, how, view
+        self._storage, self.steps, self._how, self._view = storage, priorities, how, view
         self._reduce = how.reduce or ("mean" if view.per_episode else "first")
         self._before = int(getattr(view, "pad_before", 0))
         self._length = 0 if view.per_episode else int(getattr(view, "length", 1))
         by_content = how.weight_field is not None
         self._anchors = SlotAnchors(storage, view.stride, cut, by_steps=by_steps, by_content=by_content)
         layout = storage.layout
+        # Whether the leaf of an anchor is that of its step.
+        self._like_steps = (
+            priorities is not None
+            and not (view.per_episode or self._before)
+            and (self._reduce, how.variant) == ("first", "proportional")
+        )
         self._leaves_needed = (layout.rows or layout.slots * layout.max_timesteps) + layout.slots * self._before
         require_memory(storage, self._leaves_needed, "the tree of items that are drawn by priority,")
         self._tree = self._new_tree()
-        self._unfinished = False
+        self.unfinished = False
         self._seen = 0
         if priorities is not None:
             priorities.keep_changes()
@@ -281,6 +326,34 @@ class AnchorPriorities:
 
     def _new_tree(self) -> SumTree:
         return SumTree.empty(self._leaves_needed, minima=self._how.normalize == "buffer")
+
+    @property
+    def stamp(self) -> int:
+        return self._anchors.num_cleared
+
+    @property
+    def tree(self) -> SumTree:
+        return self._tree
+
+    def row(self) -> Row | None:
+        """See `SeveralAnchors`."""
+        layout, serials = self._storage.layout, self._anchors.serial
+        if layout.rows is not None or self._tree.leaves < WIDTH or self._tree.minima:
+            return None
+        at = address_of(serials) >> 3, 1, 0, address_of(EVERY_STEP) >> 3, 0
+        return layout.max_timesteps + self._before, self._before, len(serials), *at
+
+    @property
+    def settled(self) -> bool:
+        """Whether `follow`, but for what is left for later, has nothing to do unless the folder changes."""
+        if self.unfinished or self._how.variant == "rank" or (self.behind and not self._like_steps):
+            return False
+        return self.steps is None or self.steps.settled
+
+    @property
+    def behind(self) -> bool:
+        """Whether steps have other priorities since these were taken in."""
+        return self.steps is not None and self.steps.num_changes != self._seen
 
     @property
     def count(self) -> int:
@@ -300,23 +373,28 @@ class AnchorPriorities:
         slots = self._slots_of(leaves)
         return slots, self._anchors.serial[slots], leaves - self._leaves(slots, 0), priorities
 
-    def follow(self, runs: Runs | None) -> bool:
-        """Take in the changes of this folder's anchors, and of the priorities; returns True."""
-        if self._unfinished:  # it was interrupted in the middle of it
+    def follow(self, runs: Runs | None, *, later: bool = False) -> bool:
+        """Take in the changes of this folder's anchors, and of the priorities; returns True.
+
+        Args:
+            runs: of all anchors, where they are not found slot by slot.
+            later: leave the priorities of steps to `SeveralAnchors` where it can take them in.
+        """
+        if self.unfinished:  # it was interrupted in the middle of it
             self._anchors.clear()
             self._tree = self._new_tree()
-            self._unfinished = False
-        if self._priorities is not None:
-            self._priorities.follow()
-        self._unfinished = True
+            self.unfinished = False
+        if self.steps is not None:
+            self.steps.follow()
+        self.unfinished = True
         changed = self._anchors.follow(runs)
         if changed is not None:
             self._enter(*changed)
-        if self._priorities is not None:
-            self._follow_priorities(self._priorities)
+        if self.behind and not (later and self._like_steps):
+            self.catch_up()
         if self._how.variant == "rank":
             self._sort()
-        self._unfinished = False
+        self.unfinished = False
         return True
 
     # Where a leaf lies
@@ -362,17 +440,19 @@ class AnchorPriorities:
         for slots, t in self._each(come):
             self._put(slots, t)
 
-    def _follow_priorities(self, priorities: Priorities) -> None:
-        if priorities.num_changes == self._seen:
-            return
-        with priorities.lock:  # others update them
-            behind, seen = priorities.num_changes - self._seen, priorities.num_changes
-            changes = list(priorities.changes)
-        whole: list[IntArray] = []
-        if behind > len(changes):
-            whole = [np.arange(len(self._anchors.serial))]
-            behind = 0
-        for slots, t in changes[len(changes) - behind :]:
+    def changes(self) -> tuple[list[tuple[IntArray, IntArray | None]] | None, int]:
+        """(the changes of steps that are to be taken in, None where they are not known any more; up to which)."""
+        assert self.steps is not None
+        with self.steps.lock:  # others update them
+            seen, known = self.steps.num_changes, self.steps.changes
+            behind = seen - self._seen
+            return None if behind > len(known) else [known[i] for i in range(-behind, 0)], seen
+
+    def catch_up(self) -> None:
+        """Take in other priorities of steps."""
+        changes, seen = self.changes()
+        whole = [np.arange(len(self._anchors.serial))] if changes is None else []
+        for slots, t in changes or ():
             if t is None:
                 whole.append(slots)
             else:
@@ -380,6 +460,10 @@ class AnchorPriorities:
         if whole:
             for slots, t in self._each(self._anchors.runs(np.unique(np.concatenate(whole)))):
                 self._put(slots, t)
+        self.caught_up(seen)
+
+    def caught_up(self, seen: int) -> None:
+        """The changes of steps are taken in up to that one."""
         self._seen = seen
 
     def _update(self, slots: IntArray, t: IntArray) -> None:
@@ -411,27 +495,27 @@ class AnchorPriorities:
 
     def _priority(self, slots: IntArray, t: IntArray) -> FloatArray:
         """The priorities of anchors (B,); 0 where another episode is in the slot by now."""
-        if self._priorities is None:
+        if self.steps is None:
             return self._by_weight_field(slots)
         start = np.maximum(t, 0)
         if self._reduce == "first":
-            found = self._priorities.tree.get(self._priorities.leaves(slots, start))
+            found = self.steps.tree.get(self.steps.leaves(slots, start))
         else:
-            length = self._priorities.steps_of(slots)[1]
+            length = self.steps.steps_of(slots)[1]
             stop = length if self._view.per_episode else np.minimum(t + self._length, length)
             found = self._reduced(slots, start, np.maximum(stop, start + 1))
-        return np.where(self._priorities.serials_of(slots) == self._anchors.serial[slots], found, 0.0)
+        return np.where(self.steps.serials_of(slots) == self._anchors.serial[slots], found, 0.0)
 
     def _reduced(self, slots: IntArray, start: IntArray, stop: IntArray) -> FloatArray:
         """The maximum or mean over steps start … stop - 1."""
-        assert self._priorities is not None
-        out, first, count = np.empty(len(slots)), self._priorities.leaves(slots, start), stop - start
+        assert self.steps is not None
+        out, first, count = np.empty(len(slots)), self.steps.leaves(slots, start), stop - start
         cuts = np.flatnonzero(np.diff(np.cumsum(count) // BLOCK, prepend=0))
         for part in np.split(np.arange(len(slots)), cuts):
             if len(part):
                 begins = np.cumsum(count[part]) - count[part]
                 leaves = np.repeat(first[part] - begins, count[part]) + np.arange(int(count[part].sum()))
-                values = self._priorities.tree.get(leaves)
+                values = self.steps.tree.get(leaves)
                 reduce = np.maximum.reduceat if self._reduce == "max" else np.add.reduceat
                 out[part] = reduce(values, begins)
         return out if self._reduce == "max" else out / count
@@ -468,3 +552,109 @@ class AnchorPriorities:
 
 
 AnyPriorities: TypeAlias = StepPriorities | AnchorPriorities
+
+
+class SeveralAnchors:
+    """The priorities of the anchors of several folders, drawn from by one call: a call for each outweighs a batch."""
+
+    def __init__(self) -> None:
+        self._each: Sequence[AnyPriorities] = ()
+        self._stored: list[Priorities] = []
+        self._places, self._steps = Places(), Places()
+        self._memory = memory().view(np.int64)
+
+    @contextmanager
+    def over(self, each: Sequence[AnyPriorities]) -> Iterator[SeveralAnchors]:
+        """Look at the priorities in some folders, which were followed; meanwhile nobody stores to them."""
+        if each is not self._each:
+            self._each, self._stored = each, in_turn(one.steps for one in each if one.steps is not None)
+        with locked(self._stored):
+            self._places.follow(each)
+            behind = {i: one for i, one in enumerate(each) if isinstance(one, AnchorPriorities) and one.behind}
+            if behind:
+                self._catch_up(behind)
+            self._trees = None if (self._places.index < 0).any() else self._places.trees
+            yield self
+
+    def totals(self) -> FloatArray:
+        """(F,) the sum of each folder."""
+        return np.array([one.total for one in self._each]) if self._trees is None else self._trees.totals()
+
+    def find(self, of: IntArray, values: FloatArray) -> Drawn:
+        """The anchors in the folders `of` (B,) at values (B,) of their cumulative sums."""
+        found = None if self._trees is None else self._at(self._trees, of, values)
+        return _found_in_each(self._each, of, values) if found is None else found
+
+    def _catch_up(self, behind: Mapping[int, AnchorPriorities]) -> None:
+        """Have anchors, each of which has the priority of its step, take in those that are others, in all folders."""
+        self._steps.follow([one.steps for one in self._each])
+        of: list[int] = []
+        slots: list[IntArray] = []
+        t: list[IntArray] = []
+        seen: dict[int, int] = {}
+        for i, one in behind.items():
+            changes, upto = one.changes()
+            if min(self._places.index[i], self._steps.index[i]) < 0 or changes is None:
+                changes = [(NO_SLOTS, None)]
+            steps = [(some, at) for some, at in changes if at is not None]
+            if len(steps) < len(changes):  # of whole episodes, or not plain
+                one.catch_up()
+                continue
+            seen[i] = upto
+            for some, at in steps:
+                of.append(i)
+                slots.append(some)
+                t.append(at)
+        if seen:
+            for i in seen:
+                behind[i].unfinished = True
+            self._put(np.repeat(of, [len(some) for some in slots]), np.concatenate(slots), np.concatenate(t))
+            for i, upto in seen.items():
+                behind[i].caught_up(upto)
+                behind[i].unfinished = False
+
+    def _put(self, of: IntArray, slots: IntArray, t: IntArray) -> None:
+        """Give the anchors (B,) that are served the priorities of their steps."""
+        trees, steps = self._places.trees, self._steps.trees
+        assert trees is not None and steps is not None
+        leaves, tree = slots * self._places.rows[:, 0].take(of) + t, self._places.index.take(of)
+        held = trees.get(tree, leaves)
+        served = (held > 0) | np.signbit(held)
+        if not all_of(served):
+            of, slots, leaves, tree = of[served], slots[served], leaves[served], tree[served]
+        if len(of):
+            serials = self._memory.take(self._places.rows[:, 3].take(of) + slots)
+            same = self._memory.take(self._steps.rows[:, 0].take(of) + 2 * slots) == serials + 1
+            found = steps.get(self._steps.index.take(of), leaves)
+            trees.put(tree, leaves, with_zeros(np.where(same, found, 0.0)))
+
+    def _at(self, trees: SumTrees, of: IntArray, values: FloatArray) -> Drawn | None:
+        """None where a value leads to a leaf that is no step, as the sums of a tree are damaged."""
+        per_slot, before, number, serials, unit, added, pairs, size = self._places.rows.take(of, axis=0).T
+        leaves, priorities = trees.find(of, values)
+        slots = leaves // per_slot
+        if not all_of(slots < number):
+            return None
+        t = leaves - slots * per_slot - before
+        start, stop = steps_in(self._memory.take(pairs + size * slots + 1))
+        if not all_of((priorities > 0) & (np.maximum(t, 0) >= start) & (t < stop)):
+            return None
+        return slots, self._memory.take(serials + unit * slots) - added, t, priorities
+
+
+def _found_in_each(each: Sequence[AnyPriorities], of: IntArray, values: FloatArray) -> Drawn:
+    """The anchors at values of the cumulative sums, folder by folder."""
+    order = np.argsort(of, kind="stable")
+    chosen = np.flatnonzero(np.bincount(of))
+    parts = np.split(values[order], np.searchsorted(of[order], chosen[1:]))
+    found = [each[s].find(part) for s, part in zip(chosen.tolist(), parts, strict=True)]
+    slot, serial, t, priority = (_placed(columns, order) for columns in zip(*found, strict=True))
+    return slot, serial, t, priority
+
+
+def _placed(columns: Sequence[Any], order: IntArray) -> Any:
+    """Columns that were drawn folder by folder, in the order of the batch."""
+    joined = np.concatenate(columns)
+    out = np.empty_like(joined)
+    out[order] = joined
+    return out

@@ -28,6 +28,8 @@ class Kernels(NamedTuple):
     put: Any
     locate: Any
     leaves: Any
+    find_in: Any
+    put_in: Any
 
 
 @lru_cache(maxsize=1)
@@ -39,13 +41,15 @@ def compiled() -> Kernels | None:
         return None
     floats, integers, integer, yes = numba.float64[::1], numba.int64[::1], numba.int64, numba.boolean
     given = integers.copy(layout="A", readonly=True)  # strided and read-only arrays too
-    chosen, values = integers.copy(readonly=True), floats.copy(readonly=True)
+    chosen, values, begins = integers.copy(readonly=True), floats.copy(readonly=True), numba.int64[:, ::1]
     signatures = {
         accumulate: numba.void(floats, floats),
         find: yes(floats, floats, values, integers, floats),
         put: numba.void(floats, integer, chosen, values),
         locate: yes(integers, integer, integers, integers, integers, integers),
         leaves: yes(given, given, integer, given, integers, integer, integers),
+        find_in: numba.void(floats, begins, integers, chosen, integers, floats),
+        put_in: numba.void(floats, begins, integers, chosen, chosen, values),
     }
     log.info("the loops of draws by priority are loaded by numba; the first time they are compiled, for some seconds")
     return Kernels(*(_compiled(numba, signature, loop) for loop, signature in signatures.items()))
@@ -164,3 +168,48 @@ def leaves(serials: Any, t: Any, oldest: int, visible: Any, pairs: Any, per_slot
             return False
         out[i] = slot * per_slot + t[i]
     return True
+
+
+def find_in(memory: Any, begins: Any, heights: Any, of: Any, nodes: Any, rest: Any) -> None:
+    """The leaves at values of the cumulative sums of several trees, and their priorities: 0 only where a tree is empty.
+
+    Args:
+        memory: where all of them lie. begins: (levels, trees) where each level does, from the leaves up.
+        heights: (trees,) how many levels each has. of: (B,) the tree of each value.
+        nodes, rest: (B,) zeros and the values, to be filled: with leaves and priorities at last.
+    """
+    for level in range(len(begins) - 1, -1, -1):
+        for i in range(len(of)):
+            if level >= heights[of[i]]:
+                continue
+            node, value = begins[level, of[i]] + 8 * nodes[i], rest[i]
+            left = (memory[node] + memory[node + 1]) + (memory[node + 2] + memory[node + 3])
+            beyond = (memory[node + 4] + memory[node + 5]) + (memory[node + 6] + memory[node + 7])
+            right = int(value >= left) * int(beyond > 0)
+            value -= left * right
+            at = 4 * right
+            left, beyond = memory[node + at] + memory[node + at + 1], memory[node + at + 2] + memory[node + at + 3]
+            right = int(value >= left) * int(beyond > 0)
+            value -= left * right
+            at += 2 * right
+            left = memory[node + at]
+            right = int(value >= left) * int(memory[node + at + 1] > 0)
+            rest[i] = value - left * right
+            nodes[i] = 8 * nodes[i] + at + right
+    for i in range(len(of)):
+        rest[i] = memory[begins[0, of[i]] + nodes[i]]
+
+
+def put_in(memory: Any, begins: Any, heights: Any, of: Any, leaves: Any, priorities: Any) -> None:
+    """Give leaves (B,) of the trees `of` (B,) their priorities (B,), and recompute the nodes above; see `find_in`."""
+    for i in range(len(of)):
+        memory[begins[0, of[i]] + leaves[i]] = priorities[i]
+    for level in range(1, len(begins)):
+        for i in range(len(of)):
+            if level >= heights[of[i]]:
+                continue
+            node = leaves[i] >> 3 * level
+            low, high = begins[level - 1, of[i]] + 8 * node, begins[level - 1, of[i]] + 8 * node + 4
+            left = (memory[low] + memory[low + 1]) + (memory[low + 2] + memory[low + 3])
+            right = (memory[high] + memory[high + 1]) + (memory[high + 2] + memory[high + 3])
+            memory[begins[level, of[i]] + node] = left + right

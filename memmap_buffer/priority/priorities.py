@@ -9,6 +9,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -18,10 +22,10 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import process_id
+from memmap_buffer.format.syscalls import address_of, bytes_at, memory, process_id
 from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, with_zeros
+from memmap_buffer.priority.sum_tree import MAX_PRIORITY, WIDTH, SumTree, SumTrees, with_zeros
 from memmap_buffer.priority.tree_file import TreeFile, steps_in
 
 REMEMBERED = 4096  # changes that a tree of anchors may be behind
@@ -29,6 +33,9 @@ REMEMBERED = 4096  # changes that a tree of anchors may be behind
 # Within a process all objects share one tree of a name: a second lock on its file would wait for the first for ever.
 _open: weakref.WeakValueDictionary[tuple[tuple[int, int], str, int], Priorities] = weakref.WeakValueDictionary()
 _opening = Turn()  # of all of them: two threads that draw for the first time share a tree
+_numbers = count()
+_NUMBER, _LOCK, _RELEASE = attrgetter("number"), attrgetter("lock"), methodcaller("release")
+_SCALE = attrgetter("_file.alpha", "_file.epsilon")
 
 
 class Priorities:
@@ -36,13 +43,16 @@ class Priorities:
 
     Attributes:
         changes: (slots, t, or None for all their steps) of the last of `num_changes`, after `keep_changes`.
+        number: of this object in the process; whoever takes several of the locks does so in this order.
+        stamp: another one whenever the arrays may be others, or have others' steps.
     """
 
     def __init__(self, file: TreeFile) -> None:
         self._file = file
         self.lock = threading.RLock()
         self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=0)
-        self.num_changes = 0
+        self.num_changes = self.stamp = 0
+        self.number = next(_numbers)
         self._users = 0
         self._episodes = VisibleEpisodes()
         self._unfinished = True  # whether some slots may still have leaves as they were before
@@ -139,6 +149,16 @@ class Priorities:
         """The sums over `leaves`; to be read after `follow`."""
         return self._file.tree
 
+    @property
+    def plain(self) -> bool:
+        """Whether the tree can be one of `SumTrees`, and every slot has as many leaves."""
+        return self.storage.layout.rows is None and self.tree.leaves >= WIDTH and not self.tree.minima
+
+    @property
+    def pair_words(self) -> IntArray:
+        """(2 * slots,) of each slot the serial + 1, 0 for none, and which steps have a leaf: start | stop << 32."""
+        return self._file.pair_words
+
     def serials_of(self, slots: IntArray) -> IntArray:
         """(B,) of the episodes in slots (B,), -1 for none."""
         serials: IntArray = self._file.pair_words.take(2 * slots)
@@ -195,6 +215,11 @@ class Priorities:
 
     # Changing
 
+    @property
+    def settled(self) -> bool:
+        """Whether `follow` has nothing to do unless the folder changes."""
+        return self._file.whole and not self._unfinished
+
     def follow(self) -> None:
         """Take in the episodes that were published or retired since; without any, one look at the change counter.
 
@@ -209,6 +234,7 @@ class Priorities:
                 every, self._unfinished = self._unfinished, True
                 slots = self._episodes.follow(self.storage)
                 self._enter(np.arange(len(self._file.pairs)) if every or slots is None else slots)
+                self.stamp += 1
                 self._unfinished = False
 
     def update(self, serials: IntArray, t: IntArray, td_errors: FloatArray) -> int:
@@ -249,8 +275,7 @@ class Priorities:
         t = np.maximum(t, 0)
         outside = here & (t >= stop)
         if any_of(outside):
-            i = np.flatnonzero(outside)[0]
-            raise SchemaError(f"update_priorities: episode {serials[i]} has steps 0 … {stop[i] - 1}, got {t[i]}")
+            raise _no_step(serials, t, stop, outside)
         here &= t >= start
         if not all_of(here):
             slots, t = slots[here], t[here]
@@ -283,6 +308,7 @@ class Priorities:
             self.follow()
             if not self.tree.minima:
                 self._file.keep_minima()
+                self.stamp += 1
 
     def checkpoint(self) -> None:
         """Wait until the priorities are on the disk. Raises OSError."""
@@ -310,6 +336,16 @@ class Priorities:
             file.raise_maximum(highest)
         if self.changes.maxlen:
             self._changed(*self._steps(leaves))
+
+    def row(self) -> tuple[int, ...] | None:
+        """For `Places`: where the pairs, the known serials and their slots lie, each as a number of eight bytes; the
+        first of these serials, how many there are; the leaves of a slot."""
+        episodes = self._episodes
+        if not self.plain or episodes.head == episodes.tail:
+            return None
+        known, slots = episodes.order[:, episodes.head : episodes.tail]
+        at = (address_of(array) >> 3 for array in (self._file.pair_words, known, slots))
+        return *at, known.item(0), len(known), self.storage.layout.max_timesteps
 
     def _enter(self, slots: IntArray) -> None:
         """Give leaves to the steps that slots show, and to no others of theirs."""
@@ -393,3 +429,169 @@ class Priorities:
     def _changed(self, slots: IntArray, t: IntArray | None) -> None:
         self.changes.append((slots, t))
         self.num_changes += 1
+
+
+def in_turn(each: Iterable[Priorities]) -> list[Priorities]:
+    """Each once, in the order in which `locked` takes them."""
+    return sorted(set(each), key=_NUMBER)
+
+
+@contextmanager
+def locked(each: Sequence[Priorities]) -> Iterator[None]:
+    """Hold the locks of some of them, `in_turn`, so that two threads never wait for each other.
+
+    This thread must not hold one of them already.
+    """
+    taken: list[Any] = []
+    release = map(_RELEASE, taken)
+    try:
+        for lock in map(_LOCK, each):
+            taken.append(lock)
+            lock.acquire()
+        yield
+    finally:
+        # One call, in which no signal is heard, so that an interruption leaves none of them locked. It raises where the
+        # last one was not taken before one.
+        with suppress(RuntimeError):
+            deque(release, 0)
+
+
+class Places:
+    """Where the arrays of several folders lie, so that one call reads from all.
+
+    Each folder's has a `tree`; a `row` of numbers, None where it is not plain; and a `stamp`, another one where these
+    may be others. Whoever reads holds the lock of what is read.
+
+    Attributes:
+        rows: (F, N) the rows of the folders.
+        index: (F,) which of `trees` is that of each folder; -1 where it has no row.
+        trees: None where no folder has a row.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[Sequence[Any], list[int]] = (), []  # the folders' and their stamps
+        self._rows: list[tuple[int, ...] | None] = []
+        self.rows: IntArray = np.zeros((0, 0), np.int64)
+        self.index: IntArray = np.zeros(0, np.int64)
+        self.trees: SumTrees | None = None
+
+    def follow(self, each: Sequence[Any]) -> None:
+        """Look at those again that changed; None stands for one that is not there."""
+        stamps = [0 if one is None else one.stamp for one in each]
+        if stamps == self._seen[1] and (each is self._seen[0] or each == self._seen[0]):
+            return
+        before, old = self._seen
+        self._seen = (), []  # until all is done
+        if len(before) != len(each):
+            before, old, self._rows = [None] * len(each), [0] * len(each), [None] * len(each)
+        for i, one in enumerate(each):
+            if one is not before[i] or stamps[i] != old[i]:
+                self._rows[i] = None if one is None else one.row()
+        plain = [i for i, row in enumerate(self._rows) if row is not None]
+        trees = tuple(each[i].tree for i in plain)
+        if self.trees is None or self.trees.trees != trees:
+            self.trees = SumTrees(trees) if trees else None
+        width = len(next((row for row in self._rows if row is not None), ()))
+        self.rows = np.array([row or (0,) * width for row in self._rows], np.int64)
+        self.index = np.full(len(each), -1)
+        self.index[plain] = np.arange(len(plain))
+        self._seen = each, stamps
+
+
+class SeveralPriorities:
+    """The priorities of several folders, given errors by one call: a call for each would outweigh a batch.
+
+    All leaves are stored together. So of a process that is killed meanwhile all these trees are made anew of their
+    leaves, and not one.
+    """
+
+    def __init__(self) -> None:
+        self._places = Places()
+        self._memory = memory().view(np.int64)
+        self._turn = Turn()
+
+    def update(
+        self, each: Sequence[Priorities | None], of: IntArray, serials: IntArray, t: IntArray, td_errors: FloatArray
+    ) -> int | None:
+        """`Priorities.update` of steps in several folders; where it raises, nothing was changed in any.
+
+        Args:
+            each: of the folders; None for one that is not open.
+            of: (B,) in which of them each step is.
+
+        Returns:
+            how many were dropped; None where it has to be done folder by folder, as not all of these are plain.
+        """
+        touched = np.flatnonzero(np.bincount(of)).tolist()
+        mine = {i: one for i in touched if (one := each[i]) is not None}
+        if not mine or len(mine) < len(touched):
+            return None
+        with self._turn.lock, locked(in_turn(mine.values())):
+            for one in mine.values():
+                one.follow()
+            self._places.follow(each)
+            index, alike = self._places.index.take(of), set(map(_SCALE, mine.values()))
+            if not all_of(index >= 0) or len(alike) > 1:
+                return None
+            leaves, here = self._leaves_of(of, serials, np.maximum(t, 0))
+            raw, _ = mine[touched[0]]._raw(td_errors)
+            if not all_of(here):
+                of, index, leaves, raw = of[here], index[here], leaves[here], raw[here]
+            if len(leaves):
+                self._set(mine, of, index, leaves, raw)
+            return len(serials) - len(leaves)
+
+    def _leaves_of(self, of: IntArray, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
+        """(the leaves (B,), whether each step is there). Raises SchemaError: an episode has no such step."""
+        pairs, known, order, oldest, number, per_slot = self._places.rows.take(of, axis=0).T
+        place = np.minimum(np.maximum(serials - oldest, 0), number - 1)  # there, where they follow one another
+        if not all_of(self._memory.take(known + place) == serials):
+            place = self._last_up_to(serials, known, number)
+        slots = self._memory.take(order + place)
+        pair = bytes_at(8 * pairs + 16 * slots, 16).view(np.int64).reshape(-1, 2)
+        here, (start, stop) = pair[:, 0] == serials + 1, steps_in(pair[:, 1])
+        outside = here & (t >= stop)
+        if any_of(outside):
+            raise _no_step(serials, t, stop, outside)
+        return slots * per_slot + t, here & (t >= start)
+
+    def _last_up_to(self, values: IntArray, begin: IntArray, number: IntArray) -> IntArray:
+        """Which of `number` ascending integers from `begin` on is the last of at most a value, each (B,); else 0."""
+        place = np.zeros_like(values)
+        step = 1 << int(number.max()).bit_length()
+        while step := step >> 1:
+            further = np.minimum(place + step, number - 1)
+            place = np.where(self._memory.take(begin + further) <= values, further, place)
+        return place
+
+    def _set(
+        self, mine: Mapping[int, Priorities], of: IntArray, index: IntArray, leaves: IntArray, raw: FloatArray
+    ) -> None:
+        trees, maxima = self._places.trees, np.zeros(len(self._places.index))
+        assert trees is not None
+        for i, one in mine.items():
+            if not one._file.ready:
+                one._file.prepare(leaves[of == i])
+            maxima[i] = one._file.maximum
+        file = next(iter(mine.values()))._file
+        powers = raw**file.alpha
+        for one in mine.values():  # as in the block `storing`: those that do not end are made anew
+            one._file.begin()
+        trees.put(index, leaves, powers if file.epsilon > 0 else with_zeros(powers))
+        for i in np.unique(of[raw > maxima.take(of)]).tolist():
+            mine[i]._file.raise_maximum(float(raw[of == i].max()))
+        for one in mine.values():
+            one._file.end()
+        if any(one.changes.maxlen for one in mine.values()):
+            order = np.argsort(of, kind="stable")
+            slots, t = np.divmod(leaves, self._places.rows[:, -1].take(of))
+            slots, t, ends = slots[order], t[order], np.cumsum(np.bincount(of)).tolist()
+            for i, one in mine.items():
+                if one.changes.maxlen:
+                    part = slice(ends[i - 1] if i else 0, ends[i])
+                    one._changed(slots[part], t[part])
+
+
+def _no_step(serials: IntArray, t: IntArray, stop: IntArray, outside: Any) -> SchemaError:
+    i = np.flatnonzero(outside)[0]
+    return SchemaError(f"update_priorities: episode {serials[i]} has steps 0 … {stop[i] - 1}, got {t[i]}")

@@ -7,12 +7,16 @@ incremented, so nothing drifts. The at most 2048 nodes of the top level are take
 above them are kept. Behind the heap lies a second one for the minimum over positive leaves, which is written
 only where it is asked for.
 
+`SumTrees` goes through many trees at once, where a call for each would outweigh a batch. It needs the levels above the
+top level, too: these are kept in memory (`levels`), and made anew once a tree was stored to by itself.
+
 A leaf of -0.0 is one that has the priority 0, where one of 0.0 is no item at all: both are never drawn, and add
 nothing. Where numba is installed, `load_loops` has all trees go by the loops of `kernels`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -21,6 +25,7 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import FloatArray, all_of, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.syscalls import address_of, bytes_at, memory
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.kernels import Kernels
 
@@ -82,6 +87,9 @@ class SumTree:
         self._below: FloatArray = self._heap[: 2 * self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._keys_below = self._keys[: self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._sums: FloatArray | None = None
+        sizes = [self._top >> STEP * i for i in range(1, TOP) if self._top >> STEP * (i - 1) > WIDTH]
+        self._above: list[FloatArray] = [np.zeros(max(size, WIDTH)) for size in sizes]
+        self._summed_up = False
 
     @classmethod
     def empty(cls, leaves: int, *, minima: bool = False) -> SumTree:
@@ -128,7 +136,7 @@ class SumTree:
         """`set` of priorities that are known to be right."""
         if self.loops is not None and not self.minima:
             self.loops.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
-            self._sums = None
+            self.changed()
             return
         self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
         self.refresh(leaves)
@@ -153,7 +161,27 @@ class SumTree:
             if self.minima:
                 keys = _keys_of(eight) if number == 0 else self._keys_below.take(nodes, axis=0)
                 self._keys[nodes] = keys.max(axis=1)
+        self.changed()
+
+    def changed(self, summed_up: bool = False) -> None:
+        """Nodes were stored to, so what was taken of them holds no more; but levels above that were stored to, too."""
         self._sums = None
+        self._summed_up = summed_up
+
+    @property
+    def levels(self) -> list[FloatArray]:
+        """The nodes of all levels, from the leaves up to one of at most eight; see `sum_up`. Not of under 8 leaves."""
+        kept = [self._heap[self.capacity >> STEP * i :][: self.capacity >> STEP * i] for i in range(self._steps + 1)]
+        return kept + self._above
+
+    def sum_up(self) -> None:
+        """Have the levels above the top level, too; the last one ends with zeros where it has fewer than eight."""
+        if not self._summed_up:
+            nodes = self._heap[self._top : 2 * self._top]
+            for above in self._above:
+                nodes = _paired(_paired(_paired(nodes)))
+                above[: len(nodes)] = nodes
+            self._summed_up = True
 
     def find(self, values: FloatArray) -> tuple[IntArray, FloatArray]:
         """The leaves (B,) at values (B,) in [0, total] of the cumulative sum, and their priorities; never one of 0.
@@ -209,18 +237,7 @@ class SumTree:
         left_over, first = left_over.copy(), np.arange(len(nodes))
         for _ in range(self._steps):
             eight = self._below.take(nodes, axis=0).reshape(-1)
-            four = _paired(eight)
-            at = first
-            for sums in (_paired(four), four, eight):
-                at = at << 1
-                left = sums.take(at)
-                right = left_over >= left
-                if careful:
-                    right &= sums.take(at + 1) > 0
-                left *= right
-                left_over -= left
-                at += right
-            nodes = WIDTH * (nodes - first) + at
+            nodes = WIDTH * (nodes - first) + _chosen(eight, left_over, first, careful)
         return nodes
 
     def _cumulative(self) -> FloatArray:
@@ -248,6 +265,95 @@ class SumTree:
             )
 
 
+class SumTrees:
+    """Several sum trees, of which one call finds, reads or stores leaves: a call for each would outweigh a batch.
+
+    Args:
+        trees: at least one, of at least eight leaves each. They are held, so their nodes stay where they are.
+    """
+
+    def __init__(self, trees: Sequence[SumTree]) -> None:
+        self.trees = tuple(trees)
+        levels = [tree.levels for tree in self.trees]
+        self._heights = np.array([len(each) for each in levels])
+        self._height = int(self._heights.max())
+        self._even = bool((self._heights == self._height).all())
+        # (levels, trees) where each level begins, from the leaves up.
+        begins = [[address_of(each[min(i, len(each) - 1)]) >> 3 for each in levels] for i in range(self._height)]
+        self._begins = np.array(begins)
+        self._last = np.array([address_of(each[-1]) for each in levels])
+        self._memory = memory().view(np.float64)
+
+    def totals(self) -> FloatArray:
+        """(T,) the sum of each tree."""
+        for tree in self.trees:
+            tree.sum_up()
+        return _paired(_paired(_paired(bytes_at(self._last, 8 * WIDTH).view(np.float64))))
+
+    def get(self, of: IntArray, leaves: IntArray) -> FloatArray:
+        """The priorities of leaves (B,) of the trees `of` (B,)."""
+        return self._memory.take(self._place(0, of, leaves))
+
+    def put(self, of: IntArray, leaves: IntArray, priorities: FloatArray) -> None:
+        """`SumTree.put` of leaves (B,) of the trees `of` (B,), which keep no minima."""
+        # Only these: the others may be another thread's just now.
+        stored, loops = [self.trees[i] for i in np.flatnonzero(np.bincount(of)).tolist()], SumTree.loops
+        for tree in stored:
+            tree.sum_up()
+        if loops is not None:
+            given = (np.ascontiguousarray(column) for column in (of, leaves, priorities))
+            loops.put_in(self._memory, self._begins, self._heights, *given)
+        else:
+            self._put(of, leaves, priorities)
+        for tree in stored:
+            tree.changed(summed_up=True)
+
+    def _put(self, of: IntArray, leaves: IntArray, priorities: FloatArray) -> None:
+        self._memory[self._place(0, of, leaves)] = priorities
+        for level in range(1, self._height):
+            if not self._even:
+                there = self._heights.take(of) > level
+                of, leaves = of[there], leaves[there]
+            eight = self._eight(level - 1, of, leaves >> STEP * level)
+            self._memory[self._place(level, of, leaves >> STEP * level)] = _paired(_paired(_paired(eight)))
+
+    def find(self, of: IntArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
+        """`SumTree.find` of values (B,) in the trees `of` (B,), after `totals`; a priority of 0 only where all are."""
+        if SumTree.loops is not None:
+            leaves, priorities = np.zeros_like(of), values.copy()
+            of = np.ascontiguousarray(of)
+            SumTree.loops.find_in(self._memory, self._begins, self._heights, of, leaves, priorities)
+            return leaves, priorities
+        leaves = self._descend(of, values, careful=False)
+        priorities = self.get(of, leaves)
+        if not all_of(priorities > 0):
+            leaves = self._descend(of, values, careful=True)
+            priorities = self.get(of, leaves)
+        return leaves, priorities
+
+    def _descend(self, of: IntArray, values: FloatArray, *, careful: bool) -> IntArray:
+        nodes, left_over, first = np.zeros_like(of), values.copy(), np.arange(len(of))
+        for level in range(self._height - 1, -1, -1):
+            # Behind a last level there may be zeros, which are no nodes.
+            if self._even:
+                into = careful or level == self._height - 1
+                nodes = WIDTH * (nodes - first) + _chosen(self._eight(level, of, nodes), left_over, first, into)
+            else:
+                there = np.flatnonzero(self._heights.take(of) > level)
+                rest, first = left_over[there], np.arange(len(there))
+                chosen = _chosen(self._eight(level, of[there], nodes[there]), rest, first, careful=True)
+                nodes[there], left_over[there] = WIDTH * (nodes[there] - first) + chosen, rest
+        return nodes
+
+    def _place(self, level: int, of: IntArray, nodes: IntArray) -> IntArray:
+        """Where nodes of a level lie."""
+        return np.asarray(self._begins[level].take(of) + nodes)
+
+    def _eight(self, level: int, of: IntArray, nodes: IntArray) -> FloatArray:
+        """(8 * B,) the nodes of a level that lie below others."""
+        return bytes_at(8 * self._place(level, of, WIDTH * nodes), 8 * WIDTH).view(np.float64)
+
+
 def load_loops() -> None:
     """Have all trees go by the compiled loops; the first time this may take some seconds."""
     if SumTree.loops is None:
@@ -262,6 +368,27 @@ def with_zeros(priorities: FloatArray) -> FloatArray:
 def _paired(sums: FloatArray) -> FloatArray:
     """(2 * K,) sums of neighbours, (K,). Flat, as numpy takes a loop for each row of a few columns."""
     return sums[::2] + sums[1::2]
+
+
+def _chosen(eight: FloatArray, left_over: FloatArray, first: IntArray, careful: bool) -> IntArray:
+    """Which of eight nodes (8 * B,) holds each value: its place among all of them.
+
+    Args:
+        left_over: (B,) the values; what lies before the nodes is taken off.
+        first: 0 … B - 1.
+        careful: see `SumTree._descend`.
+    """
+    four, at = _paired(eight), first
+    for sums in (_paired(four), four, eight):
+        at = at << 1
+        left = sums.take(at)
+        right = left_over >= left
+        if careful:
+            right &= sums.take(at + 1) > 0
+        left *= right
+        left_over -= left
+        at += right
+    return at
 
 
 def _keys_of(priorities: FloatArray) -> npt.NDArray[np.uint64]:

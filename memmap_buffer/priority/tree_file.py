@@ -87,6 +87,7 @@ class TreeFile:
     Attributes:
         tree: the sums.
         pairs: (slots, 2) u8, each slot's serial + 1 and its steps, start | stop << 32.
+        pair_words: (2 * slots,) int64, the same words one behind the other.
         maximum: of |δ| + ε so far.
         storing: the `with` block in which the tree is stored to.
         whole: false after such a block that did not end; then `load` makes the tree anew.
@@ -100,7 +101,7 @@ class TreeFile:
         self.tree: SumTree
         self._nodes_file = nodes_file(f"priority/{name}.npy", self.leaves)
         self._head_file = ArrayFile(f"priority/{name}.head.npy", np.dtype("<u8"), (WORDS + 2 * layout.slots,))
-        self._head = np.zeros(WORDS + 2 * layout.slots, np.uint64)
+        self._take_head(np.zeros(WORDS + 2 * layout.slots, np.uint64))
         self._words: Array = self._head  # later, where stores reach the file at once, those in the file
         self._written: set[int] = set()  # the pages of the head's file that are there, so that it may be stored to
         self._nodes: Nodes | None = None
@@ -116,10 +117,9 @@ class TreeFile:
     def pairs(self) -> Array:
         return self._head[WORDS:].reshape(-1, 2)
 
-    @property
-    def pair_words(self) -> IntArray:
-        """(2 * slots,) the same words one behind the other."""
-        return self._head[WORDS:].view(np.int64)
+    def _take_head(self, words: Array) -> None:
+        self._head = words
+        self.pair_words: IntArray = words[WORDS:].view(np.int64)
 
     def steps_of(self, slots: IntArray) -> tuple[IntArray, IntArray]:
         """(start, stop) of the steps of slots (B,) that have a leaf."""
@@ -176,6 +176,11 @@ class TreeFile:
             yield first[place] + i - (ends[place] - count[place])
 
     # Storing
+
+    @property
+    def ready(self) -> bool:
+        """Whether every leaf may be stored to, without `prepare`."""
+        return self._nodes is None or self._nodes.ready
 
     def prepare(self, leaves: IntArray) -> None:
         """Have room on the disk for stores to leaves. Raises OSError: the disk is full, and nothing has changed."""
@@ -332,7 +337,8 @@ class TreeFile:
         start, stop = head[WORDS + 1 :: 2] & np.uint64(0xFFFFFFFF), head[WORDS + 1 :: 2] >> np.uint64(32)
         if not 0 < maximum <= MAX_PRIORITY or (start > stop).any() or (stop > self.storage.layout.max_timesteps).any():
             return "its head is damaged"
-        self._head, self.maximum = head, maximum
+        self._take_head(head)
+        self.maximum = maximum
         boot = head[BOOT : BOOT + 2].tobytes()
         if int(head[GENERATION]) % 2:
             return "an update did not end"
@@ -510,6 +516,7 @@ class Nodes:
     Attributes:
         array: (num_nodes(leaves),) float64.
         shared: whether stores reach the file at once.
+        ready: whether all blocks of leaves may be stored to.
     """
 
     def __init__(self, folder: Folder, file: ArrayFile, leaves: int, *, minima: bool) -> None:
@@ -529,11 +536,11 @@ class Nodes:
         self._written = np.zeros(blocks, np.bool_)
         low, high = self._block(self._first + np.array([0, leaves - 1])).tolist()
         self._of_leaves = slice(low, high + 1)
-        self._ready = False  # whether all blocks of leaves may be stored to
+        self.ready = False
 
     def prepare(self, leaves: IntArray) -> None:
         """Have room on the disk for stores to leaves and the nodes above. Raises OSError: the disk is full."""
-        if self._ready:
+        if self.ready:
             return
         blocks = self._block(leaves + self._first)
         if not self.shared:
@@ -542,13 +549,13 @@ class Nodes:
             new = np.unique(blocks)
             self._fill(self._with_above(new))
             self._marked[new] = True
-            self._ready = bool(self._marked[self._of_leaves].all())
+            self.ready = bool(self._marked[self._of_leaves].all())
 
     def watch_minima(self) -> None:
         """From now on the heap of minima is stored to."""
         self.minima = True
         if self.shared:
-            self._marked[:] = self._ready = False
+            self._marked[:] = self.ready = False
 
     def checkpoint(self) -> None:
         """Bring all stores to the disk. Raises OSError; then the same stores are tried again the next time."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import boot_id
 from memmap_buffer.format.syscalls import RangeLocks, after_fork, npy_header
+from memmap_buffer.remote.layout import BLOCK, num_blocks
 
 IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -34,11 +35,12 @@ class Blocks:
 
     Args:
         folder: the mirror, held.
-        count: how many blocks there are.
+        files: the bytes of each of its data files, see `layout.data_files`.
         locks: of the cache.
         place: of the mirror in the lock file: 10 hexadecimal digits of its name. Two that share one wait in vain, once.
 
     Attributes:
+        sizes: (count,) the bytes of each; the last block of a file is what is left of it.
         words: (count, 3) u4 that all processes store to, see `COUNTER`.
         key: what tells the file of these words from every other.
     """
@@ -46,7 +48,9 @@ class Blocks:
     _known: ClassVar[WeakValueDictionary[tuple[int, int], Blocks]] = WeakValueDictionary()  # threads share `_busy`
     _making = threading.Lock()
 
-    def __init__(self, folder: Folder, count: int, locks: RangeLocks, place: str) -> None:
+    def __init__(self, folder: Folder, files: Sequence[int], locks: RangeLocks, place: str) -> None:
+        self.sizes = np.concatenate([_block_sizes(size) for size in files])
+        count = len(self.sizes)
         mapped = folder.map_shared(NAME, header(count), len(header(count)) + 4 * words(count))
         self.key = folder.file_key(NAME)
         whole = np.frombuffer(mapped, np.uint32, words(count), len(header(count)))
@@ -58,7 +62,7 @@ class Blocks:
         self._begin_boot()
 
     @classmethod
-    def of(cls, folder: Folder, count: int, locks: RangeLocks, place: str) -> Blocks:
+    def of(cls, folder: Folder, files: Sequence[int], locks: RangeLocks, place: str) -> Blocks:
         """The blocks of a mirror; the same object for the same one.
 
         Raises:
@@ -67,7 +71,7 @@ class Blocks:
         with cls._making:
             found = cls._known.get(folder.file_key(NAME))
             if found is None:
-                found = cls(folder, count, locks, place)
+                found = cls(folder, files, locks, place)
                 cls._known[found.key] = found
             return found
 
@@ -149,6 +153,13 @@ def _after_fork() -> None:
 
 
 after_fork(_after_fork)
+
+
+def _block_sizes(size: int) -> IntArray:
+    """The bytes of each block of a file of so many."""
+    sizes = np.full(num_blocks(size), BLOCK, np.int64)
+    sizes[-1] -= sizes.sum() - size
+    return sizes
 
 
 def words(count: int) -> int:

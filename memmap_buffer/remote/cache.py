@@ -126,7 +126,7 @@ class Cache:
             Whether there is; not where too many of the others are being fetched themselves.
         """
         new = [(blocks, chosen[blocks.words[chosen, LOCAL] == 0]) for blocks, chosen in wanted]
-        size = BLOCK * sum(len(chosen) for _, chosen in new)
+        size = sum(int(blocks.sizes[chosen].sum()) for blocks, chosen in new)
         if not size:
             return True
         Folder(self.path).create()
@@ -143,17 +143,17 @@ class Cache:
                 blocks.words[chosen, LOCAL] = 1
         return fits
 
-    def require_room(self, blocks: int) -> None:
-        """Raise SchemaError where so many blocks, which are needed together, are more than the bound."""
-        if self.limit is not None and blocks * BLOCK > self.limit:
+    def require_room(self, size: int) -> None:
+        """Raise SchemaError where so many bytes of blocks, which are needed together, are more than the bound."""
+        if self.limit is not None and size > self.limit:
             raise SchemaError(
-                f"cache_bytes: {self.limit:,} are less than the {blocks * BLOCK:,} bytes of blocks that a batch is "
+                f"cache_bytes: {self.limit:,} are less than the {size:,} bytes of blocks that a batch is "
                 "read from; give more, or read smaller batches"
             )
 
-    def has_room_beside(self, blocks: int) -> bool:
-        """Whether so many blocks, and as many after them, may be fetched ahead of those that are read now."""
-        return self.limit is None or 4 * blocks * BLOCK <= self.limit
+    def has_room_beside(self, size: int) -> bool:
+        """Whether so many bytes of blocks, and as many after them, may be fetched ahead of those that are read now."""
+        return self.limit is None or 4 * size <= self.limit
 
     def _each(self, work: Callable[[Folder, Blocks, dict[str, int]], None]) -> None:
         """Do something with each mirror: its folder, its blocks, and its files with their sizes."""
@@ -165,14 +165,13 @@ class Cache:
                 if files is None:
                     layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
                     files = self._files[path.name] = data_files(layout)
-                count = sum(map(num_blocks, files.values()))
-                work(folder, Blocks.of(folder, count, self.locks, place_of(path)), files)
+                work(folder, Blocks.of(folder, [*files.values()], self.locks, place_of(path)), files)
 
     def _count(self) -> int:
         """The bytes of the blocks that may be on the disk."""
-        counts: list[int] = []
-        self._each(lambda folder, blocks, files: counts.append(int(np.count_nonzero(blocks.words[:, LOCAL]))))
-        return BLOCK * sum(counts)
+        found: list[int] = []
+        self._each(lambda folder, blocks, files: found.append(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum())))
+        return sum(found)
 
     def _give_back(self, size: int, keep: Sequence[tuple[Blocks, IntArray]]) -> int:
         """Give so many bytes of the longest unused blocks back; how many were."""
@@ -189,7 +188,8 @@ class Cache:
                 break
             number = int(np.searchsorted(starts, place, side="right")) - 1
             folder, blocks, files = found[number]
-            freed += BLOCK * _give_back(Folder(folder.path), blocks, files, place - int(starts[number]))
+            block = place - int(starts[number])
+            freed += int(blocks.sizes[block]) * _give_back(Folder(folder.path), blocks, files, block)
         return freed
 
 

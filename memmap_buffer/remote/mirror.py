@@ -184,13 +184,16 @@ class Mirror:
         for attempt in range(OPENINGS):
             try:
                 with Folder(self.path).held() as folder:
-                    blocks = Blocks.of(folder, self.num_blocks, self.cache.locks, place_of(self.path))
-                    return Local(folder, blocks, self.layout)
+                    return Local(folder, self._blocks_of(folder), self.layout)
             except (FileNotFoundError, NotADirectoryError, CorruptBufferError):
                 if attempt == OPENINGS - 1:
                     raise
                 self._make()
         raise AssertionError
+
+    def _blocks_of(self, folder: Folder) -> Blocks:
+        sizes = [size for _, size in self.files.values()]
+        return Blocks.of(folder, sizes, self.cache.locks, place_of(self.path))
 
     def _make(self) -> None:
         """Make a local copy of which no block is there, whole; one that another process made meanwhile may go again."""
@@ -216,7 +219,7 @@ class Mirror:
     def _discard(self) -> None:
         """Remove the local copy, unless it can be opened: another process may just have made it."""
         with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(self.path).held() as folder:
-            Local(folder, Blocks.of(folder, self.num_blocks, self.cache.locks, place_of(self.path)), self.layout)
+            Local(folder, self._blocks_of(folder), self.layout)
             return
         gone = self.path.with_name(f"{self.path.name}.new-{random_bytes(8).hex()}")
         with suppress(FileNotFoundError):
@@ -497,8 +500,8 @@ def _bring_quietly(wanted: Wanted, turn: threading.Lock) -> None:
         for storage, rows in wanted:
             parts.setdefault(storage.mirror, []).extend(storage.mirror.blocks_of_rows(one) for one in rows)
         chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in parts.items() if each}
-        count = sum(map(len, chosen.values()))
-        if chosen and all(mirror.cache.has_room_beside(count) for mirror in chosen):
+        size = sum(int(mirror.blocks.sizes[these].sum()) for mirror, these in chosen.items())
+        if chosen and all(mirror.cache.has_room_beside(size) for mirror in chosen):
             fetch(chosen, held.close)
             held.close()
             bring(
@@ -602,10 +605,10 @@ def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> list[tuple[Mi
 def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
     caches = {mirror.cache: 0 for mirror in chosen}
     for mirror, these in chosen.items():
-        caches[mirror.cache] += len(these)
+        caches[mirror.cache] += int(blocks[mirror].sizes[these].sum())
         blocks[mirror].touch(these, int(time.time()) & 0xFFFFFFFF)
-    for cache, count in caches.items():
-        cache.require_room(count)
+    for cache, num_bytes in caches.items():
+        cache.require_room(num_bytes)
     size, until = TOGETHER, time.monotonic() + PATIENCE
     for cache in caches:
         size = size if cache.limit is None else min(size, max(1, cache.limit // (4 * BLOCK)))

@@ -464,8 +464,13 @@ def _may_pass(error: Exception) -> bool:
     status = _status(error)
     if status:
         return status >= 500 or status in _RETRIED_STATUS
-    hopeless = isinstance(error, _HOPELESS) or type(error).__name__ in _HOPELESS_NAMES
+    hopeless = isinstance(error, _HOPELESS) or type(error).__name__ in _HOPELESS_NAMES or _is_at_exit(error)
     return not (hopeless or _is_missing(error) or getattr(error, "errno", None) == errno.EINVAL)
+
+
+def _is_at_exit(error: Exception) -> bool:
+    """Whether a request needed a thread, of which there are no new ones while the program ends."""
+    return isinstance(error, RuntimeError) and "shutdown" in str(error)
 
 
 def _has_changed(error: BaseException | None) -> bool:
@@ -491,6 +496,8 @@ def _told(error: Exception) -> str:
 def _remedy(error: Exception, missing: bool) -> str:
     if missing:
         return "check the URL, or publish it"
+    if _is_at_exit(error):
+        return "nothing is sent or fetched while the program ends; close() what needs it earlier"
     if isinstance(error, PermissionError) or _status(error) in (401, 403) or type(error).__name__ in _HOPELESS_NAMES:
         return "check the credentials (storage_options)"
     if isinstance(error, _Unfit) and not error.again:

@@ -114,7 +114,7 @@ class RemoteShards:
             self._read_at = time.monotonic()
         new = {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
         if new:
-            found, numbers, names = dict(self.storages), self._numbers(), dict[str, list[str]]()
+            found, numbers, names = dict[int, Storage](), self._numbers(), dict[str, list[str]]()
             for name, shard in new.items():
                 names.setdefault(shard.head[0], []).append(name)
             for key in self._fetch_heads(names):
@@ -124,7 +124,7 @@ class RemoteShards:
                     mirror = Mirror(self._objects, shard.prefix(name), shard, self._cache, head)
                     found[numbers[name]] = mirror.storage()
                     self._versions[name] = shard.version
-            self.storages = dict(sorted(found.items()))
+            self.storages = self.storages | dict(sorted(found.items()))  # each stays in the place that it has
             self._read_at = time.monotonic()  # however long that took
         return self.storages
 
@@ -135,19 +135,27 @@ class RemoteShards:
             return self.look()
         return self.storages
 
-    def _numbers(self) -> dict[str, int]:
-        """The number of each shard: that in its name, or, where some have none, its place in the list.
+    def by_name(self) -> list[Storage]:
+        """The storages in the order of the shards' names."""
+        found, numbers = self.look(), self._known_numbers
+        return [found[numbers[name]] for name in sorted(numbers)]
 
-        Where shards with and without one come to one root, each keeps what it got first.
+    def _numbers(self) -> dict[str, int]:
+        """The number of each shard: that in its name, unless one before it in the list has it; else the next.
+
+        The next one is behind the highest so far. The list only grows at its end, so all who read it agree.
         """
         assert self._root is not None
-        names, numbers = [*self._root.shards], self._known_numbers
-        numbered, used = all(map(_NUMBERED.fullmatch, names)), set(numbers.values())
-        for place, name in enumerate(names):
+        numbers = self._known_numbers
+        used = set(numbers.values())
+        highest = max(used, default=-1)
+        for name in self._root.shards:
             if name not in numbers:
-                number = int(name[-5:]) if numbered else place
-                numbers[name] = max(used) + 1 if number in used else number
+                found = _NUMBERED.fullmatch(name)
+                number = int(found[1]) if found else highest + 1
+                numbers[name] = highest + 1 if number in used else number
                 used.add(numbers[name])
+                highest = max(highest, numbers[name])
         return numbers
 
     def _read_root(self) -> Root:

@@ -372,8 +372,11 @@ class BatchBuilder:
         """A meta field of each item's episode, as stored: (B, *field)."""
         slot, field = self.anchors.slot, self.schema.meta_fields[name]
         width, reach, of = field.itemsize, self.found.reach, self.found.of
-        if reach is not None and of is not None and not reach.mirrored and 0 < width <= MOST_AT:
-            found = bytes_at(reach.meta_of(name).take(of) + width * slot, width)
+        begin = None
+        if reach is not None and of is not None and 0 < width <= MOST_AT:
+            begin = reach.meta_at(name, of, slot)
+        if begin is not None:
+            found = bytes_at(begin + width * slot, width)
             return marked(field, found.view(field.storage).reshape(len(slot), *field.shape))
         groups = self.found.groups
         out = np.empty((len(slot), *field.shape), field.storage)
@@ -430,8 +433,8 @@ class BatchBuilder:
     def copy(self) -> Columns:
         """Copy everything: key -> (B, …), as stored."""
         out: Columns = {}
-        single, stored, fields = self.found.order is None, self.found.groups[0].storage.maps.rows, self.schema.fields
-        coded, later = self.folders.coded, dict[str, None]()
+        only, fields, coded, later = self.found.only, self.schema.fields, self.folders.coded, dict[str, None]()
+        stored = None if only is None else only.maps.rows
         if self.folders.mirrored:
             self._bring([column for column in self.batch.values() if type(column) is RowGather])
         for key, column in self.batch.items():
@@ -443,7 +446,7 @@ class BatchBuilder:
                 later[name] = None
                 out[key] = rows  # type: ignore[assignment]  # in its place
                 continue
-            if single and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
+            if stored is not None and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
                 values = stored[name].take(rows, 0, None, "clip")
             else:
                 values = self._copied_there(name, rows)
@@ -572,12 +575,12 @@ class BatchBuilder:
     def _copied_at_once(self, name: str, rows: IntArray | RowRanges) -> Array | None:
         """The same out of many folders by one call; None where a call for each is less than the bytes."""
         reach, of, field = self.found.reach, self.found.of, self.schema.fields[name]
-        if reach is None or of is None or reach.mirrored:
+        if reach is None or of is None:
             return None
         low, high = (part.reshape(len(self.t), -1) for part in _ranges_of(rows, len(self.t), EVERY))
-        if not reach.holds(name, of, low, high):
+        begin, width = reach.rows_at(name, of, low, high), field.itemsize
+        if begin is None:
             return None
-        begin, width = reach.rows_of(name).take(of), field.itemsize
         if isinstance(rows, RowRanges):
             return rows.copy_from(begin, field, self._pool) if 0 < rows.steps * width <= MOST_AT else None
         if not 0 < width <= WIDE or rows.size * width >= LARGE:
@@ -599,7 +602,8 @@ class BatchBuilder:
         if self._taken and not all(taken.unchanged() for taken in self._taken):
             same[:] = False  # a block was given back before its rows were copied
         if self._following is not None:
-            same[self._following.item[~self._following.found.unchanged()]] = False
+            item, found, *_ = self._following
+            same[item[~(found.unchanged() & self.found.is_beside(found))]] = False
         if self._broken is not None:  # while it was copied it may have been overwritten
             storage, name, items = self._broken
             if (same & items).any():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -42,11 +42,42 @@ class Group(NamedTuple):
     changes: int
 
 
+class Held(NamedTuple):
+    """Arrays of one kind, one a folder, which stay mapped as long as this is referred to.
+
+    Attributes:
+        begin: (F,) where each lies in memory.
+        length: (F,) how many items each has.
+        arrays: them.
+    """
+
+    begin: IntArray
+    length: IntArray
+    arrays: Sequence[Array]
+
+    @classmethod
+    def of(cls, arrays: Sequence[Array]) -> Held:
+        """Hold C-contiguous arrays."""
+        return cls(np.array([address_of(array) for array in arrays]), np.array([*map(len, arrays)]), arrays)
+
+    def at(self, of: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
+        """(B,) where arrays begin; None where any of their items low … high - 1, (B, …), does not exist.
+
+        Args:
+            of: (B,) the places of the arrays.
+            low, high: see there; a record that was forged may say anything.
+        """
+        length = self.length.take(of).reshape(-1, *(1,) * (low.ndim - 1))
+        there = (low >= 0) & (low <= high) & (high <= length)
+        return self.begin.take(of) if there.all() else None
+
+
 class Reach:
     """Where the arrays of many folders lie in memory, so that one call reads from all: a call each outweighs the rows.
 
-    It holds every array whose address it tells, so that none is unmapped meanwhile. The folders and the tables stay as
-    they are; where one is another, another `Reach` takes its place. Mirrors let go of their maps, so none is read so.
+    It holds every array whose address it tells, so that none is unmapped meanwhile, and tells none without a look at
+    what is wanted of it. The folders and the tables stay as they are; where one is another, another `Reach` takes its
+    place. Mirrors let go of their maps, so none is read so.
 
     Args:
         storages: the folders.
@@ -54,50 +85,39 @@ class Reach:
         before: that of earlier tables, or None.
 
     Attributes:
-        mirrored: whether one of them is a mirror.
         usable: whether records may be read so: every folder is trusted, and none cuts its episodes back.
         changes: (F,) the change counters of the tables.
     """
 
     def __init__(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...], before: Reach | None) -> None:
         self.storages, self.tables = storages, tables
-        same = before is not None and before.storages is storages
-        self._columns: dict[str, tuple[IntArray, Sequence[Array]]] = (
-            before._columns if before is not None and same else {}
-        )
+        self._held: dict[str, Held] = before._held if before is not None and before.storages is storages else {}
         self.changes = np.array([table.changes for table in tables])
-        self._last_slot = np.array([len(table.serial) - 1 for table in tables])
-        self._served = np.array([address_of(table.served) for table in tables])
-        self._records = self._address("/episodes", [storage.maps.words for storage in storages])
-        self._state = self._address("/state", [storage.maps.state for storage in storages])
-        self.mirrored = any(storage.mirror is not None for storage in storages)
-        self.usable = not self.mirrored and all(storage.trusted and not storage.in_doubt for storage in storages)
+        self._served = Held.of([table.served for table in tables])  # another thread may put an equal one in its place
+        self._records = self._hold("/episodes", lambda storage: storage.maps.words)
+        self._state = self._hold("/state", lambda storage: storage.maps.state)
+        self._last_slot = np.minimum(self._served.length, self._records.length) - 1
+        self._mirrored = any(storage.mirror is not None for storage in storages)
+        self.usable = not self._mirrored and all(storage.trusted and not storage.in_doubt for storage in storages)
 
-    def _address(self, name: str, arrays: Sequence[Array]) -> IntArray:
-        if name not in self._columns:
-            self._columns[name] = np.array([address_of(array) for array in arrays]), arrays
-        return self._columns[name][0]
+    def _hold(self, name: str, array_of: Callable[[Storage], Array]) -> Held:
+        """The arrays of a name, those that were first asked for: what another thread was told stays held."""
+        found = self._held.get(name)
+        return self._held.setdefault(name, Held.of([*map(array_of, self.storages)])) if found is None else found
 
-    def rows_of(self, name: str) -> IntArray:
-        """(F,) where the rows of a field begin."""
-        return self._address(name, [storage.maps.rows[name] for storage in self.storages])
+    def rows_at(self, name: str, of: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
+        """(B,) where the rows of a field begin in the folders at some places, if rows low … high - 1 can be read so."""
+        return None if self._mirrored else self._hold(name, lambda storage: storage.maps.rows[name]).at(of, low, high)
 
-    def holds(self, name: str, of: IntArray, low: IntArray, high: IntArray) -> bool:
-        """Whether rows low … high - 1 of a field, (B,) or more, all exist: a record that was forged may say anything.
+    def meta_at(self, name: str, of: IntArray, slot: IntArray) -> IntArray | None:
+        """(B,) likewise where a meta field begins, if these slots of it can be read so."""
+        if self._mirrored:
+            return None
+        return self._hold(f"/{name}/", lambda storage: storage.maps.meta[name]).at(of, slot, slot + 1)
 
-        Args:
-            of: (B,) the place of each item's folder.
-        """
-        counts = f"/{name}/rows"
-        if counts not in self._columns:
-            rows = [storage.maps.rows[name] for storage in self.storages]
-            self._columns[counts] = np.array([len(array) for array in rows]), rows
-        count = self._columns[counts][0].take(of).reshape(-1, *(1,) * (low.ndim - 1))
-        return bool(((low >= 0) & (low <= high) & (high <= count)).all())
-
-    def meta_of(self, name: str) -> IntArray:
-        """(F,) where a meta field begins."""
-        return self._address(f"/{name}/", [storage.maps.meta[name] for storage in self.storages])
+    def slots_there(self, of: IntArray, slot: IntArray) -> IntArray:
+        """(B,) the slots, or others where the folders at some places lack them: a shard made anew may be smaller."""
+        return np.asarray(np.maximum(np.minimum(slot, self._last_slot.take(of)), 0))
 
     def look_up(self, of: IntArray, anchors: Anchors) -> tuple[Anchors, BoolArray]:
         """`Storage.look_up` in many folders: the anchors with their records; whether each is that of its episode.
@@ -106,17 +126,17 @@ class Reach:
             of: (B,) the place of each anchor's folder.
             anchors: of a batch.
         """
-        slot = np.maximum(np.minimum(anchors.slot, self._last_slot.take(of)), 0)  # a shard made anew may be smaller
-        words = bytes_at(self._records.take(of) + RECORD.itemsize * slot, RECORD.itemsize)
+        slot = self.slots_there(of, anchors.slot)
+        words = bytes_at(self._records.begin.take(of) + RECORD.itemsize * slot, RECORD.itemsize)
         words = words.view(np.uint64).reshape(-1, WORDS)
-        differs = words[:, CHECK] ^ bytes_at(self._served.take(of) + 8 * slot, 8).view(np.uint64)
+        differs = words[:, CHECK] ^ bytes_at(self._served.begin.take(of) + 8 * slot, 8).view(np.uint64)
         differs |= words[:, SERIAL] ^ anchors.serial.view(np.uint64)
         differs |= words[:, GENERATION] & np.uint64(1)
         return Anchors(anchors.folder, slot, *anchors[2:-1], words), differs == 0
 
     def unchanged(self, of: IntArray) -> bool:
         """Whether in the folders at some places nothing has changed since the tables were read."""
-        now = bytes_at(self._state.take(of) + 8 * STATE_WORD["changes"], 8).view(np.int64)
+        now = bytes_at(self._state.begin.take(of) + 8 * STATE_WORD["changes"], 8).view(np.int64)
         return bool((now == self.changes.take(of)).all())
 
 
@@ -134,6 +154,11 @@ class Found:
         self, anchors: Anchors, reach: Reach | None = None, of: IntArray | None = None, group: Group | None = None
     ) -> None:
         self.anchors, self.reach, self.of, self._group = anchors, reach, of, group
+
+    @property
+    def only(self) -> Storage | None:
+        """The folder, where it is known to be one without a look at all anchors."""
+        return None if self._group is None else self._group.storage
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -158,6 +183,12 @@ class Found:
         reach, of = self.reach, self.of
         assert reach is not None and of is not None
         return grouped(reach, of)
+
+    def is_beside(self, other: Found) -> bool:
+        """Whether both are of the same folders: another shard may have taken the place of one between the two."""
+        if self.reach is None or other.reach is None:
+            return True
+        return all(map(is_, self.reach.storages, other.reach.storages))
 
     def unchanged(self) -> BoolArray:
         """(B,) whether each episode is still as it was looked up; true only after its rows were copied."""
@@ -351,6 +382,13 @@ class Folders:
             return False
         return places is None or int(places.take(numbers).min(initial=0)) >= 0
 
+    def places(self, numbers: IntArray) -> tuple[tuple[Storage, ...], IntArray] | None:
+        """The folders, and which of them has each number; None where there is none of a number."""
+        storages, places = self._places
+        if int(numbers.min(initial=0)) < 0 or not self._has(numbers):
+            return None
+        return storages, numbers if places is None else places.take(numbers)
+
     def numbered(self, number: int) -> Storage | None:
         """The folder of a number, None where there never was one."""
         if number < 0 or not self._has(np.array([number])):
@@ -398,12 +436,12 @@ class Folders:
         if reach.usable:
             anchors, same = reach.look_up(of, anchors)
             return Found(anchors, reach, of), same
-        slot, words = anchors.slot.copy(), np.empty((anchors.size, WORDS), np.uint64)
+        slot, words = reach.slots_there(of, anchors.slot), np.empty((anchors.size, WORDS), np.uint64)
         same = np.empty(anchors.size, np.bool_)
         for storage, chosen, *_ in grouped(reach, of)[0]:
-            slot[chosen] = np.minimum(slot[chosen], len(storage.maps.words) - 1)
             words[chosen], same[chosen], _ = storage.look_up(slot[chosen], anchors.serial[chosen], trusted)
-        return Found(Anchors(anchors.folder, slot, *anchors[2:-1], words), self._reach(storages), of), same
+        # Not the tables of now: another thread may have read newer ones since a record was looked up.
+        return Found(Anchors(anchors.folder, slot, *anchors[2:-1], words), reach, of), same
 
     def _reach(self, storages: tuple[Storage, ...]) -> Reach:
         """The folders as of their tables now."""

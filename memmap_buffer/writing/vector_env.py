@@ -25,6 +25,7 @@ from memmap_buffer.writing.validation import require_default
 from memmap_buffer.writing.writer import Writer
 
 NEXT = "next_"
+_GIVEN = "fields", "meta", "following"  # of `Steps`
 
 
 class EpisodeGroup(Block):
@@ -156,6 +157,7 @@ class EpisodeStream(EpisodeGroup):
         self._round: Round | None = None  # what appends to all episodes together, as long as none of them ends
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
         self._following: dict[str, Array] = {}  # what was seen after the last step
+        self._interrupted: Steps | None = None  # by an error of the system, when some of them were stored
         # By environment, an episode that was cut without its final observation, and that, once it was seen.
         self._cut: dict[int, tuple[Episode, dict[str, Array]]] = {}
 
@@ -175,7 +177,21 @@ class EpisodeStream(EpisodeGroup):
             OSError: the disk is full, say; what could not be written is kept, and written by the next call.
         """
         with self._writer.turn, self._writer.in_a_stream():
-            self._extend(steps)
+            self._interrupted = None
+            try:
+                self._extend(steps)
+            except OSError:
+                self.keep(steps)
+                raise
+
+    def keep(self, steps: Steps) -> None:
+        """Know how far these timesteps were stored, should they be given again."""
+        self._interrupted = steps.copied() if steps.done or steps.have.any() else None
+
+    def resumed(self, steps: Steps) -> Steps:
+        """Timesteps that are given; as far as they are stored, if they are the same as those that were interrupted."""
+        before, self._interrupted = self._interrupted, None
+        return before if before is not None and before.is_same(steps) else steps
 
     def _extend(self, steps: Steps) -> None:
         count = len(steps.ends)
@@ -202,7 +218,7 @@ class EpisodeStream(EpisodeGroup):
         if self._skips_resets and not self._cut and all_of(self.over):
             self.over[:], self._following = False, {}  # a reset of every environment, which is no timestep
             return True
-        columns = self._encoded(step)
+        columns = None if self._interrupted is not None else self._encoded(step)
         if columns is None:
             return False
         if (
@@ -324,7 +340,7 @@ class EpisodeStream(EpisodeGroup):
                 try:
                     self._store(steps, i, at, at + 1)
                 finally:
-                    steps.have[i] = self.episodes[i].length > length  # it may have become visible before the error
+                    steps.have[i] = self.episodes[i].length > length
             together = waiting[shown]
             if len(together):
                 self._append_round(steps, together, before)
@@ -355,11 +371,14 @@ class EpisodeStream(EpisodeGroup):
 
     def _store(self, steps: Steps, i: int, start: int, stop: int) -> None:
         """Store some timesteps of one environment, and what is known with the last of them."""
-        episode = self.episodes[i]
-        if steps.meta and not episode.length:  # it may be visible from its first timestep on
+        episode, length = self.episodes[i], self.episodes[i].length
+        if steps.meta and not length:  # it may be visible from its first timestep on
             episode.update({name: values[stop - 1, i] for name, values in steps.meta.items()})
-        episode.store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
-        self._tell(steps, i, stop - 1)
+        try:
+            episode.store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
+        finally:
+            if episode.length > length:  # it may have become visible before an error
+                self._tell(steps, i, stop - 1)
 
     def _tell(self, steps: Steps, i: int, at: int) -> None:
         """Tell an episode what is known with its last timestep, beside the fields."""
@@ -440,14 +459,35 @@ class Steps:
     def num_envs(self) -> int:
         return self._axes[1]
 
+    def copied(self) -> Steps:
+        """The same in arrays of their own."""
+        other = copy(self)
+        for name in _GIVEN:
+            setattr(other, name, {field: rows.copy() for field, rows in getattr(self, name).items()})
+        return other
+
+    def is_same(self, other: Steps) -> bool:
+        """Whether the same was given, bit by bit."""
+        pairs = [(getattr(self, name), getattr(other, name)) for name in _GIVEN]
+        return all(
+            one.keys() == two.keys() and all(_is_same(rows, two[field]) for field, rows in one.items())
+            for one, two in pairs
+        )
+
     def part(self, t: int) -> Steps:
         """One of the timesteps."""
         part, here = copy(self), slice(t, t + 1)
-        part.done, part.have = 0, np.zeros_like(self.have)
+        part.done, part.have = 0, self.have if t == self.done else np.zeros_like(self.have)
         part._axes, part.ends = (1, self.num_envs), self.ends[here]
-        for name in ("fields", "meta", "following"):
+        for name in _GIVEN:
             setattr(part, name, {field: rows[here] for field, rows in getattr(self, name).items()})
         return part
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    if one.dtype.hasobject:
+        return one.shape == other.shape and all(map(np.array_equal, one.ravel(), other.ravel()))
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
 def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:

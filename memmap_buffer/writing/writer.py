@@ -242,7 +242,7 @@ class Writer:
         files = self.begin()
         if self.lock.open_episodes:
             raise EpisodeStateError(f"{what}: {len(self.lock.open_episodes)} episodes are open; end them first")
-        self._change(self._commit_pending)
+        self.commit_pending()
         self._change(self._retire)
         return files
 
@@ -371,17 +371,22 @@ class Writer:
             episode.state = "aborted"
         self._slot_writers.pop(ref(episode), None)
 
-    def hand_on(self, other: Writer) -> None:
+    def commit_pending(self) -> None:
+        """Make the episodes visible that wait for others behind the same barriers."""
+        self._change(self._commit_pending)
+
+    def move_episodes(self, other: Writer) -> None:
         """Have another writer, to a folder of the same fields, publish the episodes that are open and staged here.
 
-        Those that are published are visible when this returns, and no more are.
+        Interrupted anywhere each of them has one of the two writers, and the same call moves the rest.
         """
         with self.turn, other.turn:
-            self._change(self._commit_pending)
-            episodes = self.lock.hand_on(other.lock)
+            if self.begun and not self._settled:
+                self.begin()  # one that is published may not be known to be
             other.staging = self.staging
-            for episode in episodes:
-                episode.writer = other
+            for episode in self.lock.episodes:
+                other.lock.add(episode)
+                episode.serial, episode.writer = -1, other
 
     @property
     def num_given(self) -> int:
@@ -667,7 +672,7 @@ class Writer:
         """Wait until everything published is on the disk. Raises OSError, and then nothing more may be written."""
         with self.turn:
             if self._files is not None:
-                self._change(self._commit_pending)
+                self.commit_pending()
                 self.begin().sync()
                 self._change(self._seal_open)
 

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from bench.data import LOW, episode, forge
 from bench.measure import HEAD, Goal, Row, finish
 from memmap_buffer import ConcatBuffer, ReplayBuffer
 
-STEPS = 1000  # of an episode
+STEPS = 1000  # of an episode, unless another number is given
 VIEW: dict[str, Any] = {"timestep_level": True}
 WORLD = 2
 
@@ -86,6 +87,27 @@ def draws(roots: Mapping[int, Path], one: Path, bursts: int) -> Iterator[Row]:
     looks = {str(n): buffers[str(n)].refresh for n in roots}
     for name, ours in low(looks, bursts, 48).items():
         yield finish(f"  of it, to look for what is new, {name} shards", "us", ours, None, ours, Goal(None))
+
+
+def by_priority(roots: Mapping[int, Path], one: Path, bursts: int) -> Iterator[Row]:
+    """A sample of 256 items by priority, alone and with the update of their priorities, over one buffer of as many."""
+    buffers: dict[str, Any] = {str(n): ConcatBuffer.from_root(root) for n, root in roots.items()}
+    buffers["one"] = ReplayBuffer.from_folder(one, read_only=True)
+    errors = np.random.default_rng(0).random(256)
+    for what, view in {"timesteps": VIEW, "3-step items": {"n_steps": 3}}.items():
+
+        def sample(buffer: Any, view: dict[str, Any] = view) -> Any:
+            return buffer.sample(256, prioritized=True, **view)["_indices"]
+
+        def turn(buffer: Any, sample: Callable[[Any], Any] = sample) -> object:
+            return buffer.update_priorities(sample(buffer), errors)
+
+        for how, call in {"": sample, ", and update": turn}.items():
+            us = low({name: partial(call, buffer) for name, buffer in buffers.items()}, bursts, 48)
+            for n in roots:
+                ours, of_one = us[str(n)], us["one"]
+                name, goal = f"{what} by priority{how}, {n} shards", Goal(None if how else 3, at_most=True, unit=" x")
+                yield finish(name, "us", ours, of_one, ours / of_one, goal)
 
 
 def touch(buffer: Any) -> None:
@@ -176,7 +198,8 @@ def main(given: Sequence[str]) -> None:
         "--folder", type=Path, default=None, help="where the folders are made; default: a temporary one"
     )
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 10, 100, 1000])
-    parser.add_argument("--episodes", type=int, default=10_000, help="of 1000 steps, in all the shards together")
+    parser.add_argument("--episodes", type=int, default=10_000, help="in all the shards together")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of an episode")
     parser.add_argument("--many", type=int, default=1_000_000, help="episodes of one step, for the index")
     parser.add_argument("--bursts", type=int, default=15)
     parser.add_argument("--json", type=Path, default=None)
@@ -192,11 +215,12 @@ def main(given: Sequence[str]) -> None:
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         place = Path(name)
-        roots = {n: root_of(place / str(n), n, arguments.episodes) for n in arguments.shards}
-        one = forge(place / "one", arguments.episodes, STEPS, LOW)
+        roots = {n: root_of(place / str(n), n, arguments.episodes, arguments.steps) for n in arguments.shards}
+        one = forge(place / "one", arguments.episodes, arguments.steps, LOW)
         for n, root in roots.items():
             tell(opening(root, n))
         tell(draws(roots, one, arguments.bursts))
+        tell(by_priority(roots, one, arguments.bursts))
         tell(memory(root_of(place / "many", 10, arguments.many, 1), arguments.many))
         last = max(roots)
         tell(ranks(roots[last], arguments.bursts))

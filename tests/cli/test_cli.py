@@ -15,9 +15,9 @@ import coded_folder
 import damage
 import pytest
 from damage import flip, header_size, rows_of
-from fault_injection import listing, shown
+from fault_injection import in_child, listing, shown, system
 
-from memmap_buffer import ReplayBuffer, verify
+from memmap_buffer import ConcatBuffer, ReplayBuffer, verify
 from memmap_buffer.cli import app, command, minimal
 from memmap_buffer.codecs import Jpeg, Zstd
 
@@ -51,6 +51,37 @@ NAMED = "data/number.npy: 'number' fails its checksum (episode 4, slot 4)\n"
 
 def test_verify_ends_with_0_where_all_is_well(main: Main, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder)]) == 0
+    assert capsys.readouterr() == ("all is well\n", "")
+
+
+@pytest.mark.parametrize("at", [1, 6, 18])
+def test_a_shard_whose_recorder_was_killed_while_it_made_it_is_passed_over_and_named(
+    main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    def make(max_episodes: int) -> ReplayBuffer:
+        return ReplayBuffer(tmp_path, max_episodes, 3, {"x": "float"}, shard="auto")
+
+    with make(4) as buffer:
+        buffer.store_episode(x=[1])
+
+    def killed(_: Callable[[Any], None]) -> None:
+        with system(at, kill=True):
+            make(5)
+
+    in_child(killed)
+    assert not (tmp_path / "shard-00001" / "schema.json").exists()
+    assert ConcatBuffer.from_root(tmp_path).num_episodes == 1
+    for command_line in (["verify", str(tmp_path)], ["repair", str(tmp_path)]):
+        assert main(command_line) == 0
+        out, err = capsys.readouterr()
+        assert re.fullmatch("shard-00001: it is no buffer: its creation, .* did not finish.*; else remove it\n", out)
+        assert not err
+    if main is app.main:
+        assert main(["doctor", str(tmp_path)]) == 2
+        assert "shard-00001: it is no buffer" in capsys.readouterr().err
+    with make(5) as buffer:  # the next recorder goes on with it
+        buffer.store_episode(x=[2])
+    assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr() == ("all is well\n", "")
 
 

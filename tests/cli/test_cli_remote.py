@@ -91,6 +91,8 @@ def test_what_reads_a_folder_reads_its_url(
     "command",
     [
         ("verify", "s3://x/y"),
+        ("verify", "S3://x/y"),
+        ("verify", "simplecache::s3://x/y"),
         ("pack", "s3://x/y", "new"),
         ("pack", "one", "s3://x/y"),
         ("merge", "new", "one", "s3://x/y"),

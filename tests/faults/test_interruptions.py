@@ -16,7 +16,7 @@ import pytest
 from fault_injection import without_barriers
 from interruptions import Interrupt, content, free_for_other_threads, interrupted, require_whole, without_signals
 
-from memmap_buffer import EpisodeStateError, ReplayBuffer, verify
+from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, verify
 from memmap_buffer.writing import writer
 from memmap_buffer.writing.commit import commit
 
@@ -211,6 +211,95 @@ def test_a_change_that_is_interrupted_at_any_line_is_done_or_not_and_all_see_the
         assert content(folder)[-1]["x"] == [1, 2]
         buffer.close()
     assert at > 30 and seen >= {0, len(states) - 1}
+
+
+@pytest.mark.parametrize(
+    ("begin", "stride", "group"),
+    [*(pytest.param(begin, 7, 1, marks=pytest.mark.slow) for begin in range(7)), (0, 29, 1), (0, 31, 2)],
+)
+@pytest.mark.parametrize(
+    ("way", "sizes"),
+    [(record_whole, {"max_episodes": 9, "publish_every": 2}), (record_by_handle, {"max_episodes": 3})],
+    ids=["at the end of an episode", "at the begin of one"],
+)
+def test_a_shard_that_is_finished_while_an_interruption_comes_at_any_line_loses_and_doubles_no_episode(
+    tmp_path, monkeypatch, way, sizes, begin, stride, group
+):
+    """Open episodes go on, and `close` leaves nothing, also as long as somebody keeps the traceback."""
+    pytest.importorskip("fsspec")
+    from memmap_buffer.maintenance import publisher
+
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(publisher, "publish", lambda path, *_, **__: sent.extend(content(path)))
+    options: dict[str, Any] = {"shard": "auto", "publish_to": f"file://{tmp_path}/url", "keep_published": 0, **sizes}
+    options |= {"durability": "power", "sync_every": group, "spare_slots": group} if group > 1 else {}
+    at, error, went_on = begin - stride, KeyboardInterrupt(), set()
+    while error is not None:
+        at += stride
+        sent.clear()
+        root = tmp_path / f"{at}"
+        buffer = ReplayBuffer(
+            root, max_timesteps=5, fields={"x": "int"}, meta_fields={"task": ("int", (), 0)}, **options
+        )
+        handles = {value: buffer.begin_episode(task=value + 1) for value in (8, 9)}
+        for value, episode in handles.items():
+            episode.store(x=10 * value)
+        record_whole(buffer, 1)
+        first = buffer.folder
+        error = interrupted(partial(way, buffer, 2), at)
+        assert free_for_other_threads(buffer._publisher.turn)
+        for value, episode in handles.items():
+            episode.store(x=10 * value + 1)
+        handles[8].publish()
+        record_whole(buffer, 3)
+        handles[9].publish()
+        assert buffer._writer.lock.open_episodes == [], error
+        went_on.add(buffer.folder != first)
+        buffer.close()
+        wanted = [recorded(value) for value in (1, 2, 3, 8, 9)]
+        found = sorted(sent, key=lambda episode: episode["task"])
+        assert found in (wanted, [*wanted[:1], *wanted[2:]]), error
+        assert [path.name for path in root.iterdir()] == ["published"], error
+        assert not list((root / "published").iterdir())
+    assert at > 300 and True in went_on
+
+
+@pytest.mark.parametrize(
+    ("begin", "stride"), [*(pytest.param(begin, 7, marks=pytest.mark.slow) for begin in range(7)), (0, 43)]
+)
+def test_environments_go_on_where_a_shard_is_finished_while_an_interruption_comes_at_any_line(
+    tmp_path, monkeypatch, begin, stride
+):
+    """Of the other timesteps none is lost or doubled, their errors are taken, and cut episodes know what was next."""
+    pytest.importorskip("fsspec")
+    from memmap_buffer.maintenance import publisher
+
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(publisher, "publish", lambda path, *_, **__: sent.extend(content(path)))
+    fields = {"x": "int", "seen": Field("int", final=True)}
+    options: dict[str, Any] = {"shard": "auto", "publish_to": f"file://{tmp_path}/url", "publish_every": 2}
+
+    def add(buffer: ReplayBuffer, t: int) -> None:
+        buffer.add(x=[t, 100 + t], seen=[t, 100 + t], priority=[1.0 + t, 2.0 + t])
+
+    at, error = begin - stride, KeyboardInterrupt()
+    while error is not None:
+        at += stride
+        sent.clear()
+        buffer = ReplayBuffer(tmp_path / f"{at}", 20, 3, fields, **options)
+        for t in range(3):
+            add(buffer, t)
+        error = interrupted(partial(add, buffer, 3), at)
+        for t in range(4, 9):
+            add(buffer, t)
+        buffer.close()
+        stored = sorted(x for episode in sent for x in episode["x"])
+        told = [x for x in stored if x not in (3, 103)]
+        assert told == [env + t for env in (0, 100) for t in range(9) if t != 3], error
+        assert len(set(stored)) == len(stored), error
+        cut = [episode["seen"] for episode in sent if episode["x"][0] in (0, 100)]
+        assert all(len(seen) == 4 and seen[-1] % 100 in (3, 4) for seen in cut), error
+    assert at > 3000
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 3])

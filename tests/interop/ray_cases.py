@@ -14,7 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memmap_buffer import ConcatBuffer, Field, NotABufferError, NStep, ReplayBuffer, SchemaError, StaleEpisodeError
+from memmap_buffer import (
+    ConcatBuffer,
+    CorruptBufferError,
+    Field,
+    NotABufferError,
+    NStep,
+    ReplayBuffer,
+    SchemaError,
+    StaleEpisodeError,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray Data's own of 2.60, about options that it sets itself
@@ -355,6 +364,25 @@ def test_what_belongs_to_urls_is_refused_for_folders_and_a_recorder_keeps_a_shar
         Recorder(tmp_path, 9, 12, FIELDS, publish_to=f"file://{tmp_path}/url", keep_published=0)
 
 
+def test_a_damaged_shard_of_a_predecessor_stops_no_recorder_and_is_named(tmp_path, caplog):
+    place, url = tmp_path / "root", f"file://{tmp_path}/url"
+    first = Recorder(place, 200, 12, FIELDS, META_FIELDS, publish_to=url)
+    first.record(*[{**content(number), ID: f"n{number}"} for number in range(2)])
+    first.close()
+    damaged = place / "host-0123456789ab-00000"
+    with ReplayBuffer(damaged, 200, 12, FIELDS, {**META_FIELDS, ID: "U32"}) as buffer:
+        buffer.store_episode(**content(2), **{ID: "n2"})
+    with open(damaged / "data" / "number.npy", "ab") as file:
+        file.write(bytes(8))
+    again = Recorder(place, 200, 12, FIELDS, META_FIELDS, publish_to=url)
+    assert any(str(damaged) in text and "is stored again" in text for text in caplog.messages)
+    assert again.record(*[{**content(number), ID: f"n{number}"} for number in range(4)]) == 2
+    with pytest.raises(CorruptBufferError, match=damaged.name):  # all others are published
+        again.close()
+    data = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+    assert sorted(int(data.episode(i)["number"][0]) for i in range(len(data))) == [0, 1, 2, 3]
+
+
 @ray.remote(num_cpus=0)
 class Elsewhere:
     """On a node that lacks the folder."""
@@ -408,6 +436,15 @@ def test_rows_of_folders_that_one_node_has_are_read_there_whichever_node_consume
     assert ray.get(there.rows.remote(lazy, root)) == ([], names)
     text = ray.get(there.refused.remote(root))
     assert str(root) in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)  # without an error of ours Ray would run a task there again for ever
+def test_folders_that_are_said_to_be_shared_and_are_not_are_named_by_the_task_that_lacks_them(root, lacking, tmp_path):
+    there = {"scheduling_strategy": NodeAffinitySchedulingStrategy(lacking, soft=False)}
+    rows = read_ray(root, override_num_blocks=3, shared=True, ray_remote_args=there)
+    with pytest.raises(NotABufferError, match=f"{root}: .*on the node .*with shared=True every node must see it"):
+        rows.take_all()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import shutil
 import threading
 import time
 from functools import partial
@@ -22,6 +23,7 @@ from memmap_buffer import (
     Prioritized,
     ReplayBuffer,
     SchemaError,
+    SchemaMismatchError,
     Timestep,
     Trajectory,
     Window,
@@ -29,8 +31,12 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import visible_episodes
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority import anchor_priorities
+from memmap_buffer.items.rank_partition import Ranks
+from memmap_buffer.loading import prioritized
+from memmap_buffer.priority import anchor_priorities, sum_tree
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
+from memmap_buffer.priority.priorities import Priorities, in_turn, locked
+from memmap_buffer.priority.sum_tree import SumTrees
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 EPSILON = 1e-6
@@ -717,6 +723,263 @@ def test_an_update_of_several_folders_counts_what_is_gone_in_each(tmp_path):
     both.flush()
 
 
+@pytest.fixture
+def together(monkeypatch):
+    """Several folders have to be drawn from and updated by one call; the values that were drawn, batch by batch."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a folder was looked at by itself")
+
+    values = []
+
+    def spread(*arguments, **options):
+        values.append(sum_tree.spread(*arguments, **options))
+        return values[-1].copy()
+
+    monkeypatch.setattr(Priorities, "update", refuse)
+    monkeypatch.setattr(Priorities, "find", refuse)
+    monkeypatch.setattr(AnchorPriorities, "find", refuse)
+    monkeypatch.setattr(prioritized, "spread", spread)
+    return values
+
+
+@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4]], ids=["one", "shares"])
+@pytest.mark.parametrize(
+    "options", [STEP, {"n_steps": 3}, {"view": Window(3, pad_before=2)}, {"view": Window(3, boundary="drop")}], ids=str
+)
+@pytest.mark.parametrize("room", [(5, 5, 5, 5), (2, 5, 60, 400)], ids=str)
+def test_draws_and_updates_of_several_folders_are_those_of_arrays(tmp_path, options, weights, room, together):
+    """Rings, gaps of deleted episodes, steps that are gone: every batch is found in the plain sums of an array."""
+    rng, how = np.random.default_rng(0), Prioritized(alpha=0.7, stratified=False)
+    parts = [make(tmp_path / str(i), (5, 4), max_episodes=n) for i, n in enumerate(room)]
+    both, slows, known = ConcatBuffer(parts, weights), [Slow(how) for _ in parts], []
+    both.sample(1, prioritized=how, **options)
+    for turn in range(8):
+        for part, slow in zip(parts, slows, strict=True):
+            for _ in range(rng.integers(0, 3)):
+                publish(part, int(rng.integers(3, 10)))
+            if turn > 1 and len(part) > 2 and rng.random() < 0.4:
+                part.delete(int(rng.integers(1, len(part) - 1)))
+            slow.follow(part)
+        items, masses = [], []
+        for number, (part, slow) in enumerate(zip(parts, slows, strict=True)):
+            table = part._storage.refresh()
+            slots = dict(zip(table.serial[table.visible].tolist(), table.visible.tolist(), strict=True))
+            anchors = sorted(anchors_of(part, options), key=lambda item: (slots[item[0]], item[1]))
+            items.append([(number, *anchor) for anchor in anchors])
+            masses.append(np.array(slow.priorities_of(anchors, 3)))
+        together.clear()
+        batch = both.sample(48, prioritized=how, seed=turn, **options)
+        if weights is None:
+            chosen = np.searchsorted(np.cumsum(np.concatenate(masses)), together[0], side="right")
+            each = [item for one in items for item in one]
+            want, mass = [each[i] for i in chosen], np.concatenate(masses)[chosen]
+            mass = mass / sum(one.sum() for one in masses)
+        else:
+            picks = [np.searchsorted(np.cumsum(m), v, side="right") for m, v in zip(masses, together, strict=True)]
+            want = [items[number][i] for number, pick in enumerate(picks) for i in pick]
+            shares = np.repeat(np.array(weights) / sum(weights), [len(pick) for pick in picks])
+            mass = shares * np.concatenate([m[pick] / m.sum() for m, pick in zip(masses, picks, strict=True)])
+        assert drawn(batch) == want
+        np.testing.assert_allclose(batch["_probabilities"], mass, rtol=1e-12)
+        known += want
+        told = [known[i] for i in rng.integers(0, len(known), 60)]  # some are gone, some stand there twice
+        errors = rng.normal(0, 3, 60)
+        gone = 0
+        for (number, serial, t), error in zip(told, errors, strict=True):
+            gone += (serial, max(t, 0)) not in slows[number].raw
+            slows[number].update([(serial, max(t, 0))], [error])
+        assert both.update_priorities(told, errors) == gone
+        for number, slow in enumerate(slows):
+            steps = [(number, *step) for step in slow.raw]
+            expected = [raw**0.7 for raw in slow.raw.values()]
+            np.testing.assert_allclose(both.priorities(steps), expected, rtol=1e-15)
+
+
+def test_an_update_of_several_folders_that_is_wrong_changes_none(tmp_path, together):
+    both = ConcatBuffer([make(tmp_path / "a", (5,)), make(tmp_path / "b", (7,))])
+    both.sample(1, prioritized=True, **STEP)
+    steps = [[0, 0, 1], [1, 0, 1]]
+    for wrong, error, match in (
+        ([1, 0, 7], 3.0, "episode 0 has steps 0 … 6, got 7"),
+        ([1, 0, 2], math.nan, r"td_errors\[2\]: got nan"),
+    ):
+        with pytest.raises(SchemaError, match=match):
+            both.update_priorities([*steps, wrong], [4.0, 5.0, error])
+    assert both.priorities(steps).tolist() == [1, 1]
+
+
+def test_an_interrupted_update_of_several_folders_leaves_trees_of_their_leaves(tmp_path, monkeypatch):
+    both = ConcatBuffer([make(tmp_path / name, (5, 4)) for name in "abc"])
+    both.sample(1, prioritized=Prioritized(alpha=1.0), **STEP)
+    steps, put = [[number, 0, 2] for number in range(3)], SumTrees.put
+
+    def interrupted(self, of, leaves, priorities):
+        self._memory[self._place(0, of, leaves)] = priorities
+        raise KeyboardInterrupt("while they are stored")
+
+    monkeypatch.setattr(SumTrees, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="while they are stored"):
+        both.update_priorities(steps, [8.0, 9.0, 10.0])
+    monkeypatch.setattr(SumTrees, "put", put)
+    counts = np.zeros(3)
+    for seed in range(20):
+        batch = both.sample(64, prioritized=Prioritized(alpha=1.0), seed=seed, **STEP)
+        for number, serial, t in batch["_indices"].tolist():
+            counts[number] += (serial, t) == (0, 2)
+    np.testing.assert_allclose(both.priorities(steps), [8, 9, 10], rtol=1e-6)
+    np.testing.assert_allclose(counts / counts.sum(), np.array([8, 9, 10]) / 27, atol=0.06)
+    both.flush()
+
+
+def test_threads_draw_from_the_same_folders_in_another_order_beside_updates(tmp_path):
+    parts = [make(tmp_path / name, (9, 8, 7)) for name in "abcdef"]
+    errors, views = [], [ConcatBuffer(parts), ConcatBuffer(parts[::-1])]
+    for view in views:
+        view.sample(1, prioritized=True, **STEP)
+
+    def work(view, seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(60):
+                batch = view.sample(32, prioritized=True, **STEP)
+                assert (batch["number"] == batch["_indices"][:, 1]).all() and batch["_probabilities"].min() > 0
+                assert view.update_priorities(batch["_indices"], rng.random(32)) == 0
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=[views[i % 2], i], daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    for number, part in enumerate(parts):
+        tree = views[0]._priorities["td"].of(part._storage).tree
+        np.testing.assert_allclose(tree.total, tree.get(np.arange(tree.leaves)).sum(), rtol=1e-12, err_msg=str(number))
+
+
+def test_locks_of_several_are_let_go_of_where_one_of_them_is_interrupted(tmp_path):
+    parts = [make(tmp_path / name, (5,)) for name in "abc"]
+    each = [Priorities.open(part._storage, "td") for part in parts]
+
+    class Interrupted:
+        def acquire(self):
+            raise KeyboardInterrupt("while one waits")
+
+        def release(self):
+            raise RuntimeError("cannot release un-acquired lock")
+
+    order, lock = in_turn(reversed(each)), each[1].lock
+    assert order == each
+    each[1].lock = Interrupted()
+    with pytest.raises(KeyboardInterrupt, match="while one waits"), locked(order):
+        pass
+    each[1].lock = lock
+    free = []
+
+    def take():
+        free.extend(one.lock.acquire(timeout=10) for one in each)
+
+    other = threading.Thread(target=take)
+    other.start()
+    other.join()
+    assert free == [True] * 3
+
+
+class Told(Ranks):
+    """Rank 0 of two, of which the other gives what is told here."""
+
+    connected = True
+
+    def __init__(self, other=None):
+        super().__init__(0, 2)
+        object.__setattr__(self, "other", other)
+        object.__setattr__(self, "gathered", [])
+
+    def gather(self, value):
+        self.gathered.append(value)
+        return [value, (self.other or value[0], "")]
+
+
+def shared(buffer, ranks):
+    """A buffer whose priorities ranks share."""
+    buffer.sample(1, prioritized=True, **STEP)
+    buffer._priorities["td"].ranks = ranks
+    return buffer
+
+
+@pytest.mark.parametrize("indices", [[[0, 0], [0]], "nothing", [[9, 0, 0]], [[-1, 0, 0]]])
+def test_a_rank_whose_indices_are_none_lets_no_other_wait(tmp_path, indices):
+    for name in ("a", "b"):
+        make(tmp_path / name, (5,)).close()
+    buffer = shared(ConcatBuffer([tmp_path / "a", tmp_path / "b"]), Told())
+    with pytest.raises(SchemaError, match="nothing was changed on any rank: rank 0: "):
+        buffer.update_priorities(indices, [1.0])
+    assert len(buffer._priorities["td"].ranks.gathered) == 1
+    buffer.flush()
+
+
+def test_ranks_that_are_told_of_a_shard_that_came_since_take_in_its_errors(tmp_path):
+    for number in range(2):
+        make(tmp_path / f"shard-{number:05}", (5,)).close()
+    ranks = Told((np.array([[2, 0, 3], [5, 0, 0]]), np.array([7.0, 1.0])))
+    buffer = shared(ConcatBuffer.from_root(tmp_path), ranks)
+    make(tmp_path / "shard-00002", (5,)).close()
+    assert buffer.update_priorities([[0, 0, 0]], [3.0]) == 0  # shard 5 is not there yet
+    assert buffer.update_priorities([[2, 0, 1]], [5.0]) == 0
+    found = buffer.priorities([[0, 0, 0], [2, 0, 1], [2, 0, 3]])
+    np.testing.assert_allclose(found, (np.array([3.0, 5.0, 7.0]) + 1e-6) ** 0.6, rtol=1e-6)
+    buffer.flush()
+
+
+@pytest.mark.parametrize("anew", [True, False])
+@pytest.mark.parametrize("work", ["draw", "draw first", "update"])
+def test_a_shard_that_goes_before_its_priorities_are_opened_is_gone_or_the_new_one(tmp_path, monkeypatch, anew, work):
+    for number in range(3):
+        make(tmp_path / f"shard-{number:05}", (5,)).close()
+    if work == "draw first":
+        make(tmp_path / "shard-00003", (5,)).close()
+    buffer = ConcatBuffer.from_root(tmp_path)
+    if work != "draw first":
+        buffer.sample(1, prioritized=True, **STEP)
+        make(tmp_path / "shard-00003", (5,)).close()
+        buffer.refresh()
+    opened, gone = Priorities.open, [tmp_path / "shard-00003"]
+
+    def late(storage, *args, **how):
+        if storage.path in gone:
+            shutil.rmtree(gone.pop())
+            if anew:
+                make(storage.path, (2,)).close()
+        return opened(storage, *args, **how)
+
+    monkeypatch.setattr(Priorities, "open", late)
+    if work != "update":
+        drawn = buffer.sample(500, prioritized=True, return_indices=True, seed=0, **STEP)["_indices"]
+        assert {tuple(item) for item in drawn[drawn[:, 0] == 3].tolist()} == ({(3, 0, 0), (3, 0, 1)} if anew else set())
+    else:
+        assert buffer.update_priorities([[3, 0, 1], [3, 4, 0], [0, 0, 0]], [1, 1, 1]) == (1 if anew else 2)
+    assert not gone
+    buffer.flush()
+
+
+def test_errors_are_gathered_once_though_columns_change_before_they_are_taken_in(tmp_path, monkeypatch):
+    buffer, updated, settled = shared(make(tmp_path, (5,)), Told()), prioritized._updated, iter([object()])
+    failures = iter([SchemaMismatchError("columns changed")])
+
+    def late(*given):
+        for failure in failures:
+            raise failure
+        return updated(*given)
+
+    monkeypatch.setattr(prioritized, "_updated", late)
+    monkeypatch.setattr(type(buffer), "_settled", lambda self: next(settled))
+    assert buffer.update_priorities([[0, 2]], [4.0]) == 0
+    assert len(buffer._priorities["td"].ranks.gathered) == 1, "the other rank does not gather again"
+    np.testing.assert_allclose(buffer.priorities([[0, 2]]), (4.0 + 1e-6) ** 0.6, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("state", "match"),
     [
@@ -878,7 +1141,7 @@ def test_a_tree_that_follows_steps_one_by_one_is_the_one_that_is_made_anew(tmp_p
         (sampler,) = buffer._samplers.values()
         (one,) = sampler._by_storage.values()
         cut = partial(sampler.reader.selection.runs_of, 0, buffer._storage)
-        other = AnchorPriorities(buffer._storage, one._priorities, sampler.how, sampler.reader.selection.view, cut)
+        other = AnchorPriorities(buffer._storage, one.steps, sampler.how, sampler.reader.selection.view, cut)
         other.follow(None)
         assert one.count == other.count
         assert one.total == pytest.approx(other.total)

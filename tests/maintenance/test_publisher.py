@@ -7,7 +7,11 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import shutil
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +24,19 @@ from range_server import RangeServer
 
 from memmap_buffer import (
     BufferFullError,
+    BufferLockedError,
     ConcatBuffer,
+    EpisodeStateError,
     Field,
     MemmapBufferError,
+    NotABufferError,
     RemoteError,
     ReplayBuffer,
     SchemaError,
     verify,
 )
+from memmap_buffer.api import concat
+from memmap_buffer.format import creation
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publisher
 from memmap_buffer.maintenance.publish import publish
@@ -35,6 +44,8 @@ from memmap_buffer.maintenance.publisher import PUBLISHED, shards_in
 from memmap_buffer.maintenance.pull import shards_at
 from memmap_buffer.remote import shards
 from memmap_buffer.remote.objects import Objects
+from memmap_buffer.writing import writer as writer_module
+from memmap_buffer.writing.writer import Writer
 
 pytest.importorskip("fsspec")
 SIZES: dict[str, Any] = {"max_episodes": 20, "max_timesteps": 8}
@@ -79,11 +90,23 @@ def kept(place: Path) -> list[Path]:
     return shards_in(place / "root" / PUBLISHED)
 
 
+def names(place: Path) -> list[str]:
+    """All that is in the root."""
+    return sorted(path.name for path in (place / "root").iterdir())
+
+
 def wait_for(publisher: Any) -> None:
     """Until its thread has done what there was."""
     thread = publisher._thread
     if thread is not None:
         thread.join()
+
+
+def idle_recorder(place: Path, **options: Any) -> ReplayBuffer:
+    """One whose thread has looked at what was there before it."""
+    buffer = recorder(place, **options)
+    wait_for(buffer._publisher)
+    return buffer
 
 
 class Offline:
@@ -114,9 +137,9 @@ def test_every_n_episodes_are_a_shard_and_the_rest_is_published_at_the_end(tmp_p
     assert sizes(tmp_path) == [4, 4, 2]
     assert left(tmp_path) == []
     assert [verify(path) for path in kept(tmp_path)] == [[], [], []]
-    names = [*shards_at(f"file://{tmp_path}/url")]
-    assert names == [path.name for path in kept(tmp_path)]
-    assert len({name.rpartition("-")[0] for name in names}) == 1
+    there = [*shards_at(f"file://{tmp_path}/url")]
+    assert there == [path.name for path in kept(tmp_path)]
+    assert len({name.rpartition("-")[0] for name in there}) == 1
 
 
 def test_recorders_that_share_nothing_name_their_shards_apart(tmp_path: Path) -> None:
@@ -190,7 +213,7 @@ def test_open_episodes_go_on_in_the_next_shard(tmp_path: Path) -> None:
         with turn:  # a publication waits while the shard is handed on
             thread = threading.Thread(target=handle.publish)
             thread.start()
-            buffer._hand_on()
+            buffer._finish_shard()
         thread.join()
         assert handle.state == "published"
         dropped.abort()
@@ -250,6 +273,159 @@ def test_errors_of_steps_are_given_to_the_shard_that_they_are_in(tmp_path: Path)
         assert buffer.priorities(np.array([[0, 0]])) == given
 
 
+def test_a_shard_is_published_in_time_though_an_episode_is_cut_at_every_step(tmp_path: Path) -> None:
+    """Whose final observation is still to come whenever it is looked."""
+    every = datetime.timedelta(seconds=0.001)
+    with recorder(tmp_path, publish_every=every, max_timesteps=1, max_episodes=50_000) as buffer:
+        first, t = buffer.folder, 0
+        while buffer.folder == first:
+            buffer.add(number=[t], x=np.full((1, 2), t))
+            t += 1
+            assert t < 20_000
+    data = ConcatBuffer.from_root(f"file://{tmp_path}/url", cache=tmp_path / "cache")
+    episodes = [data.episode(i) for i in range(len(data))]
+    assert [int(episode["number"][0]) for episode in episodes] == list(range(t))
+    assert all(episode["x"][-1, 0] == episode["number"][0] + 1 for episode in episodes[:-1])
+
+
+def test_the_space_of_every_shard_is_reserved(tmp_path: Path) -> None:
+    with recorder(tmp_path, publish_every=2, reserve=True) as buffer:
+        for number in range(5):
+            record(buffer, range(number, number + 1))
+            assert buffer._storage.state("reserved") == 1
+
+
+def test_the_errors_of_an_episode_are_given_to_it_though_its_publication_failed_in_the_shard_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it had a number, which is that of another one in the next shard."""
+    with recorder(tmp_path, publish_every=2) as buffer:
+        episode = buffer.begin_episode()
+        episode.store(number=0, x=columns(0)["x"][0])
+        episode.final(x=columns(0)["x"][1])
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(writer_module, "commit", raising(OSError(28, "No space left on device")))
+            episode.publish()
+        assert episode.serial == 0
+        record(buffer, range(1, 3))
+        assert episode.serial == -1
+        episode.publish()
+        assert episode.serial == 0 and len(buffer) == 1
+    assert sorted(published(tmp_path)) == [0, 1, 2]
+
+
+# A shard that cannot be finished, or followed by another
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+class Failing:
+    """What a thread's `start` does: its first calls fail."""
+
+    def __init__(self, error: BaseException, times: int) -> None:
+        self._error, self._left, self._start = error, times, threading.Thread.start
+
+    def __call__(self, thread: threading.Thread) -> None:
+        self._left -= 1
+        if self._left >= 0:
+            raise self._error
+        self._start(thread)
+
+
+@pytest.mark.parametrize("every", [2, datetime.timedelta(microseconds=1)])
+def test_where_no_thread_can_be_started_recording_goes_on_and_the_next_shard_or_close_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing(RuntimeError("can't start new thread"), 3)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: failing(thread))
+    buffer = recorder(tmp_path, publish_every=every)
+    record(buffer, range(8))
+    wait_for(buffer._publisher)
+    assert sorted(published(tmp_path))[:2] == [0, 1]
+    assert "can't start new thread" in caplog.text
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("none left")))
+    record(buffer, range(8, 11))
+    buffer.close()
+    assert sorted(published(tmp_path)) == list(range(11))
+
+
+def test_an_interruption_while_a_thread_is_started_ends_no_publishing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = idle_recorder(tmp_path, publish_every=2)
+    failing = Failing(KeyboardInterrupt("here"), 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="here"):
+        patch.setattr(threading.Thread, "start", lambda thread: failing(thread))
+        record(buffer, range(2))
+    record(buffer, range(2, 4))
+    wait_for(buffer._publisher)
+    assert sorted(published(tmp_path)) == list(range(4))
+    buffer.close()
+
+
+def test_an_error_while_a_shard_is_finished_strands_no_open_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with recorder(tmp_path, publish_every=2) as buffer:
+        rows, handle = columns(4), buffer.begin_episode()
+        for t in range(5):
+            handle.store(number=4, x=rows["x"][t])
+        handle.final(x=rows["x"][5])
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "commit_pending", raising(OSError(28, "No space left on device")))
+            record(buffer, range(2))
+        assert "no shard can be begun after it yet" in caplog.text
+        record(buffer, range(2, 4))
+        handle.publish()
+    assert sorted(published(tmp_path)) == list(range(5))
+    assert names(tmp_path) == [PUBLISHED]
+
+
+@pytest.mark.parametrize("name", ["create", "Writer"])
+def test_a_shard_that_could_not_be_begun_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    buffer = idle_recorder(tmp_path, publish_every=2)
+    begun = names(tmp_path)
+    owner = creation if name == "create" else Writer
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "create" if name == "create" else "_take_over", raising(OSError(28, "No space left")))
+        record(buffer, range(5))  # there is room
+        assert names(tmp_path) == begun
+        with pytest.raises(OSError, match="No space left"):
+            recorder(tmp_path)
+        assert names(tmp_path) == begun
+    record(buffer, range(5, 7))
+    buffer.close()
+    assert published(tmp_path) == list(range(7))
+    assert sizes(tmp_path) == [5, 2]
+
+
+def test_who_may_not_write_any_more_begins_no_shard(tmp_path: Path) -> None:
+    """A forked child, and whoever closed the buffer."""
+    buffer = idle_recorder(tmp_path, max_episodes=2)
+    record(buffer, range(2))
+    begun = names(tmp_path)
+
+    def store(tell: Callable[[Any], None]) -> None:
+        try:
+            record(buffer, range(2, 3))
+        except MemmapBufferError as error:
+            tell(str(error))
+
+    assert "a forked child may read, not write" in in_child(store).told[0]
+    assert names(tmp_path) == begun
+    buffer.close()
+    with pytest.raises(EpisodeStateError, match="the buffer was closed"):
+        buffer.begin_episode()
+    assert names(tmp_path) == [PUBLISHED]
+
+
 # Learners
 
 
@@ -297,6 +473,62 @@ def test_shards_with_numbers_and_without_keep_their_numbers_in_one_root(
     copied = pickle.loads(pickle.dumps(data._folders))
     assert copied.numbers.tolist() == data._folders.numbers.tolist()
     assert [storage.layout.id for storage in copied.storages] == list(data._folders.ids)
+
+
+# Who reads the folder of a recorder
+
+
+@pytest.mark.parametrize("keep", [None, 0])
+def test_a_reader_of_a_shard_that_was_moved_or_removed_since_reads_on_what_is_in_it(
+    tmp_path: Path, keep: int | None
+) -> None:
+    with recorder(tmp_path, publish_every=4, keep_published=keep) as buffer:
+        record(buffer, range(1))
+        (path,) = left(tmp_path)
+        readers = [ConcatBuffer.from_root(tmp_path / "root"), ReplayBuffer.from_folder(path)]
+        loaders = [reader.dataloader(4, timestep_level=True) for reader in readers]
+        record(buffer, range(1, 7))  # of which readers have not seen anything
+        wait_for(buffer._publisher)
+        assert not path.exists()
+        for reader, loader in zip(readers, loaders, strict=True):
+            assert len(reader) == 4
+            for i in range(4):
+                episode = reader.episode(i)
+                assert all(np.array_equal(episode[name], rows) for name, rows in columns(i).items())
+            assert set(reader.sample(64, timestep_level=True, seed=0)["number"].tolist()) == set(range(4))
+            assert {number for batch in loader for number in batch["number"].tolist()} == set(range(4))
+
+
+def test_what_was_published_is_not_there_and_the_error_says_where_it_is(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with recorder(tmp_path) as buffer:
+        record(buffer, range(2))
+        (path,) = left(tmp_path)
+    moved = re.escape(str(root / PUBLISHED / path.name))
+    with pytest.raises(NotABufferError, match=f"{path.name}: .*published, and moved to {moved}; read .* by the URL"):
+        ReplayBuffer.from_folder(path)
+    with pytest.raises(NotABufferError, match=f"{root}: no subfolder .*published, and moved to {moved}; read .* URL"):
+        ConcatBuffer.from_root(root)
+
+
+def test_a_root_is_looked_at_again_where_a_shard_was_moved_before_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, real = list[list[Path]](), concat._folders_in
+    with recorder(tmp_path, publish_every=2) as buffer:
+        record(buffer, range(1))
+
+        def late(root: Path) -> list[Path]:
+            listed.append(real(root))
+            if len(listed) == 1:
+                record(buffer, range(1, 3))
+                wait_for(buffer._publisher)
+            return listed[-1]
+
+        monkeypatch.setattr(concat, "_folders_in", late)
+        data = ConcatBuffer.from_root(tmp_path / "root")
+        assert [int(data.episode(i)["number"][0]) for i in range(len(data))] == [2]
+        assert listed[0] != listed[1] == listed[2]
 
 
 # A store that fails
@@ -357,6 +589,90 @@ def test_an_error_of_another_kind_stops_no_rollout_either(tmp_path: Path, monkey
     assert sorted(published(tmp_path)) == list(range(3))
 
 
+def test_shards_whose_last_writes_fail_are_published_as_they_are_by_one_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several that wait for it, as nothing was published meanwhile."""
+    buffer = idle_recorder(tmp_path, publish_every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(buffer._publisher, "begin", lambda: None)
+        record(buffer, range(7))
+    finish, failed = Writer._finish, []
+
+    def full(writer: Writer) -> None:
+        if writer is not buffer._writer:
+            failed.append(writer)
+            raise OSError(28, "No space left on device")
+        finish(writer)
+
+    monkeypatch.setattr(Writer, "_finish", full)
+    buffer.close()
+    assert len(failed) == 3
+    assert sorted(published(tmp_path)) == list(range(7))
+    assert left(tmp_path) == []
+
+
+def test_close_waits_for_another_recorder_that_is_publishing_a_shard_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = idle_recorder(tmp_path)
+    record(buffer, range(2))
+    buffer._writer.close()
+    lock = Folder(buffer.folder).lock()
+    waited = []
+
+    def end_of_the_other(seconds: float) -> None:
+        waited.append(left(tmp_path))
+        lock.release()
+
+    monkeypatch.setattr(publisher.time, "sleep", end_of_the_other)
+    buffer.close()
+    monkeypatch.undo()
+    assert waited == [[buffer.folder]] and left(tmp_path) == []
+    assert published(tmp_path) == [0, 1]
+
+
+def test_close_says_which_shard_of_this_recorder_another_one_holds_for_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "WAIT_SECONDS", 0.0)
+    buffer = idle_recorder(tmp_path)
+    record(buffer, range(2))
+    buffer._writer.close()
+    lock = Folder(buffer.folder).lock()
+    with pytest.raises(BufferLockedError, match=f"1 shards are not published.*{buffer.folder.name}.*another writer"):
+        buffer.close()
+    lock.release()
+    buffer.close()
+    assert published(tmp_path) == [0, 1]
+
+
+AT_EXIT = """
+    import atexit, sys
+    from memmap_buffer import RemoteError, ReplayBuffer
+
+    def close():
+        try:
+            buffer.close()
+        except RemoteError as error:
+            print(error)
+
+    place = sys.argv[1]
+    buffer = ReplayBuffer(place + "/root", 20, 8, {"x": "int"}, shard="auto", publish_to="file://" + place + "/url")
+    buffer.store_episode(x=[1, 2])
+    atexit.register(close)
+"""
+
+
+def test_publishing_while_the_program_ends_is_refused_at_once_and_what_to_do_is_told(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", textwrap.dedent(AT_EXIT), str(tmp_path)]
+    told = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    assert "tries: 1" in told and "while the program ends; close() what needs it earlier" in told
+    with recorder(tmp_path, fields={"x": "int"}):
+        pass
+    assert sizes(tmp_path) == [1]
+
+
 # What stays on the disk
 
 
@@ -370,7 +686,7 @@ def test_so_many_published_shards_are_kept_and_no_others(tmp_path: Path, keep: i
     newest = [int(ReplayBuffer.from_folder(path).episode(0)["number"][0]) for path in kept(tmp_path)]
     assert sorted(newest) == [0, 2, 4, 6][4 - len(newest) :]
     assert sorted(published(tmp_path)) == list(range(8))
-    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [PUBLISHED]
+    assert names(tmp_path) == [PUBLISHED]
 
 
 def test_a_shard_without_episodes_is_removed_and_other_folders_are_not_touched(tmp_path: Path) -> None:
@@ -378,8 +694,7 @@ def test_a_shard_without_episodes_is_removed_and_other_folders_are_not_touched(t
     (tmp_path / "root" / "vm-0123456789ab-00000").mkdir()  # another recorder makes one
     recorder(tmp_path).close()
     assert not (tmp_path / "url").exists()
-    names = sorted(path.name for path in (tmp_path / "root").iterdir())
-    assert names == [PUBLISHED, "shard-00000", "vm-0123456789ab-00000"]
+    assert names(tmp_path) == [PUBLISHED, "shard-00000", "vm-0123456789ab-00000"]
     assert kept(tmp_path) == []
 
 
@@ -490,7 +805,9 @@ def test_a_shard_that_is_recorded_is_left_alone_also_in_the_middle_of_an_update(
     with recorder(tmp_path) as buffer:
         record(buffer, range(2))
         (buffer.folder / ".redo").write_bytes(b"")  # as while the recorder changes an episode in place
-        assert publisher._taken(buffer.folder) is None
+        buffer._publisher.begin()
+        wait_for(buffer._publisher)
+        assert left(tmp_path) == [buffer.folder]
         (buffer.folder / ".redo").unlink()
         record(buffer, range(2, 4))
     assert sorted(published(tmp_path)) == [0, 1, 2, 3]

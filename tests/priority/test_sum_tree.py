@@ -4,12 +4,13 @@ import math
 
 import numpy as np
 import pytest
+from conftest import COMPILED, LOOPS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from memmap_buffer import NotEnoughDataError, SchemaError, SumTree
-from memmap_buffer.priority.sum_tree import MANY, num_nodes, spread
+from memmap_buffer.priority.sum_tree import MANY, SumTrees, num_nodes, spread, with_zeros
 
 SIZES = (1, 2, 3, 7, 1000, 1024, 1025, 5000, 70_000)
 
@@ -177,3 +178,54 @@ def test_S3_24_a_tree_by_its_public_name():
             tree.query(np.array([0.5, value]))
     with pytest.raises(SchemaError, match="leaves: got 0"):
         SumTree.empty(0)
+
+
+@pytest.fixture(params=["numpy", "python", "compiled"])
+def ways(request, monkeypatch, no_loops):
+    found = {"numpy": None, "python": LOOPS, "compiled": None}[request.param]
+    if request.param == "compiled":
+        found = COMPILED() or pytest.skip("numba is not installed")
+    monkeypatch.setattr(SumTree, "loops", found)
+
+
+@pytest.mark.parametrize(
+    "leaves", [(20,), (300,) * 5, (8, 9, 16, 17, 64, 65, 100, 512, 1024), (70_000, 8, 5000, 2048, 2049)], ids=str
+)
+def test_several_trees_are_to_the_last_bit_what_each_is_by_itself(leaves, ways):
+    rng = np.random.default_rng(len(leaves))
+    alone = [tree_of(count, rng.integers(0, 5, count) + (np.arange(count) == 3), minima=False) for count in leaves]
+    trees = [SumTree(np.concatenate([one._heap, one._keys.view(np.float64)]), one.leaves) for one in alone]
+    several = SumTrees(trees)
+    for turn in range(6):
+        totals = several.totals()
+        assert totals.tolist() == [one.total for one in alone]  # whole numbers, so that sums are exact
+        of = rng.integers(0, len(leaves), 80)
+        values = rng.integers(0, totals.astype(np.int64)[of]) + 0.5
+        values[:4], values[4:8] = totals[of[:4]], totals[of[4:8]] + turn  # rounding may lead to the end, and beyond
+        found, priorities = several.find(of, values)
+        for i, value, leaf, priority in zip(of.tolist(), values.tolist(), found.tolist(), priorities, strict=True):
+            by_itself = alone[i].find(np.array([value]))
+            assert (leaf, priority) == (by_itself[0].item(), by_itself[1].item())
+        chosen = rng.integers(0, np.array(leaves)[of])  # some twice, of which the last counts
+        chosen[1::9] = chosen[::9][: len(chosen[1::9])] % np.array(leaves)[of[1::9]]
+        priorities = rng.integers(0, 9, 80) * 1.0
+        several.put(of, chosen, np.where(priorities > 0, priorities, -0.0))
+        for i, one in enumerate(alone):
+            one.put(chosen[of == i], with_zeros(priorities[of == i]))
+        np.testing.assert_array_equal(
+            several.get(of, chosen), [alone[i].get(np.array([k]))[0] for i, k in zip(of, chosen, strict=True)]
+        )
+        if turn % 2:  # one of them changes by itself
+            for tree in (trees[-1], alone[-1]):
+                tree.put(np.array([turn]), np.array([7.0]))
+        for tree, one in zip(trees, alone, strict=True):
+            np.testing.assert_array_equal(tree._heap[tree._top :], one._heap[one._top :])
+
+
+def test_of_a_tree_without_priorities_a_leaf_of_zero_is_found_and_no_other_memory_is_read(ways):
+    trees = [SumTree.empty(9), SumTree.empty(3000)]
+    trees[1].set(np.array([2999]), np.array([2.0]))
+    several = SumTrees(trees)
+    assert several.totals().tolist() == [0.0, 2.0]
+    leaves, priorities = several.find(np.array([0, 0, 1, 1]), np.array([0.0, 5.0, 0.0, 2.0]))
+    assert (leaves.tolist(), priorities.tolist()) == ([0, 0, 2999, 2999], [0, 0, 2, 2])

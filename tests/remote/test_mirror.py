@@ -14,6 +14,7 @@ import torch
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, verify
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.loading import read_ahead, samplers
+from memmap_buffer.remote import shards
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.cache import _give_back as give_back
 from memmap_buffer.remote.layout import BLOCK
@@ -161,9 +162,10 @@ def test_a_bound_is_kept_and_no_hole_is_ever_seen(root, tmp_path):
     for thread in threads:
         thread.join()
     assert not failed
-    words = np.concatenate([storage.mirror.blocks.words for storage in far._folders.storages])
-    assert 0 < words[:, LOCAL].sum() <= 24 < len(words)
-    assert (words[:, COUNTER] > 1).sum() > 24  # more were fetched than there is room for
+    blocks = [storage.mirror.blocks for storage in far._folders.storages]
+    words, sizes = (np.concatenate(each) for each in zip(*((one.words, one.sizes) for one in blocks), strict=True))
+    assert 0 < sizes[words[:, LOCAL] != 0].sum() <= 24 * BLOCK < sizes.sum()
+    assert sizes[words[:, COUNTER] > 1].sum() > 24 * BLOCK  # more was fetched than there is room for
     on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("data/*.npy"))
     assert on_disk <= 25 * BLOCK
 
@@ -195,6 +197,70 @@ def test_a_batch_that_the_bound_cannot_hold_is_an_error(root, tmp_path):
         far.batch(timestep_level=True)
     with pytest.raises(SchemaError, match="cache_bytes: got 5"):
         ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=5)
+
+
+def test_a_bound_counts_the_bytes_of_small_files(tmp_path):
+    """Of more shards than a bound has room for blocks of a MiB; what is given back of their files leaves the disk."""
+    fields, url = {"state": ("float32", (400,)), "reward": "float"}, f"file://{tmp_path}/far"
+    for number in range(9):
+        with ReplayBuffer(tmp_path / "near" / f"shard-{number:05}", 1, 20, fields) as buffer:
+            buffer.store_episode(state=np.full((20, 400), number, np.float32), reward=np.arange(20))
+        publish(tmp_path / "near" / f"shard-{number:05}", url)
+    cache = tmp_path / "cache"
+    far = ConcatBuffer.from_root(url, cache=cache, cache_bytes=16 * BLOCK)
+    equal(ConcatBuffer.from_root(tmp_path / "near").batch(timestep_level=True), far.batch(timestep_level=True))
+    mirrors = [storage.mirror for storage in far._folders.storages]
+    assert all(mirror.blocks.words[:, LOCAL].all() for mirror in mirrors)
+    files = list(cache.rglob("data/*.npy"))
+    assert int.from_bytes((cache / "usage").read_bytes(), "little") == sum(path.stat().st_size for path in files)
+    assert sum(int(mirror.blocks.sizes.sum()) for mirror in mirrors) == sum(path.stat().st_size for path in files)
+    state = mirrors[0].path / "data" / "state.npy"
+    used = state.stat().st_blocks
+    with Folder(mirrors[0].path).held() as folder:
+        sizes = {name: size for name, (_, size) in mirrors[0].files.items()}
+        assert give_back(folder, mirrors[0].blocks, sizes, mirrors[0].files["data/state.npy"][0])
+    assert state.stat().st_blocks < used / 2
+    equal(ConcatBuffer.from_root(tmp_path / "near").batch(timestep_level=True), far.batch(timestep_level=True))
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers"),
+    [
+        (["shard-00003", "arm", "shard-00004", "shard-00000", "leg"], [3, 4, 5, 0, 6]),
+        (["arm", "shard-00000", "shard-00001", "leg"], [0, 1, 2, 3]),
+        (["arm", "leg", "shard-00007"], [0, 1, 7]),
+    ],
+    ids=["numbered first", "named first", "apart"],
+)
+def test_all_readers_number_the_shards_of_a_root_alike_whenever_they_were_opened(tmp_path, monkeypatch, names, numbers):
+    """Those that were opened before a shard was listed keep each folder in its place, too."""
+    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    url, readers, fields = f"file://{tmp_path}/far", [], {"reward": "float"}
+    for i, name in enumerate(names):
+        with ReplayBuffer(tmp_path / name, 1, 2, fields) as buffer:
+            buffer.store_episode(reward=[i, i])
+        publish(tmp_path / name, url)
+        readers.append(ConcatBuffer.from_root(url, cache=tmp_path / "cache"))
+        for reader in readers:
+            before = reader._folders.storages
+            found = reader.batch(timestep_level=True, return_indices=True)
+            assert {int(r): int(n) for r, n in zip(found["reward"], found["_indices"][:, 0], strict=True)} == dict(
+                enumerate(numbers[: i + 1])
+            )
+            assert reader._folders.storages[: len(before)] == before
+            assert pickle.loads(pickle.dumps(reader._folders)).numbers.tolist() == sorted(numbers[: i + 1])
+
+
+def test_weights_of_a_root_are_in_the_order_of_the_names(tmp_path):
+    url = f"file://{tmp_path}/far"
+    for i, name in enumerate(["b", "a", "c"]):
+        with ReplayBuffer(tmp_path / "near" / name, 1, 2, {"reward": "float"}) as buffer:
+            buffer.store_episode(reward=[i, i])
+        publish(tmp_path / "near" / name, url)
+    near = ConcatBuffer.from_root(tmp_path / "near", [1, 2, 1])
+    far = ConcatBuffer.from_root(url, [1, 2, 1], cache=tmp_path / "cache")
+    for seed in range(3):
+        equal(near.sample(8, timestep_level=True, seed=seed), far.sample(8, timestep_level=True, seed=seed))
 
 
 def test_after_another_boot_blocks_are_compared_with_their_digests(root, tmp_path):

@@ -18,10 +18,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, SchemaMismatchError, StaleEpisodeError, pack
+from memmap_buffer import (
+    ConcatBuffer,
+    Field,
+    ReplayBuffer,
+    SchemaError,
+    SchemaMismatchError,
+    StaleEpisodeError,
+    Window,
+    pack,
+)
 from memmap_buffer.format.records import DELETED, EXTENT, FIRST_ROW, SERIAL, SHOWN, WORDS
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import write_word
 from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.views import folders as views_folders
+from memmap_buffer.views.batch_builder import BatchBuilder
 
 LIFE, SHARD, SERIAL_STEP = 10**6, 10**4, 100
 FIELDS = {"x": Field("int", final=True), "wide": ("int", (200,)), "y": "int"}
@@ -277,6 +289,109 @@ def test_maps_live_as_long_as_a_plan_and_no_longer(root):
     reader.index(refresh=True)
     gc.collect()
     assert [map() for map in maps] == [None, None]  # so the disk gets back what was removed
+
+
+def test_what_a_batch_reads_by_address_is_held_though_another_thread_put_it_in_the_place_of_its_own(root):
+    """From Python 3.12 on two threads may each compute what is kept from then on, and one is thrown away."""
+    folders = ConcatBuffer.from_root(root)._folders
+    reader = BatchReader(folders, {"return_indices": True, **OPTIONS["timesteps"]})
+    index = reader.index()
+    gather = reader.build(index.locate(np.arange(len(index))))
+    served = [weakref.ref(table.__dict__.pop("served")) for table in folders.tables]
+    gc.collect()
+    assert all(array() is not None for array in served)
+    assert check(gather.copy()) == {0}
+
+
+def test_maps_that_two_threads_made_at_a_time_are_held_as_long_as_either_is_read(root, monkeypatch):
+    folders = ConcatBuffer(sorted(root.iterdir()))._folders
+    reader = BatchReader(folders, {"return_indices": True, **OPTIONS["timesteps"]})
+    anchors = reader.index().locate(np.arange(36))
+    one, address_of = folders.storages[1], views_folders.address_of
+    theirs, mine = one.maps, Storage.open(one.path, read_only=True).maps
+    rows, gathers, others = weakref.ref(theirs.rows["y"].base), [], [theirs]
+
+    def told(array):
+        if array is mine.rows["y"] and others:  # the first thread is about to keep what it has told
+            one.__dict__["maps"] = others.pop()
+            gathers.append(reader.build(anchors))
+            check(gathers[0].copy())
+            one.__dict__["maps"] = mine
+        return address_of(array)
+
+    monkeypatch.setattr(views_folders, "address_of", told)
+    one.__dict__["maps"] = mine
+    check(reader.build(anchors).copy())
+    del theirs
+    gc.collect()
+    assert rows() is not None
+    assert check(gathers[0].copy()) == {0}
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_a_record_that_was_looked_up_before_another_thread_read_newer_tables_is_not_taken_for_one_of_these(
+    tmp_path, monkeypatch, how
+):
+    sources = [shard(tmp_path, number, circular=True, max_episodes=3) for number in range(3)]
+    writers = [ReplayBuffer.from_folder(source) for source in sources]
+    buffer = ConcatBuffer([ReplayBuffer.from_folder(source, verify="read") for source in sources])
+    look_up, lives = Storage.look_up, iter(range(1, 3))
+
+    def meanwhile(self, *args):
+        found = look_up(self, *args)
+        life = next(lives, None) if self.path == sources[2] else None
+        if life is not None:
+            for writer, number in zip(writers, range(3), strict=True):
+                put(writer, number, life, (6, 2, 5, 3))
+            buffer.refresh()
+        return found
+
+    monkeypatch.setattr(Storage, "look_up", meanwhile)
+    for _ in range(3):
+        assert check(buffer.sample(64, return_indices=True, **OPTIONS[how])) <= {1, 2}
+    assert next(lives, None) is None
+    for writer in writers:
+        writer.close()
+
+
+def test_a_window_does_not_run_on_into_an_episode_of_the_shard_that_took_the_place_of_its_own(root, monkeypatch):
+    buffer = ConcatBuffer.from_root(root)
+    run_on, lives = BatchBuilder.run_on, iter(range(1, 3))
+
+    def meanwhile(self, steps):
+        life = next(lives, None)
+        if life is not None:
+            replaced(root, 1, (3, 6, 2), life=life)
+            buffer.refresh()
+        return run_on(self, steps)
+
+    monkeypatch.setattr(BatchBuilder, "run_on", meanwhile)
+    for _ in range(4):
+        batch = buffer.sample(64, return_indices=True, view=Window(6, boundary="continue"))
+        for (number, serial, t), x in zip(batch["_indices"].tolist(), batch["x"].numpy(), strict=True):
+            begin = int(x[0]) // LIFE * LIFE + number * SHARD
+            lengths = (3, 4, 5) if begin < LIFE else (3, 6, 2)
+            whole = [begin + i * SERIAL_STEP + step for i, length in enumerate(lengths) for step in range(length)]
+            first = whole.index(begin + serial * SERIAL_STEP + t)
+            assert x.tolist() == [*whole[first : first + 6], *[0] * 6][:6]
+    assert next(lives, None) is None
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_a_slot_whose_record_is_damaged_in_the_shard_that_took_the_place_of_another_is_drawn_again(
+    root, tmp_path_factory, how
+):
+    buffer = ConcatBuffer.from_root(root)
+    reader = BatchReader(buffer._folders, {"return_indices": True, **OPTIONS[how]})
+    index = reader.index()
+    anchors = reader.crop(index.locate(np.arange(len(index))), lambda: np.random.default_rng(0))
+    apart = shard(tmp_path_factory.mktemp("apart"), 1, life=1)
+    shutil.rmtree(root / "shard-00001")
+    pack(apart, root / "shard-00001")
+    with (root / "shard-00001" / "episodes.npy").open("r+b", buffering=0) as file:
+        write_word(file.fileno(), 2**63 + 7, file.seek(0, 2) - 8 * WORDS + 8 * FIRST_ROW)
+    buffer.refresh()
+    assert check(reader.read(anchors)) == {0, 1}
 
 
 def test_threads_that_read_while_shards_grow_and_are_replaced_see_whole_episodes(root):

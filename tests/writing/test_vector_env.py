@@ -219,6 +219,61 @@ def test_an_episode_that_a_full_disk_kept_back_is_published_by_the_next_call(tmp
     assert count > 10
 
 
+def copied(steps):
+    return {key: copied(value) if isinstance(value, dict) else value.copy() for key, value in steps.items()}
+
+
+def refill(given, steps):
+    """Give other steps in the same arrays, as an environment does that has one array for all of them."""
+    for key, value in steps.items():
+        refill(given[key], value) if isinstance(value, dict) else np.copyto(given[key], value)
+
+
+@pytest.mark.parametrize(
+    ("call", "how"), [("add", "ram"), ("extend", "disk"), ("add", "step"), ("extend", "step"), ("with errors", "step")]
+)
+def test_a_call_that_a_full_disk_interrupted_may_be_repeated_and_stores_each_step_once(tmp_path, how, call):
+    """Also where some environments have the step, and where several steps are stored of those that are given."""
+    steps, failed = steps_of([[0, 0], [1, 0], [0, 2], [0, 0]]), 0
+    parts = [slice(0, 1), slice(1, 4)] if call == "extend" else [slice(i, i + 1) for i in range(4)]
+    for at_operation in range(1, 200, 3):
+        with make(tmp_path / f"{at_operation}", durability="power", **HOW[how] | {"spare_slots": 4}) as buffer:
+            with system(at_operation, error=errno.ENOSPC, only=("pwrite",)) as seen:
+                for part in parts:
+                    given = at(steps, part)
+                    if call == "with errors":
+                        given["priority"] = np.ones(given["reward"].shape)
+                    for _ in range(3):
+                        try:
+                            buffer.extend(**given) if call == "extend" else buffer.add(**at(given, 0))
+                            break
+                        except OSError as error:
+                            assert error.errno == errno.ENOSPC
+                            failed += 1
+            buffer.end_episodes()
+            assert sorted(found(buffer)) == sorted(slow([steps], end=True))
+        if seen.count < at_operation:
+            break
+    assert failed > 5
+
+
+def test_the_step_after_one_that_a_full_disk_interrupted_is_another_also_in_the_same_arrays(tmp_path):
+    steps, partial = steps_of([[0, 0], [0, 0], [0, 0]]), 0
+    for at_operation in range(1, 40):
+        with make(tmp_path / f"{at_operation}", publish="step", spare_slots=4, durability="power") as buffer:
+            given = copied(at(steps, 0))
+            with system(at_operation, error=errno.ENOSPC, only=("pwrite",)):
+                try:
+                    buffer.add(**given)
+                except OSError:
+                    stored = buffer.num_steps
+                    partial += stored == 1
+                    refill(given, at(steps, 1))
+                    buffer.add(**given)
+                    assert buffer.num_steps == stored + 2
+    assert partial
+
+
 def test_an_interruption_leaves_no_environment_a_step_ahead(tmp_path, monkeypatch):
     from memmap_buffer.writing.episode import Episode
 
