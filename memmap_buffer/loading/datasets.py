@@ -148,7 +148,8 @@ class EpisodeLoader(DataLoader[Any]):
         batches = self._made() if self._processes is None else self._arriving(self._processes)
         if self.prefetch:
             ahead = Prefetched(batches, self.prefetch, Move(self.device))
-            self._ahead = weakref.ref(ahead)
+            # Lightning may record what is assigned to a loader, and pickles that with it; a weakref does not.
+            self.__dict__["_ahead"] = weakref.ref(ahead)
             return epoch.delivering(ahead)
         batches = epoch.delivering(batches)
         return batches if self.device is None else map(partial(to_device, device=self.device), batches)

@@ -6,7 +6,9 @@ from typing import Any
 
 import lightning
 import pytest
+from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 from trainer_ranks import QUIET, Model
 
 from memmap_buffer import ReplayBuffer, SchemaError
@@ -125,6 +127,15 @@ def test_parts_that_are_left_out_have_no_loader(folder: Path, tmp_path: Path) ->
         trainer(tmp_path).validate(Seeing(), pickle.loads(pickle.dumps(module(folder, split={"train": 1.0}))))
     with pytest.raises(SchemaError, match="'training', expected some of train, val, test, predict"):
         module(folder, split={"training": 1})
+
+
+def test_a_loader_pickles_in_the_middle_of_an_epoch_though_lightning_records_what_it_is_assigned(folder: Path) -> None:
+    """As within `Trainer.fit`, and, since Lightning does not take it back then, after one that failed."""
+    with _replace_dunder_methods(DataLoader):
+        loader = ReplayBuffer.from_folder(folder, read_only=True).dataloader(4, timestep_level=True, prefetch=2)
+        batches = iter(loader)
+        first = next(batches)["number"].tolist()
+        assert next(iter(pickle.loads(pickle.dumps(loader))))["number"].tolist() == first
 
 
 def test_it_pickles_as_the_name_of_the_folder(folder: Path) -> None:
