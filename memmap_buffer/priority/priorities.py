@@ -347,8 +347,8 @@ class Priorities:
             powers = raw**file.alpha
             file.tree.put(leaves, powers if file.epsilon > 0 else with_zeros(powers))
             file.raise_maximum(highest)
-        if self.changes.maxlen:
-            self._changed(*self._steps(leaves))
+            if self.changes.maxlen:  # before the end: of what is interrupted later nobody would be told
+                self._changed(*self._steps(leaves))
 
     def row(self) -> Row | None:
         """For `Places`: where the pairs, the known serials and their slots lie, each as a number of eight bytes; the
@@ -618,8 +618,6 @@ class SeveralPriorities:
         trees.put(index, leaves, powers if file.epsilon > 0 else with_zeros(powers))
         for i in np.unique(of[raw > maxima.take(of)]).tolist():
             mine[i]._file.raise_maximum(float(raw[of == i].max()))
-        for one in mine.values():
-            one._file.end()
         if any(one.changes.maxlen for one in mine.values()):
             order = np.argsort(of, kind="stable")
             slots, t = np.divmod(leaves, self._places.rows[:, -1].take(of))
@@ -628,6 +626,8 @@ class SeveralPriorities:
                 if one.changes.maxlen:
                     part = slice(ends[i - 1] if i else 0, ends[i])
                     one._changed(slots[part], t[part])
+        for one in mine.values():
+            one._file.end()
 
 
 def _no_step(serials: IntArray, t: IntArray, stop: IntArray, outside: Any) -> SchemaError:

@@ -37,6 +37,7 @@ from memmap_buffer.priority import anchor_priorities, sum_tree
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
 from memmap_buffer.priority.priorities import Priorities, in_turn, locked
 from memmap_buffer.priority.sum_tree import SumTrees
+from memmap_buffer.priority.tree_file import TreeFile
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 EPSILON = 1e-6
@@ -961,6 +962,25 @@ def test_an_interrupted_update_of_several_folders_leaves_trees_of_their_leaves(t
     np.testing.assert_allclose(both.priorities(steps), [8, 9, 10], rtol=1e-6)
     np.testing.assert_allclose(counts / counts.sum(), np.array([8, 9, 10]) / 27, atol=0.06)
     both.flush()
+
+
+def test_an_interruption_between_the_ends_of_an_update_leaves_no_item_behind(tmp_path, monkeypatch):
+    how, end, options = Prioritized(alpha=1.0), TreeFile.end, {"view": Window(3, boundary="drop")}
+    both = ConcatBuffer([make(tmp_path / name, (5, 4)) for name in "abc"])
+    both.sample(1, prioritized=how, **options)
+
+    def interrupted(self):
+        end(self)
+        raise KeyboardInterrupt("after the first of them")
+
+    monkeypatch.setattr(TreeFile, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="after the first of them"):
+        both.update_priorities([[number, 0, 1] for number in range(3)], [8.0, 9.0, 10.0])
+    monkeypatch.setattr(TreeFile, "end", end)
+    batch = both.sample(256, prioritized=how, seed=0, **options)
+    mass = {(number, 0, 1): 8.0 + number for number in range(3)}
+    expected = np.array([mass.get(item, 1.0) for item in drawn(batch)]) / (3 * 5 - 3 + 27)
+    np.testing.assert_allclose(batch["_probabilities"], expected, rtol=1e-5)
 
 
 def test_threads_draw_from_the_same_folders_in_another_order_beside_updates(tmp_path):

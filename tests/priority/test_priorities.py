@@ -781,7 +781,7 @@ def check_after_kill(folder, reached):
         pytest.param(SumTree, "put", False, id="after the generation became odd"),
         pytest.param(SumTree, "refresh", True, id="between leaves and sums"),
         pytest.param(TreeFile, "raise_maximum", True, id="before the maximum"),
-        pytest.param(Priorities, "_changed", True, id="after the generation became even"),
+        pytest.param(Priorities, "_changed", True, id="before the generation became even"),
     ],
 )
 def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatch, place, call, stored):
@@ -848,7 +848,7 @@ def half_stored(trees, of, leaves, priorities):
         pytest.param(SumTrees, "_eight", 2, "abcd", id="between two levels of sums"),
         pytest.param(TreeFile, "raise_maximum", 2, "abcd", id="before the second maximum"),
         pytest.param(TreeFile, "end", 3, "abcd", id="before the third generation became even"),
-        pytest.param(Priorities, "_changed", 2, "abcd", id="after the generations became even"),
+        pytest.param(TreeFile, "end", 4, "abcd", id="before the last generation became even"),
     ],
 )
 def test_a_kill_between_two_stores_to_several_trees_is_seen_and_mended_in_each(
