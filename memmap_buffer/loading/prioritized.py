@@ -6,7 +6,6 @@ drawn are at most as old as the batches that wait for it (`prefetch_factor` time
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -36,7 +35,7 @@ from memmap_buffer.priority.anchor_priorities import (
     StepPriorities,
 )
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Priorities, SeveralPriorities
+from memmap_buffer.priority.priorities import Priorities, SeveralPriorities, locked
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
@@ -202,7 +201,7 @@ class PrioritizedDraws:
         self._followed: tuple[Index, IntArray, list[tuple[Storage, Runs, bool]]] | None = None
         # The priorities of each folder, and that by which they were followed: without a change they need no look each.
         self._current: tuple[tuple[Index, tuple[EpisodeTable, ...], list[int]] | None, list[AnyPriorities]] = None, []
-        self._lock = threading.Lock()
+        self._turn = Turn()
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
         """The anchors of one batch.
@@ -215,7 +214,7 @@ class PrioritizedDraws:
         Raises:
             NotEnoughDataError: there is nothing to draw.
         """
-        with self._lock:
+        with self._turn.lock:
             if self._priorities is not None:  # others of the name may have changed them
                 self._priorities.use(self.how)
             numbers, each_folder = self._follow()
@@ -328,9 +327,11 @@ class PrioritizedDraws:
     ) -> tuple[IntArray | None, Drawn, FloatArray]:
         """(the place of each item's folder or None, the anchors, the probability of a priority of 1 in each folder)."""
         if self.reader.folders.single:
-            total = self._require_some(each_folder[0].total)
-            values = spread(batch_size, total, rng, stratified=self.how.stratified)
-            return None, each_folder[0].find(values), np.array([1 / total])
+            (only,) = each_folder
+            with locked([] if only.steps is None else [only.steps]):  # others update them
+                total = self._require_some(only.total)
+                values = spread(batch_size, total, rng, stratified=self.how.stratified)
+                return None, only.find(values), np.array([1 / total])
         with self._several.over(each_folder) as several:
             places, values, shares = self._choose(several.totals(), batch_size, rng, alone)
             return places, several.find(places, values), shares
@@ -377,8 +378,9 @@ class PrioritizedDraws:
         if self.how.normalize == "batch":
             lowest = float(np.minimum.reduce(probability))
         else:
-            each = [one.minimum() * share for one, share in zip(each_folder, shares, strict=True) if one.total > 0]
-            lowest = min(each)
+            each = [one.minimum() * share for one, share in zip(each_folder, shares, strict=True)]
+            some = [least for least in each if least > 0]
+            lowest = min(some, default=float(np.minimum.reduce(probability)))  # others may have set all to 0 since
         return np.asarray((probability / lowest) ** -beta)
 
 

@@ -21,7 +21,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, memory
 from memmap_buffer.format.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Places, Priorities, in_turn, locked
+from memmap_buffer.priority.priorities import Places, Priorities, Row, in_turn, locked
 from memmap_buffer.priority.sum_tree import WIDTH, SumTree, SumTrees, with_zeros
 from memmap_buffer.priority.tree_file import require_memory, steps_in
 from memmap_buffer.views.anchors import Runs
@@ -35,9 +35,6 @@ EVERY_STEP: IntArray = np.array([0, (1 << 32) - 1 << 32], np.uint64).view(np.int
 Drawn: TypeAlias = tuple[IntArray, IntArray, IntArray, FloatArray]  # (B,) slots, serials, t, priorities
 
 
-# Of one folder: the leaves of a slot, how many of them lie before step 0, the number of slots; where the serials lie,
-# how far from slot to slot, and what is added to them; where the pairs lie (see `Priorities.pair_words`), and how far.
-Row: TypeAlias = tuple[int, int, int, int, int, int, int, int]
 Cut: TypeAlias = Callable[[EpisodeTable, IntArray], Runs]  # the runs of anchors of some visible slots
 
 
@@ -239,17 +236,14 @@ class StepPriorities:
     def stamp(self) -> int:
         return self.steps.stamp
 
-    @property
-    def tree(self) -> SumTree:
-        return self.steps.tree
-
     def row(self) -> Row | None:
-        """See `SeveralAnchors`."""
+        """For `SeveralAnchors`: the leaves of a slot, how many lie before step 0, the number of slots; where the
+        serials lie, how far from slot to slot, and what is added to them; where the pairs lie, and how far."""
         if not self.steps.plain:
             return None
         words = self.steps.pair_words
         at = address_of(words) >> 3
-        return self.steps.storage.layout.max_timesteps, 0, len(words) // 2, at, 2, 1, at, 2
+        return self.steps.tree, (self.steps.storage.layout.max_timesteps, 0, len(words) // 2, at, 2, 1, at, 2), (words,)
 
     @property
     def settled(self) -> bool:
@@ -288,6 +282,7 @@ class AnchorPriorities:
 
     Attributes:
         steps: `priorities`.
+        like_steps: whether the leaf of an anchor is that of its step.
     """
 
     def __init__(
@@ -307,8 +302,7 @@ class AnchorPriorities:
         by_content = how.weight_field is not None
         self._anchors = SlotAnchors(storage, view.stride, cut, by_steps=by_steps, by_content=by_content)
         layout = storage.layout
-        # Whether the leaf of an anchor is that of its step.
-        self._like_steps = (
+        self.like_steps = (
             priorities is not None
             and not (view.per_episode or self._before)
             and (self._reduce, how.variant) == ("first", "proportional")
@@ -331,22 +325,18 @@ class AnchorPriorities:
     def stamp(self) -> int:
         return self._anchors.num_cleared
 
-    @property
-    def tree(self) -> SumTree:
-        return self._tree
-
     def row(self) -> Row | None:
-        """See `SeveralAnchors`."""
+        """As that of `StepPriorities`; the pairs are one that shows any step."""
         layout, serials = self._storage.layout, self._anchors.serial
         if layout.rows is not None or self._tree.leaves < WIDTH or self._tree.minima:
             return None
         at = address_of(serials) >> 3, 1, 0, address_of(EVERY_STEP) >> 3, 0
-        return layout.max_timesteps + self._before, self._before, len(serials), *at
+        return self._tree, (layout.max_timesteps + self._before, self._before, len(serials), *at), (serials,)
 
     @property
     def settled(self) -> bool:
         """Whether `follow`, but for what is left for later, has nothing to do unless the folder changes."""
-        if self.unfinished or self._how.variant == "rank" or (self.behind and not self._like_steps):
+        if self.unfinished or self._how.variant == "rank" or (self.behind and not self.like_steps):
             return False
         return self.steps is None or self.steps.settled
 
@@ -390,7 +380,7 @@ class AnchorPriorities:
         changed = self._anchors.follow(runs)
         if changed is not None:
             self._enter(*changed)
-        if self.behind and not (later and self._like_steps):
+        if self.behind and not (later and self.like_steps):
             self.catch_up()
         if self._how.variant == "rank":
             self._sort()
@@ -570,7 +560,12 @@ class SeveralAnchors:
             self._each, self._stored = each, in_turn(one.steps for one in each if one.steps is not None)
         with locked(self._stored):
             self._places.follow(each)
-            behind = {i: one for i, one in enumerate(each) if isinstance(one, AnchorPriorities) and one.behind}
+            # What another thread stored since `follow`, of the priorities of others, is for their next one.
+            behind = {
+                i: one
+                for i, one in enumerate(each)
+                if isinstance(one, AnchorPriorities) and one.like_steps and one.behind
+            }
             if behind:
                 self._catch_up(behind)
             self._trees = None if (self._places.index < 0).any() else self._places.trees

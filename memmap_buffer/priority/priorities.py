@@ -10,19 +10,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from memmap_buffer.dtypes import FloatArray, all_of, any_of
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import address_of, bytes_at, memory, process_id
+from memmap_buffer.format.syscalls import address_of, after_fork, bytes_at, memory, process_id
 from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, WIDTH, SumTree, SumTrees, with_zeros
@@ -32,10 +32,14 @@ REMEMBERED = 4096  # changes that a tree of anchors may be behind
 
 # Within a process all objects share one tree of a name: a second lock on its file would wait for the first for ever.
 _open: weakref.WeakValueDictionary[tuple[tuple[int, int], str, int], Priorities] = weakref.WeakValueDictionary()
+_every: weakref.WeakSet[Priorities] = weakref.WeakSet()
 _opening = Turn()  # of all of them: two threads that draw for the first time share a tree
 _numbers = count()
 _NUMBER, _LOCK, _RELEASE = attrgetter("number"), attrgetter("lock"), methodcaller("release")
 _SCALE = attrgetter("_file.alpha", "_file.epsilon")
+
+# Of one folder: the tree; numbers, some of which say where arrays lie; these arrays, which are to be held meanwhile.
+Row: TypeAlias = tuple[SumTree, tuple[int, ...], tuple[IntArray, ...]]
 
 
 class Priorities:
@@ -53,6 +57,7 @@ class Priorities:
         self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=0)
         self.num_changes = self.stamp = 0
         self.number = next(_numbers)
+        _every.add(self)
         self._users = 0
         self._episodes = VisibleEpisodes()
         self._unfinished = True  # whether some slots may still have leaves as they were before
@@ -120,6 +125,7 @@ class Priorities:
                 file.take_epsilon(epsilon)
             if alpha is not None and alpha != file.alpha:
                 self.checkpoint()
+                self.stamp += 1
                 file.rescale(alpha)
                 self._all_changed()
                 self.follow()
@@ -179,13 +185,20 @@ class Priorities:
         return self.storage.first_row(slots, False) + t
 
     def find(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-        """(slots, serials, t, priorities) of the steps (B,) at values of the cumulative sum; made anew if damaged."""
+        """(slots, serials, t, priorities) of the steps (B,) at values of the cumulative sum; made anew if damaged.
+
+        Raises:
+            NotEnoughDataError: every priority is 0.
+        """
         with self.lock:
             found = self._at(values)
             if found is None:
                 self._load("its sums are damaged")
                 self.follow()
-                found = self._at(values * 0 if not self.tree.total else np.minimum(values, self.tree.total))
+                if not self.tree.total:
+                    text = f"{self.storage.path}: nothing to draw: every item has priority 0"
+                    raise NotEnoughDataError(text, episodes=0)
+                found = self._at(np.minimum(values, self.tree.total))
             assert found is not None
             return found
 
@@ -229,12 +242,12 @@ class Priorities:
         """
         if self._unfinished or not self._file.whole or not self._episodes.is_current(self.storage):
             with self.lock:
+                self.stamp += 1  # before anything is another, as it may be interrupted
                 if not self._file.whole:
                     self._load()
                 every, self._unfinished = self._unfinished, True
                 slots = self._episodes.follow(self.storage)
                 self._enter(np.arange(len(self._file.pairs)) if every or slots is None else slots)
-                self.stamp += 1
                 self._unfinished = False
 
     def update(self, serials: IntArray, t: IntArray, td_errors: FloatArray) -> int:
@@ -307,8 +320,8 @@ class Priorities:
         with self.lock:
             self.follow()
             if not self.tree.minima:
-                self._file.keep_minima()
                 self.stamp += 1
+                self._file.keep_minima()
 
     def checkpoint(self) -> None:
         """Wait until the priorities are on the disk. Raises OSError."""
@@ -334,18 +347,19 @@ class Priorities:
             powers = raw**file.alpha
             file.tree.put(leaves, powers if file.epsilon > 0 else with_zeros(powers))
             file.raise_maximum(highest)
-        if self.changes.maxlen:
-            self._changed(*self._steps(leaves))
+            if self.changes.maxlen:  # before the end: of what is interrupted later nobody would be told
+                self._changed(*self._steps(leaves))
 
-    def row(self) -> tuple[int, ...] | None:
+    def row(self) -> Row | None:
         """For `Places`: where the pairs, the known serials and their slots lie, each as a number of eight bytes; the
         first of these serials, how many there are; the leaves of a slot."""
         episodes = self._episodes
         if not self.plain or episodes.head == episodes.tail:
             return None
         known, slots = episodes.order[:, episodes.head : episodes.tail]
-        at = (address_of(array) >> 3 for array in (self._file.pair_words, known, slots))
-        return *at, known.item(0), len(known), self.storage.layout.max_timesteps
+        arrays = self._file.pair_words, known, slots
+        at = (address_of(array) >> 3 for array in arrays)
+        return self.tree, (*at, known.item(0), len(known), self.storage.layout.max_timesteps), arrays
 
     def _enter(self, slots: IntArray) -> None:
         """Give leaves to the steps that slots show, and to no others of theirs."""
@@ -418,6 +432,7 @@ class Priorities:
             file.put_pairs(slots)
 
     def _load(self, distrust: str = "") -> None:
+        self.stamp += 1
         self._file.load(distrust)
         self._all_changed()
 
@@ -429,6 +444,15 @@ class Priorities:
     def _changed(self, slots: IntArray, t: IntArray | None) -> None:
         self.changes.append((slots, t))
         self.num_changes += 1
+
+
+def _after_fork() -> None:
+    """Another thread may have been drawing, or updating."""
+    for one in list(_every):
+        one.lock = threading.RLock()
+
+
+after_fork(_after_fork)
 
 
 def in_turn(each: Iterable[Priorities]) -> list[Priorities]:
@@ -451,51 +475,65 @@ def locked(each: Sequence[Priorities]) -> Iterator[None]:
         yield
     finally:
         # One call, in which no signal is heard, so that an interruption leaves none of them locked. It raises where the
-        # last one was not taken before one.
-        with suppress(RuntimeError):
+        # last one was not taken before one. Within `suppress` a signal is heard.
+        try:  # noqa: SIM105
             deque(release, 0)
+        except RuntimeError:
+            pass
 
 
 class Places:
     """Where the arrays of several folders lie, so that one call reads from all.
 
-    Each folder's has a `tree`; a `row` of numbers, None where it is not plain; and a `stamp`, another one where these
-    may be others. Whoever reads holds the lock of what is read.
+    Each folder's has a `row`, None where it is not plain; and a `stamp`, another one where that may be another. Whoever
+    reads holds the lock of what is read. The arrays are held, so that no address ever leads to what they are not.
 
     Attributes:
-        rows: (F, N) the rows of the folders.
+        rows: (F, N) the numbers of the folders' rows.
         index: (F,) which of `trees` is that of each folder; -1 where it has no row.
         trees: None where no folder has a row.
     """
 
     def __init__(self) -> None:
         self._seen: tuple[Sequence[Any], list[int]] = (), []  # the folders' and their stamps
-        self._rows: list[tuple[int, ...] | None] = []
+        self._rows: list[Row | None] = []
         self.rows: IntArray = np.zeros((0, 0), np.int64)
         self.index: IntArray = np.zeros(0, np.int64)
         self.trees: SumTrees | None = None
 
-    def follow(self, each: Sequence[Any]) -> None:
-        """Look at those again that changed; None stands for one that is not there."""
-        stamps = [0 if one is None else one.stamp for one in each]
-        if stamps == self._seen[1] and (each is self._seen[0] or each == self._seen[0]):
+    def follow(self, each: Sequence[Any], held: Iterable[int] | None = None) -> None:
+        """Look at those again that changed.
+
+        Args:
+            each: of the folders; None for one that is not there.
+            held: which of them may be looked at, as this thread holds their locks; None for all.
+        """
+        looked = range(len(each)) if held is None else list(held)
+        stamps = [0 if (one := each[i]) is None else one.stamp for i in looked]
+        before, seen = self._seen
+        same = each is before or each == before
+        if same and stamps == (seen if held is None else [seen[i] for i in looked]):
             return
-        before, old = self._seen
         self._seen = (), []  # until all is done
         if len(before) != len(each):
-            before, old, self._rows = [None] * len(each), [0] * len(each), [None] * len(each)
+            before, seen, self._rows = [None] * len(each), [0] * len(each), [None] * len(each)
         for i, one in enumerate(each):
-            if one is not before[i] or stamps[i] != old[i]:
-                self._rows[i] = None if one is None else one.row()
+            if one is not before[i]:
+                self._rows[i], seen[i] = None, -1
+        for i, stamp in zip(looked, stamps, strict=True):
+            if stamp != seen[i]:
+                one = each[i]
+                self._rows[i], seen[i] = None if one is None else one.row(), stamp
         plain = [i for i, row in enumerate(self._rows) if row is not None]
-        trees = tuple(each[i].tree for i in plain)
+        rows = [row for row in self._rows if row is not None]
+        trees = tuple(tree for tree, *_ in rows)
         if self.trees is None or self.trees.trees != trees:
             self.trees = SumTrees(trees) if trees else None
-        width = len(next((row for row in self._rows if row is not None), ()))
-        self.rows = np.array([row or (0,) * width for row in self._rows], np.int64)
+        width = len(rows[0][1]) if rows else 0
+        self.rows = np.array([(0,) * width if row is None else row[1] for row in self._rows], np.int64)
         self.index = np.full(len(each), -1)
         self.index[plain] = np.arange(len(plain))
-        self._seen = each, stamps
+        self._seen = each, seen
 
 
 class SeveralPriorities:
@@ -529,7 +567,7 @@ class SeveralPriorities:
         with self._turn.lock, locked(in_turn(mine.values())):
             for one in mine.values():
                 one.follow()
-            self._places.follow(each)
+            self._places.follow(each, mine)
             index, alike = self._places.index.take(of), set(map(_SCALE, mine.values()))
             if not all_of(index >= 0) or len(alike) > 1:
                 return None
@@ -580,8 +618,6 @@ class SeveralPriorities:
         trees.put(index, leaves, powers if file.epsilon > 0 else with_zeros(powers))
         for i in np.unique(of[raw > maxima.take(of)]).tolist():
             mine[i]._file.raise_maximum(float(raw[of == i].max()))
-        for one in mine.values():
-            one._file.end()
         if any(one.changes.maxlen for one in mine.values()):
             order = np.argsort(of, kind="stable")
             slots, t = np.divmod(leaves, self._places.rows[:, -1].take(of))
@@ -590,6 +626,8 @@ class SeveralPriorities:
                 if one.changes.maxlen:
                     part = slice(ends[i - 1] if i else 0, ends[i])
                     one._changed(slots[part], t[part])
+        for one in mine.values():
+            one._file.end()
 
 
 def _no_step(serials: IntArray, t: IntArray, stop: IntArray, outside: Any) -> SchemaError:

@@ -191,14 +191,17 @@ class TreeFile:
         """Begin to store to the tree; it is made anew of its leaves unless `end` follows. See `storing`."""
         if self._closed:
             raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
+        self._require_process()
+        self.whole = False
+        self._put(GENERATION, self._head.item(GENERATION) | 1)
+
+    def _require_process(self) -> None:
         if process_id() != self._pid:
             raise WriterLostError(
                 f"{self.storage.path}: a forked child does not own the priorities {self.name!r}; draw and update in "
                 "the parent, or open the buffer anew in the child under another name",
                 reason="forked",
             )
-        self.whole = False
-        self._put(GENERATION, self._head.item(GENERATION) | 1)
 
     def end(self) -> None:
         """End what `begin` began."""
@@ -239,7 +242,6 @@ class TreeFile:
 
     def keep_minima(self) -> None:
         """From now on `tree.minimum` is kept; the first time this looks at every step."""
-        self.tree.minima = True
         if self._nodes is not None:
             self._nodes.watch_minima()
         slots = np.flatnonzero(self.pairs[:, 1])
@@ -247,6 +249,7 @@ class TreeFile:
         for leaves in self.blocks(*steps):
             self.prepare(leaves)
         with self.storing:
+            self.tree.minima = True
             for leaves in self.blocks(*steps):
                 self.tree.refresh(leaves)
             self._put(MINIMA, 1)
@@ -293,7 +296,11 @@ class TreeFile:
         Raises:
             CorruptBufferError: something in `priority/` is a link or no plain file.
             OSError: the disk is full.
+            WriterLostError: in a forked child, which would make its parent's file anew.
         """
+        if self._locks:
+            self._require_process()
+        self.whole = False
         why = self._read_head() or distrust
         if not why and self._locks:
             self._map()

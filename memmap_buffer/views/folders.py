@@ -384,9 +384,9 @@ class Folders:
 
     def places(self, numbers: IntArray) -> tuple[tuple[Storage, ...], IntArray] | None:
         """The folders, and which of them has each number; None where there is none of a number."""
-        storages, places = self._places
         if int(numbers.min(initial=0)) < 0 or not self._has(numbers):
             return None
+        storages, places = self._places  # at least those that were looked at, as another thread may have found more
         return storages, numbers if places is None else places.take(numbers)
 
     def numbered(self, number: int) -> Storage | None:

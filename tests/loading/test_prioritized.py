@@ -37,6 +37,7 @@ from memmap_buffer.priority import anchor_priorities, sum_tree
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
 from memmap_buffer.priority.priorities import Priorities, in_turn, locked
 from memmap_buffer.priority.sum_tree import SumTrees
+from memmap_buffer.priority.tree_file import TreeFile
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 EPSILON = 1e-6
@@ -796,6 +797,137 @@ def test_draws_and_updates_of_several_folders_are_those_of_arrays(tmp_path, opti
             np.testing.assert_allclose(both.priorities(steps), expected, rtol=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({"view": Window(3)}, Prioritized(alpha=0.7, reduce="max")),
+        ({"view": Window(3, pad_before=2)}, Prioritized(alpha=0.7)),
+        ({"view": Window(3)}, Prioritized(alpha=0.7)),
+        ({"view": Window(3, boundary="drop")}, Prioritized(alpha=0.7, reduce="mean")),
+        ({}, Prioritized(alpha=0.7)),
+    ],
+    ids=["max", "before", "first", "mean", "episodes"],
+)
+def test_what_a_thread_stores_between_the_look_at_folders_and_the_draw_is_that_of_steps(
+    tmp_path, monkeypatch, options, how
+):
+    parts, slows = [make(tmp_path / name, (5, 4, 6)) for name in "ab"], [Slow(how), Slow(how)]
+    both, follow, stored = ConcatBuffer(parts), prioritized.PrioritizedDraws._follow, []
+    for part, slow in zip(parts, slows, strict=True):
+        slow.follow(part)
+
+    def followed(self):
+        found = follow(self)
+        if not stored:
+            stored.append(both.update_priorities([[0, 0, 2], [1, 1, 1], [1, 2, 0]], [50, 60, 0.1]))
+        return found
+
+    both.sample(1, prioritized=how, **options)
+    monkeypatch.setattr(prioritized.PrioritizedDraws, "_follow", followed)
+    both.sample(1, prioritized=how, **options)
+    assert stored == [0]
+    slows[0].update([(0, 2)], [50])
+    slows[1].update([(1, 1), (2, 0)], [60, 0.1])
+    length = 3 if options else 0
+    expected = {}
+    for number, (part, slow) in enumerate(zip(parts, slows, strict=True)):
+        anchors = anchors_of(part, options)
+        items = [(number, *(item if length else (item,))) for item in anchors]
+        expected |= dict(zip(items, slow.priorities_of(anchors, length), strict=True))
+    total = math.fsum(expected.values())
+    for seed in range(4):
+        batch = both.sample(64, prioritized=how, seed=seed, **options)
+        mass = [expected[item] / total for item in map(tuple, batch["_indices" if length else "_index"].tolist())]
+        np.testing.assert_allclose(batch["_probabilities"], mass, rtol=1e-12)
+
+
+ODD = {"empty": (), "none": (4, 5), "one": (1,), "many": (9, 8, 9, 7), "few": (5, 3), "tiny": (3,)}
+
+
+@pytest.mark.parametrize("normalize", [None, "batch", "buffer"])
+@pytest.mark.parametrize("tiny", [False, True], ids=["eight leaves", "six leaves"])
+@pytest.mark.parametrize("options", [STEP, {"view": Window(3, boundary="drop")}], ids=["steps", "windows"])
+@pytest.mark.parametrize("stratified", [False, True])
+def test_folders_of_any_size_without_episodes_and_without_priorities_are_drawn_from_as_one_array(
+    tmp_path, options, tiny, normalize, stratified
+):
+    """Against flat probabilities and the weights of the definition; folders that have nothing are never drawn from."""
+    how = Prioritized(alpha=0.6, beta=0.7, epsilon=0, normalize=normalize, stratified=stratified)
+    names = [name for name in ODD if tiny or name != "tiny"]
+    sizes = {"tiny": {"max_episodes": 1, "max_timesteps": 3}, "many": {"max_episodes": 60, "max_timesteps": 90}}
+    parts = [make(tmp_path / name, ODD[name], **sizes.get(name, {})) for name in names]
+    both, rng, expected, told, errors = ConcatBuffer(parts), np.random.default_rng(0), {}, [], []
+    with pytest.raises(NotEnoughDataError, match="folder 0 has nothing to give its share"):
+        ConcatBuffer(parts, [1] * len(parts)).sample(4, prioritized=how, **options)
+    assert [one._storage.layout.slots * one.max_timesteps < 8 for one in parts] == [n == "tiny" for n in names]
+    both.sample(1, prioritized=how, **options)
+    for number, (name, part) in enumerate(zip(names, parts, strict=True)):
+        if len(part):
+            anchors = anchors_of(part, STEP)
+            given = rng.choice([0.1, 1, 30], len(anchors)) * (name != "none") * (rng.random(len(anchors)) < 0.8)
+            given[0] = 2 * (name != "none")
+            errors += given.tolist()
+            told += [(number, *anchor) for anchor in anchors]
+            raw = dict(zip(anchors, given.tolist(), strict=True))
+            try:
+                served = anchors_of(part, options)
+            except NotEnoughDataError:
+                served = []
+            expected |= {(number, *anchor): raw[anchor] ** 0.6 for anchor in served}
+    assert both.update_priorities(told, errors) == 0
+    total, counts = math.fsum(expected.values()), {}
+    positive = {item: mass / total for item, mass in expected.items() if mass}
+    for seed in range(60):
+        batch = both.sample(64, prioritized=how, seed=seed, **options)
+        items = drawn(batch)
+        probabilities = np.array([positive[item] for item in items])
+        np.testing.assert_allclose(batch["_probabilities"], probabilities, rtol=1e-12)
+        lowest = min(positive.values()) if normalize == "buffer" else probabilities.min()
+        wanted = (probabilities * len(expected)) ** -0.7 if normalize is None else (probabilities / lowest) ** -0.7
+        np.testing.assert_allclose(batch["_weights"], wanted, rtol=1e-6)
+        for item in items:
+            counts[item] = counts.get(item, 0) + 1
+    assert improbable(counts, {item: p * 64 * 60 for item, p in positive.items()}) < 5
+    both.update_priorities(told, np.zeros(len(told)))
+    with pytest.raises(NotEnoughDataError, match="nothing to draw: every item has priority 0"):
+        both.sample(4, prioritized=how, **options)
+
+
+def test_only_folders_whose_locks_are_held_are_looked_at(tmp_path, monkeypatch, together):
+    both, row = ConcatBuffer([make(tmp_path / name, (5,)) for name in "abc"]), Priorities.row
+
+    def looked_at(self):
+        assert self.lock._is_owned()
+        return row(self)
+
+    both.sample(1, prioritized=True, **STEP)
+    monkeypatch.setattr(Priorities, "row", looked_at)
+    assert both.update_priorities([[0, 0, 1]], [3]) == both.update_priorities([[2, 0, 1], [0, 0, 2]], [3, 4]) == 0
+    np.testing.assert_allclose(both.priorities([[0, 0, 1], [2, 0, 1], [1, 0, 0]]), [3**0.6, 3**0.6, 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_priorities_that_all_become_zero_in_the_middle_of_a_draw_do_so_after_it(tmp_path, monkeypatch, several):
+    buffer, how = make(tmp_path / "a", (2,)), Prioritized(epsilon=0)
+    if several:
+        buffer = ConcatBuffer([buffer, make(tmp_path / "b")])
+    buffer.sample(1, prioritized=how, **STEP)
+    indices = [[*[0] * several, 0, t] for t in range(2)]
+    thread = threading.Thread(target=buffer.update_priorities, args=[indices, [0, 0]])
+
+    def spread(*arguments, **options):
+        thread.start()
+        thread.join(0.3)  # it waits for the draw
+        return sum_tree.spread(*arguments, **options)
+
+    monkeypatch.setattr(prioritized, "spread", spread)
+    assert len(buffer.sample(8, prioritized=how, **STEP)["t"]) == 8
+    thread.join()
+    monkeypatch.undo()
+    with pytest.raises(NotEnoughDataError, match="every item has priority 0"):
+        buffer.sample(8, prioritized=how, **STEP)
+
+
 def test_an_update_of_several_folders_that_is_wrong_changes_none(tmp_path, together):
     both = ConcatBuffer([make(tmp_path / "a", (5,)), make(tmp_path / "b", (7,))])
     both.sample(1, prioritized=True, **STEP)
@@ -830,6 +962,25 @@ def test_an_interrupted_update_of_several_folders_leaves_trees_of_their_leaves(t
     np.testing.assert_allclose(both.priorities(steps), [8, 9, 10], rtol=1e-6)
     np.testing.assert_allclose(counts / counts.sum(), np.array([8, 9, 10]) / 27, atol=0.06)
     both.flush()
+
+
+def test_an_interruption_between_the_ends_of_an_update_leaves_no_item_behind(tmp_path, monkeypatch):
+    how, end, options = Prioritized(alpha=1.0), TreeFile.end, {"view": Window(3, boundary="drop")}
+    both = ConcatBuffer([make(tmp_path / name, (5, 4)) for name in "abc"])
+    both.sample(1, prioritized=how, **options)
+
+    def interrupted(self):
+        end(self)
+        raise KeyboardInterrupt("after the first of them")
+
+    monkeypatch.setattr(TreeFile, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="after the first of them"):
+        both.update_priorities([[number, 0, 1] for number in range(3)], [8.0, 9.0, 10.0])
+    monkeypatch.setattr(TreeFile, "end", end)
+    batch = both.sample(256, prioritized=how, seed=0, **options)
+    mass = {(number, 0, 1): 8.0 + number for number in range(3)}
+    expected = np.array([mass.get(item, 1.0) for item in drawn(batch)]) / (3 * 5 - 3 + 27)
+    np.testing.assert_allclose(batch["_probabilities"], expected, rtol=1e-5)
 
 
 def test_threads_draw_from_the_same_folders_in_another_order_beside_updates(tmp_path):

@@ -5,14 +5,20 @@ import logging
 import math
 import os
 import shutil
+import signal
+import sys
 import tempfile
+import threading
+import time
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import conftest
 import mounts
 import numpy as np
 import pytest
-from fault_injection import KILLED, in_child, operations_of, system, without_barriers
+from fault_injection import KILLED, fork, in_child, operations_of, system, without_barriers
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -20,16 +26,19 @@ from mounts import fill, on_ext4, on_tmpfs
 
 from memmap_buffer import (
     BufferLockedError,
+    ConcatBuffer,
     CorruptBufferError,
     EpisodeStateError,
+    NotEnoughDataError,
+    Prioritized,
     ReplayBuffer,
     SchemaError,
     WriterLostError,
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.priorities import Priorities
-from memmap_buffer.priority.sum_tree import SumTree
+from memmap_buffer.priority.priorities import Places, Priorities, in_turn, locked
+from memmap_buffer.priority.sum_tree import SumTree, SumTrees
 from memmap_buffer.priority.tree_file import TreeFile
 
 ALPHA, EPSILON = 0.5, 1e-3
@@ -67,11 +76,15 @@ def content(priorities):
 
 
 def consistent(priorities):
-    """The same; and to the last bit the sums are those that a new tree of these leaves has."""
+    """The same; and to the last bit the sums of each level are those that a new tree of these leaves has."""
     found, tree = content(priorities), priorities.tree
     new = SumTree(np.zeros(3 * tree.capacity), tree.leaves)
     new.set(np.arange(tree.leaves), tree.get(np.arange(tree.leaves)))
     assert tree.total == new.total
+    for one in (tree, new):
+        one.sum_up()
+    for kept, wanted in zip(tree.levels, new.levels, strict=True):
+        np.testing.assert_array_equal(kept, wanted)
     return found
 
 
@@ -560,6 +573,140 @@ def test_sums_that_are_nonsense_are_found_when_a_draw_meets_them(tmp_path, caplo
     assert content(priorities)[0, 1] == powered([3])[0]
 
 
+@pytest.mark.usefixtures("both_ways")
+def test_of_a_tree_whose_priorities_all_became_zero_a_draw_says_so(tmp_path):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path, epsilon=0)
+    values = np.linspace(0, priorities.tree.total, 5)
+    update(priorities, [(0, 0), (0, 1), (0, 2)], [0, 0, 0])
+    with pytest.raises(NotEnoughDataError, match="nothing to draw: every item has priority 0"):
+        priorities.find(values)
+    update(priorities, [(0, 1)], [4])
+    assert set(priorities.find(values)[2].tolist()) == {1}
+
+
+def test_a_tree_that_could_not_be_made_anew_is_made_anew_by_the_next_call(tmp_path, kind, monkeypatch):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 1)], [3])
+    priorities.checkpoint()
+    monkeypatch.setattr(Priorities, "_at", lambda *_: None)
+    with system(1, error=errno.ENOSPC), pytest.raises(OSError, match="No space left"):
+        priorities.find(np.zeros(1))
+    assert update(priorities, [(0, 2)], [8]) == 0
+    three, eight = powered([3, 8])
+    assert consistent(priorities) == {(0, 0): 1, (0, 1): three, (0, 2): eight}
+
+
+def test_minima_for_which_there_was_no_room_are_found_later(tmp_path):
+    buffer = make(tmp_path, 2, max_episodes=40, max_timesteps=6000)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 0)], [0.25])
+    with system(1, error=errno.ENOSPC), pytest.raises(OSError, match="No space left"):
+        priorities.keep_minima()
+    publish(buffer, 3)
+    priorities.keep_minima()
+    assert priorities.tree.minimum == powered([0.25])[0]
+
+
+def test_arrays_whose_places_are_told_stay_until_others_are(tmp_path):
+    make(tmp_path, 6, max_timesteps=9)
+    priorities, places = opened(tmp_path), Places()
+    with locked([priorities]):
+        places.follow([priorities])
+        pairs, tree = weakref.ref(priorities.pair_words.base), weakref.ref(priorities.tree)
+        priorities._load("as it is wanted")
+        assert pairs() is not None and tree() is not None
+        assert pairs() is not priorities.pair_words.base and tree() is not priorities.tree
+        priorities.follow()
+        places.follow([priorities])
+        assert pairs() is None and tree() is None
+
+
+def test_a_forked_child_never_makes_the_tree_of_its_parent_anew(tmp_path, kind, monkeypatch):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 1)], [3])
+    priorities.checkpoint()
+    before = os.stat(tmp_path / "priority" / "td.npy").st_ino
+
+    def work(_):
+        monkeypatch.setattr(Priorities, "_at", lambda *_: None)
+        with pytest.raises(WriterLostError, match="a forked child does not own the priorities 'td'"):
+            priorities.find(np.zeros(1))
+
+    child = in_child(work)
+    assert child.status == 0, child.told
+    assert os.stat(tmp_path / "priority" / "td.npy").st_ino == before
+    update(priorities, [(0, 2)], [8])
+    priorities.close()
+    three, eight = powered([3, 8])
+    assert consistent(opened(tmp_path)) == {(0, 0): 1, (0, 1): three, (0, 2): eight}
+
+
+def test_a_child_that_is_forked_while_a_thread_draws_waits_for_nobody(tmp_path):
+    buffers = [make(tmp_path / name, 6, 5, max_timesteps=9) for name in "ab"]
+    for buffer in (buffers[0], ConcatBuffer(buffers)):
+        buffer.sample(4, prioritized=True, timestep_level=True)
+        (draws,) = buffer._samplers.values()
+        inside, done, weigh = threading.Event(), threading.Event(), draws._weigh
+        each = in_turn(one.steps for one in draws._by_storage.values())
+
+        def wait(*arguments, weigh=weigh, inside=inside, done=done, each=each):
+            with locked(each):
+                inside.set()
+                assert done.wait(60)
+            return weigh(*arguments)
+
+        draws._weigh = wait
+        thread = threading.Thread(target=buffer.sample, args=[4], kwargs={"prioritized": True, "timestep_level": True})
+        thread.start()
+        assert inside.wait(60)
+
+        def work(tell, buffer=buffer, draws=draws, weigh=weigh):
+            signal.alarm(20)  # which ends it
+            draws._weigh = weigh
+            tell(len(buffer.sample(4, prioritized=True, timestep_level=True)["x"]))
+
+        child = in_child(work)
+        done.set()
+        thread.join()
+        assert (child.status, child.told) == (0, [4])
+
+
+def test_locks_of_several_are_let_go_of_wherever_an_interruption_comes(tmp_path):
+    """At each call of Python that is made to let go of them."""
+    for name in "abc":
+        make(tmp_path / name, 5)
+    each = in_turn(opened(tmp_path / name) for name in "abc")
+    for place in range(1, 9):
+        calls = []
+
+        def interrupt(frame, event, _, calls=calls, place=place):
+            calls.append(frame.f_code.co_name)
+            if len(calls) == place:
+                raise KeyboardInterrupt("within a call")
+
+        try:
+            with locked(each):
+                sys.settrace(interrupt)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        free = []
+
+        def take(free=free):
+            for one in each:
+                free.append(one.lock.acquire(timeout=5))
+                one.lock.release()
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        assert free == [True] * 3, calls
+
+
 def test_a_copy_of_the_folder_keeps_the_priorities_under_another_inode(tmp_path):
     buffer = make(tmp_path / "a", 2)
     update(opened(tmp_path / "a"), [(0, 1)], [3])
@@ -634,7 +781,7 @@ def check_after_kill(folder, reached):
         pytest.param(SumTree, "put", False, id="after the generation became odd"),
         pytest.param(SumTree, "refresh", True, id="between leaves and sums"),
         pytest.param(TreeFile, "raise_maximum", True, id="before the maximum"),
-        pytest.param(Priorities, "_changed", True, id="after the generation became even"),
+        pytest.param(Priorities, "_changed", True, id="before the generation became even"),
     ],
 )
 def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatch, place, call, stored):
@@ -655,6 +802,207 @@ def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatc
     got = consistent(opened(tmp_path))
     expected = {(0, 0): 1, (0, 1): three, (1, 0): 1, (1, 1): 1}
     assert got == (expected | {(0, 0): eight, (1, 1): eight} if stored and kind == "shared" else expected)
+
+
+FOLDERS = "abcd"
+
+
+def begun(root):
+    """Folders whose priorities are open, as one."""
+    both = ConcatBuffer([ReplayBuffer.from_folder(root / name) for name in FOLDERS])
+    both.sample(1, prioritized=Prioritized(**HOW), timestep_level=True)
+    return both
+
+
+def shown_by(buffer):
+    """(serial, t) of every step."""
+    table = buffer._storage.refresh()
+    return {(int(table.serial[s]), t) for s in table.visible for t in range(table.start[s], table.length[s])}
+
+
+def record(root):
+    """Publish and delete episodes for a while."""
+    rng, writers = np.random.default_rng(5), [ReplayBuffer.from_folder(root / name) for name in FOLDERS]
+    for _ in range(150):
+        writer = writers[rng.integers(len(writers))]
+        publish(writer, int(rng.integers(1, 7)))
+        if rng.random() < 0.3 and len(writer) > 3:
+            writer.delete(int(rng.integers(0, len(writer) - 1)))
+        time.sleep(0.002)
+
+
+def half_stored(trees, of, leaves, priorities):
+    """The first half of an update's leaves."""
+    half = len(of) // 2
+    trees._memory[trees._place(0, of[:half], leaves[:half])] = priorities[:half]
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize(
+    ("place", "call", "number", "stored"),
+    [
+        pytest.param(TreeFile, "begin", 3, "", id="before the third generation became odd"),
+        pytest.param(SumTrees, "put", 1, "", id="after the generations became odd"),
+        pytest.param(SumTrees, "put", half_stored, "ab", id="between the leaves"),
+        pytest.param(SumTrees, "_eight", 1, "abcd", id="between leaves and sums"),
+        pytest.param(SumTrees, "_eight", 2, "abcd", id="between two levels of sums"),
+        pytest.param(TreeFile, "raise_maximum", 2, "abcd", id="before the second maximum"),
+        pytest.param(TreeFile, "end", 3, "abcd", id="before the third generation became even"),
+        pytest.param(TreeFile, "end", 4, "abcd", id="before the last generation became even"),
+    ],
+)
+def test_a_kill_between_two_stores_to_several_trees_is_seen_and_mended_in_each(
+    tmp_path, kind, monkeypatch, place, call, number, stored
+):
+    for name in FOLDERS:
+        make(tmp_path / name, 2, 2, max_episodes=40, max_timesteps=900).close()
+
+    def work(_):
+        both = begun(tmp_path)
+        (opened_here,) = both._priorities.values()
+        for one in opened_here._opened.values():
+            one.keep_changes()
+        both.update_priorities([[i, 0, 1] for i in range(4)], [3] * 4)
+        opened_here.checkpoint()
+        real, calls = getattr(place, call), []
+
+        def killed(*arguments):
+            calls.append(call)
+            if number == len(calls):
+                os._exit(KILLED)
+            if callable(number):
+                number(*arguments)
+                os._exit(KILLED)
+            return real(*arguments)
+
+        monkeypatch.setattr(place, call, killed)
+        if call == "_eight":
+            monkeypatch.setattr(SumTree, "loops", None)  # as one loop does all
+        both.update_priorities([[i, serial, serial] for i in range(4) for serial in (0, 1)], [8] * 8)
+
+    child = in_child(work)
+    assert child.status == KILLED, child.told
+    three, eight = powered([3, 8])
+    for name in FOLDERS:
+        expected = {(0, 0): 1, (0, 1): three, (1, 0): 1, (1, 1): 1}
+        if name in stored and kind == "shared":
+            expected |= {(0, 0): eight, (1, 1): eight}
+        priorities = opened(tmp_path / name)
+        assert consistent(priorities) == expected
+        update(priorities, [(0, 0)], [3])
+        assert consistent(priorities) == expected | {(0, 0): three}
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_learner_of_several_folders_that_is_killed_at_any_moment_leaves_trees_that_add_up(tmp_path):
+    """Draws and updates go on beside a recorder; each leaf that is found later is one that was stored, or new."""
+    errors = [0.25, 4.0, 9.0]
+    writers = [make(tmp_path / name, 6, 5, capacity=60, max_episodes=12) for name in FOLDERS]
+    for turn in range(8):
+        reading, writing = os.pipe()
+        pid = fork()
+        if pid == 0:
+            try:
+                both, rng = begun(tmp_path), np.random.default_rng(turn)
+                os.write(writing, b".")
+                while True:
+                    batch = both.sample(32, prioritized=Prioritized(**HOW), timestep_level=True)
+                    both.update_priorities(batch["_indices"], rng.choice(errors, 32))
+            finally:
+                os._exit(1)
+        os.close(writing)
+        try:
+            assert os.read(reading, 1) == b"."
+            for _ in range(4):
+                publish(writers[turn % len(writers)], 1 + turn % 6)
+                time.sleep(0.003 * turn)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+            os.close(reading)
+        for name, writer in zip(FOLDERS, writers, strict=True):
+            priorities = opened(tmp_path / name)
+            got = consistent(priorities)
+            assert got.keys() == shown_by(writer)
+            assert set(got.values()) <= {1.0, *powered(errors)}
+            priorities.close()
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, KeyboardInterrupt])
+def test_after_an_error_at_any_call_of_an_update_of_several_folders_all_go_on(tmp_path, kind, error, monkeypatch):
+    without_barriers(monkeypatch)
+
+    def act(root):
+        both = begun(root)
+        for turn in range(3):
+            for name in FOLDERS[:turn]:
+                publish(ReplayBuffer.from_folder(root / name), 2)
+            both.update_priorities([[i, 0, turn % 2] for i in range(4)], [4 + 5 * (turn % 2)] * 4)
+        return both
+
+    for name in FOLDERS:
+        make(tmp_path / "origin" / name, 2, 2).close()
+    shutil.copytree(tmp_path / "origin", tmp_path / "count")
+    count = len(operations_of(lambda: act(tmp_path / "count")))
+    for at in range(1, count + 1, 11):
+        root = tmp_path / str(at)
+        shutil.copytree(tmp_path / "origin", root)
+
+        def work(_, at=at, root=root):
+            both = begun(root)
+            with system(at, error=error), suppress(OSError, KeyboardInterrupt):
+                act(root)
+            assert both.update_priorities([[i, 0, 0] for i in range(4)], [9] * 4) == 0
+            for name in FOLDERS:
+                assert consistent(opened(root / name))[0, 0] == powered([9])[0]
+
+        child = in_child(work)
+        assert child.status == 0, (at, child.told)
+        shutil.rmtree(root)
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_two_threads_update_folders_that_another_process_records_and_the_sums_of_each_level_are_right(tmp_path):
+    """Rings, deletions, steps that are shown at once; the threads take the folders in opposite orders."""
+    for name in FOLDERS:
+        make(tmp_path / name, 6, 5, capacity=40, max_episodes=12, publish="step").close()
+    pid = fork()  # before there are threads
+    if pid == 0:
+        try:
+            record(tmp_path)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    each, failed, turns = [ReplayBuffer.from_folder(tmp_path / name, read_only=False) for name in FOLDERS], [], []
+    views, ended = [ConcatBuffer(each), ConcatBuffer(each[::-1])], threading.Event()
+
+    def work(view, seed):
+        rng, known = np.random.default_rng(seed), np.zeros((0, 3), np.int64)
+        try:
+            while not (ended.is_set() and len(turns) > 100):
+                options = {"n_steps": 2} if rng.random() < 0.3 else {"timestep_level": True}
+                batch = view.sample(24, prioritized=Prioritized(**HOW), **options)
+                known = np.concatenate([known, batch["_indices"]])[-400:]
+                chosen = known[rng.integers(0, len(known), 40)]
+                view.update_priorities(chosen, rng.choice([0.25, 4, 9], 40))
+                turns.append(seed)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=[view, seed], daemon=True) for seed, view in enumerate(views)]
+    for thread in threads:
+        thread.start()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    ended.set()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert (failed, status) == ([], 0)
+    (several,) = views[0]._priorities.values()
+    for buffer in each:
+        got = consistent(several.of(buffer._storage))
+        assert got.keys() == shown_by(buffer) and set(got.values()) <= {1.0, *powered([0.25, 4, 9])}
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, KeyboardInterrupt])
