@@ -1,7 +1,7 @@
 """Draws by priority: anchors with their probabilities and importance weights; and new priorities of steps.
 
 The sampler draws in the process that owns the priorities; workers only read. So the priorities by which a batch was
-drawn are at most as old as the batches that wait for it (`prefetch_factor` times `num_workers`).
+drawn are at most as old as the batches that wait for it (`prefetch_factor` times `num_workers`, and `prefetch`).
 """
 
 from __future__ import annotations

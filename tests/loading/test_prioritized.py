@@ -1003,6 +1003,47 @@ def test_a_state_from_before_beta_was_kept_begins_with_it_anew(tmp_path):
     assert loader.state_dict() == {"seed": 2, "epoch": 3, "num_drawn": 0}
 
 
+# Loaders
+
+AHEAD = [
+    {},
+    {"prefetch": 2},
+    {"num_workers": 1, "prefetch_factor": 1},
+    {"num_workers": 2},
+    {"num_workers": 2, "prefetch_factor": 3, "prefetch": 1},
+]
+processes_warn = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def waiting(ahead):
+    """How many batches docs/prioritized.md promises to wait at most."""
+    return ahead.get("num_workers", 0) * ahead.get("prefetch_factor", 2) + ahead.get("prefetch", 0)
+
+
+def long(folder):
+    buffer = make(folder, max_timesteps=500)
+    for _ in range(4):
+        publish(buffer, 500)
+    return buffer
+
+
+@processes_warn
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("view", [STEP, {"n_steps": 1, "gamma": 0.9}])
+def test_a_loader_draws_by_new_priorities_after_the_batches_that_wait(tmp_path, ahead, view):
+    buffer = long(tmp_path)
+    loader = buffer.dataloader(4, prioritized=Prioritized(alpha=1.0), seed=1, **view, **ahead)
+    updated_at = 60  # by now small batches of another loader would cross many at a time
+    for number, batch in enumerate(loader):
+        hits = (batch["_indices"] == torch.tensor([2, 7])).all(1)
+        if number == updated_at:
+            buffer.update_priorities([[2, 7]], [1e9])
+        if number > updated_at + waiting(ahead):
+            assert hits.all()
+        if number == updated_at + waiting(ahead) + 3:
+            break
+
+
 def test_threads_draw_and_update_beside_each_other(tmp_path):
     buffer, errors, seen = make(tmp_path, [9, 8, 7, 9, 9], max_timesteps=500), [], []
     until = time.monotonic() + 1.5
