@@ -28,6 +28,13 @@ def in_text(word, text):
     return re.search(rf"(?<![\w]){re.escape(word)}(?![\w])", text) is not None
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_bullet_stands_twice_in_a_section(page):
+    for section in re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE):
+        bullets = [" ".join(text.split())[:50] for text in re.findall(r"^- (.*(?:\n  .*)*)", section, re.MULTILINE)]
+        assert len(bullets) == len(set(bullets)), sorted(bullets)
+
+
 @every_page
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # Lightning's, with torch 2.13

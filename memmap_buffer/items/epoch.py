@@ -28,19 +28,43 @@ MANY_RANGES = 1000  # from here on they are told packed
 OTHER = 255  # in the place of a number that is not less
 
 
-class Epoch:
-    """One epoch while its batches are handed out.
+class Handing:
+    """How far an epoch is handed out.
 
     Args:
-        seed, number, shuffle: its order.
-        index: its items.
-        snapshot: the episodes that it covers, where they are known already.
+        number: of the epoch.
         begun: how many of its items were handed out before, by another process.
 
     Attributes:
         partition: the items that this process hands out.
         batches: how many batches it has handed out.
         over: whether that was the last.
+    """
+
+    def __init__(self, number: int, begun: int) -> None:
+        self.number, self.begun = number, begun
+        self.partition: RankPartition | None = None
+        self.batches = 0
+        self.over = False
+
+    @property
+    def delivered(self) -> int:
+        """How many of its items were handed out, over all ranks, which are taken to be equally far."""
+        return self.begun if self.partition is None else self.partition.given(self.batches)
+
+    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, counted as they are handed out."""
+        return _Delivery(self, batches)
+
+
+class Epoch(Handing):
+    """One epoch whose items are fixed, while its batches are handed out.
+
+    Args:
+        seed, number, shuffle: its order.
+        index: its items.
+        snapshot: the episodes that it covers, where they are known already.
+        begun: how many of its items were handed out before, by another process.
     """
 
     def __init__(
@@ -53,23 +77,16 @@ class Epoch:
         snapshot: EpochSnapshot | None = None,
         begun: int = 0,
     ) -> None:
-        self.seed, self.number, self.shuffle, self.index, self.begun = seed, number, shuffle, index, begun
-        self.partition: RankPartition | None = None
-        self.batches = 0
-        self.over = False
+        super().__init__(number, begun)
+        self.seed, self.shuffle, self.index = seed, shuffle, index
         self._snapshot = snapshot
 
     def state(self) -> dict[str, Any]:
         """Where it stands, in numbers, strings and lists."""
         if self._snapshot is None:  # made when a state is asked for, as it looks at every episode
             self._snapshot = EpochSnapshot.of(self.index)
-        delivered = self.begun if self.partition is None else self.partition.given(self.batches)
-        order = {"shuffle": self.shuffle.kind, "window": self.shuffle.window}
-        return {"seed": self.seed, "epoch": self.number, "delivered": delivered, **order, **self._snapshot.state()}
-
-    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, counted as they are handed out."""
-        return _Delivery(self, batches)
+        told = {"seed": self.seed, "epoch": self.number, "delivered": self.delivered}
+        return {**told, "shuffle": self.shuffle.kind, "window": self.shuffle.window, **self._snapshot.state()}
 
     def generator(self, first: int) -> np.random.Generator:
         """A generator for the items from number `first` on, which take one number each."""
@@ -79,7 +96,7 @@ class Epoch:
 class _Delivery:
     """Counts the batches of an epoch. No generator, as that would end with the first batch that fails."""
 
-    def __init__(self, epoch: Epoch, batches: Iterator[Any]) -> None:
+    def __init__(self, epoch: Handing, batches: Iterator[Any]) -> None:
         self._epoch, self._batches = epoch, batches
 
     def __iter__(self) -> Iterator[Any]:

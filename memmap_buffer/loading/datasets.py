@@ -24,7 +24,7 @@ from memmap_buffer.loading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.loading.prioritized import PrioritizedSampler
 from memmap_buffer.loading.samplers import EpochSampler
 from memmap_buffer.loading.tensors import to_tensor
-from memmap_buffer.loading.transport import Arrivals, Carrier, Tasks, unchanged
+from memmap_buffer.loading.transport import TASK_BATCHES, Arrivals, Carrier, Tasks, unchanged
 from memmap_buffer.views.anchors import Anchors
 
 
@@ -112,7 +112,8 @@ class EpisodeLoader(DataLoader[Any]):
         # Pinning would hold up the loop; PyTorch leaves it to a thread too, where there are workers.
         self._pinned = bool(self.num_workers and self.pin_memory and torch.cuda.is_available())
         self.prefetch = prefetch or int(self._pinned)
-        self._tasks = Tasks(self._drawn, self.num_workers)
+        # By priority one at a time: a batch that is drawn early does not know the errors of those before it.
+        self._tasks = Tasks(self._drawn, self.num_workers, 1 if isinstance(order, PrioritizedSampler) else TASK_BATCHES)
         self._processes = self._carriers(kwargs) if self.num_workers else None
         self._ahead: weakref.ref[Prefetched] | None = None
 

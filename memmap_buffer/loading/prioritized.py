@@ -1,7 +1,7 @@
 """Draws by priority: anchors with their probabilities and importance weights; and new priorities of steps.
 
 The sampler draws in the process that owns the priorities; workers only read. So the priorities by which a batch was
-drawn are at most as old as the batches that wait for it (`prefetch_factor` times `num_workers`).
+drawn are at most as old as the batches that wait for it (`prefetch_factor` times `num_workers`, and `prefetch`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.host import host_name
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.items.epoch import folder_states, require_same
+from memmap_buffer.items.epoch import Handing, folder_states, require_same
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.rank_partition import RankPartition, Ranks
 from memmap_buffer.items.shuffle import Quota
@@ -180,7 +180,7 @@ class PrioritizedDraws:
         weights: one per folder: each batch has exactly these shares.
 
     Attributes:
-        num_drawn: batches drawn so far, by which β rises.
+        num_drawn: batches drawn so far, by which β rises, unless they were numbered.
     """
 
     def __init__(
@@ -203,13 +203,16 @@ class PrioritizedDraws:
         self._current: tuple[tuple[Index, tuple[EpisodeTable, ...], list[int]] | None, list[AnyPriorities]] = None, []
         self._turn = Turn()
 
-    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
+    def next(
+        self, batch_size: int, rng: np.random.Generator, alone: bool = False, number: int | None = None
+    ) -> Anchors:
         """The anchors of one batch.
 
         Args:
             batch_size: items.
             rng: chance.
             alone: the batch does not depend on those before, and β stays.
+            number: how many batches were before, by which β rises; None: those that were drawn.
 
         Raises:
             NotEnoughDataError: there is nothing to draw.
@@ -220,7 +223,8 @@ class PrioritizedDraws:
             numbers, each_folder = self._follow()
             places, (slot, serial, t, priority), shares = self._draw(each_folder, batch_size, rng, alone)
             probability = priority * shares[0 if places is None else places]
-            weight = self._weigh(probability, each_folder, shares)
+            beta = self.how.beta_at(self.num_drawn if number is None else number)
+            weight = self._weigh(probability, beta, each_folder, shares)
             self.num_drawn += not alone
         folder = None if places is None else numbers[places]
         anchors = Anchors(folder, slot, serial, t, weight.astype(np.float32), probability)
@@ -368,9 +372,10 @@ class PrioritizedDraws:
             path = self.reader.folders.storages[number].path
             raise NotEnoughDataError(f"{path}: folder {number} has nothing to give its share of a batch", folder=number)
 
-    def _weigh(self, probability: FloatArray, each_folder: list[AnyPriorities], shares: FloatArray) -> FloatArray:
+    def _weigh(
+        self, probability: FloatArray, beta: float, each_folder: list[AnyPriorities], shares: FloatArray
+    ) -> FloatArray:
         """Importance weights (B,), normalised as `how` says. Source: Schaul et al. 2016, section 3.4."""
-        beta = self.how.beta_at(self.num_drawn)
         if self.how.normalize is None:
             count = sum(one.count for one in each_folder)
             return np.asarray((count * probability) ** -beta)
@@ -382,6 +387,36 @@ class PrioritizedDraws:
             some = [least for least in each if least > 0]
             lowest = min(some, default=float(np.minimum.reduce(probability)))  # others may have set all to 0 since
         return np.asarray((probability / lowest) ** -beta)
+
+
+class PrioritizedEpoch(Handing):
+    """As many batches drawn by priority as one epoch has.
+
+    Args:
+        number: of the epoch.
+        begun: how many of its items were handed out before, by another process.
+        items: how many it has.
+        first: how many batches were handed out before it began here, by which β rises.
+
+    Attributes:
+        drawn: how many batches were drawn here; some of them may be thrown away.
+        counts: whether batches count when they are handed out, not when they are drawn.
+    """
+
+    def __init__(self, number: int, begun: int, items: int, first: int) -> None:
+        super().__init__(number, begun)
+        self.items, self.first = items, first
+        self.drawn = 0
+        self.counts = False
+
+    @property
+    def num_drawn(self) -> int:
+        """How many batches count, by which β rises."""
+        return self.first + (self.batches if self.counts else self.drawn)
+
+    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self.counts = True
+        return super().delivering(batches)
 
 
 class PrioritizedSampler:
@@ -416,25 +451,31 @@ class PrioritizedSampler:
         self.draws, self.batch_size, self.drop_last, self.seed = draws, batch_size, drop_last, seed
         self.ranks, self.tail = ranks or Ranks(), tail
         self.epoch = 0
-        self._agreed: int | None = None  # how many batches each rank has of the epoch that was begun
+        self._first = 0  # batches before the first epoch
+        self._loaded: PrioritizedEpoch | None = None
+        self._begun: PrioritizedEpoch | None = None
+        self._ready = False
 
     def num_batches(self, ranks: Ranks) -> int:
-        """Batches of the next epoch that any rank draws; all batches for `Ranks()`."""
-        tail = "drop" if self.tail == "drop" else "pad"  # every rank has as many
-        return len(RankPartition(len(self.draws), 0, self.batch_size, ranks, self.drop_last, tail))
+        """Batches of the next epoch that any rank draws; all batches for `Ranks()`. See `EpochSampler.__len__`."""
+        split = self._split(self._loaded or self._new(), ranks)
+        return split.before + len(split)
 
     def whole(self) -> Iterator[Anchors]:
         """The batches of an epoch, for a trainer that shares them; a part of them is drawn by priority too."""
-        self.begin()
-        return self._drawn(self.num_batches(Ranks()))
+        epoch = self.begin()
+        epoch.partition, self._ready = self._split(epoch, Ranks()), False
+        return self._drawn(epoch)
 
     def complete(self, batch_size: int, drop_last: bool) -> PrioritizedSampler:
         """Another of the same draws; see `EpochSampler.complete`."""
-        return PrioritizedSampler(
+        other = PrioritizedSampler(
             self.draws, batch_size=batch_size, drop_last=drop_last, seed=self.seed, ranks=self.ranks, tail=self.tail
         )
+        other._first = self._num_drawn
+        return other
 
-    def begin(self) -> PrioritizedSampler:
+    def begin(self) -> PrioritizedEpoch:
         """Agree with the other ranks on the seed and the number of batches.
 
         Nothing else is fixed before a batch is drawn, as priorities change; see `EpochSampler.begin`.
@@ -444,62 +485,98 @@ class PrioritizedSampler:
         """
         ranks = self.ranks.now()
         self.draws.share(ranks)
-        if not ranks.connected:
-            return self
-        failed: Exception | None = None
-        stands, batches, folders = None, 0, self.draws.reader.folders
-        try:
-            stands, batches = (host_name(), folder_states(folders)), self.num_batches(ranks)
-        except Exception as error:  # the others wait for this rank
-            failed = error
-        agreed, told = ranks.agree({"seed": self.seed, "batches": batches}), ranks.gather(stands)
-        with all_or_none(ranks):
-            if failed is not None:
-                raise failed
-            if None not in told:
-                require_same(told, folders)
-        self.seed, self._agreed = agreed["seed"], agreed["batches"]
-        return self
-
-    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches as they are: an epoch is not counted, as there is nothing of it that would not come again."""
-        return batches
+        epoch = self._agreed(ranks) if ranks.connected else self._loaded or self._new()
+        epoch.partition = self._split(epoch, ranks)
+        self._begun, self._ready = epoch, True
+        return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Which epoch comes next, and how many batches were drawn, by which β rises. Priorities are in the folder."""
-        return {"seed": self.seed, "epoch": self.epoch, "num_drawn": self.draws.num_drawn}
+        """Where it stands, in numbers: the batches handed out, by which β rises, and the items of the epoch.
+
+        The items are counted over all ranks, as `EpochSampler.state_dict` does. Priorities are in the folder.
+        """
+        epoch = self._begun or self._loaded
+        if epoch is None or epoch.over or not (epoch.counts or epoch is self._loaded):
+            told = {"epoch": self.epoch, "delivered": 0, "items": 0}
+        else:
+            told = {"epoch": epoch.number, "delivered": epoch.delivered, "items": epoch.items}
+        return {"seed": self.seed, **told, "num_drawn": self._num_drawn}
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
-        """Go on with the epoch that `state_dict` told of, from its beginning, and with its β.
+        """Let the next epoch be the rest of the one that `state_dict` told of, as many batches, and go on with its β.
+
+        What they are is drawn anew, by the priorities and from the episodes of then.
 
         Raises:
             SchemaError: it is no such state.
         """
         try:
-            told = {"seed": state["seed"], "epoch": state["epoch"], "num_drawn": state.get("num_drawn", 0)}
+            told = {"seed": state["seed"], "epoch": state["epoch"]}
+            told |= {name: state.get(name, 0) for name in ("num_drawn", "delivered", "items")}
         except (TypeError, KeyError, AttributeError) as error:
             text = f"load_state_dict: got {state!r}, expected what state_dict gave ({error!r})"
             raise SchemaError(text) from error
         for name, value in told.items():
             check_count(f"load_state_dict: {name}", value, 0)
-        self.seed, self.epoch, self.draws.num_drawn = told.values()
+        self.seed, self.epoch, self._first, begun, items = told.values()
+        self._begun, self._ready = None, False
+        self._loaded = PrioritizedEpoch(self.epoch, begun, items, self._first) if items else None
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next epoch; without it epochs count up by themselves."""
         self.epoch = epoch
+        if self._loaded is not None and self._loaded.number != epoch:
+            self._loaded = None
 
     def __len__(self) -> int:
         return self.num_batches(self.ranks.now())
 
     def __iter__(self) -> Iterator[Anchors]:
-        batches, self._agreed = self._agreed, None
-        return self._drawn(len(self) if batches is None else batches)
+        epoch = self._begun if self._ready else None
+        epoch, self._ready = epoch or self.begin(), False
+        yield from self._drawn(epoch)
 
-    def _drawn(self, batches: int) -> Iterator[Anchors]:
-        rng = np.random.default_rng((self.seed, self.epoch, self.ranks.now().rank))
-        self.epoch += 1
-        for _ in range(batches):
-            yield self.draws.next(self.batch_size, rng)
+    @property
+    def _num_drawn(self) -> int:
+        """Batches that count, by which β rises."""
+        return self._first if self._begun is None else self._begun.num_drawn
+
+    def _new(self) -> PrioritizedEpoch:
+        return PrioritizedEpoch(self.epoch, 0, len(self.draws), self._num_drawn)
+
+    def _split(self, epoch: PrioritizedEpoch, ranks: Ranks) -> RankPartition:
+        tail = "drop" if self.tail == "drop" else "pad"  # every rank has as many
+        return RankPartition(epoch.items, epoch.begun, self.batch_size, ranks, self.drop_last, tail)
+
+    def _agreed(self, ranks: Ranks) -> PrioritizedEpoch:
+        """The next epoch of rank 0."""
+        epoch, failed = self._loaded, None
+        stands, folders = None, self.draws.reader.folders
+        try:
+            stands, epoch = (host_name(), folder_states(folders)), epoch or self._new()
+        except Exception as error:  # the others wait for this rank
+            epoch, failed = None, error
+        mine = {} if epoch is None else {"number": epoch.number, "begun": epoch.begun, "items": epoch.items}
+        agreed, told = ranks.agree({"seed": self.seed, "first": self._num_drawn, **mine}), ranks.gather(stands)
+        with all_or_none(ranks):
+            if failed is not None:
+                raise failed
+            if None not in told:
+                require_same(told, folders)
+        self.seed = agreed.pop("seed")
+        epoch = PrioritizedEpoch(**agreed)
+        ranks.require_equal(len(self._split(epoch, ranks)))
+        return epoch
+
+    def _drawn(self, epoch: PrioritizedEpoch) -> Iterator[Anchors]:
+        assert epoch.partition is not None
+        part = () if epoch.begun == 0 else (epoch.begun,)  # the rest does not repeat the chance of the beginning
+        rng = np.random.default_rng((self.seed, epoch.number, self.ranks.now().rank, *part))
+        self.epoch, self._loaded = epoch.number + 1, None
+        for _ in range(len(epoch.partition)):
+            drawn = self.draws.next(self.batch_size, rng, number=epoch.first + epoch.drawn)
+            epoch.drawn += 1
+            yield drawn
 
 
 def gathered_errors(

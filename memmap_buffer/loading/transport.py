@@ -94,11 +94,13 @@ class Tasks:
     Args:
         sampler: any batch sampler, which has a length.
         workers: how many share an epoch's tasks.
+        most: batches a task at most.
     """
 
-    def __init__(self, sampler: Any, workers: int) -> None:
+    def __init__(self, sampler: Any, workers: int, most: int = TASK_BATCHES) -> None:
         self._sampler = sampler
         self._workers = workers
+        self._most = most
         self._epoch = 0
         self._size = 1
 
@@ -111,7 +113,7 @@ class Tasks:
 
     def learn(self, nbytes: int) -> None:
         """Note how many bytes a batch takes."""
-        self._size = max(1, min(TASK_BATCHES, TASK_BYTES // max(nbytes, 1)))
+        self._size = max(1, min(self._most, TASK_BYTES // max(nbytes, 1)))
 
 
 class Shipment(NamedTuple):

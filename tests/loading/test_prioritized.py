@@ -374,6 +374,11 @@ def test_beta_rises_linearly_from_batch_to_batch(tmp_path):
         torch.testing.assert_close(batch["_weights"], want.float())
 
 
+def between(seed, epoch, num_drawn):
+    """The state of a loader between two epochs."""
+    return {"seed": seed, "epoch": epoch, "delivered": 0, "items": 0, "num_drawn": num_drawn}
+
+
 def test_a_loader_goes_on_with_the_beta_of_the_state_it_was_given(tmp_path):
     buffer = make(tmp_path, (5, 4))
     how = Prioritized(beta=0.2, beta_steps=30, normalize=None)
@@ -383,7 +388,7 @@ def test_a_loader_goes_on_with_the_beta_of_the_state_it_was_given(tmp_path):
     before = len([*loader, *loader])
     again = buffer.dataloader(3, prioritized=how, **STEP)
     again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert again.state_dict() == loader.state_dict() == {"seed": 1, "epoch": 2, "num_drawn": before}
+    assert again.state_dict() == loader.state_dict() == between(1, 2, before)
     for k, batch in enumerate(again, start=before):
         want = compute_importance_weights(batch["_probabilities"], 9, how.beta_at(k), normalize=False)
         torch.testing.assert_close(batch["_weights"], want.float())
@@ -1138,6 +1143,7 @@ def test_errors_are_gathered_once_though_columns_change_before_they_are_taken_in
         (None, "load_state_dict: got None, expected what state_dict gave"),
         ({"seed": "x", "epoch": 0, "num_drawn": 0}, "load_state_dict: seed: got 'x', expected a whole number"),
         ({"seed": 1, "epoch": 0, "num_drawn": -1}, "load_state_dict: num_drawn: got -1"),
+        ({"seed": 1, "epoch": 0, "num_drawn": 0, "delivered": 1.5}, "load_state_dict: delivered: got 1.5"),
     ],
 )
 def test_what_is_no_state_of_a_loader_is_refused(tmp_path, state, match):
@@ -1151,7 +1157,106 @@ def test_what_is_no_state_of_a_loader_is_refused(tmp_path, state, match):
 def test_a_state_from_before_beta_was_kept_begins_with_it_anew(tmp_path):
     loader = make(tmp_path, (5, 4)).dataloader(3, prioritized=True, seed=1, **STEP)
     loader.load_state_dict({"seed": 2, "epoch": 3})
-    assert loader.state_dict() == {"seed": 2, "epoch": 3, "num_drawn": 0}
+    assert loader.state_dict() == between(2, 3, 0)
+
+
+# Loaders
+
+AHEAD = [
+    {},
+    {"prefetch": 2},
+    {"num_workers": 1, "prefetch_factor": 1},
+    {"num_workers": 2},
+    {"num_workers": 2, "prefetch_factor": 3, "prefetch": 1},
+]
+processes_warn = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def waiting(ahead):
+    """How many batches docs/prioritized.md promises to wait at most."""
+    return ahead.get("num_workers", 0) * ahead.get("prefetch_factor", 2) + ahead.get("prefetch", 0)
+
+
+def long(folder):
+    buffer = make(folder, max_timesteps=500)
+    for _ in range(4):
+        publish(buffer, 500)
+    return buffer
+
+
+@processes_warn
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("view", [STEP, {"n_steps": 1, "gamma": 0.9}])
+def test_a_loader_draws_by_new_priorities_after_the_batches_that_wait(tmp_path, ahead, view):
+    buffer = long(tmp_path)
+    loader = buffer.dataloader(4, prioritized=Prioritized(alpha=1.0), seed=1, **view, **ahead)
+    updated_at = 60  # by now small batches of another loader would cross many at a time
+    for number, batch in enumerate(loader):
+        hits = (batch["_indices"] == torch.tensor([2, 7])).all(1)
+        if number == updated_at:
+            buffer.update_priorities([[2, 7]], [1e9])
+        if number > updated_at + waiting(ahead):
+            assert hits.all()
+        if number == updated_at + waiting(ahead) + 3:
+            break
+
+
+@processes_warn
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("stop", [1, 40])
+def test_a_loader_goes_on_where_its_last_batch_was_handed_out(tmp_path, ahead, stop):
+    buffer = long(tmp_path)
+    how = Prioritized(beta=0.2, beta_steps=2000, normalize=None)
+    buffer.sample(1, prioritized=how, **STEP)
+    buffer.update_priorities([[0, t] for t in range(5)], [1, 2, 3, 4, 5])
+
+    def betas(batches, first):
+        count = 0
+        for count, batch in enumerate(batches, start=1):
+            beta = how.beta_at(first + count - 1)
+            want = compute_importance_weights(batch["_probabilities"], 2000, beta, normalize=False)
+            torch.testing.assert_close(batch["_weights"], want.float())
+        return count
+
+    loader = buffer.dataloader(4, prioritized=how, seed=1, **STEP, **ahead)
+    whole = len([*loader])
+    assert (whole, loader.state_dict()["num_drawn"], loader.state_dict()["epoch"]) == (500, 500, 1)
+    for number, _ in enumerate(loader, start=1):
+        assert loader.state_dict()["num_drawn"] == whole + number
+        if number == stop:
+            break
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert (state["epoch"], state["num_drawn"], state["delivered"]) == (1, whole + stop, 4 * stop)
+    publish(buffer, 200)
+    resumed = buffer.dataloader(4, prioritized=how, **STEP, **ahead)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert len(resumed) == whole, "of an epoch that is gone on with all are counted"
+    buffer.delete([4])
+    assert betas(resumed, whole + stop) == whole - stop, "the rest of the epoch"
+    assert resumed.state_dict()["epoch"] == 2
+    assert resumed.state_dict()["num_drawn"] == 2 * whole
+    assert betas(loader, whole + stop) == whole, "without a state the stopped one begins a new epoch, β goes on"
+
+
+def test_an_epoch_that_is_gone_on_with_draws_other_items_than_its_beginning(tmp_path):
+    loader = long(tmp_path).dataloader(64, prioritized=True, seed=1, **STEP)
+    first = next(iter(loader))["_indices"]
+    state = loader.state_dict()
+    loader.load_state_dict({**state, "delivered": 0})
+    assert torch.equal(next(iter(loader))["_indices"], first)
+    loader.load_state_dict(state)
+    assert not torch.equal(next(iter(loader))["_indices"], first)
+
+
+@pytest.mark.parametrize("given", [0, 3])
+def test_a_number_of_another_epoch_begins_that_epoch(tmp_path, given):
+    loader = long(tmp_path).dataloader(64, prioritized=True, seed=1, **STEP)
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    loader.sampler.set_epoch(given)
+    assert len([*loader]) == (32 if given else 31)
+    assert loader.state_dict()["epoch"] == given + 1
 
 
 def test_threads_draw_and_update_beside_each_other(tmp_path):
