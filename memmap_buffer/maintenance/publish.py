@@ -21,7 +21,7 @@ import numpy as np
 
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, RemoteError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import ArrayFile
+from memmap_buffer.format.layout import ArrayFile, Layout
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import FileLock, read_at
 from memmap_buffer.maintenance.pack import pack
@@ -51,6 +51,7 @@ from memmap_buffer.remote.layout import (
     is_shard_name,
     make_head,
     num_blocks,
+    open_head,
     version_of,
 )
 from memmap_buffer.remote.objects import Objects
@@ -77,7 +78,8 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
 
     Raises:
         SchemaError: the folder's name or the URL will not do.
-        SchemaMismatchError: the root has a shard of that name that is another buffer's.
+        SchemaMismatchError: the root has a shard of that name that is another buffer's, or shards of other fields, with
+            which this one could not be read.
         CorruptBufferError: the folder is damaged, or changes meanwhile.
         RemoteError: the store fails.
         MemmapBufferError: as `pack` raises it.
@@ -92,10 +94,41 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
         raise SchemaError(f"{objects}: nothing can be published by this protocol; give the URL of the store itself")
     if objects.local is not None and (objects.local / name).resolve() == source.resolve():
         raise SchemaError(f"{source}: got {objects}, the root that it is in itself, expected another one")
+    require_fields(objects, str(source), Storage.open(source, read_only=True, verify="never").layout, name)
     with _packed(source) as (packed, left_out):
         shard, head = _upload(packed, objects, name)
     _list(objects, name, shard, head)
     return left_out
+
+
+def require_fields(objects: Objects, what: str, layout: Layout, name: str = "") -> None:
+    """Raise SchemaMismatchError unless what has this layout can be read together with the shards of a root.
+
+    All of these have the same fields, so one of them is looked at.
+
+    Args:
+        objects: the root.
+        what: for the text.
+        layout: what would be published.
+        name: of the shard that it is; one that is there under this name is replaced, so it does not count.
+
+    Raises:
+        SchemaError: another program wrote the list of shards, or another release.
+        CorruptBufferError: the list, or the head of a shard, is damaged.
+        RemoteError: the store fails.
+    """
+    root = read_root(objects) or Root()
+    for other, shard in root.shards.items():
+        if other != name:
+            where = objects.name_of(other)
+            key, first, size = shard.head
+            wanted = [(head_object(key), first, first + size)]
+            (head,) = objects.read_ranges(wanted, lambda i, data, shard=shard: shard.is_head(data))  # type: ignore[misc]
+            there = Layout.from_json(open_head(head, where).get("schema.json", b""), where)
+            if lines := there.field_differences(layout):
+                text = "\n  ".join([f"{where} has other fields than {what}, and a root is read as one:", *lines])
+                raise SchemaMismatchError(f"{text}\nPublish to another root.", differences=lines)
+            return
 
 
 def read_root(objects: Objects) -> Root | None:

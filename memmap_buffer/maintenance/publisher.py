@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from memmap_buffer.dtypes import check_count
-from memmap_buffer.errors import BufferLockedError, MemmapBufferError, SchemaError
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, RemoteError, SchemaError
 from memmap_buffer.format import creation
 from memmap_buffer.format.folder import PUBLISHED, Folder
 from memmap_buffer.format.host import host_name
@@ -31,11 +31,12 @@ from memmap_buffer.format.layout import Layout, new_id
 from memmap_buffer.format.lock import Turn, WriterLock
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
-from memmap_buffer.maintenance.publish import publish
+from memmap_buffer.maintenance.publish import publish, require_fields
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.writing.writer import WriteOptions, Writer
 
 WAIT_SECONDS, WAIT_PAUSE = 60.0, 0.1  # for another recorder that is publishing a shard of a recorder that is closed
+START_SECONDS = 5.0  # in which the store says whether it has shards of other fields, else recording begins all the same
 log = logging.getLogger("memmap_buffer")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*-[0-9a-f]{12}-[0-9]{5,}")
 
@@ -49,12 +50,14 @@ class Publisher:
         every: of so many episodes, or from so much time, is a shard; None: of as many as it has room for.
         keep: how many of those that are published stay in `published/`, the newest; None: all.
         storage_options: for the file system of fsspec.
+        layout: of the shards.
 
     Attributes:
         turn: see `Turn.lock`; held by whoever writes to a shard through the recorder, whichever shard that is by now.
 
     Raises:
         SchemaError: an argument is not what it must be, or nothing can be written by this protocol.
+        SchemaMismatchError: the root in the store has shards of other fields.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Publisher:
         every: int | datetime.timedelta | None,
         keep: int | None,
         storage_options: Mapping[str, Any] | None,
+        layout: Layout,
     ) -> None:
         self._every: int | None = None
         self._seconds: float | None = None
@@ -81,6 +85,11 @@ class Publisher:
             raise SchemaError(f"publish_to: nothing can be written to {objects}; give the URL of the store itself")
         if objects.local is not None and objects.local.resolve().is_relative_to(root.resolve()):
             raise SchemaError(f"publish_to: {objects} is in the root {root} of the recorder; give a folder elsewhere")
+        try:  # at once, as nothing is recorded yet
+            asked = Objects(url, storage_options, tries=1, timeout=START_SECONDS)
+            require_fields(asked, f"what is recorded to {root}", layout)
+        except (RemoteError, CorruptBufferError) as error:
+            log.warning("%s: recording begins, and is published later: %s", root, error)
         self._root, self._url, self._keep, self._storage_options = root, url, keep, storage_options
         self._where = str(objects)
         host = re.sub(r"[^A-Za-z0-9.-]", "-", host_name().split(".")[0])[:64].lstrip("-.")

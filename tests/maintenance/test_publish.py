@@ -17,7 +17,9 @@ from fsspec.implementations.local import LocalFileSystem
 from range_server import RangeServer
 
 from memmap_buffer import (
+    ConcatBuffer,
     CorruptBufferError,
+    Field,
     NotABufferError,
     RemoteError,
     ReplayBuffer,
@@ -217,6 +219,62 @@ def test_another_buffer_does_not_take_a_name(place: dict[str, Any], tmp_path: Pa
     with pytest.raises(SchemaMismatchError, match=r"/one has another buffer's episodes \(id .*\); rename the folder"):
         publish(other, **place)
     assert shards_at(**place) == listed
+
+
+@without_plain
+def test_other_fields_than_those_of_the_root_are_refused_before_anything_is_sent(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(record(tmp_path / "one"), **place)
+    writes = count_writes(monkeypatch)
+    with ReplayBuffer(tmp_path / "other", 9, 40, {"x": "float64", "image": ("uint8", (64, 1024))}) as buffer:
+        buffer.store_episode(x=[1.0], image=np.zeros((1, 64, 1024)))
+    with pytest.raises(SchemaMismatchError, match="has other fields than") as told:
+        publish(tmp_path / "other", **place)
+    assert writes == []
+    lines = ["fields 'x': stored Field('int64', ()), given Field('float64', ())"]
+    lines += ["meta_fields 'name': stored Field('U4', ()), given None"]
+    assert told.value.differences == lines
+    head, *rest = str(told.value).split("\n  ")
+    assert head == f"{place['url']}/one has other fields than {tmp_path}/other, and a root is read as one:"
+    assert "\n".join(rest) == "\n".join([*lines, "Publish to another root."])
+    assert [*shards_at(**place)] == ["one"]
+
+
+@local
+def test_a_shard_alone_in_its_root_may_get_fields_and_other_sizes_and_codecs_are_no_other_fields(
+    place: dict[str, Any], tmp_path: Path
+) -> None:
+    publish(record(tmp_path / "one"), **place)
+    with ReplayBuffer.from_folder(tmp_path / "one") as buffer:
+        buffer.add_field("y", ("int", (), 0))
+    publish(tmp_path / "one", **place)
+    fields = {"x": "int", "image": Field("uint8", (64, 1024), codec="zstd"), "y": ("int", (), 0)}
+    with ReplayBuffer(tmp_path / "other", 3, 4, fields, {"name": "U4"}) as buffer:
+        buffer.store_episode(x=[1], image=np.zeros((1, 64, 1024)), y=[2], name="a")
+    publish(tmp_path / "other", **place)
+    assert len(ConcatBuffer.from_root(place["url"], cache=tmp_path / "cache")) == 4
+
+
+@local
+def test_shards_of_other_fields_are_named_by_their_urls(place: dict[str, Any], tmp_path: Path) -> None:
+    """As two first publishers at the same time may send them."""
+    publish(record(tmp_path / "one"), **place)
+    with ReplayBuffer(tmp_path / "other", 9, 40, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[1.0])
+    publish(tmp_path / "other", url := f"{place['url']}-2")
+    store, second = objects_of(place), Objects(url)
+    head = publishing.read_head(second, found := shards_at(url)["other"], found.prefix("other"))
+    publishing._list(store, "other", found, head)
+    with pytest.raises(SchemaMismatchError, match="have different fields") as told:
+        ConcatBuffer.from_root(place["url"], cache=tmp_path / "cache")
+    assert str(told.value).startswith(
+        f"{place['url']}/other and {place['url']}/one have different fields:\n  fields 'x'"
+    )
+    one = ReplayBuffer.from_folder(f"{place['url']}/one", cache=tmp_path / "cache")
+    other = ReplayBuffer.from_folder(f"{url}/other", cache=tmp_path / "cache")
+    with pytest.raises(SchemaMismatchError, match=f"{url}/other and {place['url']}/one have different fields"):
+        ConcatBuffer([one, other])
 
 
 @local

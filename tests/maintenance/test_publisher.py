@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child
+from fsspec.implementations.local import LocalFileSystem
 from range_server import RangeServer
 
 from memmap_buffer import (
@@ -33,6 +34,7 @@ from memmap_buffer import (
     RemoteError,
     ReplayBuffer,
     SchemaError,
+    SchemaMismatchError,
     verify,
 )
 from memmap_buffer.api import concat
@@ -799,6 +801,42 @@ def test_a_store_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path) ->
         recorder(tmp_path, publish_to="http://user:secret@host/root")
     with pytest.raises(SchemaError, match=r"is in the root .* of the recorder; give a folder elsewhere"):
         recorder(tmp_path, publish_to=f"file://{tmp_path}/root/url")
+
+
+def test_other_fields_than_those_of_the_root_in_the_store_are_refused_at_once(tmp_path: Path) -> None:
+    with recorder(tmp_path) as buffer:
+        record(buffer, range(1))
+    url = f"file://{tmp_path}/url"
+    (name,) = shards_at(url)
+    with pytest.raises(SchemaMismatchError, match=f"{url}/{name} has other fields than what is recorded to ") as told:
+        recorder(tmp_path / "new", publish_to=url, fields={**FIELDS, "y": "int"})
+    assert told.value.differences == ["fields 'y': stored None, given Field('int64', ())"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_store_that_does_not_answer_or_has_a_spoilt_list_keeps_no_recorder_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "cat_file", gone)
+        buffer = recorder(tmp_path)
+        assert "recording begins, and is published later" in caplog.text
+        record(buffer, range(2))
+        wait_for(buffer._publisher)
+    buffer.close()
+    assert published(tmp_path) == [0, 1]
+    caplog.clear()
+    listed = (tmp_path / "url" / "root.json").read_bytes()
+    (tmp_path / "url" / "root.json").write_bytes(b"?")
+    buffer = recorder(tmp_path)
+    assert "is no JSON" in caplog.text
+    record(buffer, range(2, 3))
+    (tmp_path / "url" / "root.json").write_bytes(listed)
+    buffer.close()
+    assert published(tmp_path) == [0, 1, 2]
 
 
 def test_a_shard_that_is_recorded_is_left_alone_also_in_the_middle_of_an_update(tmp_path: Path) -> None:
