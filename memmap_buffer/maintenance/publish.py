@@ -26,7 +26,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import FileLock, read_at
 from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.maintenance.verification import verify
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.layout import (
     BLOCK,
@@ -84,7 +84,7 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
         RemoteError: the store fails.
         MemmapBufferError: as `pack` raises it.
     """
-    source, objects = path_of(folder), Objects(url, storage_options)
+    source, objects = path_of(folder), Objects(url_of(url), storage_options)
     name = source.resolve().name
     if not is_shard_name(name):
         raise SchemaError(

@@ -32,6 +32,7 @@ from memmap_buffer.format.lock import Turn, WriterLock
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.maintenance.publish import publish, require_fields
+from memmap_buffer.paths import url_of
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.writing.writer import WriteOptions, Writer
 
@@ -80,7 +81,7 @@ class Publisher:
             self._every = every
         if keep is not None:
             check_count("keep_published", keep, 0)
-        objects = Objects(url, storage_options)
+        objects = Objects(url_of(url), storage_options)
         if not objects.writable:
             raise SchemaError(f"publish_to: nothing can be written to {objects}; give the URL of the store itself")
         if objects.local is not None and objects.local.resolve().is_relative_to(root.resolve()):

@@ -7,6 +7,7 @@ import multiprocessing
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.maintenance.publish import read_root, read_shard
 from memmap_buffer.maintenance.pull import shards_at
+from memmap_buffer.maintenance.store import measure_store
 from memmap_buffer.remote import objects as requests
 from memmap_buffer.remote.layout import Root, Shard, digest, head_object, open_head, version_of
 from memmap_buffer.remote.objects import Objects
@@ -302,6 +304,45 @@ def test_what_cannot_be_published_says_why(place: dict[str, Any], tmp_path: Path
         publish(tmp_path / "spoilt", **place)
     with pytest.raises(NotABufferError, match="nothing was published here"):
         shards_at(**place)
+
+
+RELATIVE = ["file://bucket/run7", "local://bucket", "simplecache::file://bucket", "file://./bucket"]
+
+
+@pytest.mark.parametrize("url", [*RELATIVE, "ftp:/secret/x", "file:/data/bucket", "s3:/bucket/run7"])
+def test_a_url_with_too_few_slashes_is_refused_and_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    folder = record(tmp_path / "one")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    error = "expected one, as in file:///data/run7" if url in RELATIVE else "expected two slashes, as in"
+
+    def record_to(url: str) -> ReplayBuffer:
+        return ReplayBuffer(tmp_path / "root", 9, 40, {"x": "int"}, shard="auto", publish_to=url)
+
+    calls = [partial(publish, folder), shards_at, partial(pull, folder="back"), measure_store_briefly, record_to]
+    if "://" in url:  # else they are paths
+        calls += [ReplayBuffer.from_folder, ConcatBuffer.from_root]
+    for call in calls:
+        with pytest.raises(SchemaError, match=error) as told:
+            call(url)
+        assert "secret" not in str(told.value)
+    assert [path.name for path in (tmp_path / "here").iterdir()] == []
+    assert not (tmp_path / "root").exists()
+
+
+def measure_store_briefly(url: str) -> Any:
+    return measure_store(url, 0.01)
+
+
+def test_a_path_and_an_absolute_url_are_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = record(tmp_path / "one")
+    for place in (str(tmp_path / "a"), f"file://{tmp_path}/b", "file://~/c", f"local://{tmp_path}/d"):
+        publish(folder, place)
+        assert [*shards_at(place)] == ["one"]
+    assert (tmp_path / "c" / "root.json").exists()
 
 
 @local
