@@ -594,6 +594,19 @@ def test_a_folder_with_another_buffer_is_not_pulled_over(place: dict[str, Any], 
     assert not (tmp_path / "nothing").exists()
 
 
+@local
+def test_a_root_is_not_pulled_into_a_buffer(place: dict[str, Any], tmp_path: Path) -> None:
+    publish(record(tmp_path / "one"), **place)
+    mine = record(tmp_path / "mine")
+    before = files_of(mine)
+    error = (
+        rf"mine: got a folder that holds a buffer, expected one for the shards of the root {place['url']}, .*/url/one"
+    )
+    with pytest.raises(SchemaMismatchError, match=error):
+        pull(place["url"], mine)
+    assert files_of(mine) == before
+
+
 # A stranger's lists
 
 
