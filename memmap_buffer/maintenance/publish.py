@@ -96,7 +96,13 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
         raise SchemaError(f"{source}: got {objects}, the root that it is in itself, expected another one")
     require_fields(objects, str(source), Storage.open(source, read_only=True, verify="never").layout, name)
     with _packed(source) as (packed, left_out):
-        shard, head = _upload(packed, objects, name)
+        try:
+            shard, head = _upload(packed, objects, name)
+        except RemoteError as error:
+            if not error.missing or error.asked != "write":
+                raise
+            text = f"{objects}: there is no such bucket, or folder, to write to ({error.url}: {error.came})"
+            raise RemoteError(f"{text}; make it, or check the URL", **error.named) from None
     _list(objects, name, shard, head)
     return left_out
 

@@ -306,6 +306,14 @@ def test_what_cannot_be_published_says_why(place: dict[str, Any], tmp_path: Path
         shards_at(**place)
 
 
+def test_a_bucket_that_is_not_there_is_named(tmp_path: Path, bucket: Any) -> None:
+    _, options = bucket
+    error = r"s3://no-such-bucket/root: there is no such bucket, or folder, to write to \(s3://.*\); make it, or check"
+    with pytest.raises(RemoteError, match=error) as told:
+        publish(record(tmp_path / "one"), "s3://no-such-bucket/root", storage_options=options)
+    assert told.value.missing
+
+
 RELATIVE = ["file://bucket/run7", "local://bucket", "simplecache::file://bucket", "file://./bucket"]
 
 
