@@ -6,6 +6,7 @@ is listed is there: a publisher that is killed leaves objects that nobody looks 
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import ArrayFile, Layout
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import FileLock, read_at
+from memmap_buffer.maintenance.disk import bytes_to_copy
 from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.maintenance.verification import verify
 from memmap_buffer.paths import path_of, url_of
@@ -83,6 +85,7 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
         CorruptBufferError: the folder is damaged, or changes meanwhile.
         RemoteError: the store fails.
         MemmapBufferError: as `pack` raises it.
+        OSError: the disk has no room for the packed copy; the text says how much it takes.
     """
     source, objects = path_of(folder), Objects(url_of(url), storage_options)
     name = source.resolve().name
@@ -180,7 +183,19 @@ def _packed(source: Path) -> Iterator[tuple[Path, list[int]]]:
         yield source, []
         return
     with _temporary(source.resolve()) as temporary:
-        yield temporary / "packed", pack(source, temporary / "packed")
+        packed = temporary / "packed"
+        try:
+            left_out = pack(source, packed)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            text = (
+                f"{error.strerror}: {source} is packed into a copy here to be published, of "
+                f"{bytes_to_copy(source):,} bytes; make room: shards of a recorder that lie in `published/` may be "
+                "removed, which keep_published=n does"
+            )
+            raise OSError(error.errno, text, str(packed)) from None
+        yield packed, left_out
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import multiprocessing
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +16,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from fault_injection import system
 from fsspec.implementations.local import LocalFileSystem
 from range_server import RangeServer
 
@@ -361,6 +364,28 @@ def test_damaged_episodes_of_a_grid_are_left_out_and_named(place: dict[str, Any]
         file.write(b"?")
     assert publish(one, **place) == [0]
     assert shards_at(**place)["one"].episodes == 2
+
+
+@in_memory
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_with_the_path_the_size_and_the_remedy(
+    place: dict[str, Any], tmp_path: Path, error: int
+) -> None:
+    one = record(tmp_path / "one")
+    copied = sum(3 + 7 * number for number in range(3)) * (8 + (64 << 10)) + 3 * 4 * 4
+    with system(1, error=error, only=("pwrite",), lasting=True), pytest.raises(OSError, match="make room") as told:
+        publish(one, **place)
+    assert told.value.errno == error
+    assert Path(told.value.filename).parent.name.startswith(".one.publish-")
+    text = str(told.value)
+    assert f"{os.strerror(error)}: {one} is packed into a copy here to be published, of {copied:,} bytes" in text
+    assert "`published/`" in text
+    assert "keep_published=n" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
+    publish(one, **place)
+    with system(1, error=errno.EIO, only=("pwrite",)), pytest.raises(OSError, match="Input/output") as other:
+        publish(extend(one), **place)
+    assert other.value.errno == errno.EIO
 
 
 # Others, and deaths
