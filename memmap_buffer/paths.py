@@ -11,11 +11,30 @@ from memmap_buffer.errors import SchemaError
 
 AnyPath: TypeAlias = str | PathLike[str]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|[a-z]+::")
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+_RELATIVE = re.compile(r"(?:^|::)((?:file|local)://)(?![/~])")
 
 
 def is_url(given: object) -> bool:
     """Whether a text names something in an object store, or on another machine."""
     return isinstance(given, str) and _URL.match(given) is not None
+
+
+def url_of(given: str) -> str:
+    """The URL of a store, or the path of a folder that is one.
+
+    Raises:
+        SchemaError: a slash is missing, so that it would be a folder wherever the program was started.
+    """
+    if found := _ONE_SLASH.match(str(given)):
+        scheme = found[1]
+        raise SchemaError(
+            f"got a URL that begins with '{scheme}:/', expected two slashes, as in "
+            + ("file:///data/run7" if scheme == "file" else f"{scheme}://…")
+        )
+    if found := _RELATIVE.search(str(given)):
+        raise SchemaError(f"{given}: got no absolute path behind '{found[1]}', expected one, as in file:///data/run7")
+    return str(given)
 
 
 def path_of(given: AnyPath) -> Path:

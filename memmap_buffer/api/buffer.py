@@ -105,7 +105,8 @@ class ReplayBuffer(Recording, Readable):
         truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
 
     Raises:
-        SchemaMismatchError: the folder holds another schema; the text lists the differences.
+        SchemaMismatchError: the folder, or the root at `publish_to`, holds another schema; the text lists the
+            differences.
         SchemaError: an argument is not what it must be.
         NotABufferError: `read_only`, and there is no buffer in the folder.
         CorruptBufferError: a file is damaged.
@@ -157,7 +158,7 @@ class ReplayBuffer(Recording, Readable):
             _require_publishable(layout, how, shard)
             from memmap_buffer.maintenance.publisher import Publisher
 
-            publisher = Publisher(path_of(folder), publish_to, publish_every, keep_published, storage_options)
+            publisher = Publisher(path_of(folder), publish_to, publish_every, keep_published, storage_options, layout)
             self._setup(publisher.new_shard(layout, how, verify, reserve))
             self._publisher = publisher
             publisher.begin()

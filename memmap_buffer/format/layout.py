@@ -276,6 +276,12 @@ class Layout:
             lines.append(_differ(key, *(repr(layout.schema.declared_ends[key]) for layout in (self, other))))
         return [line for line in lines if line]
 
+    def field_differences(self, other: Layout) -> list[str]:
+        """Those of them by which the two cannot be read as one: of fields, and of those that end episodes."""
+        ends = (key for key in ENDS if getattr(self.schema, key) != getattr(other.schema, key))
+        kinds = "fields", "meta_fields", *ends
+        return [line for line in self.differences(other, codecs=False) if line.startswith(kinds)]
+
     def to_json(self) -> bytes:
         """The bytes of `schema.json`."""
         groups = {

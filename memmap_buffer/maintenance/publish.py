@@ -6,6 +6,7 @@ is listed is there: a publisher that is killed leaves objects that nobody looks 
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import tempfile
@@ -21,12 +22,13 @@ import numpy as np
 
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, RemoteError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import ArrayFile
+from memmap_buffer.format.layout import ArrayFile, Layout
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import FileLock, read_at
+from memmap_buffer.maintenance.disk import bytes_to_copy
 from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.maintenance.verification import verify
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.layout import (
     BLOCK,
@@ -51,6 +53,7 @@ from memmap_buffer.remote.layout import (
     is_shard_name,
     make_head,
     num_blocks,
+    open_head,
     version_of,
 )
 from memmap_buffer.remote.objects import Objects
@@ -77,12 +80,14 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
 
     Raises:
         SchemaError: the folder's name or the URL will not do.
-        SchemaMismatchError: the root has a shard of that name that is another buffer's.
+        SchemaMismatchError: the root has a shard of that name that is another buffer's, or shards of other fields, with
+            which this one could not be read.
         CorruptBufferError: the folder is damaged, or changes meanwhile.
         RemoteError: the store fails.
         MemmapBufferError: as `pack` raises it.
+        OSError: the disk has no room for the packed copy; the text says how much it takes.
     """
-    source, objects = path_of(folder), Objects(url, storage_options)
+    source, objects = path_of(folder), Objects(url_of(url), storage_options)
     name = source.resolve().name
     if not is_shard_name(name):
         raise SchemaError(
@@ -92,10 +97,47 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
         raise SchemaError(f"{objects}: nothing can be published by this protocol; give the URL of the store itself")
     if objects.local is not None and (objects.local / name).resolve() == source.resolve():
         raise SchemaError(f"{source}: got {objects}, the root that it is in itself, expected another one")
+    require_fields(objects, str(source), Storage.open(source, read_only=True, verify="never").layout, name)
     with _packed(source) as (packed, left_out):
-        shard, head = _upload(packed, objects, name)
+        try:
+            shard, head = _upload(packed, objects, name)
+        except RemoteError as error:
+            if not error.missing or error.asked != "write":
+                raise
+            text = f"{objects}: there is no such bucket, or folder, to write to ({error.url}: {error.came})"
+            raise RemoteError(f"{text}; make it, or check the URL", **error.named) from None
     _list(objects, name, shard, head)
     return left_out
+
+
+def require_fields(objects: Objects, what: str, layout: Layout, name: str = "") -> None:
+    """Raise SchemaMismatchError unless what has this layout can be read together with the shards of a root.
+
+    All of these have the same fields, so one of them is looked at.
+
+    Args:
+        objects: the root.
+        what: for the text.
+        layout: what would be published.
+        name: of the shard that it is; one that is there under this name is replaced, so it does not count.
+
+    Raises:
+        SchemaError: another program wrote the list of shards, or another release.
+        CorruptBufferError: the list, or the head of a shard, is damaged.
+        RemoteError: the store fails.
+    """
+    root = read_root(objects) or Root()
+    for other, shard in root.shards.items():
+        if other != name:
+            where = objects.name_of(other)
+            key, first, size = shard.head
+            wanted = [(head_object(key), first, first + size)]
+            (head,) = objects.read_ranges(wanted, lambda i, data, shard=shard: shard.is_head(data))  # type: ignore[misc]
+            there = Layout.from_json(open_head(head, where).get("schema.json", b""), where)
+            if lines := there.field_differences(layout):
+                text = "\n  ".join([f"{where} has other fields than {what}, and a root is read as one:", *lines])
+                raise SchemaMismatchError(f"{text}\nPublish to another root.", differences=lines)
+            return
 
 
 def read_root(objects: Objects) -> Root | None:
@@ -141,7 +183,19 @@ def _packed(source: Path) -> Iterator[tuple[Path, list[int]]]:
         yield source, []
         return
     with _temporary(source.resolve()) as temporary:
-        yield temporary / "packed", pack(source, temporary / "packed")
+        packed = temporary / "packed"
+        try:
+            left_out = pack(source, packed)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            text = (
+                f"{error.strerror}: {source} is packed into a copy here to be published, of "
+                f"{bytes_to_copy(source):,} bytes; make room: shards of a recorder that lie in `published/` may be "
+                "removed, which keep_published=n does"
+            )
+            raise OSError(error.errno, text, str(packed)) from None
+        yield packed, left_out
 
 
 @contextmanager

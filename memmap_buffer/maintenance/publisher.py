@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from memmap_buffer.dtypes import check_count
-from memmap_buffer.errors import BufferLockedError, MemmapBufferError, SchemaError
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, RemoteError, SchemaError
 from memmap_buffer.format import creation
 from memmap_buffer.format.folder import PUBLISHED, Folder
 from memmap_buffer.format.host import host_name
@@ -31,11 +31,14 @@ from memmap_buffer.format.layout import Layout, new_id
 from memmap_buffer.format.lock import Turn, WriterLock
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
-from memmap_buffer.maintenance.publish import publish
+from memmap_buffer.maintenance.publish import publish, require_fields
+from memmap_buffer.paths import url_of
+from memmap_buffer.remote.layout import ROOT
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.writing.writer import WriteOptions, Writer
 
 WAIT_SECONDS, WAIT_PAUSE = 60.0, 0.1  # for another recorder that is publishing a shard of a recorder that is closed
+START_SECONDS = 5.0  # in which the store says whether it has shards of other fields, else recording begins all the same
 log = logging.getLogger("memmap_buffer")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*-[0-9a-f]{12}-[0-9]{5,}")
 
@@ -49,12 +52,14 @@ class Publisher:
         every: of so many episodes, or from so much time, is a shard; None: of as many as it has room for.
         keep: how many of those that are published stay in `published/`, the newest; None: all.
         storage_options: for the file system of fsspec.
+        layout: of the shards.
 
     Attributes:
         turn: see `Turn.lock`; held by whoever writes to a shard through the recorder, whichever shard that is by now.
 
     Raises:
         SchemaError: an argument is not what it must be, or nothing can be written by this protocol.
+        SchemaMismatchError: the root in the store has shards of other fields.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Publisher:
         every: int | datetime.timedelta | None,
         keep: int | None,
         storage_options: Mapping[str, Any] | None,
+        layout: Layout,
     ) -> None:
         self._every: int | None = None
         self._seconds: float | None = None
@@ -76,11 +82,18 @@ class Publisher:
             self._every = every
         if keep is not None:
             check_count("keep_published", keep, 0)
-        objects = Objects(url, storage_options)
+        objects = Objects(url_of(url), storage_options)
         if not objects.writable:
             raise SchemaError(f"publish_to: nothing can be written to {objects}; give the URL of the store itself")
         if objects.local is not None and objects.local.resolve().is_relative_to(root.resolve()):
             raise SchemaError(f"publish_to: {objects} is in the root {root} of the recorder; give a folder elsewhere")
+        is_away = False
+        try:  # at once, as nothing is recorded yet
+            asked = Objects(url, storage_options, tries=1, timeout=START_SECONDS)
+            require_fields(asked, f"what is recorded to {root}", layout)
+        except (RemoteError, CorruptBufferError) as error:
+            is_away = isinstance(error, RemoteError)
+            log.warning("%s: recording begins, and is published later: %s", root, error)
         self._root, self._url, self._keep, self._storage_options = root, url, keep, storage_options
         self._where = str(objects)
         host = re.sub(r"[^A-Za-z0-9.-]", "-", host_name().split(".")[0])[:64].lstrip("-.")
@@ -91,6 +104,7 @@ class Publisher:
         self._finished: list[Writer] = []
         self._ending, self._looking = threading.RLock(), threading.Lock()
         self._again = False
+        self._is_away = is_away  # whether the store could not be reached the last time
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
 
@@ -177,6 +191,13 @@ class Publisher:
             return
         if self._timer is not None:
             self._timer.cancel()
+        mine = [path for path in shards_in(self._root) if path.name.startswith(self._prefix)]
+        if left := sum(map(_has_episodes, mine)):
+            text = f"{self._root}: closing: {left} shards are left to be published to {self._where}"
+            if self._is_away:
+                log.warning("%s, which did not answer", text)
+            else:
+                log.info("%s", text)
         thread = self._thread
         if thread is not None and thread.is_alive():
             thread.join()
@@ -200,25 +221,44 @@ class Publisher:
                 log.exception("%s: publishing to %s failed; it is tried again", self._root, self._where)
 
     def _publish_all(self) -> dict[Path, Exception]:
-        """Publish all that can be; which shards of this recorder could not be, and which others failed, and why."""
+        """Publish all that can be; which shards of this recorder could not be, and which others failed, and why.
+
+        A store that cannot be reached is found out by one shard: as long as it does not answer no other is tried.
+        """
         with suppress(MemmapBufferError, OSError):  # which was logged
             self.flush()
         failed: dict[Path, Exception] = {}
+        away = self._asked() if self._is_away else None
         for path in shards_in(self._root):
             try:
-                self._publish(path)
+                self._publish(path, away)
             except (MemmapBufferError, OSError, ImportError) as error:
                 taken = _is_taken(error, path)
                 if not Folder(path).exists("schema.json"):
                     continue  # another one has published it meanwhile
+                if isinstance(error, RemoteError) and away is None:
+                    away = self._asked()
                 if not taken:
                     log.warning("%s is not published to %s yet: %s", path, self._where, error)
                 if not taken or path.name.startswith(self._prefix):
                     failed[path] = error
+        self._is_away = away is not None
         return failed
 
-    def _publish(self, path: Path) -> None:
-        """Publish a shard. Raises BufferLockedError: somebody records it, or publishes it at this moment."""
+    def _asked(self) -> RemoteError | None:
+        """What the store fails by when it is asked for something small, once; None where it answers."""
+        try:
+            Objects(self._url, self._storage_options, tries=1).size(ROOT)
+        except RemoteError as error:
+            return error
+        return None
+
+    def _publish(self, path: Path, away: RemoteError | None) -> None:
+        """Publish a shard.
+
+        Args: away: what the store failed by, if it cannot be reached; raised where something had to be sent.
+        Raises: BufferLockedError: somebody records it, or publishes it at this moment.
+        """
         with _locked(path):  # before anything else: a writer would take the place of one in this process
             interrupted = Folder(path).exists(".redo")
         if interrupted:
@@ -226,6 +266,8 @@ class Publisher:
                 writer.begin()  # which does the update that a kill interrupted
         with _locked(path):
             num_episodes = len(Storage.open(path, read_only=True).refresh())
+            if num_episodes and away is not None:
+                raise away
             if num_episodes and (left_out := publish(path, self._url, storage_options=self._storage_options)):
                 log.warning("%s: published without the damaged episodes %s", path, left_out)
             (self._root / PUBLISHED).mkdir(exist_ok=True)
@@ -258,6 +300,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _has_episodes(path: Path) -> bool:
+    """Whether a shard has something to publish; not one that was published, and moved, meanwhile."""
+    try:
+        return len(Storage.open(path, read_only=True, verify="never").refresh()) > 0
+    except (MemmapBufferError, OSError):
+        return False
 
 
 def _is_taken(error: Exception, path: Path) -> bool:

@@ -18,7 +18,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.blocks import runs
 from memmap_buffer.remote.layout import (
@@ -49,7 +49,7 @@ def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         NotABufferError: nothing was published there.
         RemoteError: the store fails.
     """
-    return shards_of(Objects(url, storage_options))
+    return shards_of(Objects(url_of(url), storage_options))
 
 
 def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -62,13 +62,22 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
 
     Raises:
         NotABufferError: nothing was published there.
-        SchemaMismatchError: `folder` holds another buffer, or another version of this one.
+        SchemaMismatchError: `folder` holds another buffer, or another version of this one; or the URL is of a root, and
+            `folder` is a buffer itself.
         CorruptBufferError: what was published is damaged.
         RemoteError: the store fails.
         OSError: the disk is full, say.
     """
-    objects, target = Objects(url, storage_options), path_of(folder)
-    for name, shard in shards_of(objects).items():
+    objects, target = Objects(url_of(url), storage_options), path_of(folder)
+    shards = shards_of(objects)
+    if "" not in shards and Folder(target).exists("schema.json"):
+        one = objects.name_of(next(iter(shards)))
+        raise SchemaMismatchError(
+            f"{target}: got a folder that holds a buffer, expected one for the shards of the root {objects}, each of "
+            f"which becomes a folder in it; give another folder, or the URL of one shard, as {one}, and a new folder",
+            path=target,
+        )
+    for name, shard in shards.items():
         _pull(objects, name, shard, target / name)
 
 

@@ -13,6 +13,7 @@ from memmap_buffer.format.layout import Layout
 from memmap_buffer.loading.samplers import WINDOW_BYTES
 from memmap_buffer.maintenance.publish import read_head
 from memmap_buffer.maintenance.pull import shards_of
+from memmap_buffer.paths import url_of
 from memmap_buffer.remote.layout import BLOCK, Shard, data_files, open_head
 from memmap_buffer.remote.mirror import PIECE
 from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
@@ -89,7 +90,7 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
         CorruptBufferError: what was published is damaged.
         RemoteError: the store fails.
     """
-    objects = Objects(url, storage_options)
+    objects = Objects(url_of(url), storage_options)
     shards = shards_of(objects)
     steps = sum(shard.steps for shard in shards.values())
     what = Store(

@@ -12,7 +12,7 @@ from typing import Any
 
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, NotABufferError, RemoteError
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.paths import path_of
+from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.remote.cache import Cache
 from memmap_buffer.remote.layout import (
     HEAD,
@@ -47,7 +47,7 @@ def open_url(url: str, options: Mapping[str, Any] | None, cache: Cache) -> Mirro
         NotABufferError: nothing was published there.
         RemoteError: the store fails.
     """
-    objects = Objects(url, options)
+    objects = Objects(url_of(url), options)
     where = objects.name_of(SHARD)
     try:
         shard = Shard.from_json(objects.read(SHARD, MAX_SHARD_BYTES), where)
@@ -82,7 +82,7 @@ class RemoteShards:
         numbers: Mapping[str, int] | None = None,
     ) -> None:
         self.url, self._options, self._cache = url, options, cache
-        self._objects = Objects(url, options)
+        self._objects = Objects(url_of(url), options)
         self._root, self._read_at = root, time.monotonic()
         self.storages: dict[int, Storage] = {}
         self._versions: dict[str, str] = {}

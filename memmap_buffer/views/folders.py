@@ -18,7 +18,6 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import CHECK, GENERATION, RECORD, SERIAL, STATE_WORD, WORDS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, after_fork, bytes_at
-from memmap_buffer.schema import ENDS
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.memory_pool import Pool
 
@@ -219,6 +218,14 @@ def grouped(reach: Reach, of: IntArray) -> tuple[tuple[Group, ...], IntArray | N
     return tuple(groups), order
 
 
+def _where(storage: Storage) -> str:
+    """Where a folder is: its path, or the URL that it was published at."""
+    if storage.mirror is None:
+        return str(storage.path)
+    name, _, _ = storage.mirror.prefix.rstrip("/").rpartition("/")  # without the version
+    return str(storage.mirror.objects.name_of(name))
+
+
 class Folders:
     """The folders that are read as one; they must hold the same fields.
 
@@ -247,7 +254,7 @@ class Folders:
         self.shards = shards
         found = dict(enumerate(storages)) if shards is None else shards.look()
         first = next(iter(found.values()))
-        self._path, self._layout = first.path, first.layout
+        self._where, self._layout = _where(first), first.layout
         self.schema = self._layout.schema
         self.single = shards is None and len(storages) == 1
         self.pool = Pool()
@@ -285,11 +292,8 @@ class Folders:
                 continue
             if storage.layout.schema is self.schema:  # of the same text
                 continue
-            differences = self._layout.differences(storage.layout, codecs=False)
-            ends = (key for key in ENDS if getattr(storage.layout.schema, key) != getattr(self.schema, key))
-            lines = [line for line in differences if line.startswith(("fields", "meta_fields", *ends))]
-            if lines:
-                text = "\n  ".join([f"{storage.path} and {self._path} have different fields:", *lines])
+            if lines := self._layout.field_differences(storage.layout):
+                text = "\n  ".join([f"{_where(storage)} and {self._where} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)
         self.coded = self.coded.union(*(storage.layout.coded for storage in found.values()))
         self.mirrored = self.mirrored or any(storage.mirror is not None for storage in found.values())
@@ -298,7 +302,7 @@ class Folders:
             other = storage if storage.withdrawn else buffers.setdefault(storage.layout.id, storage)
             if other is not storage:
                 raise SchemaError(
-                    f"{storage.path} and {other.path} are one buffer twice, or a copy of it: both have the id "
+                    f"{_where(storage)} and {_where(other)} are one buffer twice, or a copy of it: both have the id "
                     f"{storage.layout.id}; leave one out"
                 )
         numbers = np.fromiter(found, np.int64, len(found))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import multiprocessing
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+from fault_injection import system
 from fsspec.implementations.local import LocalFileSystem
 from range_server import RangeServer
 
 from memmap_buffer import (
+    ConcatBuffer,
     CorruptBufferError,
+    Field,
     NotABufferError,
     RemoteError,
     ReplayBuffer,
@@ -32,6 +38,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.maintenance.publish import read_root, read_shard
 from memmap_buffer.maintenance.pull import shards_at
+from memmap_buffer.maintenance.store import measure_store
 from memmap_buffer.remote import objects as requests
 from memmap_buffer.remote.layout import Root, Shard, digest, head_object, open_head, version_of
 from memmap_buffer.remote.objects import Objects
@@ -219,6 +226,62 @@ def test_another_buffer_does_not_take_a_name(place: dict[str, Any], tmp_path: Pa
     assert shards_at(**place) == listed
 
 
+@without_plain
+def test_other_fields_than_those_of_the_root_are_refused_before_anything_is_sent(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(record(tmp_path / "one"), **place)
+    writes = count_writes(monkeypatch)
+    with ReplayBuffer(tmp_path / "other", 9, 40, {"x": "float64", "image": ("uint8", (64, 1024))}) as buffer:
+        buffer.store_episode(x=[1.0], image=np.zeros((1, 64, 1024)))
+    with pytest.raises(SchemaMismatchError, match="has other fields than") as told:
+        publish(tmp_path / "other", **place)
+    assert writes == []
+    lines = ["fields 'x': stored Field('int64', ()), given Field('float64', ())"]
+    lines += ["meta_fields 'name': stored Field('U4', ()), given None"]
+    assert told.value.differences == lines
+    head, *rest = str(told.value).split("\n  ")
+    assert head == f"{place['url']}/one has other fields than {tmp_path}/other, and a root is read as one:"
+    assert "\n".join(rest) == "\n".join([*lines, "Publish to another root."])
+    assert [*shards_at(**place)] == ["one"]
+
+
+@local
+def test_a_shard_alone_in_its_root_may_get_fields_and_other_sizes_and_codecs_are_no_other_fields(
+    place: dict[str, Any], tmp_path: Path
+) -> None:
+    publish(record(tmp_path / "one"), **place)
+    with ReplayBuffer.from_folder(tmp_path / "one") as buffer:
+        buffer.add_field("y", ("int", (), 0))
+    publish(tmp_path / "one", **place)
+    fields = {"x": "int", "image": Field("uint8", (64, 1024), codec="zstd"), "y": ("int", (), 0)}
+    with ReplayBuffer(tmp_path / "other", 3, 4, fields, {"name": "U4"}) as buffer:
+        buffer.store_episode(x=[1], image=np.zeros((1, 64, 1024)), y=[2], name="a")
+    publish(tmp_path / "other", **place)
+    assert len(ConcatBuffer.from_root(place["url"], cache=tmp_path / "cache")) == 4
+
+
+@local
+def test_shards_of_other_fields_are_named_by_their_urls(place: dict[str, Any], tmp_path: Path) -> None:
+    """As two first publishers at the same time may send them."""
+    publish(record(tmp_path / "one"), **place)
+    with ReplayBuffer(tmp_path / "other", 9, 40, {"x": "float"}) as buffer:
+        buffer.store_episode(x=[1.0])
+    publish(tmp_path / "other", url := f"{place['url']}-2")
+    store, second = objects_of(place), Objects(url)
+    head = publishing.read_head(second, found := shards_at(url)["other"], found.prefix("other"))
+    publishing._list(store, "other", found, head)
+    with pytest.raises(SchemaMismatchError, match="have different fields") as told:
+        ConcatBuffer.from_root(place["url"], cache=tmp_path / "cache")
+    assert str(told.value).startswith(
+        f"{place['url']}/other and {place['url']}/one have different fields:\n  fields 'x'"
+    )
+    one = ReplayBuffer.from_folder(f"{place['url']}/one", cache=tmp_path / "cache")
+    other = ReplayBuffer.from_folder(f"{url}/other", cache=tmp_path / "cache")
+    with pytest.raises(SchemaMismatchError, match=f"{url}/other and {place['url']}/one have different fields"):
+        ConcatBuffer([one, other])
+
+
 @local
 def test_what_cannot_be_published_says_why(place: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="got the name 'a b', expected letters"):
@@ -246,6 +309,53 @@ def test_what_cannot_be_published_says_why(place: dict[str, Any], tmp_path: Path
         shards_at(**place)
 
 
+def test_a_bucket_that_is_not_there_is_named(tmp_path: Path, bucket: Any) -> None:
+    _, options = bucket
+    error = r"s3://no-such-bucket/root: there is no such bucket, or folder, to write to \(s3://.*\); make it, or check"
+    with pytest.raises(RemoteError, match=error) as told:
+        publish(record(tmp_path / "one"), "s3://no-such-bucket/root", storage_options=options)
+    assert told.value.missing
+
+
+RELATIVE = ["file://bucket/run7", "local://bucket", "simplecache::file://bucket", "file://./bucket"]
+
+
+@pytest.mark.parametrize("url", [*RELATIVE, "ftp:/secret/x", "file:/data/bucket", "s3:/bucket/run7"])
+def test_a_url_with_too_few_slashes_is_refused_and_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    folder = record(tmp_path / "one")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    error = "expected one, as in file:///data/run7" if url in RELATIVE else "expected two slashes, as in"
+
+    def record_to(url: str) -> ReplayBuffer:
+        return ReplayBuffer(tmp_path / "root", 9, 40, {"x": "int"}, shard="auto", publish_to=url)
+
+    calls = [partial(publish, folder), shards_at, partial(pull, folder="back"), measure_store_briefly, record_to]
+    if "://" in url:  # else they are paths
+        calls += [ReplayBuffer.from_folder, ConcatBuffer.from_root]
+    for call in calls:
+        with pytest.raises(SchemaError, match=error) as told:
+            call(url)
+        assert "secret" not in str(told.value)
+    assert [path.name for path in (tmp_path / "here").iterdir()] == []
+    assert not (tmp_path / "root").exists()
+
+
+def measure_store_briefly(url: str) -> Any:
+    return measure_store(url, 0.01)
+
+
+def test_a_path_and_an_absolute_url_are_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = record(tmp_path / "one")
+    for place in (str(tmp_path / "a"), f"file://{tmp_path}/b", "file://~/c", f"local://{tmp_path}/d"):
+        publish(folder, place)
+        assert [*shards_at(place)] == ["one"]
+    assert (tmp_path / "c" / "root.json").exists()
+
+
 @local
 def test_damaged_episodes_of_a_grid_are_left_out_and_named(place: dict[str, Any], tmp_path: Path) -> None:
     one = record(tmp_path / "one")
@@ -254,6 +364,28 @@ def test_damaged_episodes_of_a_grid_are_left_out_and_named(place: dict[str, Any]
         file.write(b"?")
     assert publish(one, **place) == [0]
     assert shards_at(**place)["one"].episodes == 2
+
+
+@in_memory
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_with_the_path_the_size_and_the_remedy(
+    place: dict[str, Any], tmp_path: Path, error: int
+) -> None:
+    one = record(tmp_path / "one")
+    copied = sum(3 + 7 * number for number in range(3)) * (8 + (64 << 10)) + 3 * 4 * 4
+    with system(1, error=error, only=("pwrite",), lasting=True), pytest.raises(OSError, match="make room") as told:
+        publish(one, **place)
+    assert told.value.errno == error
+    assert Path(told.value.filename).parent.name.startswith(".one.publish-")
+    text = str(told.value)
+    assert f"{os.strerror(error)}: {one} is packed into a copy here to be published, of {copied:,} bytes" in text
+    assert "`published/`" in text
+    assert "keep_published=n" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
+    publish(one, **place)
+    with system(1, error=errno.EIO, only=("pwrite",)), pytest.raises(OSError, match="Input/output") as other:
+        publish(extend(one), **place)
+    assert other.value.errno == errno.EIO
 
 
 # Others, and deaths
@@ -493,6 +625,19 @@ def test_a_folder_with_another_buffer_is_not_pulled_over(place: dict[str, Any], 
     with pytest.raises(NotABufferError, match=r"/x/root\.json: nothing was published here"):
         pull(f"{place['url']}/x", tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
+
+
+@local
+def test_a_root_is_not_pulled_into_a_buffer(place: dict[str, Any], tmp_path: Path) -> None:
+    publish(record(tmp_path / "one"), **place)
+    mine = record(tmp_path / "mine")
+    before = files_of(mine)
+    error = (
+        rf"mine: got a folder that holds a buffer, expected one for the shards of the root {place['url']}, .*/url/one"
+    )
+    with pytest.raises(SchemaMismatchError, match=error):
+        pull(place["url"], mine)
+    assert files_of(mine) == before
 
 
 # A stranger's lists

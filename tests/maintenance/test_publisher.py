@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child
+from fsspec.implementations.local import LocalFileSystem
 from range_server import RangeServer
 
 from memmap_buffer import (
@@ -33,6 +34,7 @@ from memmap_buffer import (
     RemoteError,
     ReplayBuffer,
     SchemaError,
+    SchemaMismatchError,
     verify,
 )
 from memmap_buffer.api import concat
@@ -42,7 +44,7 @@ from memmap_buffer.maintenance import publisher
 from memmap_buffer.maintenance.publish import publish
 from memmap_buffer.maintenance.publisher import PUBLISHED, shards_in
 from memmap_buffer.maintenance.pull import shards_at
-from memmap_buffer.remote import shards
+from memmap_buffer.remote import objects, shards
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.writing import writer as writer_module
 from memmap_buffer.writing.writer import Writer
@@ -574,6 +576,66 @@ def test_what_failed_is_tried_again_with_the_next_shard_and_by_closing_again(
     assert sorted(published(tmp_path)) == list(range(5))
 
 
+def record_unpublished(buffer: ReplayBuffer, monkeypatch: pytest.MonkeyPatch, numbers: range) -> None:
+    """Record shards that `close` has to publish."""
+    with monkeypatch.context() as patch:
+        patch.setattr(buffer._publisher, "begin", lambda: None)
+        record(buffer, numbers)
+
+
+def test_a_store_that_cannot_be_reached_is_tried_by_one_shard_and_asked_once_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(objects, "LONGEST_PAUSE", 0.001)
+    caplog.set_level(logging.INFO, "memmap_buffer")
+    buffer = idle_recorder(tmp_path, publish_every=1)
+    record_unpublished(buffer, monkeypatch, range(5))
+    asked = []
+
+    def gone(store: Any, path: str, *_: Any, **__: Any) -> Any:
+        asked.append(path)
+        raise ConnectionError("no way there")
+
+    with monkeypatch.context() as patch:
+        for name in ("cat_file", "info", "ls", "put_file", "pipe_file"):
+            patch.setattr(LocalFileSystem, name, gone)
+        for tries in (objects.TRIES + 1, 1):
+            caplog.clear()
+            with pytest.raises(RemoteError, match=r"5 shards are not published to .*no way there"):
+                buffer.close()
+            assert len(asked) == tries
+            asked.clear()
+            first = caplog.records[0].message
+            assert "closing: 5 shards are left to be published to" in first
+            assert ("which did not answer" in first) == (tries == 1)
+            assert all(path.name in caplog.text for path in left(tmp_path))
+    buffer.close()
+    assert published(tmp_path) == list(range(5))
+    assert left(tmp_path) == []
+
+
+def test_a_shard_that_fails_alone_keeps_no_other_from_being_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = idle_recorder(tmp_path, publish_every=1)
+    record_unpublished(buffer, monkeypatch, range(4))
+    spoilt, write = left(tmp_path)[0].name, Objects.write
+
+    def writing(store: Objects, path: str, data: Any) -> None:
+        if path.startswith(spoilt):
+            raise RemoteError("spoilt", url=path, asked="write", came="", tries=6, missing=False)
+        write(store, path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "write", writing)
+        with pytest.raises(RemoteError, match=f"1 shards are not published to .*: {spoilt};"):
+            buffer.close()
+    assert published(tmp_path) == [1, 2, 3]
+    buffer.close()
+    assert sorted(published(tmp_path)) == [0, 1, 2, 3]
+
+
 def test_an_error_of_another_kind_stops_no_rollout_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> list[int]:
         raise OSError(28, "No space left on device")
@@ -799,6 +861,42 @@ def test_a_store_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path) ->
         recorder(tmp_path, publish_to="http://user:secret@host/root")
     with pytest.raises(SchemaError, match=r"is in the root .* of the recorder; give a folder elsewhere"):
         recorder(tmp_path, publish_to=f"file://{tmp_path}/root/url")
+
+
+def test_other_fields_than_those_of_the_root_in_the_store_are_refused_at_once(tmp_path: Path) -> None:
+    with recorder(tmp_path) as buffer:
+        record(buffer, range(1))
+    url = f"file://{tmp_path}/url"
+    (name,) = shards_at(url)
+    with pytest.raises(SchemaMismatchError, match=f"{url}/{name} has other fields than what is recorded to ") as told:
+        recorder(tmp_path / "new", publish_to=url, fields={**FIELDS, "y": "int"})
+    assert told.value.differences == ["fields 'y': stored None, given Field('int64', ())"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_store_that_does_not_answer_or_has_a_spoilt_list_keeps_no_recorder_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "cat_file", gone)
+        buffer = recorder(tmp_path)
+        assert "recording begins, and is published later" in caplog.text
+        record(buffer, range(2))
+        wait_for(buffer._publisher)
+    buffer.close()
+    assert published(tmp_path) == [0, 1]
+    caplog.clear()
+    listed = (tmp_path / "url" / "root.json").read_bytes()
+    (tmp_path / "url" / "root.json").write_bytes(b"?")
+    buffer = recorder(tmp_path)
+    assert "is no JSON" in caplog.text
+    record(buffer, range(2, 3))
+    (tmp_path / "url" / "root.json").write_bytes(listed)
+    buffer.close()
+    assert published(tmp_path) == [0, 1, 2]
 
 
 def test_a_shard_that_is_recorded_is_left_alone_also_in_the_middle_of_an_update(tmp_path: Path) -> None:
