@@ -109,7 +109,7 @@ class ReplayBuffer(Recording, Readable):
     Raises:
         SchemaMismatchError: the folder holds another schema; the text lists the differences.
         SchemaError: an argument is not what it must be.
-        NotABufferError: `read_only`, and there is no buffer in the folder.
+        NotABufferError: `read_only`, and there is no buffer in the folder; or another one was published to the folder.
         CorruptBufferError: a file is damaged.
         BufferLockedError: another process writes, and this was to create or overwrite.
     """
@@ -162,6 +162,9 @@ class ReplayBuffer(Recording, Readable):
             raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")
         if shard is not None:
             _require_auto(shard, overwrite or read_only)
+        place = Folder(path_of(folder))
+        if not read_only and (overwrite or not place.exists("schema.json")):
+            place.require_not_published()
         if publish_to is not None:
             _require_publishable(layout, how, shard)
             from memmap_buffer.maintenance.publisher import Publisher
@@ -175,7 +178,6 @@ class ReplayBuffer(Recording, Readable):
         if publish_every is not None or keep_published is not None or storage_options is not None:
             raise SchemaError("publish_every, keep_published and storage_options belong to publish_to; give that, too")
         if shard is None:
-            place = Folder(path_of(folder))
             lock = WriterLock(place)
         else:
             place, lock = take_free(folder, layout)
