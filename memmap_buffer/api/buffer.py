@@ -103,12 +103,14 @@ class ReplayBuffer(Recording, Readable):
         terminated: the field that is true where an episode ended and nothing follows; None: none of them is. It and
             `truncated` end the episodes of `add`, and stop n-step returns; they are kept in the folder.
         truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
+        skips_resets: whether the step after an episode's end is the environment's reset, which `add` and `extend` leave
+            out; a new folder keeps it for those who open it; None: as the folder has it, False for a new one.
 
     Raises:
         SchemaMismatchError: the folder, or the root at `publish_to`, holds another schema; the text lists the
             differences.
         SchemaError: an argument is not what it must be.
-        NotABufferError: `read_only`, and there is no buffer in the folder.
+        NotABufferError: `read_only`, and there is no buffer in the folder; or another one was published to the folder.
         CorruptBufferError: a file is damaged.
         BufferLockedError: another process writes, and this was to create or overwrite.
     """
@@ -141,11 +143,18 @@ class ReplayBuffer(Recording, Readable):
         publish_every: int | timedelta | None = None,
         keep_published: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        skips_resets: bool | None = None,
     ) -> None:
         schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)  # type: ignore[arg-type]
         schema = schema.ending_by(terminated, truncated)
         layout = Layout.derived(
-            schema, max_episodes, max_timesteps, spare_slots=spare_slots, circular=circular, capacity=capacity
+            schema,
+            max_episodes,
+            max_timesteps,
+            spare_slots=spare_slots,
+            circular=circular,
+            capacity=capacity,
+            skips_resets=bool(skips_resets),
         )
         how = WriteOptions(durability, sync_every, checksum, publish, stage)
         storage.check_verify(verify)
@@ -154,12 +163,15 @@ class ReplayBuffer(Recording, Readable):
             raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")
         if shard is not None:
             _require_auto(shard, overwrite or read_only)
+        place = Folder(path_of(folder))
+        if not read_only and (overwrite or not place.exists("schema.json")):
+            place.require_not_published()
         if publish_to is not None:
             _require_publishable(layout, how, shard)
             from memmap_buffer.maintenance.publisher import Publisher
 
             publisher = Publisher(path_of(folder), publish_to, publish_every, keep_published, storage_options, layout)
-            self._setup(publisher.new_shard(layout, how, verify, reserve))
+            self._setup(publisher.new_shard(layout, how, verify, reserve), skips_resets)
             self._publisher = publisher
             publisher.begin()
             self._begin_timer()
@@ -167,7 +179,6 @@ class ReplayBuffer(Recording, Readable):
         if publish_every is not None or keep_published is not None or storage_options is not None:
             raise SchemaError("publish_every, keep_published and storage_options belong to publish_to; give that, too")
         if shard is None:
-            place = Folder(path_of(folder))
             lock = WriterLock(place)
         else:
             place, lock = take_free(folder, layout)
@@ -180,7 +191,7 @@ class ReplayBuffer(Recording, Readable):
             text = "\n  ".join([f"{place.path} holds a buffer of a different configuration:", *differences])
             hint = "\nOpen it with from_folder, give the stored values, or pass overwrite=True to replace it."
             raise SchemaMismatchError(text + hint, differences=differences)
-        self._setup(Writer(opened, lock, how))
+        self._setup(Writer(opened, lock, how), skips_resets)
 
     @classmethod
     def from_folder(
@@ -252,7 +263,8 @@ class ReplayBuffer(Recording, Readable):
         Args:
             env: a Gymnasium environment or vector environment. Where the step after an episode's end is its reset
                 (`AutoresetMode.NEXT_STEP`, the default of vectors, or the wrapper `Autoreset`), `add`, `extend` and
-                collectors of this object leave that step out; call `end_episodes` before a reset of your own.
+                collectors of this object leave that step out; call `end_episodes` before a reset of your own. A new
+                folder keeps that for whoever opens it without an environment; that of `env` holds for this object.
             folder: as for the constructor.
             max_episodes: as for the constructor.
             max_timesteps: default: the time limit of the environment, or the longest of a vector; beside a `capacity`
@@ -280,12 +292,12 @@ class ReplayBuffer(Recording, Readable):
         if spare_slots is None and in_place and count_of(env) > usual:
             spare_slots = count_of(env)
         options.update(capacity=capacity, spare_slots=spare_slots, publish=publish)
-        buffer = cls(folder, max_episodes, limit, known, **options)
-        buffer._skips_resets = resets_by_a_step(env)
-        return buffer
+        options.setdefault("skips_resets", resets_by_a_step(env))
+        return cls(folder, max_episodes, limit, known, **options)
 
-    def _setup(self, writer: Writer) -> None:
+    def _setup(self, writer: Writer, skips_resets: bool | None = None) -> None:
         super().__init__(Folders([writer.storage]))
+        self._skips_resets = writer.storage.layout.skips_resets if skips_resets is None else skips_resets
         self._begin(writer)
 
     def _begin(self, writer: Writer) -> None:

@@ -12,7 +12,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.choices import OnDamaged
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
-from memmap_buffer.format.folder import PUBLISHED, PUBLISHED_HINT
+from memmap_buffer.format.folder import Folder, folders_in
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
@@ -107,7 +107,7 @@ class ConcatBuffer(Readable):
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Folders.of_root(shards))
             return buffer
-        found = folders = _folders_in(root)
+        found = folders = folders_in(root)
         if on_damaged == "skip":
             whole = [is_whole(folder) for folder in folders]
             if weights is not None and len(weights) == len(folders):
@@ -115,12 +115,11 @@ class ConcatBuffer(Readable):
             folders = list(compress(folders, whole))
         try:
             if not folders:
-                there = _folders_in(root / PUBLISHED)
-                why = f": {PUBLISHED_HINT.format(there[0])}" if there else ""
-                raise NotABufferError(f"{root}: no subfolder holds a buffer{why}", path=root)
+                why = Folder(root).published()
+                raise NotABufferError(f"{root}: no subfolder holds a buffer" + (f": {why}" if why else ""), path=root)
             return cls(folders, weights)
         except NotABufferError:
-            if _folders_in(root) == found:
+            if folders_in(root) == found:
                 raise
             return cls.from_root(root, weights, on_damaged=on_damaged)  # one was moved away meanwhile
 
@@ -172,11 +171,6 @@ class ConcatBuffer(Readable):
 
 
 ConcatReplayBuffer = ConcatBuffer
-
-
-def _folders_in(root: Path) -> list[Path]:
-    """The buffers that are direct subfolders, by name."""
-    return sorted(path.parent for path in root.glob("*/schema.json"))
 
 
 def _storage(source: AnyPath | ReplayBuffer | Storage) -> Storage:

@@ -91,7 +91,7 @@ class GivenErrors:
 class Recording(Editing):
     """The writing half of `ReplayBuffer`."""
 
-    _skips_resets = False  # whether the step after an episode's end is the environment's reset
+    _skips_resets: bool  # whether the step after an episode's end is the environment's reset
 
     def _record_to(self, writer: Writer) -> None:
         self._storage, self._writer = writer.storage, writer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from memmap_buffer.cli.minimal import FOUND, OK, print_left_out, say, shards_of
 from memmap_buffer.cli.terminal import FolderArgument, Json, Problem, bytes_of, end, say_json, show_table
+from memmap_buffer.errors import NotABufferError
 from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.maintenance import pull as pulling
 
@@ -41,7 +43,13 @@ def pull(
 
 def ls(url: Url, as_json: Json = False, options: StorageOptions = None) -> None:
     """List the shards at a URL: episodes, steps, bytes; from one small object."""
-    rows = _rows(url, options)
+    try:
+        rows = _rows(url, options)
+    except NotABufferError as error:
+        if not Path(url).is_dir():
+            raise
+        here = f"{url}: nothing was published to this folder; what is in it is said by: memmap-buffer info"
+        raise Problem(f"{here} {shlex.quote(url)}") from error
     if as_json:
         say_json(rows)
         return

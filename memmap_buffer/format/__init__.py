@@ -29,13 +29,15 @@ schema.json
 -----------
 UTF-8 JSON without a byte order mark, at most 1 MiB, no key twice, no NaN or Infinity: `{"format": "memmap-buffer",
 "version": 1, "id", "layout": "grid" | "packed", "max_episodes", "max_timesteps", "spare_slots", "circular", "capacity",
-"rows", "columns", "fields", "meta_fields", "ends"}`. `id` is 32 hexadecimal digits, drawn at random when the buffer is
-created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null in a grid and the
-total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape", "default", "final",
-"column"}`, `column` being its place in checksums.npy. `ends` is `{"terminated", "truncated"}`, each the name of a field
-that is true (not 0) at the last step of an episode that ended so, or null; without `ends`, the fields of these two
-names, if there are such of one number or bool. A compressed field, which is none of `meta_fields` and not of text, has
-three keys more, `"codec", "blobs", "dictionary"`. Readers MUST refuse unknown keys, codecs and versions.
+"rows", "columns", "fields", "meta_fields", "ends", "skips_resets"}`. `id` is 32 hexadecimal digits, drawn at random
+when the buffer is created or overwritten; a copy of it keeps them. slots = max_episodes + spare_slots. `rows` is null
+in a grid and the total of all steps in a packed folder. `fields` and `meta_fields` map a name to `{"dtype", "shape",
+"default", "final", "column"}`, `column` being its place in checksums.npy. `ends` is `{"terminated", "truncated"}`, each
+the name of a field that is true (not 0) at the last step of an episode that ended so, or null; without `ends`, the
+fields of these two names, if there are such of one number or bool. `skips_resets` is true where the step that an
+environment takes after an episode's end is its reset, which is not stored; without it, false. It is about what is
+written next, not about what is there. A compressed field, which is none of `meta_fields` and not of text, has three
+keys more, `"codec", "blobs", "dictionary"`. Readers MUST refuse unknown keys, codecs and versions.
 Names are dot-joined identifiers, `[A-Za-z][A-Za-z0-9_]*`, of at most 64 characters in all, distinct without regard
 to case, no name being a dotted prefix of another. dtypes are the names of `dtypes.NUMERIC` and U1 … U4096; bfloat16
 is stored as its bits in u2.

@@ -36,7 +36,12 @@ _TOO_MANY = {
 }
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)
 PUBLISHED = "published"  # the folder in a root that a recorder moves shards to which are in a store
-PUBLISHED_HINT = "it was published, and moved to {}; read the root by the URL that its recorder publishes to"
+PUBLISHED_HINT = (
+    "it was published, and moved to {}; read the root by the URL that its recorder publishes to: "
+    "ConcatBuffer.from_root(url)"
+)
+# What `publish` leaves in a folder, see `remote.layout`, and what reads that.
+_PUBLISHED_HERE = {"root.json": "ConcatBuffer.from_root", "shard.json": "ReplayBuffer.from_folder"}
 ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
 
 
@@ -431,9 +436,34 @@ class Folder:
                 moved = self.path.parent / PUBLISHED / self.path.name
                 hint = f"; {PUBLISHED_HINT.format(moved)}" if moved.is_dir() else "; check the path"
                 raise NotABufferError(f"{self.path}: there is no such folder{hint}", path=self.path)
-            hint = "its creation did not finish" if self.exists("schema.json.new") else "there is no schema.json"
+            raise NotABufferError(f"{self.path} is not a buffer: {self._what_it_is()}", path=self.path)
+
+    def _what_it_is(self) -> str:
+        """What a folder is that holds no buffer, and what to do."""
+        if self.exists("schema.json.new"):
+            return "its creation did not finish; create one with ReplayBuffer(...)"
+        if found := folders_in(self._place):
+            reader = f"ConcatBuffer.from_root({str(self.path)!r})"
+            return f"it is a root of {len(found)} folders, as {found[0].name}; {reader} reads them all"
+        return self.published() or "there is no schema.json; create one with ReplayBuffer(...)"
+
+    def published(self) -> str:
+        """What was published from this root, or to this folder, and how it is read; "" where nothing was."""
+        moved = folders_in(self._place / PUBLISHED)
+        return self._published_here() or (PUBLISHED_HINT.format(self.path / PUBLISHED / moved[0].name) if moved else "")
+
+    def _published_here(self) -> str:
+        for name, reader in _PUBLISHED_HERE.items():
+            with suppress(FileNotFoundError, CorruptBufferError), self.reading(name) as (fd, size):
+                if b'"memmap-buffer-' in read_at(fd, min(size, 64), 0):
+                    return f"a folder was published to it ({name}); {reader}('file://{self._place}') reads that"
+        return ""
+
+    def require_not_published(self) -> None:
+        """Raise NotABufferError where a folder was published to this one, whose files are not to be mixed with ours."""
+        if what := self._published_here():
             raise NotABufferError(
-                f"{self.path} is not a buffer: {hint}; create one with ReplayBuffer(...)", path=self.path
+                f"{self.path}: no buffer can be made here, as {what}; give another folder", path=self.path
             )
 
     def stamp(self, name: str) -> tuple[int, int]:
@@ -518,3 +548,8 @@ def disk_reads() -> int:
         return 0
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return usage.ru_inblock + usage.ru_majflt
+
+
+def folders_in(root: Path) -> list[Path]:
+    """The buffers that are direct subfolders, by name."""
+    return sorted(path.parent for path in root.glob("*/schema.json"))

@@ -43,6 +43,7 @@ _KEYS = (
 _BYTE = np.dtype("|u1")
 _ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 _ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema does not say it
+_LEFT_OUT = {"ends": _ENDS, "skips_resets": False}  # keys that are written only where they say something else
 _FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
 _SIZES_OF_CODED = ("blobs", "dictionary")
 _CODED_KEYS = ("codec", *_SIZES_OF_CODED)  # of a field that is compressed, besides
@@ -100,6 +101,7 @@ class Layout:
         blobs: compressed field -> bytes of its file of blobs in a packed folder.
         dictionaries: compressed field -> bytes of its dictionary, where it has one.
         id: what names the buffer, in every copy of it; default: a new one.
+        skips_resets: who adds steps of environments leaves out the one after an episode's end, which is the reset.
 
     Raises:
         SchemaError: a size is out of bounds, or too large for any file.
@@ -117,6 +119,7 @@ class Layout:
     blobs: Mapping[str, int] = dataclasses.field(default_factory=dict)
     dictionaries: Mapping[str, int] = dataclasses.field(default_factory=dict)
     id: str = dataclasses.field(default_factory=new_id)
+    skips_resets: bool = False
 
     def __post_init__(self) -> None:
         if not self.column_of:
@@ -135,6 +138,7 @@ class Layout:
         spare_slots: int | None = None,
         circular: bool | None = None,
         capacity: int | None = None,
+        skips_resets: bool = False,
     ) -> Layout:
         """A layout of which sizes that are None follow from the others.
 
@@ -150,7 +154,7 @@ class Layout:
         if max_episodes is None:
             max_episodes = _most_episodes(schema, max_timesteps, capacity, spare)
         is_circular = ring if circular is None else bool(circular)
-        return cls(schema, max_episodes, max_timesteps, spare, is_circular, capacity)
+        return cls(schema, max_episodes, max_timesteps, spare, is_circular, capacity, skips_resets=skips_resets)
 
     def _check(self) -> None:
         packed = self.rows is not None
@@ -311,8 +315,9 @@ class Layout:
             "rows": self.rows,
             "columns": self.columns,
         }
-        ends = {} if self.schema.declared_ends == _ENDS else {"ends": self.schema.declared_ends}
-        return json.dumps({**head, **groups, **ends}, indent=1, allow_nan=False).encode() + b"\n"
+        last = {"ends": self.schema.declared_ends, "skips_resets": bool(self.skips_resets)}
+        told = {key: value for key, value in last.items() if value != _LEFT_OUT[key]}
+        return json.dumps({**head, **groups, **told}, indent=1, allow_nan=False).encode() + b"\n"
 
     def _coded_to_json(self, name: str, field: Field) -> dict[str, Any]:
         if not field.is_coded:
@@ -346,7 +351,7 @@ class Layout:
         """Whether each field of another layout is in this one as it was: what is open by it may be read on."""
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         groups = ("fields", "meta_fields")
-        same = all(mine.get(key) == theirs.get(key) for key in (*_KEYS, "ends") if key not in groups)
+        same = all(mine.get(key) == theirs.get(key) for key in (*_KEYS, *_LEFT_OUT) if key not in groups)
         return same and all(mine[group].get(name) == spec for group in groups for name, spec in theirs[group].items())
 
     def part_id(self, serials: Iterable[int]) -> str:
@@ -458,9 +463,9 @@ def _layout(document: dict[str, Any]) -> Layout:
         raise SchemaError(
             f"version: got {document.get('version')!r}, this release reads {VERSION}; install a newer one"
         )
-    document = {"ends": _ENDS, **document}
-    if set(document) != {*_KEYS, "ends"}:
-        raise SchemaError(f"keys: {sorted(set(document) ^ {*_KEYS, 'ends'})} are unknown or missing")
+    document = {**_LEFT_OUT, **document}
+    if set(document) != {*_KEYS, *_LEFT_OUT}:
+        raise SchemaError(f"keys: {sorted(set(document) ^ {*_KEYS, *_LEFT_OUT})} are unknown or missing")
     kind = _typed(document, "layout", str)
     if kind not in ("grid", "packed") or (kind == "packed") != (document["rows"] is not None):
         raise SchemaError(f"layout: got {kind!r} with rows {document['rows']!r}")
@@ -485,6 +490,7 @@ def _layout(document: dict[str, Any]) -> Layout:
         blobs=blobs,
         dictionaries=dictionaries,
         id=document["id"],
+        skips_resets=_typed(document, "skips_resets", bool),
         **optional,
     )
 

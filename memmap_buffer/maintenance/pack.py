@@ -86,7 +86,10 @@ def pack(
 
     def dense(source: Layout, lengths: IntArray, steps: int, recoding: Recoding) -> Layout:
         rows, columns = int(lengths.sum()), len(source.schema.all)
-        return recoding.layout(len(lengths), source.max_timesteps, rows, spare_slots=0, columns=columns)
+        kept = source.skips_resets
+        return recoding.layout(
+            len(lengths), source.max_timesteps, rows, spare_slots=0, columns=columns, skips_resets=kept
+        )
 
     return _transfer(src, dst, episodes, codec, dense, is_dense=True)
 
@@ -130,6 +133,7 @@ def unpack(
         most = source.max_episodes if max_episodes is None else max_episodes
         longest = source.max_timesteps if max_timesteps is None else max_timesteps
         options = {"spare_slots": spare_slots, "circular": circular, "capacity": capacity}
+        options["skips_resets"] = source.skips_resets
         layout = recoding.layout(most, longest, **options)
         needed = {"max_episodes": len(lengths), "max_timesteps": int(lengths.max()), "capacity": steps}
         for name, size in needed.items():

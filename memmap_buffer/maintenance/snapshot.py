@@ -114,6 +114,7 @@ def _opened(opener: Callable[[str, bytes, int], int], layout: Layout) -> Iterato
 
 
 def _require_none(target: Folder) -> None:
+    target.require_not_published()
     if target.exists("schema.json"):
         raise SchemaMismatchError(f"{target.path} holds a buffer already; give a folder without one", path=target.path)
 

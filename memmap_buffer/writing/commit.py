@@ -170,7 +170,7 @@ class WriteHandles:
             offset = header + (slot * stride + t - rows.start) * itemsize
             row = rows.start
             while row < stop:
-                data = array[row : stop if stop - row <= piece else row + piece]
+                data = np.ascontiguousarray(array[row : stop if stop - row <= piece else row + piece])
                 write_all(fd, data, offset + row * itemsize)
                 if checksum:
                     sums[name] = add_rows(sums[name], data)

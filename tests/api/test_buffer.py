@@ -23,6 +23,7 @@ from memmap_buffer import (
     SchemaError,
     SchemaMismatchError,
     pack,
+    publish,
     repair,
     unpack,
     verify,
@@ -569,3 +570,47 @@ def test_every_public_member_stands_in_a_group_of_the_docstring():
     assert [name for name, _ in groups] == ["Opening", "Writing", "Reading", "Changing", "Looking"]
     named = {word for _, text in groups for word in re.findall(r"\w+", text)}
     assert {name for name in dir(ReplayBuffer) if not name.startswith("_")} <= named
+
+
+# Where a folder was published to, and roots
+
+
+def test_no_buffer_is_made_where_a_folder_was_published_to(tmp_path):
+    fields = {"x": "int"}
+    with ReplayBuffer(tmp_path / "a", 3, 3, fields) as buffer:
+        buffer.store_episode(x=[1, 2])
+    root = tmp_path / "bucket" / "run"
+    publish(tmp_path / "a", str(root))
+    before = listing(tmp_path)
+    for folder, url in ((root, f"ConcatBuffer.*'file://{root}'"), (root / "a", f"from_folder.*'file://{root}/a'")):
+        for options in (
+            {},
+            {"overwrite": True},
+            {"shard": "auto"},
+            {"shard": "auto", "publish_to": str(tmp_path / "b")},
+        ):
+            with pytest.raises(NotABufferError, match=f"{folder}: no buffer can be made here.*{url}.*another folder"):
+                ReplayBuffer(folder, 3, 3, fields, **options)
+        for copy in (pack, unpack):
+            with pytest.raises(NotABufferError, match=f"{folder}: no buffer can be made here"):
+                copy(tmp_path / "a", folder)
+        with pytest.raises(NotABufferError, match=f"{folder} is not a buffer: .*{url}"):
+            ReplayBuffer.from_folder(folder)
+        with pytest.raises(NotABufferError, match=f"{folder}: no subfolder holds a buffer: .*{url}"):
+            ConcatBuffer.from_root(folder)
+    assert listing(tmp_path) == before
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "root.json").write_text("{}")  # of another program
+    ReplayBuffer(tmp_path / "own", 3, 3, fields).close()
+
+
+def test_who_opens_a_root_as_a_folder_is_told_what_reads_it(tmp_path):
+    for name in ("b", "a"):
+        make(tmp_path / "root" / name).close()
+    text = f"root is not a buffer: it is a root of 2 folders, as a; ConcatBuffer.from_root.'{tmp_path}/root'. reads"
+    with pytest.raises(NotABufferError, match=text):
+        ReplayBuffer.from_folder(tmp_path / "root")
+    (tmp_path / "root").rename(tmp_path / "published")
+    for call in (ReplayBuffer.from_folder, verify, ConcatBuffer.from_root):
+        with pytest.raises(NotABufferError, match=f"moved to {tmp_path}/published/a; .*ConcatBuffer.from_root.url."):
+            call(tmp_path)

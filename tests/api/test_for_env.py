@@ -1,5 +1,7 @@
 """`for_env` with a capacity: a loop of online learning draws what it added, as from a plain list of transitions."""
 
+import json
+
 import gymnasium
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from gymnasium.spaces import Box
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import Autoreset, vector
 
-from memmap_buffer import Field, ReplayBuffer, SchemaError, SchemaMismatchError
+from memmap_buffer import Field, ReplayBuffer, SchemaError, SchemaMismatchError, pack, unpack
 
 GAMMA = 0.9
 
@@ -210,3 +212,63 @@ def test_fields_may_be_others_in_the_place_of_these(tmp_path):
     with ReplayBuffer.for_env(Walk(0), tmp_path, capacity=5, fields={"observation": halves, "value": "float"}) as made:
         assert made.schema.fields["observation"] == halves
         assert made.fieldnames[-1] == "value"
+
+
+OPENERS = {
+    "from_folder": lambda folder, buffer: ReplayBuffer.from_folder(folder),
+    "constructor": lambda folder, buffer: ReplayBuffer(
+        folder, capacity=1000, max_timesteps=buffer.max_timesteps, fields=buffer.schema
+    ),
+}
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_whoever_opens_the_folder_leaves_out_resets_as_who_created_it(tmp_path, mode, opener):
+    envs = walks(3, mode)
+    with ReplayBuffer.for_env(envs, tmp_path, capacity=1000, max_timesteps=9) as buffer:
+        *_, first = play(envs, buffer, 20)
+    with OPENERS[opener](tmp_path, buffer) as again:
+        *_, plain = play(envs, again, 30)
+        again.end_episodes()
+        assert again.num_steps == sum(map(len, first + plain))
+        check(again, first + plain, 1000, open_ones=False)
+        again.add_field("more", ("int", (), 0))  # opens its files anew
+        assert again._skips_resets is (mode is AutoresetMode.NEXT_STEP)
+
+
+def test_an_environment_of_another_mode_goes_by_its_own_and_the_folder_keeps_the_first(tmp_path):
+    modes = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
+    for ours, other in (modes, modes[::-1]):
+        folder, plains = tmp_path / ours.name, []
+        for mode in (ours, other, None):
+            envs = walks(3, mode or ours)
+            made = ReplayBuffer.from_folder(folder) if mode is None else None
+            with made or ReplayBuffer.for_env(envs, folder, capacity=1000, max_timesteps=9) as buffer:
+                *_, plain = play(envs, buffer, 20)
+            plains.append(plain)
+        assert buffer.num_steps == sum(len(one) for plain in plains for one in plain)
+
+
+def test_copies_keep_whether_resets_are_left_out_and_older_folders_say_nothing(tmp_path):
+    envs = walks(2)
+    with ReplayBuffer.for_env(envs, tmp_path / "a", capacity=1000, max_timesteps=9) as buffer:
+        *_, _ = play(envs, buffer, 20)
+        buffer.end_episodes()
+        buffer.snapshot(tmp_path / "snapshot")
+        pack(tmp_path / "a", tmp_path / "packed")
+        unpack(tmp_path / "packed", tmp_path / "unpacked")
+    for name in ("a", "snapshot", "packed", "unpacked"):
+        assert json.loads((tmp_path / name / "schema.json").read_text())["skips_resets"] is True
+        assert ReplayBuffer.from_folder(tmp_path / name)._skips_resets
+    with ReplayBuffer.for_env(walks(2, AutoresetMode.SAME_STEP), tmp_path / "b", capacity=9, max_timesteps=9):
+        assert "skips_resets" not in json.loads((tmp_path / "b" / "schema.json").read_text())
+
+
+@pytest.mark.parametrize("value", [1, None, "true", []])
+def test_a_rule_of_resets_that_a_stranger_wrote_is_looked_at(tmp_path, value):
+    ReplayBuffer(tmp_path, 1, 1, {"x": "int"}).close()
+    schema = json.loads((tmp_path / "schema.json").read_text())
+    (tmp_path / "schema.json").write_text(json.dumps({**schema, "skips_resets": value}))
+    with pytest.raises(SchemaError, match=r"skips_resets: got .*, expected bool"):
+        ReplayBuffer.from_folder(tmp_path)

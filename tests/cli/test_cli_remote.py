@@ -108,3 +108,22 @@ def test_what_needs_a_folder_refuses_a_url_and_names_the_way(
     assert (out, err.count("\n")) == ("", 1)
     assert "got a URL, expected a folder on this machine: `memmap-buffer pull URL FOLDER`" in err
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize("command", ["info", "stats", "head", "verify", "doctor", "publish"])
+def test_a_root_whose_shards_are_all_published_is_told_from_a_folder_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    make(tmp_path / "root" / "published" / "shard-00000", range(2))
+    assert main(command, tmp_path / "root", *([tmp_path / "url"] if command == "publish" else [])) == 2
+    error = capsys.readouterr().err
+    assert f"moved to {tmp_path}/root/published/shard-00000; read the root by the URL" in error
+
+
+def test_ls_of_a_folder_here_names_the_command_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a folder", range(2))
+    assert main("ls", tmp_path / "a folder") == 2
+    error = capsys.readouterr().err
+    assert error.endswith(f"what is in it is said by: memmap-buffer info '{tmp_path}/a folder'\n")
+    assert main("ls", tmp_path / "missing") == 2
+    assert "nothing was published here" in capsys.readouterr().err

@@ -516,7 +516,7 @@ def test_what_was_published_is_not_there_and_the_error_says_where_it_is(tmp_path
 def test_a_root_is_looked_at_again_where_a_shard_was_moved_before_it_was_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed, real = list[list[Path]](), concat._folders_in
+    listed, real = list[list[Path]](), concat.folders_in
     with recorder(tmp_path, publish_every=2) as buffer:
         record(buffer, range(1))
 
@@ -527,7 +527,7 @@ def test_a_root_is_looked_at_again_where_a_shard_was_moved_before_it_was_opened(
                 wait_for(buffer._publisher)
             return listed[-1]
 
-        monkeypatch.setattr(concat, "_folders_in", late)
+        monkeypatch.setattr(concat, "folders_in", late)
         data = ConcatBuffer.from_root(tmp_path / "root")
         assert [int(data.episode(i)["number"][0]) for i in range(len(data))] == [2]
         assert listed[0] != listed[1] == listed[2]
