@@ -197,6 +197,28 @@ def test_blocks_that_another_fetches_keep_nobody_from_the_rest(root, tmp_path, o
     assert not len(mirror.blocks.absent(chosen))
 
 
+@pytest.mark.parametrize("at", ["try_take", "give"])
+def test_an_interruption_at_a_lock_leaves_it_to_others(root, tmp_path, monkeypatch, at):
+    """As Ctrl-C comes when the system call is done."""
+    mirror = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)._folders.storages[0].mirror
+    locks = mirror.cache.locks
+    done = getattr(locks, at)
+
+    def interrupted(first, count):
+        monkeypatch.undo()
+        done(first, count)
+        raise KeyboardInterrupt("at a lock")
+
+    monkeypatch.setattr(locks, at, interrupted)
+    with pytest.raises(KeyboardInterrupt, match="at a lock"):
+        fetch({mirror: np.arange(4)})
+    for run in (multiprocessing.get_context("fork").Process, threading.Thread):
+        other = run(target=mirror.blocks.wait_for, args=(2,), daemon=True)
+        other.start()
+        other.join(20)
+        assert not other.is_alive()
+
+
 def wait_for(done):
     until = time.monotonic() + 60
     while not done():
