@@ -477,6 +477,7 @@ def locked(path: str) -> Iterator[int]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield fd
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing it does not, where a child was forked meanwhile that has it, too
         os.close(fd)
 
 

@@ -7,6 +7,7 @@ block shuffle.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -89,6 +90,14 @@ class Readahead:
         # read, as the rest of a window is still checked and written when its last bytes have come.
         self._asked, self._windows = -1, 2 if folders.mirrored else 1
         self._is_first = folders.mirrored
+
+    def asked(self, chunks: Iterable[IntArray]) -> Iterator[IntArray]:
+        """The numbers of items (batches, items of a batch), cut where a window begins, which is asked for there."""
+        for numbers in chunks:
+            window = numbers[:, -1] // self._shuffle.window
+            for part in np.split(numbers, np.flatnonzero(np.diff(window)) + 1):
+                self.before(int(part[0, 0]), int(part[-1, -1]))
+                yield part
 
     def before(self, first: int, last: int) -> None:
         """Ask for the windows of the items first … last of the order, and those behind, if they are not asked for.

@@ -269,9 +269,8 @@ class EpochSampler:
         """The anchors of many batches at a time, and how many items each of these has."""
         assert epoch.partition is not None
         ahead = self._ahead(epoch)
-        for numbers in epoch.partition.chunks(CHUNK):
-            if ahead is not None:
-                ahead.before(int(numbers[0, 0]), int(numbers[-1, -1]))
+        chunks = epoch.partition.chunks(CHUNK)
+        for numbers in chunks if ahead is None else ahead.asked(chunks):
             anchors, size = epoch.index.locate(order.positions(numbers.ravel())), numbers.shape[1]
             if not self.reader.selection.random:
                 yield anchors, size

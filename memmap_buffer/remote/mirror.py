@@ -15,12 +15,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, SchemaError
+from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.blobs import CodedRows, Dictionary
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
@@ -42,8 +43,6 @@ from memmap_buffer.remote.layout import (
 )
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
-
     from memmap_buffer.remote.objects import Objects
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ DIGESTS = "mirror/digests"
 PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
 OPENINGS = 5
 _LENGTH = np.uint64(2**32 - 1)
-_ahead: tuple[int, ThreadPoolExecutor, threading.Lock] | None = None  # of which process
+_ahead: tuple[int, SimpleQueue[Wanted]] | None = None  # of which process; what its threads are to fetch
 
 
 class Rows(NamedTuple):
@@ -486,24 +485,31 @@ def bring_later(wanted: Wanted) -> None:
     """Have the blocks of rows fetched in a thread; what fails is told when they are read."""
     global _ahead
     if _ahead is None or _ahead[0] != process_id():
-        from concurrent.futures import ThreadPoolExecutor
+        _ahead = process_id(), SimpleQueue()
+        arguments = _ahead[1], threading.Lock()
+        for _ in range(2):  # of no executor: a program that ends waits for its threads
+            threading.Thread(target=_bring_each, args=arguments, name="memmap_buffer fetch", daemon=True).start()
+    _ahead[1].put(wanted)
 
-        _ahead = process_id(), ThreadPoolExecutor(2, "memmap_buffer-fetch"), threading.Lock()
-    _ahead[1].submit(_bring_quietly, wanted, _ahead[2])
+
+def _bring_each(asked: SimpleQueue[Wanted], turn: threading.Lock) -> None:
+    """Of two threads the second asks once the first has, so that the line is busy while that one writes."""
+    while True:
+        with ExitStack() as held:
+            held.enter_context(turn)
+            _bring_quietly(asked.get(), held.close)
 
 
-def _bring_quietly(wanted: Wanted, turn: threading.Lock) -> None:
-    """The same. Of two threads the second asks once the first has, so that the line is busy while that one writes."""
-    with suppress(MemmapBufferError, OSError), ExitStack() as held:
-        held.enter_context(turn)
+def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
+    with suppress(Exception):
         parts: dict[Mirror, list[IntArray]] = {}
         for storage, rows in wanted:
             parts.setdefault(storage.mirror, []).extend(storage.mirror.blocks_of_rows(one) for one in rows)
         chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in parts.items() if each}
         size = sum(int(mirror.blocks.sizes[these].sum()) for mirror, these in chosen.items())
         if chosen and all(mirror.cache.has_room_beside(size) for mirror in chosen):
-            fetch(chosen, held.close)
-            held.close()
+            fetch(chosen, begun)
+            begun()
             bring(
                 [(s, rows) for s, rows in wanted if s.layout.coded.keys() & {one.name for one in rows}]
             )  # their blobs

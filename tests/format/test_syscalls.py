@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import shutil
@@ -25,7 +26,7 @@ from memmap_buffer.format import syscalls
 from memmap_buffer.format.layout import ArrayFile, Layout
 from memmap_buffer.format.records import RECORD, STATE
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import is_hole, npy_header, write_all, write_word
+from memmap_buffer.format.syscalls import is_hole, locked, npy_header, write_all, write_word
 
 FIELDS = {"a": "float", "b": Field("uint8", (2, 2), final=True)}
 META_FIELDS = {"m": "U4"}
@@ -397,3 +398,22 @@ def test_a_hole_is_one_only_where_nothing_was_written(tmp_path):
         assert is_hole(fd, 0, 1 << 21) and not is_hole(fd, 0, (1 << 21) + 1)
         assert is_hole(fd, (1 << 21) + (1 << 16), 1 << 22)
         assert not is_hole(fd, 1 << 20, 1 << 22)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_lock_ends_with_its_block_though_a_child_was_forked_in_it(tmp_path):
+    """A child that was forked by another thread has the same open file, and the lock is of that."""
+    path, (here, there) = str(tmp_path / "lock"), os.pipe()
+    with locked(path):
+        child = os.fork()
+        if child == 0:
+            os.close(there)
+            os.read(here, 1)  # until the parent goes
+            os._exit(0)
+    os.close(here)
+    try:
+        with open(path, "r+b") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(there)
+        os.waitpid(child, 0)

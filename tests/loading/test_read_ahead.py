@@ -102,8 +102,7 @@ def test_little_else_is_asked_for_than_what_is_read(buffer, events, view):
         assert len(asked[array] - rows) <= 30  # a final row of each episode, that no timestep shows
 
 
-def test_no_more_is_asked_for_than_one_window_ahead(buffer, events, monkeypatch):
-    monkeypatch.setattr(samplers, "CHUNK", 8)
+def test_no_more_is_asked_for_than_one_window_ahead(buffer, events):
     batches = iter(buffer.dataloader(8, timestep_level=True, fields="t", **BLOCK))
     for number in range(1, 40):
         next(batches)

@@ -5,6 +5,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -197,6 +200,28 @@ def test_blocks_that_another_fetches_keep_nobody_from_the_rest(root, tmp_path, o
     assert not len(mirror.blocks.absent(chosen))
 
 
+@pytest.mark.parametrize("at", ["try_take", "give"])
+def test_an_interruption_at_a_lock_leaves_it_to_others(root, tmp_path, monkeypatch, at):
+    """As Ctrl-C comes when the system call is done."""
+    mirror = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)._folders.storages[0].mirror
+    locks = mirror.cache.locks
+    done = getattr(locks, at)
+
+    def interrupted(first, count):
+        monkeypatch.undo()
+        done(first, count)
+        raise KeyboardInterrupt("at a lock")
+
+    monkeypatch.setattr(locks, at, interrupted)
+    with pytest.raises(KeyboardInterrupt, match="at a lock"):
+        fetch({mirror: np.arange(4)})
+    for run in (multiprocessing.get_context("fork").Process, threading.Thread):
+        other = run(target=mirror.blocks.wait_for, args=(2,), daemon=True)
+        other.start()
+        other.join(20)
+        assert not other.is_alive()
+
+
 def wait_for(done):
     until = time.monotonic() + 60
     while not done():
@@ -237,6 +262,34 @@ def test_windows_are_asked_for_in_their_order(root, tmp_path, monkeypatch):
         asked = [request.path[:11] for request in server.requests if "/data/" in request.path]
         assert asked == sorted(asked)
         assert len(set(asked)) == 3
+
+
+ENDS = """
+    import sys, time
+    import numpy as np
+    from memmap_buffer import ConcatBuffer
+    from memmap_buffer.remote.mirror import Rows, bring_later
+
+    for storage in ConcatBuffer.from_root(sys.argv[1], cache=sys.argv[2])._folders.storages:
+        bring_later([(storage, [Rows("state", np.zeros(1, int), np.array([200]))])])
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("fault", ["hang", ""])
+def test_a_program_ends_while_a_window_is_fetched(root, tmp_path, fault):
+    """Without a word, and without waiting for the store."""
+    with RangeServer(root / "far", bandwidth=None if fault else 1e5) as server:
+        server.fail(fault or "hang", 1000 if fault else 0, match="/data/")
+        program = [sys.executable, "-c", textwrap.dedent(ENDS), server.url, str(tmp_path)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(program, **pipes) as running:
+            try:
+                wait_for(lambda: any("/data/" in request.path for request in server.requests))
+                assert running.communicate(timeout=60) == (b"", b"")
+                assert running.returncode == 0
+            finally:
+                running.kill()
 
 
 def test_a_cache_that_others_fill_is_waited_for(root, tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, verify
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.loading import read_ahead, samplers
+from memmap_buffer.loading import read_ahead
 from memmap_buffer.remote import shards
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.cache import _give_back as give_back
@@ -123,7 +123,6 @@ def test_two_windows_are_asked_for_ahead_of_the_one_that_is_read_once_the_first_
 ):
     far, asked = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path), []
     monkeypatch.setattr(read_ahead, "bring_later", asked.append)
-    monkeypatch.setattr(samplers, "CHUNK", 8)
     batches = iter(far.dataloader(8, timestep_level=True, shuffle="block", shuffle_window=64, seed=1))
     for number in range(20):
         next(batches)
