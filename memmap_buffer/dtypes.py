@@ -148,12 +148,8 @@ def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Arra
     entry = array.shape[lead:]
     if entry != shape or array.ndim < lead:
         if array.ndim < lead or (entry, shape) not in (((), (1,)), ((1,), ())):
-            lead_text = "*, " * lead
-            raise SchemaError(
-                f"got shape {array.shape}, declared {shape}"
-                if not lead
-                else f"got shape {array.shape}, expected ({lead_text}*{shape})"
-            )
+            expected = f"expected ({', '.join([*'*' * lead, *map(str, shape)])})" if lead else f"declared {shape}"
+            raise SchemaError(f"got shape {array.shape}, {expected}")
         array = array.reshape(array.shape[:lead] + shape)
     if array.dtype == np.float64 and isinstance(value, (list, tuple)):
         return _cast_list(value, array, name)

@@ -340,11 +340,12 @@ class Schema:
 
         close = difflib.get_close_matches(str(name), names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"declared are {', '.join(names) or 'none'}"
+        what = f"which was not declared here; {hint}"
         if name in self.meta_fields:
-            hint = "it is a meta field, one value an episode, and comes along by itself"
+            what = "which is a meta field, one value an episode, and comes along by itself"
         elif name in self.fields:
-            hint = "it is a per-timestep field" + (" without final=True" if self.final_names >= set(names) else "")
-        return SchemaError(f"{where}: got {name!r}, which was not declared here; {hint}", field=name)
+            what = "which is a per-timestep field" + (" without final=True" if self.final_names >= set(names) else "")
+        return SchemaError(f"{where}: got {name!r}, {what}", field=name)
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

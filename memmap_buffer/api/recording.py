@@ -309,8 +309,9 @@ class Recording(Editing):
             if self._stream is None:
                 self._stream = self._new_stream(size)
             if len(self._stream) != size:
+                count_given = f"{size} environment" + "s" * (size > 1)
                 raise SchemaError(
-                    f"got {size} environments, {len(self._stream)} are running; call end_episodes() before others"
+                    f"got {count_given}, expected the {len(self._stream)} that run; call end_episodes() before others"
                 )
             steps = self._stream.resumed(steps)
             if errors is None or steps.done == count:

@@ -135,7 +135,7 @@ def test_a_lossy_codec_that_a_field_has_already_is_not_applied_again(tmp_path: P
     [
         ({"frames": "zstd"}, "codec: got 'frames', which was not declared here; did you mean 'frame'"),
         ({"frame": "png"}, "codec: got 'png', expected 'zstd'"),
-        ({"task": "zstd"}, "it is a meta field"),
+        ({"task": "zstd"}, "which is a meta field"),
         ({"number": "jpeg"}, "codec: field 'number': Jpeg: got a field of int64"),
     ],
     ids=str,

@@ -168,9 +168,17 @@ def bad_steps():
         "axes": ({**ok, "reward": 1}, r"reward: 0.*\(\*field\) or \(B, \*field\)"),
         "time": ({**ok, "reward": [[1, 2]]}, r"reward: 2"),
         "no batch": (at(steps_of(np.zeros((1, 0)), 0), 0), "× 0.*from 1"),
-        "others": (at(steps_of([[0, 0, 0]]), 0), "got 3 environments, 2 are running; call end_episodes"),
+        "others": (at(steps_of([[0, 0, 0]]), 0), "got 3 environments, expected the 2 that run; call end_episodes"),
+        "another": (at(steps_of([[0]]), 0), "got 1 environment, expected the 2 that run"),
+        "shape": (
+            {**ok, "observation": {**ok["observation"], "x": np.zeros((2, 3))}},
+            r"'observation.x': got shape \(2, 3\), expected \(\*, 2\)$",
+        ),
         "lossy": ({**ok, "observation": {**ok["observation"], "y": [0.5, 1]}}, "'observation.y'.*not a whole number"),
-        "next of what has none": ({**ok, "next_reward": [1, 2]}, "`next_`.*'reward'.*without final=True"),
+        "next of what has none": (
+            {**ok, "next_reward": [1, 2]},
+            "`next_`.* got 'reward', which is a per-timestep field without final=True",
+        ),
         "half a next": ({**ok, "next_observation": {"y": [1, 2]}}, "next_observation.x missing; all fields with final"),
         "next shape": ({**ok, "next_observation": {"x": np.zeros((2, 3)), "y": [1, 2]}}, r"'observation.x'.*\(2, 3\)"),
     }
