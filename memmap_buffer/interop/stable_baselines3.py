@@ -110,7 +110,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
                 "terminated": "bool",
                 "truncated": "bool",
             },
-            **options,
+            **{"skips_resets": False, **options},  # the trainer gives none, whoever made the folder
         )
         self._following: dict[str, Array] = {}
         self._over = np.ones(n_envs, np.bool_)

@@ -272,3 +272,12 @@ def test_reset_forgets_every_transition(tmp_path: Path) -> None:
     assert (buffer.size(), buffer.pos, buffer.full) == (0, 0, False)
     buffer.add(*transitions(5, 1, 1, BOX)[0])
     assert buffer.size() == 1
+
+
+def test_no_step_is_left_out_whoever_made_the_folder(tmp_path: Path) -> None:
+    """A folder may keep that steps after an end are resets; the trainer gives none of these."""
+    DiskReplayBuffer(100, BOX, ACTIONS, folder=tmp_path / "b", n_envs=2, skips_resets=True).disk.close()
+    buffer = DiskReplayBuffer(100, BOX, ACTIONS, folder=tmp_path / "b", n_envs=2)
+    for step in transitions(0, 30, 2, BOX):
+        buffer.add(*step)
+    assert buffer.disk.num_steps == 60
