@@ -57,7 +57,7 @@ class Blocks:
         self.words: Words = whole[:-_BOOT].reshape(-1, 3)
         self._boot: Words = whole[-_BOOT:]
         self._locks, self._first = locks, int(place, 16) << _LOCK_BITS
-        self._busy: dict[int, object] = {}  # block -> which call of `taken` or `wait_for` has it
+        self._busy: set[int] = set()
         self._changed = threading.Condition()
         self._begin_boot()
 
@@ -111,10 +111,11 @@ class Blocks:
     @contextmanager
     def taken(self, blocks: Sequence[int]) -> Iterator[IntArray]:
         """Hold the locks of those of some blocks, ascending, that nobody else holds; which these are."""
-        me = object()
+        with self._changed:
+            mine = [block for block in blocks if block not in self._busy]
+            self._busy.update(mine)
+        held: list[tuple[int, int]] = []
         try:
-            mine = [block for block in blocks if self._busy.setdefault(block, me) is me]
-            held: list[tuple[int, int]] = []
             for first, stop in runs(mine):
                 whole = self._locks.try_take(self._first + first, stop - first)
                 for part in [(first, stop)] if whole else [(block, block + 1) for block in range(first, stop)]:
@@ -122,37 +123,33 @@ class Blocks:
                         held.append(part)
             yield np.array([block for part in held for block in range(*part)], np.int64)
         finally:
-            self._let_go(blocks, me)
+            for first, stop in held:
+                self._locks.give(self._first + first, stop - first)
+            self._done_with(mine)
 
     def wait_for(self, block: int) -> None:
         """Wait until whoever holds the lock of a block lets go of it. Hold none meanwhile: others may wait for that."""
-        me = object()
+        with self._changed:
+            while block in self._busy:
+                self._changed.wait()
+            self._busy.add(block)
         try:
-            with self._changed:
-                while self._busy.setdefault(block, me) is not me:
-                    self._changed.wait()
             self._locks.take(self._first + block, 1)
+            self._locks.give(self._first + block, 1)
         finally:
-            self._let_go([block], me)
+            self._done_with([block])
 
-    def _let_go(self, blocks: Sequence[int], me: object) -> None:
-        """Let go of those of some blocks that a call has, wherever an interruption ended it: of locks it lacks, too."""
-        mine = [block for block in blocks if self._busy.get(block) is me]
-        try:
-            for first, stop in runs(mine):
-                self._locks.give(self._first + first, stop - first)
-        finally:
-            for block in mine:
-                del self._busy[block]
-            with self._changed:
-                self._changed.notify_all()
+    def _done_with(self, blocks: Sequence[int]) -> None:
+        with self._changed:
+            self._busy.difference_update(blocks)
+            self._changed.notify_all()
 
 
 def _after_fork() -> None:
     """The threads that were at work, and may have held any lock, are the parent's."""
     Blocks._making = threading.Lock()
     for blocks in list(Blocks._known.values()):
-        blocks._busy, blocks._changed = {}, threading.Condition()
+        blocks._busy, blocks._changed = set(), threading.Condition()
 
 
 after_fork(_after_fork)

@@ -615,10 +615,44 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], 
         blocks[mirror].touch(these, int(time.time()) & 0xFFFFFFFF)
     for cache, num_bytes in caches.items():
         cache.require_room(num_bytes)
-    size, until = TOGETHER, time.monotonic() + PATIENCE
+    size = TOGETHER
     for cache in caches:
         size = size if cache.limit is None else min(size, max(1, cache.limit // (4 * BLOCK)))
     absent = [(m, block) for m in chosen for block in blocks[m].absent(chosen[m]).tolist()]
+    if absent:
+        _uninterrupted(lambda: _fetch_absent(absent, size, chosen, blocks, begun))
+
+
+def _uninterrupted(work: Callable[[], None]) -> None:
+    """Do what takes locks in another thread than the main one, which alone Ctrl-C interrupts, also as it gives them."""
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    from concurrent.futures import Future
+
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="memmap_buffer fetch", daemon=True).start()
+    done.result()
+
+
+def _fetch_absent(
+    absent: list[tuple[Mirror, int]],
+    size: int,
+    chosen: Chosen,
+    blocks: Mapping[Mirror, Blocks],
+    begun: Callable[[], None],
+) -> None:
+    """Fetch blocks, so many at a time; those that others fetch are waited for at the end."""
+    until = time.monotonic() + PATIENCE
     while absent:
         part = _by_mirror(absent[:size])
         with ExitStack() as held:
