@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.codecs import parse_codec
 from memmap_buffer.dtypes import Array, decode, dtype_name, encode, storage_dtype, to_numpy
 from memmap_buffer.errors import SchemaError

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import DELETED, Columns, Words
 

@@ -11,11 +11,12 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.codecs import codec_from_json, codec_to_json
 from memmap_buffer.dtypes import is_dtype_name
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +18,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.choices import Verify
 from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError, SchemaMismatchError

@@ -6,12 +6,13 @@ An `Index` is a cumulative count per run, 36 bytes an episode (with `filter_fiel
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray

@@ -6,12 +6,12 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray

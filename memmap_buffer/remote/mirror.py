@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.blobs import CodedRows, Dictionary

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.choices import Padding
 from memmap_buffer.dtypes import FALSE, TRUE, Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError

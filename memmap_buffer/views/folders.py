@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray

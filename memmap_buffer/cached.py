@@ -1,0 +1,31 @@
+"""`cached_property` without a lock, as Python has it from 3.12 on.
+
+Before that, one lock for all objects of a class is held while a value is made: a process that another thread forks
+meanwhile waits for it for ever.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    from functools import cached_property
+else:
+
+    class cached_property:  # it stands in for functools.cached_property
+        """A method whose value is kept in the object; where two threads make one at a time, the first one's."""
+
+        def __init__(self, make: Any) -> None:
+            self.func, self.__doc__ = make, make.__doc__
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            self.attrname = name
+
+        def __get__(self, owner: Any, of: type | None = None) -> Any:
+            if owner is None:
+                return self
+            return vars(owner).setdefault(self.attrname, self.func(owner))
+
+
+__all__ = ["cached_property"]
