@@ -341,10 +341,12 @@ class Schema:
         close = difflib.get_close_matches(str(name), names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"declared are {', '.join(names) or 'none'}"
         what = f"which was not declared here; {hint}"
+        expected = f"expected {', '.join(names) or 'none'}"
         if name in self.meta_fields:
-            what = "which is a meta field, one value an episode, and comes along by itself"
+            what = f"which is a meta field, one value an episode, and comes along with batches by itself; {expected}"
         elif name in self.fields:
-            what = "which is a per-timestep field" + (" without final=True" if self.final_names >= set(names) else "")
+            kind = "per-timestep field" + (" without final=True" if self.final_names >= set(names) else "")
+            what = f"which is a {kind}; {expected}"
         return SchemaError(f"{where}: got {name!r}, {what}", field=name)
 
 

@@ -18,8 +18,9 @@ def way_of(function):
     way = []
 
     def profile(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            way.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name))
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE) and not name.endswith("/cached.py"):  # as functools is left out
+            way.append((name.removeprefix(PACKAGE), frame.f_code.co_name))
 
     before = sys.getprofile()
     sys.setprofile(profile)

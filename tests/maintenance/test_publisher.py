@@ -350,9 +350,10 @@ def test_where_no_thread_can_be_started_recording_goes_on_and_the_next_shard_or_
     wait_for(buffer._publisher)
     assert sorted(published(tmp_path))[:2] == [0, 1]
     assert "can't start new thread" in caplog.text
-    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("none left")))
-    record(buffer, range(8, 11))
-    buffer.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("none left")))
+        record(buffer, range(8, 11))
+        buffer.close()
     assert sorted(published(tmp_path)) == list(range(11))
 
 
