@@ -215,7 +215,7 @@ def test_a_change_that_is_interrupted_at_any_line_is_done_or_not_and_all_see_the
 
 @pytest.mark.parametrize(
     ("begin", "stride", "group"),
-    [*(pytest.param(begin, 7, 1, marks=pytest.mark.slow) for begin in range(7)), (0, 29, 1), (0, 31, 2)],
+    [*(pytest.param(begin, 7, 1, marks=pytest.mark.slow) for begin in range(7)), (0, 53, 1), (0, 61, 2)],
 )
 @pytest.mark.parametrize(
     ("way", "sizes"),
@@ -265,7 +265,7 @@ def test_a_shard_that_is_finished_while_an_interruption_comes_at_any_line_loses_
 
 
 @pytest.mark.parametrize(
-    ("begin", "stride"), [*(pytest.param(begin, 7, marks=pytest.mark.slow) for begin in range(7)), (0, 43)]
+    ("begin", "stride"), [*(pytest.param(begin, 7, marks=pytest.mark.slow) for begin in range(7)), (0, 97)]
 )
 def test_environments_go_on_where_a_shard_is_finished_while_an_interruption_comes_at_any_line(
     tmp_path, monkeypatch, begin, stride

@@ -103,7 +103,7 @@ class TestPermutation:
         expected, degrees = 2000 / n, (n - 1) ** 2
         assert ((counts - expected) ** 2 / expected).sum() < degrees + 5 * np.sqrt(2 * degrees)
 
-    @pytest.mark.parametrize("n", [16, 64, 256])
+    @pytest.mark.parametrize("n", [16, 64, pytest.param(256, marks=pytest.mark.slow)])
     def test_half_of_the_orders_take_an_odd_number_of_exchanges(self, n):
         """A Feistel network of a power of 4 gives even permutations alone."""
         odd = sum(np.linalg.det(np.eye(n)[order(n, seed)]) < 0 for seed in range(400))
