@@ -510,9 +510,8 @@ def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
         if chosen and all(mirror.cache.has_room_beside(size) for mirror in chosen):
             fetch(chosen, begun)
             begun()
-            bring(
-                [(s, rows) for s, rows in wanted if s.layout.coded.keys() & {one.name for one in rows}]
-            )  # their blobs
+            coded = [(s, rows) for s, rows in wanted if s.layout.coded.keys() & {one.name for one in rows}]
+            bring(coded)  # their blobs
 
 
 def _copied(wanted: Wanted, copy: Callable[[], T]) -> T:
