@@ -831,6 +831,20 @@ def record(root):
         time.sleep(0.002)
 
 
+@pytest.mark.usefixtures("both_ways")
+def test_errors_of_folders_whose_last_one_has_lost_the_episode_count_for_the_others(tmp_path):
+    each = [make(tmp_path / "a", 4), make(tmp_path / "b", 4, 4)]
+    both = ConcatBuffer(each)
+    both.sample(8, n_steps=2, prioritized=Prioritized(**HOW))  # of anchors, which hear of changed steps
+    each[1].delete(0)
+    assert both.update_priorities([[0, 0, 1], [1, 0, 1]], [3, 8]) == 1
+    np.testing.assert_allclose(both.priorities([[0, 0, 1], [0, 0, 2]]), [*powered([3]), 1])
+    batch = both.sample(300, n_steps=2, prioritized=Prioritized(**HOW))
+    items = map(tuple, batch["_indices"].tolist())
+    probability = dict(zip(items, batch["_probabilities"].tolist(), strict=True))
+    assert probability[0, 0, 1] / probability[0, 0, 0] == pytest.approx(powered([3])[0])
+
+
 def half_stored(trees, of, leaves, priorities):
     """The first half of an update's leaves."""
     half = len(of) // 2
