@@ -492,6 +492,11 @@ class Storage:
         """Whether nothing is left to check, whatever slot is read."""
         return self.verify != "read" and self._unverified is None
 
+    @property
+    def tells_by_counter(self) -> bool:
+        """Whether whatever was shown at a value of the change counter is right, and as it was, while that stands."""
+        return self.trusted and not self.in_doubt and not self.num_damaged
+
     def trust(self, slots: IntArray) -> bool:
         """Check those of `slots` that are still to be checked; False if one failed and is void from now on."""
         if self.verify == "read":

@@ -17,6 +17,7 @@ from memmap_buffer.format.records import (
     CHECK,
     DELETED,
     GENERATION,
+    INNER_END,
     OPEN,
     SHOWN,
     Columns,
@@ -91,6 +92,11 @@ class VisibleEpisodes:
         else:
             found = slots.take(np.searchsorted(known, serials), mode="clip")
         return found, (self.table.serial.take(found) == serials) & self.shown.take(found)
+
+    def has_inner_end(self, slots: IntArray) -> bool:
+        """Whether one of the visible episodes in slots (B,) may have a marked end before its last step."""
+        shown = slots[self.shown.take(slots)]
+        return bool(np.bitwise_or.reduce(self.table.flags.take(shown), initial=0) & INNER_END)
 
     @property
     def gapless(self) -> bool:

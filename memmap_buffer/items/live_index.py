@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.records import INNER_END
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.items.selection import Selection
@@ -46,7 +45,7 @@ class LiveIndex:
         if not selection.by_episode or selection.filter_fields or selection.mixes:
             return False
         storage = folders.storages[0]
-        return folders.single and storage.layout.writable and storage.trusted and not storage.num_damaged
+        return folders.single and storage.layout.writable and storage.tells_by_counter
 
     def __len__(self) -> int:
         return int(self._starts[self._high] - self._starts[self._low])
@@ -135,7 +134,7 @@ class LiveIndex:
         self._high = episodes.tail
         shown = slots[episodes.shown.take(slots)]
         found = self._selection.runs_of(0, self.storage, episodes.table, shown)
-        if found.last is not None or (np.bitwise_or.reduce(episodes.table.flags.take(shown)) & INNER_END):
+        if found.last is not None or episodes.has_inner_end(slots):
             return False
         runs, theirs = self._run_of.take(found.slot), self._run_of.take(shown)
         changed = np.concatenate([changed[changed >= self._low], theirs])

@@ -213,7 +213,7 @@ class BatchReader:
             self._disk.took(seconds)
         if columns is None:
             return None
-        if self.output.indices or self.output.weights:
+        if self.output.indices or self.output.weights or anchors.weight is not None:
             columns |= self._told(anchors)
         if self.output.rename:
             columns = {self.output.rename.get(key, key): column for key, column in columns.items()}

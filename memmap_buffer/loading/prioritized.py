@@ -24,6 +24,7 @@ from memmap_buffer.items.epoch import Handing, folder_states, require_same
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.rank_partition import RankPartition, Ranks
 from memmap_buffer.items.shuffle import Quota
+from memmap_buffer.loading.batch_group import CurrentBatch
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.samplers import all_or_none
 from memmap_buffer.priority.anchor_priorities import (
@@ -205,8 +206,8 @@ class PrioritizedDraws:
 
     def next(
         self, batch_size: int, rng: np.random.Generator, alone: bool = False, number: int | None = None
-    ) -> Anchors:
-        """The anchors of one batch.
+    ) -> Anchors | CurrentBatch:
+        """The next batch to be read.
 
         Args:
             batch_size: items.
@@ -221,13 +222,15 @@ class PrioritizedDraws:
             if self._priorities is not None:  # others of the name may have changed them
                 self._priorities.use(self.how)
             numbers, each_folder = self._follow()
-            places, (slot, serial, t, priority), shares = self._draw(each_folder, batch_size, rng, alone)
+            places, (slot, serial, t, priority), shares, shown_at = self._draw(each_folder, batch_size, rng, alone)
             probability = priority * shares[0 if places is None else places]
             beta = self.how.beta_at(self.num_drawn if number is None else number)
             weight = self._weigh(probability, beta, each_folder, shares)
             self.num_drawn += not alone
         folder = None if places is None else numbers[places]
         anchors = Anchors(folder, slot, serial, t, weight.astype(np.float32), probability)
+        if shown_at is not None:
+            return CurrentBatch(self.reader, anchors, shown_at)
         return self.reader.crop(self.reader.index().followed(anchors), lambda: rng)
 
     def share(self, ranks: Ranks) -> None:
@@ -328,17 +331,25 @@ class PrioritizedDraws:
 
     def _draw(
         self, each_folder: list[AnyPriorities], batch_size: int, rng: np.random.Generator, alone: bool
-    ) -> tuple[IntArray | None, Drawn, FloatArray]:
-        """(the place of each item's folder or None, the anchors, the probability of a priority of 1 in each folder)."""
-        if self.reader.folders.single:
+    ) -> tuple[IntArray | None, Drawn, FloatArray, int | None]:
+        """The draw.
+
+        Returns: (the place of each item's folder, or None; the anchors; the probability of a priority of 1 in each
+            folder; the change counter of the one folder at which all of them were shown, where it is known).
+        """
+        reader = self.reader
+        if reader.folders.single:
             (only,) = each_folder
+            tells = reader.folders.storages[0].tells_by_counter
+            current = tells and not (reader.selection.random or reader.selection.mixes)
             with locked([] if only.steps is None else [only.steps]):  # others update them
                 total = self._require_some(only.total)
                 values = spread(batch_size, total, rng, stratified=self.how.stratified)
-                return None, only.find(values), np.array([1 / total])
+                found = only.find(values)
+                return None, found, np.array([1 / total]), only.shown_at if current else None
         with self._several.over(each_folder) as several:
             places, values, shares = self._choose(several.totals(), batch_size, rng, alone)
-            return places, several.find(places, values), shares
+            return places, several.find(places, values), shares, None
 
     def _choose(
         self, totals: FloatArray, batch_size: int, rng: np.random.Generator, alone: bool
@@ -576,7 +587,7 @@ class PrioritizedSampler:
         for _ in range(len(epoch.partition)):
             drawn = self.draws.next(self.batch_size, rng, number=epoch.first + epoch.drawn)
             epoch.drawn += 1
-            yield drawn
+            yield drawn if isinstance(drawn, Anchors) else drawn.anchors  # read later, perhaps by another process
 
 
 def gathered_errors(

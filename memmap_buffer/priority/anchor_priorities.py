@@ -61,6 +61,7 @@ class SlotAnchors:
         self._by_steps = by_steps and stride == 1 and not by_content
         self._episodes = VisibleEpisodes()
         self._given: Runs | None = None
+        self._inner_end = False
         self.num_cleared = 0
         self.clear()
 
@@ -79,6 +80,12 @@ class SlotAnchors:
         """Visible timesteps, where anchors are cut."""
         return self._episodes.num_steps
 
+    @property
+    def shown_at(self) -> int | None:
+        """The change counter at which all anchors were shown, each in an episode without a marked end before its last
+        step; None where that is not known."""
+        return None if self._cut is None or self._inner_end or self._unfinished else self._episodes.changes
+
     def follow(self, given: Runs | None) -> tuple[Runs, Runs] | None:
         """Take in what changed; returns the anchors that went and those that came, None where nothing did."""
         if self._unfinished:
@@ -92,8 +99,10 @@ class SlotAnchors:
         else:
             slots, table = self._episodes.follow(self._storage), self._episodes.table
         if every or slots is None:
-            slots = np.arange(len(self.serial))
-        elif self._cut is not None and self._by_steps and not self._many and len(slots):
+            every, slots = True, np.arange(len(self.serial))
+        if self._cut is not None and (every or self._episodes.moved is None):
+            self._inner_end = self._episodes.has_inner_end(slots) or (self._inner_end and not every)
+        if not every and self._cut is not None and self._by_steps and not self._many and len(slots):
             changed = self._take_steps()
             if changed is not None:
                 self._unfinished = False
@@ -255,6 +264,12 @@ class StepPriorities:
         return self.steps.num_steps
 
     @property
+    def shown_at(self) -> int | None:
+        """See `SlotAnchors`; of the leaves as they are now, so it holds as long as `steps` are locked."""
+        at = None if self._anchors is None else self._anchors.shown_at
+        return at if at == self.steps.followed_to else None
+
+    @property
     def total(self) -> float:
         with self.steps.lock:  # others update them
             return self.steps.tree.total
@@ -324,6 +339,11 @@ class AnchorPriorities:
     @property
     def stamp(self) -> int:
         return self._anchors.num_cleared
+
+    @property
+    def shown_at(self) -> int | None:
+        """See `SlotAnchors`."""
+        return self._anchors.shown_at
 
     def row(self) -> Row | None:
         """As that of `StepPriorities`; the pairs are one that shows any step."""

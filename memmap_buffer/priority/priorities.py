@@ -176,6 +176,11 @@ class Priorities:
         return self._file.steps_of(slots)
 
     @property
+    def followed_to(self) -> int | None:
+        """The change counter of the folder to which they were followed; None in the middle of it."""
+        return self._episodes.changes
+
+    @property
     def num_steps(self) -> int:
         """Steps that can be drawn."""
         return self._episodes.num_steps

@@ -628,6 +628,27 @@ def test_an_item_that_was_overwritten_before_it_was_read_is_replaced_and_weighs_
     assert set(batch["number"].tolist()) == {2}
 
 
+@pytest.mark.parametrize("options", [{"n_steps": 1}, {"n_steps": 3, "gamma": 0.9}, {"view": Window(3)}], ids=str)
+@pytest.mark.parametrize("before", [True, False], ids=["from the begin", "later"])
+def test_items_drawn_from_an_episode_with_ends_in_its_middle_end_there(tmp_path, options, before):
+    fields = {"number": "int", "reward": "float", "terminated": "bool"}
+    buffer = ReplayBuffer(tmp_path, 8, 12, fields, circular=True)
+
+    def record(ends):
+        told = {"number": np.arange(12), "reward": np.ones(12), "terminated": np.isin(np.arange(12), ends)}
+        buffer.store_episode(**told)
+
+    record([3, 7, 11] if before else [11])
+    buffer.sample(2, prioritized=True, **options)
+    for _ in range(6):
+        record([4, 11])
+    drawn = buffer.sample(400, prioritized=True, **options)
+    again = buffer.batch(drawn["_indices"], **options)
+    assert (again["number"] == 4).any()
+    for key, column in again.items():
+        np.testing.assert_array_equal(drawn[key], column)
+
+
 def test_a_buffer_that_is_closed_and_opened_goes_on_with_its_priorities(tmp_path):
     how = Prioritized(alpha=1.0)
     with make(tmp_path, (4, 3)) as buffer:

@@ -55,8 +55,11 @@ def step(call: int, done: Array, cut: Array, following: bool) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.parametrize("prioritized", [None, True], ids=["uniform", "prioritized"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_are_what_a_builder_puts_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_they_are_what_a_builder_puts_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, prioritized: Any
+) -> None:
     rng, fast, slow = np.random.default_rng(5), [], []
     columns = OneStep.columns
     reader: BatchReader
@@ -74,7 +77,7 @@ def test_they_are_what_a_builder_puts_together(tmp_path: Path, monkeypatch: pyte
             buffer.add(**step(call, chance[0], chance[1], call % 40 < 20))
             if call < 2:
                 continue
-            batch = buffer.sample(256, n_steps=1, **KINDS[kind])
+            batch = buffer.sample(256, n_steps=1, prioritized=prioritized, **KINDS[kind])
             (sampler,) = buffer._samplers.values()
             reader = sampler.reader
             reader._disk.watches = False  # a slow moment of the machine
