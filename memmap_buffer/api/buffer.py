@@ -22,7 +22,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import SPARE_SLOTS, Layout
 from memmap_buffer.format.lock import WriterLock
-from memmap_buffer.format.shards import take_free, tell_readers
+from memmap_buffer.format.shards import require_new_place, take_free, tell_readers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance.snapshot import snapshot
 from memmap_buffer.maintenance.statistics import (
@@ -165,7 +165,10 @@ class ReplayBuffer(Recording, Readable):
             _require_auto(shard, overwrite or read_only)
         place = Folder(path_of(folder))
         if not read_only and (overwrite or not place.exists("schema.json")):
-            place.require_not_published()
+            if shard is None:
+                require_new_place(place)
+            else:
+                place.require_not_published()
         if publish_to is not None:
             _require_publishable(layout, how, shard)
             from memmap_buffer.maintenance.publisher import Publisher

@@ -237,6 +237,18 @@ def shard_numbers(root: Path) -> Iterator[int]:
     yield from sorted(int(name[1]) for name in found if name is not None)
 
 
+def require_new_place(folder: Folder) -> None:
+    """Raise NotABufferError where a buffer would stand among the shards of a root, or what was published."""
+    folder.require_not_published()
+    found = [shard_name(number) for number in shard_numbers(folder.path)]
+    if found:
+        raise NotABufferError(
+            f"{folder.path}: no buffer can be made here, as it is a root of shards ({found[0]} stands in it); give "
+            "shard='auto' to record another shard, ConcatBuffer.from_root to read them, or another folder",
+            path=folder.path,
+        )
+
+
 def take_free(root: str | PathLike[str], layout: Layout) -> tuple[Folder, WriterLock]:
     """The first shard that nobody writes to, of this layout and with room, else the next; its lock is held.
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaMismatchError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
+from memmap_buffer.format.shards import require_new_place
 from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
 from memmap_buffer.paths import path_of, url_of
@@ -46,7 +47,7 @@ def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         Name -> what is known of a shard; "" for the one whose own URL it is.
 
     Raises:
-        NotABufferError: nothing was published there.
+        NotABufferError: nothing was published there; or a folder was published to `folder`, or shards stand in it.
         RemoteError: the store fails.
     """
     return shards_of(Objects(url_of(url), storage_options))
@@ -70,13 +71,19 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
     """
     objects, target = Objects(url_of(url), storage_options), path_of(folder)
     shards = shards_of(objects)
-    if "" not in shards and Folder(target).exists("schema.json"):
-        one = objects.name_of(next(iter(shards)))
-        raise SchemaMismatchError(
-            f"{target}: got a folder that holds a buffer, expected one for the shards of the root {objects}, each of "
-            f"which becomes a folder in it; give another folder, or the URL of one shard, as {one}, and a new folder",
-            path=target,
-        )
+    place = Folder(target)
+    if "" in shards:
+        require_new_place(place)
+    else:
+        place.require_not_published()
+        if place.exists("schema.json"):
+            one = objects.name_of(next(iter(shards)))
+            raise SchemaMismatchError(
+                f"{target}: got a folder that holds a buffer, expected one for the shards of the root {objects}, each "
+                f"of which becomes a folder in it; give another folder, or the URL of one shard, as {one}, and a new "
+                "folder",
+                path=target,
+            )
     for name, shard in shards.items():
         _pull(objects, name, shard, target / name)
 

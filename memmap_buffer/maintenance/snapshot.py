@@ -28,6 +28,7 @@ from memmap_buffer.format.records import (
     Words,
     check_of,
 )
+from memmap_buffer.format.shards import require_new_place
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
 from memmap_buffer.schema import DEFAULT_BLOB
@@ -114,7 +115,7 @@ def _opened(opener: Callable[[str, bytes, int], int], layout: Layout) -> Iterato
 
 
 def _require_none(target: Folder) -> None:
-    target.require_not_published()
+    require_new_place(target)
     if target.exists("schema.json"):
         raise SchemaMismatchError(f"{target.path} holds a buffer already; give a folder without one", path=target.path)
 

@@ -24,6 +24,7 @@ from memmap_buffer import (
     SchemaMismatchError,
     pack,
     publish,
+    pull,
     repair,
     unpack,
     verify,
@@ -575,6 +576,26 @@ def test_every_public_member_stands_in_a_group_of_the_docstring():
 # Where a folder was published to, and roots
 
 
+def test_no_buffer_is_made_beside_the_shards_of_a_root(tmp_path):
+    fields, root = {"x": "int"}, tmp_path / "root"
+    with ReplayBuffer(root, 3, 3, fields, shard="auto") as shard:
+        shard.store_episode(x=[1, 2])
+    publish(shard.folder, str(tmp_path / "bucket"))
+    before = listing(tmp_path)
+    for make_one in (
+        lambda: ReplayBuffer(root, 3, 3, fields),
+        lambda: ReplayBuffer(root, 3, 3, fields, overwrite=True),
+        lambda: shard.snapshot(root),
+        lambda: pack(shard.folder, root),
+        lambda: pull(f"file://{tmp_path}/bucket/shard-00000", root),
+    ):
+        with pytest.raises(NotABufferError, match=f"{root}: no buffer can be made here.*shard-00000.*another folder"):
+            make_one()
+    assert listing(tmp_path) == before
+    with ReplayBuffer(root, 3, 3, fields, shard="auto") as again:
+        assert again.folder == shard.folder
+
+
 def test_no_buffer_is_made_where_a_folder_was_published_to(tmp_path):
     fields = {"x": "int"}
     with ReplayBuffer(tmp_path / "a", 3, 3, fields) as buffer:
@@ -591,7 +612,7 @@ def test_no_buffer_is_made_where_a_folder_was_published_to(tmp_path):
         ):
             with pytest.raises(NotABufferError, match=f"{folder}: no buffer can be made here.*{url}.*another folder"):
                 ReplayBuffer(folder, 3, 3, fields, **options)
-        for copy in (pack, unpack):
+        for copy in (pack, unpack, lambda _, folder: pull(str(root), folder)):
             with pytest.raises(NotABufferError, match=f"{folder}: no buffer can be made here"):
                 copy(tmp_path / "a", folder)
         with pytest.raises(NotABufferError, match=f"{folder} is not a buffer: .*{url}"):
