@@ -7,6 +7,7 @@ drawn are at most as old as the batches that wait for it (`prefetch_factor` time
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -35,7 +36,7 @@ from memmap_buffer.priority.anchor_priorities import (
     StepPriorities,
 )
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Priorities, SeveralPriorities, locked
+from memmap_buffer.priority.priorities import Priorities, SeveralPriorities
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
@@ -93,10 +94,10 @@ class NamedPriorities:
     def open(self) -> None:
         """Open the priorities of every folder, or of none. Raises as `of`."""
         storages = self._folders.storages
+        there = [storage for storage in storages if not storage.withdrawn]
         try:
-            for storage in storages:
-                if not storage.withdrawn:
-                    self.of(storage)
+            for storage in there:
+                self.of(storage)
         except BaseException as error:
             self.close()
             if not (isinstance(error, WriterLostError) and self._are_others_than(storages)):
@@ -332,13 +333,16 @@ class PrioritizedDraws:
         """(the place of each item's folder or None, the anchors, the probability of a priority of 1 in each folder)."""
         if self.reader.folders.single:
             (only,) = each_folder
-            with locked([] if only.steps is None else [only.steps]):  # others update them
+            with nullcontext() if only.steps is None else only.steps.lock:  # others update them
                 total = self._require_some(only.total)
                 values = spread(batch_size, total, rng, stratified=self.how.stratified)
                 return None, only.find(values), np.array([1 / total])
-        with self._several.over(each_folder) as several:
-            places, values, shares = self._choose(several.totals(), batch_size, rng, alone)
-            return places, several.find(places, values), shares
+
+        def draw() -> tuple[IntArray, Drawn, FloatArray]:
+            places, values, shares = self._choose(self._several.totals(), batch_size, rng, alone)
+            return places, self._several.find(places, values), shares
+
+        return self._several.over(each_folder, draw)
 
     def _choose(
         self, totals: FloatArray, batch_size: int, rng: np.random.Generator, alone: bool
