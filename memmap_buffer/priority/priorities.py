@@ -636,7 +636,7 @@ class SeveralPriorities:
         if any(one.changes.maxlen for one in mine.values()):
             order = np.argsort(of, kind="stable")
             slots, t = np.divmod(leaves, self._places.rows[:, -1].take(of))
-            slots, t, ends = slots[order], t[order], np.cumsum(np.bincount(of)).tolist()
+            slots, t, ends = slots[order], t[order], np.cumsum(np.bincount(of, minlength=len(maxima))).tolist()
             for i, one in mine.items():
                 if one.changes.maxlen:
                     part = slice(ends[i - 1] if i else 0, ends[i])

@@ -895,6 +895,19 @@ def test_a_kill_between_two_stores_to_several_trees_is_seen_and_mended_in_each(
 
 
 @pytest.mark.usefixtures("both_ways")
+def test_errors_of_which_the_last_folder_dropped_all_reach_the_others(tmp_path):
+    for name in FOLDERS:
+        make(tmp_path / name, 2, 2, max_episodes=40, max_timesteps=900).close()
+    both = begun(tmp_path)
+    (several,) = both._priorities.values()
+    for one in several._opened.values():
+        one.keep_changes()
+    ReplayBuffer.from_folder(tmp_path / FOLDERS[-1]).delete(0)
+    assert both.update_priorities([[i, 0, 1] for i in range(len(FOLDERS))], [3] * len(FOLDERS)) == 1
+    assert both.priorities([[i, 0, 1] for i in range(len(FOLDERS))]).tolist() == [*powered([3]) * 3, 0]
+
+
+@pytest.mark.usefixtures("both_ways")
 def test_a_learner_of_several_folders_that_is_killed_at_any_moment_leaves_trees_that_add_up(tmp_path):
     """Draws and updates go on beside a recorder; each leaf that is found later is one that was stored, or new."""
     errors = [0.25, 4.0, 9.0]
