@@ -460,7 +460,7 @@ class ReplayBuffer(api.ReplayBuffer):
             raise SchemaError(f"{what}: got {sizes} episodes, expected (B, *field), a batch of at least one")
         episodes: list[Episode] = []
         with self._turn:
-            while len(episodes) < size:
+            for _ in range(size):
                 try:
                     episodes.append(self._writer.open({}))
                 except BufferFullError:

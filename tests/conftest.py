@@ -22,7 +22,7 @@ TORCH = importlib.util.find_spec("torch") is not None
 class LeftOut:
     """Where scripts/install left these out, whatever comes upon one is skipped: a test, or the file that imports it."""
 
-    NAMES = ("torch", "accelerate", "lightning", "memmap_replay_buffer")
+    NAMES = ("torch", "accelerate", "lightning", "memmap_replay_buffer", "mujoco", "stable_baselines3")
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -37,7 +37,7 @@ sys.meta_path.append(LeftOut)  # the last that is asked
 def pytest_runtest_makereport(item, call):
     """A test whose child process came upon torch, where there is none, is skipped, too."""
     report = yield
-    text = "" if TORCH or not report.failed else report.longreprtext
+    text = "" if TORCH or not report.failed else report.longreprtext + report.capstderr
     if "No module named 'torch'" in text or "torch is not installed" in text:
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, "torch is not installed, for a child process")
     return report

@@ -24,7 +24,7 @@ NEEDS = {
     "interop.jax": ("jax", "jax"),
     "interop.skrl": ("skrl", "skrl"),
     "interop.stable_baselines3": ("stable_baselines3", "stable-baselines3"),
-    "interop.torchrl_replay": ("torchrl", "torchrl"),
+    "interop.torchrl_replay": ("tensordict", "torchrl"),  # which torchrl needs, and may be missing with it
 }
 
 

@@ -141,8 +141,7 @@ class Recording(Editing):
             episode = self._writer_with_room().open(meta, keep_partial=keep_partial)
             try:
                 self._begun = (*map(ref, self._begun_ones()), ref(episode))
-                still = {thread: other for thread, other in self._newest.items() if other.state == "open"}
-                self._newest = {**still, get_ident(): episode}
+                self._newest = {**self._newest_ones(), get_ident(): episode}
                 return episode
             except BaseException:
                 episode.abort()  # whoever asked for it never gets it
@@ -421,6 +420,9 @@ class Recording(Editing):
             else "no episode is open; store within `with buffer.one_episode():`, or after begin_episode()"
         )
         raise EpisodeStateError(f"{self._storage.path}: {some}")
+
+    def _newest_ones(self) -> dict[int, Episode]:
+        return {thread: episode for thread, episode in self._newest.items() if episode.state == "open"}
 
     def _begun_ones(self) -> list[Episode]:
         found = [held() for held in self._begun]

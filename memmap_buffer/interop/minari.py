@@ -8,6 +8,7 @@ action t.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,11 @@ def export_minari(
         The new data set.
 
     Raises:
-        SchemaError: an episode has no final observation, there is no `reward`, or no environment is known.
+        SchemaError: an episode has no final observation, there is no `reward`, no environment is known, or images are
+            to be stored by a Minari that can do so as JPEG only.
     """
     require_fields(buffer, ("reward",), "Minari")
+    as_they_are = _as_they_are(buffer)
     imported: dict[str, Any] = read_extra(buffer, "minari") or {}
     made = gymnasium.make(env) if isinstance(env, str) else env
     if made is None and "observation_space" not in imported:
@@ -139,9 +142,7 @@ def export_minari(
     )
     told = imported.get("env_spec")
     spec = made.spec if made is not None else told and gymnasium.envs.registration.EnvSpec.from_json(told)
-    storage = MinariStorage.new(
-        _new_path(dataset_id), *spaces, env_spec=spec, data_format=data_format, jpeg_encoding=False
-    )
+    storage = MinariStorage.new(_new_path(dataset_id), *spaces, env_spec=spec, data_format=data_format, **as_they_are)
     of_environment = ("observation_space", "action_space", "env_spec")
     metadata = {key: value for key, value in imported.items() if key not in of_environment} | metadata
     metadata |= {"dataset_id": dataset_id, "minari_version": minari.__version__}
@@ -155,6 +156,20 @@ def export_minari(
         if given:
             storage.update_episode_metadata([given], [i])
     return MinariDataset(storage)
+
+
+def _as_they_are(buffer: ReplayBuffer) -> dict[str, bool]:
+    """What tells Minari not to store images as JPEG; before 0.5.4 it always does, and with all arrays of uint8."""
+    if "jpeg_encoding" in inspect.signature(MinariStorage.new).parameters:
+        return {"jpeg_encoding": False}
+    fields = {name: field for name, field in buffer.schema.fields.items() if name not in buffer.schema.ends}
+    lossy = [name for name, field in fields.items() if field.storage == np.uint8 and field.shape]
+    if lossy:
+        raise SchemaError(
+            f"{', '.join(lossy)}: got arrays of uint8, which Minari {minari.__version__} stores as JPEG, with a loss; "
+            "install Minari 0.5.4 or newer, which needs Python 3.11"
+        )
+    return {}
 
 
 def _load(dataset: AnyPath, download: bool) -> MinariDataset:

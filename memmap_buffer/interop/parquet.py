@@ -28,8 +28,8 @@ def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
 
     `steps.parquet` has a row a timestep: `_episode`, the serial, `_t`, and the fields by their dotted names.
     `episodes.parquet` has a row an episode: `_episode`, `_length`, the meta fields, and `final.<field>` for fields that
-    were declared with `final`, null where an episode has no final observation. Arrays become lists of a fixed size,
-    bfloat16 becomes float32.
+    were declared with `final`, null where an episode has no final observation. Arrays become lists of a fixed size, but
+    for what may be null, bfloat16 becomes float32.
 
     Args:
         buffer: the source.
@@ -81,6 +81,8 @@ def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:
         if found is None:
             columns[name] = pa.nulls(len(rows))
         else:
+            if name.startswith("final.") and pa.types.is_fixed_size_list(found.type):
+                found = found.cast(pa.list_(found.type.value_type))  # pyarrow before 26 reads no null of a fixed size
             places = np.where(there, np.cumsum(there) - 1, 0)
             columns[name] = found.take(pa.array(places, mask=~there))
     return pa.table(columns)

@@ -116,18 +116,21 @@ class Rows:
             MemmapBufferError: as `ReplayBuffer.extend` raises it; then `time` tells how many steps there are.
         """
         steps = {name: np.asarray(column).swapaxes(0, 1) for name, column in columns.items()}
-        count, done = len(next(iter(steps.values()))), 0
         try:
-            while done < count:
-                if self._used == self.disk.max_timesteps:
-                    self._cut()
-                stop = min(count, done + self.disk.max_timesteps - self._used)
-                self._append({name: values[done:stop] for name, values in steps.items()}, stop - done)
-                self.time, done = self.time + stop - done, stop
+            self._append_all(steps, len(next(iter(steps.values()))))
         except BaseException:
             self.disk.end_episodes()
             self._resume()
             raise
+
+    def _append_all(self, steps: dict[str, Any], count: int) -> None:
+        done = 0
+        while done < count:
+            if self._used == self.disk.max_timesteps:
+                self._cut()
+            stop = min(count, done + self.disk.max_timesteps - self._used)
+            self._append({name: values[done:stop] for name, values in steps.items()}, stop - done)
+            self.time, done = self.time + stop - done, stop
 
     def _cut(self) -> None:
         """Begin a part: with the steps, again, of the windows that are not complete in the one before."""

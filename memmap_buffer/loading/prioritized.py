@@ -7,6 +7,7 @@ drawn are at most as old as the batches that wait for it (`prefetch_factor` time
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -36,7 +37,7 @@ from memmap_buffer.priority.anchor_priorities import (
     StepPriorities,
 )
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Priorities, SeveralPriorities, locked
+from memmap_buffer.priority.priorities import Priorities, SeveralPriorities
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
@@ -94,10 +95,10 @@ class NamedPriorities:
     def open(self) -> None:
         """Open the priorities of every folder, or of none. Raises as `of`."""
         storages = self._folders.storages
+        there = [storage for storage in storages if not storage.withdrawn]
         try:
-            for storage in storages:
-                if not storage.withdrawn:
-                    self.of(storage)
+            for storage in there:
+                self.of(storage)
         except BaseException as error:
             self.close()
             if not (isinstance(error, WriterLostError) and self._are_others_than(storages)):
@@ -342,14 +343,17 @@ class PrioritizedDraws:
             (only,) = each_folder
             tells = reader.folders.storages[0].tells_by_counter
             current = tells and not (reader.selection.random or reader.selection.mixes)
-            with locked([] if only.steps is None else [only.steps]):  # others update them
+            with nullcontext() if only.steps is None else only.steps.lock:  # others update them
                 total = self._require_some(only.total)
                 values = spread(batch_size, total, rng, stratified=self.how.stratified)
                 found = only.find(values)
                 return None, found, np.array([1 / total]), only.shown_at if current else None
-        with self._several.over(each_folder) as several:
-            places, values, shares = self._choose(several.totals(), batch_size, rng, alone)
-            return places, several.find(places, values), shares, None
+
+        def draw() -> tuple[IntArray, Drawn, FloatArray, None]:
+            places, values, shares = self._choose(self._several.totals(), batch_size, rng, alone)
+            return places, self._several.find(places, values), shares, None
+
+        return self._several.over(each_folder, draw)
 
     def _choose(
         self, totals: FloatArray, batch_size: int, rng: np.random.Generator, alone: bool

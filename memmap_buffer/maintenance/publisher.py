@@ -170,17 +170,21 @@ class Publisher:
 
         Raises: the first error of a shard; all are ended then, that one as a killed recorder leaves it.
         """
-        failed: list[Exception] = []
         with self._ending:
-            while self._finished:
-                try:
-                    self._finished[0].close()
-                except (MemmapBufferError, OSError) as error:
-                    log.warning("%s: %s; it is published as it is", self._finished[0].storage.path, error)
-                    failed.append(error)
-                del self._finished[0]
+            failed = self._end_finished()
         if failed:
             raise failed[0]
+
+    def _end_finished(self) -> list[Exception]:
+        failed: list[Exception] = []
+        while self._finished:
+            try:
+                self._finished[0].close()
+            except (MemmapBufferError, OSError) as error:
+                log.warning("%s: %s; it is published as it is", self._finished[0].storage.path, error)
+                failed.append(error)
+            del self._finished[0]
+        return failed
 
     def close(self) -> None:
         """Publish what is left, and return when it is, by whomever.

@@ -9,8 +9,8 @@ priorities, slot by slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, memory
 from memmap_buffer.format.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Places, Priorities, Row, in_turn, locked
+from memmap_buffer.priority.priorities import Places, Priorities, Row, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import WIDTH, SumTree, SumTrees, with_zeros
 from memmap_buffer.priority.tree_file import require_memory, steps_in
 from memmap_buffer.views.anchors import Runs
@@ -35,6 +35,7 @@ EVERY_STEP: IntArray = np.array([0, (1 << 32) - 1 << 32], np.uint64).view(np.int
 Drawn: TypeAlias = tuple[IntArray, IntArray, IntArray, FloatArray]  # (B,) slots, serials, t, priorities
 
 
+T = TypeVar("T")
 Cut: TypeAlias = Callable[[EpisodeTable, IntArray], Runs]  # the runs of anchors of some visible slots
 
 
@@ -573,23 +574,24 @@ class SeveralAnchors:
         self._places, self._steps = Places(), Places()
         self._memory = memory().view(np.int64)
 
-    @contextmanager
-    def over(self, each: Sequence[AnyPriorities]) -> Iterator[SeveralAnchors]:
-        """Look at the priorities in some folders, which were followed; meanwhile nobody stores to them."""
+    def over(self, each: Sequence[AnyPriorities], work: Callable[[], T]) -> T:
+        """Do something with the priorities in some folders, which were followed; meanwhile nobody stores to them."""
         if each is not self._each:
             self._each, self._stored = each, in_turn(one.steps for one in each if one.steps is not None)
-        with locked(self._stored):
-            self._places.follow(each)
-            # What another thread stored since `follow`, of the priorities of others, is for their next one.
-            behind = {
-                i: one
-                for i, one in enumerate(each)
-                if isinstance(one, AnchorPriorities) and one.like_steps and one.behind
-            }
-            if behind:
-                self._catch_up(behind)
-            self._trees = None if (self._places.index < 0).any() else self._places.trees
-            yield self
+        return while_locked(self._stored, partial(self._over, work))
+
+    def _over(self, work: Callable[[], T]) -> T:
+        self._places.follow(self._each)
+        # What another thread stored since `follow`, of the priorities of others, is for their next one.
+        behind = {
+            i: one
+            for i, one in enumerate(self._each)
+            if isinstance(one, AnchorPriorities) and one.like_steps and one.behind
+        }
+        if behind:
+            self._catch_up(behind)
+        self._trees = None if (self._places.index < 0).any() else self._places.trees
+        return work()
 
     def totals(self) -> FloatArray:
         """(F,) the sum of each folder."""

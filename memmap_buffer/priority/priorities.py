@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from operator import attrgetter, methodcaller
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ _opening = Turn()  # of all of them: two threads that draw for the first time sh
 _numbers = count()
 _NUMBER, _LOCK, _RELEASE = attrgetter("number"), attrgetter("lock"), methodcaller("release")
 _SCALE = attrgetter("_file.alpha", "_file.epsilon")
+
+T = TypeVar("T")
 
 # Of one folder: the tree; numbers, some of which say where arrays lie; these arrays, which are to be held meanwhile.
 Row: TypeAlias = tuple[SumTree, tuple[int, ...], tuple[IntArray, ...]]
@@ -461,15 +463,15 @@ after_fork(_after_fork)
 
 
 def in_turn(each: Iterable[Priorities]) -> list[Priorities]:
-    """Each once, in the order in which `locked` takes them."""
+    """Each once, in the order in which `while_locked` takes them."""
     return sorted(set(each), key=_NUMBER)
 
 
-@contextmanager
-def locked(each: Sequence[Priorities]) -> Iterator[None]:
-    """Hold the locks of some of them, `in_turn`, so that two threads never wait for each other.
+def while_locked(each: Sequence[Priorities], work: Callable[[], T]) -> T:
+    """Do something while the locks of some of them, `in_turn`, are held, so that two threads never wait for each other.
 
-    This thread must not hold one of them already.
+    This thread must not hold one of them already. It is no context manager, as an `__exit__` of ours may be interrupted
+    before its first line: the locks are held then as long as somebody keeps the traceback.
     """
     taken: list[Any] = []
     release = map(_RELEASE, taken)
@@ -477,7 +479,7 @@ def locked(each: Sequence[Priorities]) -> Iterator[None]:
         for lock in map(_LOCK, each):
             taken.append(lock)
             lock.acquire()
-        yield
+        return work()
     finally:
         # One call, in which no signal is heard, so that an interruption leaves none of them locked. It raises where the
         # last one was not taken before one. Within `suppress` a signal is heard.
@@ -569,20 +571,33 @@ class SeveralPriorities:
         mine = {i: one for i in touched if (one := each[i]) is not None}
         if not mine or len(mine) < len(touched):
             return None
-        with self._turn.lock, locked(in_turn(mine.values())):
-            for one in mine.values():
-                one.follow()
-            self._places.follow(each, mine)
-            index, alike = self._places.index.take(of), set(map(_SCALE, mine.values()))
-            if not all_of(index >= 0) or len(alike) > 1:
-                return None
-            leaves, here = self._leaves_of(of, serials, np.maximum(t, 0))
-            raw, _ = mine[touched[0]]._raw(td_errors)
-            if not all_of(here):
-                of, index, leaves, raw = of[here], index[here], leaves[here], raw[here]
-            if len(leaves):
-                self._set(mine, of, index, leaves, raw)
-            return len(serials) - len(leaves)
+        work = partial(self._update, each, mine, of, serials, t, td_errors)
+        with self._turn.lock:
+            return while_locked(in_turn(mine.values()), work)
+
+    def _update(
+        self,
+        each: Sequence[Priorities | None],
+        mine: Mapping[int, Priorities],
+        of: IntArray,
+        serials: IntArray,
+        t: IntArray,
+        td_errors: FloatArray,
+    ) -> int | None:
+        """`update` of folders whose locks are held."""
+        for one in mine.values():
+            one.follow()
+        self._places.follow(each, mine)
+        index, alike = self._places.index.take(of), set(map(_SCALE, mine.values()))
+        if not all_of(index >= 0) or len(alike) > 1:
+            return None
+        leaves, here = self._leaves_of(of, serials, np.maximum(t, 0))
+        raw, _ = next(iter(mine.values()))._raw(td_errors)
+        if not all_of(here):
+            of, index, leaves, raw = of[here], index[here], leaves[here], raw[here]
+        if len(leaves):
+            self._set(mine, of, index, leaves, raw)
+        return len(serials) - len(leaves)
 
     def _leaves_of(self, of: IntArray, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
         """(the leaves (B,), whether each step is there). Raises SchemaError: an episode has no such step."""

@@ -112,15 +112,17 @@ class Blocks:
     def taken(self, blocks: Sequence[int]) -> Iterator[IntArray]:
         """Hold the locks of those of some blocks, ascending, that nobody else holds; which these are."""
         with self._changed:
-            mine = [block for block in blocks if block not in self._busy]
+            mine = sorted(set(blocks).difference(self._busy))
             self._busy.update(mine)
         held: list[tuple[int, int]] = []
         try:
             for first, stop in runs(mine):
-                whole = self._locks.try_take(self._first + first, stop - first)
-                for part in [(first, stop)] if whole else [(block, block + 1) for block in range(first, stop)]:
-                    if whole or self._locks.try_take(self._first + part[0], 1):
-                        held.append(part)
+                if self._locks.try_take(self._first + first, stop - first):
+                    held.append((first, stop))
+                else:
+                    held.extend(
+                        (one, one + 1) for one in range(first, stop) if self._locks.try_take(self._first + one, 1)
+                    )
             yield np.array([block for part in held for block in range(*part)], np.int64)
         finally:
             for first, stop in held:
@@ -130,8 +132,7 @@ class Blocks:
     def wait_for(self, block: int) -> None:
         """Wait until whoever holds the lock of a block lets go of it. Hold none meanwhile: others may wait for that."""
         with self._changed:
-            while block in self._busy:
-                self._changed.wait()
+            self._changed.wait_for(lambda: block not in self._busy)
             self._busy.add(block)
         try:
             self._locks.take(self._first + block, 1)

@@ -108,10 +108,13 @@ class Cache:
                 self._num_maps += maps
             self._mapped[mirror] = maps
             self._mapped.move_to_end(mirror)
-            while self._num_maps > MOST_MAPS and len(self._mapped) > 1:
-                other, count = self._mapped.popitem(last=False)
-                self._num_maps -= count
-                other.unmap()
+            self._unmap_oldest()
+
+    def _unmap_oldest(self) -> None:
+        while self._num_maps > MOST_MAPS and len(self._mapped) > 1:
+            other, count = self._mapped.popitem(last=False)
+            self._num_maps -= count
+            other.unmap()
 
     # The bound
 

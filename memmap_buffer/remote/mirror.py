@@ -656,7 +656,7 @@ def _fetch_absent(
         part = _by_mirror(absent[:size])
         with ExitStack() as held:
             taken = {m: held.enter_context(blocks[m].taken(these.tolist())) for m, these in part.items()}
-            mine = {m: these for m, these in taken.items() if these.size}
+            mine = dict(filter(_any_taken, taken.items()))
             fits = _fetch_held(mine, blocks, [(blocks[m], these) for m, these in chosen.items()], begun)
         if fits:
             others = {m: np.setdiff1d(these, taken[m], True) for m, these in part.items()}
@@ -672,6 +672,10 @@ def _fetch_absent(
         else:
             size = max(1, size // 2)
             time.sleep(0.01)
+
+
+def _any_taken(blocks: tuple[Mirror, IntArray]) -> bool:
+    return blocks[1].size > 0
 
 
 def _fetch_held(
@@ -745,8 +749,7 @@ class _Writing:
         """Nothing is written any more when this returns, so that the locks may go."""
         with self._changed:
             self._ended = True
-            while self._at_work:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not self._at_work)
 
 
 def require_digests(mirrors: Sequence[Mirror]) -> None:

@@ -459,7 +459,7 @@ class Writer:
             return None
         with self.turn:
             files = self.begin()
-            slot_writers = [one for one in map(self._slot_writers.get, map(ref, episodes)) if one is not None]
+            slot_writers = list(filter(None, map(self._slot_writers.get, map(ref, episodes))))
             if len(slot_writers) < len(episodes) or not all(one.published for one in slot_writers):
                 return None
             if not self._mapped:

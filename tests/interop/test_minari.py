@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from hashlib import sha1
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from inspect import signature
 from pathlib import Path
 from threading import Thread
 from urllib.parse import unquote
@@ -16,14 +17,17 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from minari.data_collector import EpisodeBuffer
+from minari.dataset.minari_storage import MinariStorage
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.interop.minari import export_minari, import_minari
 from memmap_buffer.interop.record import RecordEpisodes
 
+# Minari before 0.5.4, the last for Python 3.10, stores every array of uint8 as JPEG.
+AS_THEY_ARE = {"jpeg_encoding": False} if "jpeg_encoding" in signature(MinariStorage.new).parameters else {}
 OBSERVATION = spaces.Dict(
     {
-        "camera": spaces.Box(0, 255, (32, 32, 3), np.uint8),
+        "camera": spaces.Box(0, 255, (32, 32, 3), np.uint8 if AS_THEY_ARE else np.int16),
         "pose": spaces.Tuple(
             (spaces.Box(-9, 9, (2,), np.float64), spaces.Dict({"gear": spaces.Discrete(9, start=-3)}))
         ),
@@ -90,7 +94,7 @@ def make(data_format="hdf5", dataset_id="maze/test-v0", with_infos=True):
             author={"a", "b"},
             description="for a test",
             data_format=data_format,
-            jpeg_encoding=False,
+            **AS_THEY_ARE,
         )
     extra = {"level": 3, "note": "left", "score": 0.1}
     dataset.storage.update_episode_metadata(
@@ -200,7 +204,7 @@ def make_kitchen(data_format):
             observation_space=KITCHEN,
             action_space=ARM,
             data_format=data_format,
-            jpeg_encoding=False,
+            **AS_THEY_ARE,
         )
 
 
@@ -384,6 +388,22 @@ def test_an_episode_without_its_final_observation_is_refused(tmp_path):
     with pytest.raises(SchemaError, match="episode 0: it has no final observation"):
         export_minari(buffer, "cart-v0", env="CartPole-v1")
     buffer.close()
+
+
+def test_a_minari_that_stores_images_as_jpeg_alone_is_given_none_and_all_else(tmp_path, monkeypatch):
+    def new(*spaces, env_spec, data_format, make=MinariStorage.new):
+        return make(*spaces, env_spec=env_spec, data_format=data_format, **AS_THEY_ARE)
+
+    monkeypatch.setattr(MinariStorage, "new", new)
+    fields = {"observation": Field("float", (4,), final=True), "action": "int", "reward": "float", "byte": "uint8"}
+    steps = {"observation": np.zeros((3, 4)), "action": [0, 1], "reward": [0, 1], "byte": [1, 2]}
+    with ReplayBuffer(tmp_path / "b", 2, 3, fields) as buffer:
+        buffer.store_episode(**steps)
+        (episode,) = export_minari(buffer, "cart-v0", env="CartPole-v1").iterate_episodes()
+        assert episode.infos["byte"].tolist() == [1, 2]
+        buffer.add_field("camera", Field("uint8", (32, 32, 3), default=0))
+        with pytest.raises(SchemaError, match=r"camera: got arrays of uint8.*JPEG.*install Minari 0\.5\.4"):
+            export_minari(buffer, "cart-v1", env="CartPole-v1")
 
 
 def test_infos_that_fit_no_field_are_named(tmp_path):

@@ -53,6 +53,8 @@ def test_every_timestep_and_every_episode_is_a_row_with_equal_values(buffer, tmp
     assert steps.num_rows == buffer.num_steps
     assert episodes["_episode"].to_pylist() == buffer.serials.tolist()
     assert episodes["_length"].to_pylist() == buffer.episode_lens.tolist()
+    assert str(steps["observation"].type).startswith("fixed_size_list<")
+    assert str(episodes["final.observation"].type).startswith("list<")  # older readers know no null of a fixed size
     start = 0
     for i, length in enumerate(buffer.episode_lens.tolist()):
         expected, rows = flatten(buffer.episode(i)), steps.slice(start, length)

@@ -35,7 +35,7 @@ from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading import prioritized
 from memmap_buffer.priority import anchor_priorities, sum_tree
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
-from memmap_buffer.priority.priorities import Priorities, in_turn, locked
+from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import SumTrees
 from memmap_buffer.priority.tree_file import TreeFile
 
@@ -1050,8 +1050,8 @@ def test_locks_of_several_are_let_go_of_where_one_of_them_is_interrupted(tmp_pat
     order, lock = in_turn(reversed(each)), each[1].lock
     assert order == each
     each[1].lock = Interrupted()
-    with pytest.raises(KeyboardInterrupt, match="while one waits"), locked(order):
-        pass
+    with pytest.raises(KeyboardInterrupt, match="while one waits"):
+        while_locked(order, int)
     each[1].lock = lock
     free = []
 
