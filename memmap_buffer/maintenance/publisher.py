@@ -38,6 +38,7 @@ from memmap_buffer.remote.objects import Objects
 from memmap_buffer.writing.writer import WriteOptions, Writer
 
 WAIT_SECONDS, WAIT_PAUSE = 60.0, 0.1  # for another recorder that is publishing a shard of a recorder that is closed
+REMOVALS = 8  # a folder is removed again where a thread that had found it took its lock, a new file, meanwhile
 START_SECONDS = 5.0  # in which the store says whether it has shards of other fields, else recording begins all the same
 log = logging.getLogger("memmap_buffer")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*-[0-9a-f]{12}-[0-9]{5,}")
@@ -321,7 +322,10 @@ def _is_taken(error: Exception, path: Path) -> bool:
 
 def _remove(path: Path) -> None:
     (path / "schema.json").unlink(missing_ok=True)  # first, so that what a kill leaves is no buffer
-    shutil.rmtree(path, ignore_errors=True)
+    for _ in range(REMOVALS):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            break
 
 
 def _told(failed: Mapping[Path, Exception], root: Path, where: str) -> Exception:

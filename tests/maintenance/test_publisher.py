@@ -409,6 +409,25 @@ def test_a_shard_that_could_not_be_begun_leaves_no_folder(
     assert sizes(tmp_path) == [5, 2]
 
 
+def test_a_shard_that_could_not_be_begun_leaves_no_folder_though_a_thread_takes_its_lock_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmdir, taken = os.rmdir, []
+
+    def beside(path: Any, *args: Any, **kwargs: Any) -> None:
+        if not taken:  # of the folder: the files are gone
+            (entry,) = (tmp_path / "root").iterdir()
+            taken.append(Folder(entry).lock())
+        rmdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", beside)
+    monkeypatch.setattr(Writer, "_take_over", raising(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        recorder(tmp_path)
+    taken[0].release()
+    assert names(tmp_path) == []
+
+
 def test_who_may_not_write_any_more_begins_no_shard(tmp_path: Path) -> None:
     """A forked child, and whoever closed the buffer."""
     buffer = idle_recorder(tmp_path, max_episodes=2)
