@@ -258,7 +258,6 @@ class Episode(Block):
         self._require_within(stop)
         self.ended = next((name for name in self._schema.ends if rows[name].item(count - 1)), "")
         self.writer.append(self, rows, self.length, stop)
-        self.base = self.length = stop
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps; views stop at each end in them."""

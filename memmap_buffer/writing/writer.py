@@ -396,10 +396,13 @@ class Writer:
     def append(self, episode: Episode, columns: Mapping[str, Array], base: int, stop: int) -> None:
         """Publish the timesteps before `stop` that are not yet. On an error those that are not visible are dropped.
 
+        Whatever happens, the episode ends behind the last step that is visible.
+
         Args: columns: field -> the rows from timestep `base` on.
         """
         try:
             self._change(partial(self._show_steps, episode, columns, base, stop))
+            episode.base = episode.length = stop
         except BaseException:
             slot_writer = self._slot_writers.get(ref(episode))
             if slot_writer is not None:
