@@ -142,7 +142,7 @@ class Editing:
 
         Raises:
             SchemaError: the name is taken, there is no default, or a computed value does not fit.
-            EpisodeStateError: an episode is open.
+            EpisodeStateError: an episode is open, or the lists of one have more members than there is room for.
             OSError: the disk is full, say.
         """
         field = next(iter(Schema({name: spec}).fields.values()))
