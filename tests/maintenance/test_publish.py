@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -493,6 +494,21 @@ def test_an_entry_that_a_dead_publisher_left_is_listed_by_the_next(
     publish(extend(tmp_path / "one"), **place)
     assert len(objects_of(place).names("entries")) == 2
     require_heads(objects_of(place))
+
+
+@without_plain
+def test_what_is_published_again_is_listed_though_the_clock_was_put_back(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(record(tmp_path / "one"), **place)
+    now = time.time_ns()
+    monkeypatch.setattr(publishing.time, "time_ns", lambda: now - 10**12)
+    with ReplayBuffer.from_folder(tmp_path / "one") as buffer:
+        buffer.delete(0)
+    publish(tmp_path / "one", **place)
+    root = read_root(objects_of(place))
+    assert root is not None
+    assert root.shards["one"].episodes == 2
 
 
 def test_a_folder_that_changes_while_it_is_sent_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
