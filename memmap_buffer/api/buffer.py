@@ -455,6 +455,7 @@ class ReplayBuffer(Recording, Readable):
 
         Raises:
             SchemaMismatchError: there is a buffer already.
+            SchemaError: this one is at a URL; `pull` copies that.
             CorruptBufferError: an episode fails its checksums.
             OSError: the disk is full, say.
         """

@@ -48,6 +48,7 @@ PUBLISHED_HINT = (
     "it was published, and moved to {}; read the root by the URL that its recorder publishes to: "
     "ConcatBuffer.from_root(url)"
 )
+MIRROR = "mirror/blocks.npy"  # which blocks of a folder at a URL are in its local copy, see `remote.blocks`
 # What `publish` leaves in a folder, see `remote.layout`, and what reads that.
 _PUBLISHED_HERE = {"root.json": "ConcatBuffer.from_root", "shard.json": "ReplayBuffer.from_folder"}
 ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
@@ -445,6 +446,12 @@ class Folder:
                 hint = f"; {PUBLISHED_HINT.format(moved)}" if moved.is_dir() else "; check the path"
                 raise NotABufferError(f"{self.path}: there is no such folder{hint}", path=self.path)
             raise NotABufferError(f"{self.path} is not a buffer: {self._what_it_is()}", path=self.path)
+        if self.exists(MIRROR):
+            raise NotABufferError(
+                f"{self.path} is a cache of a folder at a URL, and has only what was read of that; read it by its URL, "
+                "or `pull` that into a folder",
+                path=self.path,
+            )
 
     def _what_it_is(self) -> str:
         """What a folder is that holds no buffer, and what to do."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.errors import SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.errors import SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.creation import creating
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
@@ -31,6 +31,7 @@ from memmap_buffer.format.records import (
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
 from memmap_buffer.schema import DEFAULT_BLOB
+from memmap_buffer.views.folders import where_of
 
 ROUNDS, FEW = 100, 5
 SUBFOLDERS = ("priority", "extra")
@@ -48,10 +49,14 @@ def snapshot(source: Storage, path: Path) -> None:
 
     Raises:
         SchemaMismatchError: there is a buffer at `path`.
+        SchemaError: the folder is at a URL.
         StaleEpisodeError: the ring turns faster than one episode can be copied.
         OSError: the disk is full, say; then there is no buffer at `path`.
     """
     layout = source.layout
+    if source.mirror is not None:  # of which only what was read is here
+        url = where_of(source)
+        raise SchemaError(f"snapshot: got {url}, expected a folder on a disk; `pull({url!r}, {str(path)!r})` copies it")
     with new_copy(source, path, layout, SUBFOLDERS) as there:
         with _opened(source.folder.open_to_read, layout) as here:
             for name in layout.dictionaries:
