@@ -48,7 +48,7 @@ def snapshot(source: Storage, path: Path) -> None:
         path: where the copy goes; no buffer may be there.
 
     Raises:
-        SchemaMismatchError: there is a buffer at `path`.
+        SchemaMismatchError: there is a buffer at `path`; or another one took the place of this one.
         SchemaError: the folder is at a URL.
         StaleEpisodeError: the ring turns faster than one episode can be copied.
         OSError: the disk is full, say; then there is no buffer at `path`.
@@ -58,7 +58,11 @@ def snapshot(source: Storage, path: Path) -> None:
         url = where_of(source)
         raise SchemaError(f"snapshot: got {url}, expected a folder on a disk; `pull({url!r}, {str(path)!r})` copies it")
     with new_copy(source, path, layout, SUBFOLDERS) as there:
-        with _opened(source.folder.open_to_read, layout) as here:
+        with source.folder.held() as folder, _opened(folder.open_to_read, layout) as here:
+            if not source.is_of(folder):
+                raise SchemaMismatchError(
+                    f"{source.path}: another buffer took its place; open it again with from_folder", path=source.path
+                )
             for name in layout.dictionaries:
                 array = layout.arrays[name + DICTIONARY]
                 copy_range(here[name + DICTIONARY], there[name + DICTIONARY], array.offset(0), array.shape[0])
