@@ -56,7 +56,7 @@ class BufferLockedError(MemmapBufferError, TimeoutError):
 
 
 class ReadOnlyError(MemmapBufferError, PermissionError, ValueError):
-    """The buffer was opened to be read, or its layout cannot be written."""
+    """The buffer was opened to be read, or its layout cannot be written, or the system lets nobody write there."""
 
 
 class EpisodeStateError(MemmapBufferError, RuntimeError, ValueError):

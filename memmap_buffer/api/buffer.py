@@ -457,7 +457,8 @@ class ReplayBuffer(Recording, Readable):
             path: of the new folder.
 
         Raises:
-            SchemaMismatchError: there is a buffer already.
+            SchemaMismatchError: there is a buffer already, or this one was overwritten since it was opened.
+            SchemaError: this one is at a URL; `pull` copies that.
             CorruptBufferError: an episode fails its checksums.
             OSError: the disk is full, say.
         """

@@ -142,7 +142,7 @@ class Editing:
 
         Raises:
             SchemaError: the name is taken, there is no default, or a computed value does not fit.
-            EpisodeStateError: an episode is open.
+            EpisodeStateError: an episode is open, or the lists of one have more members than there is room for.
             OSError: the disk is full, say.
         """
         field = next(iter(Schema({name: spec}).fields.values()))
@@ -364,7 +364,8 @@ def _values_of(storage: Storage, slots: IntArray, single: bool, data: Mapping[st
                 f"the longest of these episodes has {length.max()}; max_timesteps is {storage.layout.max_timesteps}"
             )
         ends = [None] * len(slots) if meta else length.tolist()
-        out[name] = [np.ascontiguousarray(v if n is None else v[:n]) for v, n in zip(values, ends, strict=True)]
+        dtype = values.dtype  # that of a text by itself is as long as the text
+        out[name] = [np.ascontiguousarray(v if n is None else v[:n], dtype) for v, n in zip(values, ends, strict=True)]
     return out
 
 

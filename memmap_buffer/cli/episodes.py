@@ -93,6 +93,8 @@ def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
             found.append(int(there[0 if name == "first" else -1]))
             continue
         if wanted is None:
+            if name in ("first", "last"):
+                raise Problem(f"episode {name}: {buffer.folder} shows no episode")
             raise Problem(f"episode {name!r}: expected its number, a range such as 3-7, 'first' or 'last'")
         low, high = int(wanted[1]), int(wanted[2] or wanted[1])
         inside = there[(there >= low) & (there <= high)].tolist()

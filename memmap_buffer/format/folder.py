@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.errors import BufferLockedError, CorruptBufferError, NotABufferError, SchemaError, WriterLostError
+from memmap_buffer.errors import (
+    BufferLockedError,
+    CorruptBufferError,
+    NotABufferError,
+    ReadOnlyError,
+    SchemaError,
+    WriterLostError,
+)
 from memmap_buffer.format import syscalls
 from memmap_buffer.format.syscalls import (
     FOLDER,
@@ -34,12 +41,14 @@ _TOO_MANY = {
     errno.ENFILE: "too many open files on this machine; raise fs.file-max",
     errno.ENOMEM: "too many maps, as each array has one; raise the limit on maps (sysctl vm.max_map_count)",
 }
+MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)
 PUBLISHED = "published"  # the folder in a root that a recorder moves shards to which are in a store
 PUBLISHED_HINT = (
     "it was published, and moved to {}; read the root by the URL that its recorder publishes to: "
     "ConcatBuffer.from_root(url)"
 )
+MIRROR = "mirror/blocks.npy"  # which blocks of a folder at a URL are in its local copy, see `remote.blocks`
 # What `publish` leaves in a folder, see `remote.layout`, and what reads that.
 _PUBLISHED_HERE = {"root.json": "ConcatBuffer.from_root", "shard.json": "ReplayBuffer.from_folder"}
 ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
@@ -437,6 +446,12 @@ class Folder:
                 hint = f"; {PUBLISHED_HINT.format(moved)}" if moved.is_dir() else "; check the path"
                 raise NotABufferError(f"{self.path}: there is no such folder{hint}", path=self.path)
             raise NotABufferError(f"{self.path} is not a buffer: {self._what_it_is()}", path=self.path)
+        if self.exists(MIRROR):
+            raise NotABufferError(
+                f"{self.path} is a cache of a folder at a URL, and has only what was read of that; read it by its URL, "
+                "or `pull` that into a folder",
+                path=self.path,
+            )
 
     def _what_it_is(self) -> str:
         """What a folder is that holds no buffer, and what to do."""
@@ -497,7 +512,12 @@ class Folder:
         return identity(os.stat(self._place)) if held is None else held.key
 
     def lock(self, name: str = ".lock") -> FileLock:
-        """Take the writer's lock, or another. Raises BufferLockedError at once when another process holds it."""
+        """Take the writer's lock, or another.
+
+        Raises:
+            BufferLockedError: at once, where another process holds it.
+            ReadOnlyError: the system lets nothing be written here.
+        """
         sub, _, base = name.rpartition("/")
         lock: FileLock | None = None
         try:
@@ -507,6 +527,12 @@ class Folder:
                 raise BufferLockedError(f"{self.path} has another writer", path=self.path)
             return lock
         except OSError as error:
+            if error.errno in MAY_NOT:
+                raise ReadOnlyError(
+                    f"{self.path / name}: {error.strerror}: nothing may be written to this folder; only read it, with "
+                    "read_only=True, change its permissions, or work with a copy",
+                    path=self.path / name,
+                ) from None
             if error.errno not in NO_FILE:
                 raise
             raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name) from None

@@ -354,7 +354,9 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
     listed = (read_root(objects) or Root()).shards.get(name)
     _require_same_buffer(objects, name, shard, listed)
     if listed is None or listed.version != shard.version:
-        objects.write(f"{ENTRIES}/{time.time_ns():020}.{shard.version}.{name}.json", shard.to_json())
+        last = max((int(file[:20]) for file, found in _entries(objects).items() if found["name"] == name), default=-1)
+        at = max(time.time_ns(), last + 1)  # the clock may have been put back
+        objects.write(f"{ENTRIES}/{at:020}.{shard.version}.{name}.json", shard.to_json())
     for _ in range(ROUNDS):
         files = _entries(objects)
         root = read_root(objects) or Root()

@@ -5,7 +5,7 @@ Whoever is interrupted calls it again: what is there by then is checked, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaMismatchError
+from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.shards import require_new_place
@@ -65,7 +66,7 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
         NotABufferError: nothing was published there.
         SchemaMismatchError: `folder` holds another buffer, or another version of this one; or the URL is of a root, and
             `folder` is a buffer itself.
-        CorruptBufferError: what was published is damaged.
+        CorruptBufferError: what was published is damaged; or a file that is not ours is in the way.
         RemoteError: the store fails.
         OSError: the disk is full, say.
     """
@@ -111,11 +112,11 @@ def _pull(objects: Objects, name: str, shard: Shard, path: Path) -> None:
         try:
             if _is_there(target, schema):
                 return
+            _claim(target, layout, schema, files)
             _pull_blocks(objects, shard, prefix, layout, target)
             for file, data in files.items():
                 target.unlink(file, missing_ok=True)  # of a call before that was interrupted
                 target.write_new(file, data, sync=True)
-            target.write_new("schema.json.new", schema, sync=True)
             target.rename("schema.json.new", "schema.json")
         finally:
             lock.release()
@@ -132,7 +133,6 @@ def _require_whole(layout: Layout, shard: Shard, files: Mapping[str, bytes], whe
 
 
 def _is_there(target: Folder, schema: bytes) -> bool:
-    target.unlink("schema.json.new", missing_ok=True)
     if not target.exists("schema.json"):
         return False
     if target.read("schema.json", MAX_SCHEMA_BYTES) != schema:
@@ -141,6 +141,21 @@ def _is_there(target: Folder, schema: bytes) -> bool:
             path=target.path,
         )
     return True
+
+
+def _claim(target: Folder, layout: Layout, schema: bytes, files: Collection[str]) -> None:
+    """Have `schema.json.new` say whose the files here are: those of a call before, or that are made from now on.
+
+    Raises: CorruptBufferError: a file of another is in the way.
+    """
+    if target.exists("schema.json.new"):
+        if target.read("schema.json.new", MAX_SCHEMA_BYTES) == schema:
+            return
+        discard_unfinished(target)  # of another version
+        for file in files:
+            target.unlink(file, missing_ok=True)
+    target.require_free([*(array.name for array in layout.arrays.values()), *files])
+    target.write_new("schema.json.new", schema, sync=True)
 
 
 def _pull_blocks(objects: Objects, shard: Shard, prefix: str, layout: Layout, target: Folder) -> None:

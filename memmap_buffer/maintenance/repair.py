@@ -118,7 +118,7 @@ def _require_repairable(survey: Survey) -> None:
         raise CorruptBufferError(
             f"{survey.path}/episodes.npy is lost, and it alone says what the episodes are; restore a copy"
         )
-    if len(survey.repaired.table) and not any(name in survey.maps.rows for name in layout.schema.fields):
+    if len(survey.repaired.table) and all(survey.is_lost(name) for name in layout.schema.fields):
         raise CorruptBufferError(f"{survey.path}: nothing is left of any field; restore data/ from a copy")
     if survey.folder.exists(LOST) and not _is_folder(survey.folder, LOST):
         raise CorruptBufferError(f"{survey.path / LOST} is a link or no folder; move it away", path=survey.path / LOST)

@@ -13,7 +13,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.format.blobs import contents_of, encode_many, index_of
+from memmap_buffer.format.blobs import contents_of, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import checksum
 from memmap_buffer.format.creation import creating, replace
 from memmap_buffer.format.layout import BLOBS, Layout
@@ -21,7 +21,7 @@ from memmap_buffer.format.records import CHECKED, RECORD
 from memmap_buffer.format.syscalls import write_all
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema
-from memmap_buffer.writing.commit import WriteHandles
+from memmap_buffer.writing.commit import WriteHandles, require_room
 
 
 def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Callable[[int], Array] | None) -> None:
@@ -37,6 +37,7 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
 
     Raises:
         SchemaError: the name is taken, or there is no column of checksums left.
+        EpisodeStateError: the lists of an episode have more members than there is room for; nothing was added.
         OSError: the disk is full, say; nothing was added.
     """
     layout = files.layout
@@ -77,6 +78,8 @@ def _in_files(layout: Layout, name: str, field: Field, slot: int, rows: Array) -
         return {name: rows}, rows
     blobs = encode_many(field, rows)
     index = index_of(field, blobs, layout.region(name, slot).start)
+    if len(index):
+        require_room(layout, name, slot, end_of(index[-1]))
     return {name: index, name + BLOBS: b"".join(blobs)}, contents_of(index, blobs)
 
 

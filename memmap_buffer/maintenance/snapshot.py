@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.errors import SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.errors import SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.creation import creating
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
@@ -32,6 +32,7 @@ from memmap_buffer.format.shards import require_new_place
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
 from memmap_buffer.schema import DEFAULT_BLOB
+from memmap_buffer.views.folders import where_of
 
 ROUNDS, FEW = 100, 5
 SUBFOLDERS = ("priority", "extra")
@@ -48,13 +49,21 @@ def snapshot(source: Storage, path: Path) -> None:
         path: where the copy goes; no buffer may be there.
 
     Raises:
-        SchemaMismatchError: there is a buffer at `path`.
+        SchemaMismatchError: there is a buffer at `path`; or another one took the place of this one.
+        SchemaError: the folder is at a URL.
         StaleEpisodeError: the ring turns faster than one episode can be copied.
         OSError: the disk is full, say; then there is no buffer at `path`.
     """
     layout = source.layout
+    if source.mirror is not None:  # of which only what was read is here
+        url = where_of(source)
+        raise SchemaError(f"snapshot: got {url}, expected a folder on a disk; `pull({url!r}, {str(path)!r})` copies it")
     with new_copy(source, path, layout, SUBFOLDERS) as there:
-        with _opened(source.folder.open_to_read, layout) as here:
+        with source.folder.held() as folder, _opened(folder.open_to_read, layout) as here:
+            if not source.is_of(folder):
+                raise SchemaMismatchError(
+                    f"{source.path}: another buffer took its place; open it again with from_folder", path=source.path
+                )
             for name in layout.dictionaries:
                 array = layout.arrays[name + DICTIONARY]
                 copy_range(here[name + DICTIONARY], there[name + DICTIONARY], array.offset(0), array.shape[0])

@@ -47,7 +47,7 @@ class FieldStatistics:
     """The statistics of one field, each array of the field's shape, float64.
 
     Attributes:
-        count: entries, final observations included.
+        count: entries that are shown, final observations included.
         mean: of the entries.
         std: of the population.
         min: of the entries.
@@ -331,11 +331,11 @@ class _Moments:
 
 
 def _entries(storage: Storage, table: EpisodeTable, name: str) -> IntArray:
-    """(episodes,) how many entries of a field each visible episode has."""
-    schema, slots = storage.layout.schema, table.whole
+    """(episodes,) how many entries of a field each visible episode shows."""
+    schema, slots = storage.layout.schema, table.visible
     if name in schema.meta_fields:
         return np.ones(len(slots), np.int64)
-    counts = table.length[slots]
+    counts = table.length[slots] - table.start[slots]
     return counts + (table.flags[slots] & FINAL != 0) if schema.fields[name].final else counts
 
 
@@ -345,9 +345,9 @@ def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[t
     field, most = schema.all[name], max(1, BLOCK_BYTES // max(1, schema.all[name].itemsize))
     meta = storage.maps.meta.get(name)
     counts = _entries(storage, table, name)
-    for block in _plan_blocks(zip(table.whole.tolist(), counts.tolist(), strict=True), most):
+    for block in _plan_blocks(zip(table.visible.tolist(), counts.tolist(), strict=True), most):
         slots = np.array([slot for slot, _, _ in block])
-        first = slots if name in schema.meta_fields else storage.first_row(slots, field.final)
+        first = slots if name in schema.meta_fields else storage.first_row(slots, field.final) + table.start[slots]
         storage.trust(slots)  # an episode that fails its check is not visible any more
         valid = storage.table.shows(slots, table.serial[slots])
         ranges = zip(first.tolist(), block, strict=True)

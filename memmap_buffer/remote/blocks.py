@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.folder import MIRROR, Folder
 from memmap_buffer.format.host import boot_id
 from memmap_buffer.format.syscalls import RangeLocks, after_fork, npy_header
 from memmap_buffer.remote.layout import BLOCK, num_blocks
@@ -25,7 +25,7 @@ from memmap_buffer.remote.layout import BLOCK, num_blocks
 IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 COUNTER, USED, LOCAL = range(3)  # the counter; the second of its last use; 1 where its bytes may be on the disk
-NAME = "mirror/blocks.npy"
+NAME = MIRROR
 _BOOT = 4  # words behind those of the blocks
 _LOCK_BITS = 22  # of a mirror's place in the lock file, so that it has room for the locks of 1 TiB
 

@@ -218,7 +218,7 @@ def grouped(reach: Reach, of: IntArray) -> tuple[tuple[Group, ...], IntArray | N
     return tuple(groups), order
 
 
-def _where(storage: Storage) -> str:
+def where_of(storage: Storage) -> str:
     """Where a folder is: its path, or the URL that it was published at."""
     if storage.mirror is None:
         return str(storage.path)
@@ -254,7 +254,7 @@ class Folders:
         self.shards = shards
         found = dict(enumerate(storages)) if shards is None else shards.look()
         first = next(iter(found.values()))
-        self._where, self._layout = _where(first), first.layout
+        self._where, self._layout = where_of(first), first.layout
         self.schema = self._layout.schema
         self.single = shards is None and len(storages) == 1
         self.pool = Pool()
@@ -293,7 +293,7 @@ class Folders:
             if storage.layout.schema is self.schema:  # of the same text
                 continue
             if lines := self._layout.field_differences(storage.layout):
-                text = "\n  ".join([f"{_where(storage)} and {self._where} have different fields:", *lines])
+                text = "\n  ".join([f"{where_of(storage)} and {self._where} have different fields:", *lines])
                 raise SchemaMismatchError(text, differences=lines)
         self.coded = self.coded.union(*(storage.layout.coded for storage in found.values()))
         self.mirrored = self.mirrored or any(storage.mirror is not None for storage in found.values())
@@ -302,8 +302,8 @@ class Folders:
             other = storage if storage.withdrawn else buffers.setdefault(storage.layout.id, storage)
             if other is not storage:
                 raise SchemaError(
-                    f"{_where(storage)} and {_where(other)} are one buffer twice, or a copy of it: both have the id "
-                    f"{storage.layout.id}; leave one out"
+                    f"{where_of(storage)} and {where_of(other)} are one buffer twice, or a copy of it: both have the "
+                    f"id {storage.layout.id}; leave one out"
                 )
         numbers = np.fromiter(found, np.int64, len(found))
         if len(numbers) > len(self.numbers):

@@ -188,21 +188,12 @@ class WriteHandles:
             blobs = column.blobs(some) if isinstance(column, BlobColumn) else encode_many(field, column[some])
             index = index_of(field, blobs, self.end_of_blobs(name, slot, t))
             data = b"".join(blobs)
-            self.require_room(name, slot, int(index[0, 0]) + len(data))
+            require_room(self.layout, name, slot, int(index[0, 0]) + len(data))
             write_all(self.fd[name + BLOBS], data, self.layout.arrays[name + BLOBS].offset(0) + int(index[0, 0]))
             write_all(self.fd[name], index, self.layout.row_offset(name, row))
             if sums is not None:
                 sums[name] = add_rows(sums[name], contents_of(index, blobs))
             row, t = row + len(blobs), t + len(blobs)
-
-    def require_room(self, name: str, slot: int, end: int) -> None:
-        """Raise EpisodeStateError where the blobs of an episode, which end there, are more than there is room for."""
-        if end > self.layout.region(name, slot).stop:
-            raise EpisodeStateError(
-                f"field {name!r}: the lists of an episode have more members than there is room for, {MEMBERS} a "
-                f"timestep on an average over max_timesteps={self.layout.max_timesteps}; end the episode before, "
-                "or create the buffer with a larger max_timesteps"
-            )
 
     def end_of_blobs(self, name: str, slot: int, t: int) -> int:
         """Where the blob of timestep `t` of a slot begins in a field's file of blobs: behind the one before."""
@@ -260,6 +251,16 @@ class WriteHandles:
                 self.write_state("synced", 0)
                 self.write_state("suspect", int(self.storage.reread().serial.max(initial=-1)) + 1)
             raise
+
+
+def require_room(layout: Layout, name: str, slot: int, end: int) -> None:
+    """Raise EpisodeStateError where the blobs of an episode, which end there, are more than there is room for."""
+    if end > layout.region(name, slot).stop:
+        raise EpisodeStateError(
+            f"field {name!r}: the lists of an episode have more members than there is room for, {MEMBERS} a timestep "
+            f"on an average over max_timesteps={layout.max_timesteps}; end the episode before, or create the buffer "
+            "with a larger max_timesteps"
+        )
 
 
 class SlotWriter:

@@ -44,7 +44,7 @@ from memmap_buffer.format.records import (
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.schema import DEFAULT_BLOB
-from memmap_buffer.writing.commit import SlotWriter, WriteHandles
+from memmap_buffer.writing.commit import SlotWriter, WriteHandles, require_room
 
 log = logging.getLogger("memmap_buffer")
 
@@ -264,7 +264,7 @@ def _blob_pieces(files: WriteHandles, name: str, slot: int, new: Array, kept: Ar
     index = index_of(coded.field, blobs, layout.region(name, slot).start, coded.dictionary)
     index[len(new) :, 1] = kept[:, 1]
     if len(index):
-        files.require_room(name, slot, end_of(index[-1]))
+        require_room(layout, name, slot, end_of(index[-1]))
     row = layout.row_offset(name, files.storage.start_of(name, slot))
     begin = layout.arrays[name + BLOBS].offset(slot)
     pieces: list[Piece] = [(name, row, index.tobytes()), (name + BLOBS, begin, b"".join(blobs))]
@@ -311,6 +311,7 @@ def _planned(
             coded, data = files.storage.maps.coded[name], layout.arrays[name + BLOBS].offset(0)
             blobs = encode(coded.field, value[None], coded.dictionary)
             index = index_of(coded.field, blobs, files.end_of_blobs(name, slot, record["length"]), coded.dictionary)
+            require_room(layout, name, slot, end_of(index[0]))
             pieces.append((name + BLOBS, data + int(index[0, 0]), blobs[0]))
             value, content = index, contents_of(index, blobs)
         else:

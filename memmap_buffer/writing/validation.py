@@ -50,7 +50,7 @@ def whole_episode(
     return (
         {name: _first(column, length) for name, column in columns.items()},
         meta,
-        {name: np.array(columns[name][length], order="C") for name in longer},
+        {name: np.array(columns[name][length], schema.fields[name].entries, order="C") for name in longer},
         length,
     )
 

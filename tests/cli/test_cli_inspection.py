@@ -268,6 +268,14 @@ def test_an_episode_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize("command", ["show", "head"])
+def test_of_a_folder_without_episodes_there_is_no_first_one(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ReplayBuffer(tmp_path, 2, 3, {"x": "float"}).close()
+    assert f"episode first: {tmp_path} shows no episode" in error_of(capsys, command, tmp_path, "first")
+
+
+@pytest.mark.parametrize("command", ["show", "head"])
 def test_a_field_that_is_not_there_is_named(case: Case, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'reward'?" in error_of(capsys, command, case.folder, "4", "--field", "rewards")
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from fault_injection import fork, in_child, listing, shown, system
 
-from memmap_buffer import BufferLockedError, ReplayBuffer, WriterLostError
+from memmap_buffer import BufferLockedError, ReadOnlyError, ReplayBuffer, WriterLostError
 from memmap_buffer.format import folder
 from memmap_buffer.format import lock as lock_module
 
@@ -370,7 +370,7 @@ def test_a_folder_without_write_permission_can_be_read(tmp_path):
                 os.setegid(65534), os.seteuid(65534)
             reader = ReplayBuffer.from_folder(folder)
             tell(rewards(reader))
-            with pytest.raises(PermissionError, match="Permission denied"):
+            with pytest.raises(ReadOnlyError, match=rf"{folder}/\.lock: Permission denied: .* with read_only=True"):
                 reader.store_episode(**whole(2))
             tell(rewards(reader))
 

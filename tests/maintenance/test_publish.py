@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -495,6 +496,21 @@ def test_an_entry_that_a_dead_publisher_left_is_listed_by_the_next(
     require_heads(objects_of(place))
 
 
+@without_plain
+def test_what_is_published_again_is_listed_though_the_clock_was_put_back(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(record(tmp_path / "one"), **place)
+    now = time.time_ns()
+    monkeypatch.setattr(publishing.time, "time_ns", lambda: now - 10**12)
+    with ReplayBuffer.from_folder(tmp_path / "one") as buffer:
+        buffer.delete(0)
+    publish(tmp_path / "one", **place)
+    root = read_root(objects_of(place))
+    assert root is not None
+    assert root.shards["one"].episodes == 2
+
+
 def test_a_folder_that_changes_while_it_is_sent_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, write = pack(record(tmp_path / "grid"), tmp_path / "one") or tmp_path / "one", Objects.write
 
@@ -583,8 +599,7 @@ def test_what_is_wrong_in_a_pull_that_was_begun_is_fetched_again(place: dict[str
     publish(record(tmp_path / "one"), **place)
     whole = pulled(place, tmp_path / "back")
     target = tmp_path / "back" / "one"
-    (target / "schema.json").unlink()
-    (target / "schema.json.new").write_bytes(b"{")
+    (target / "schema.json").rename(target / "schema.json.new")
     (target / "meta" / "name.npy").write_bytes(b"")
     (target / "data" / "x.npy").write_bytes(b"")
     with open(target / "data" / "image.npy", "r+b") as file:
@@ -592,6 +607,34 @@ def test_what_is_wrong_in_a_pull_that_was_begun_is_fetched_again(place: dict[str
         file.write(b"?")
     pull(place["url"], tmp_path / "back")
     assert files_of(tmp_path / "back") == whole
+
+
+@local
+def test_a_pull_of_another_version_than_was_begun_begins_anew(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, target = record(tmp_path / "one"), tmp_path / "back" / "one"
+    publish(one, **place)
+    pulled(place, tmp_path / "back")
+    (target / "schema.json").rename(target / "schema.json.new")
+    publish(extend(one), **place)
+    pull(place["url"], tmp_path / "back")
+    assert files_of(target) == packed(one)
+
+
+@local
+@pytest.mark.parametrize("name", ["state.npy", "data/x.npy", "data/image.npy"])
+def test_a_file_that_is_not_ours_is_not_pulled_over(place: dict[str, Any], tmp_path: Path, name: str) -> None:
+    publish(record(tmp_path / "one"), **place)
+    mine = tmp_path / "back" / "one" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"not ours")
+    with pytest.raises(CorruptBufferError, match=f"{name} is in the way and is not ours to replace; move it away"):
+        pull(place["url"], tmp_path / "back")
+    assert mine.read_bytes() == b"not ours"
+    mine.unlink()
+    pull(place["url"], tmp_path / "back")
+    assert verify(tmp_path / "back" / "one") == []
 
 
 def test_wrong_and_broken_answers_are_no_part_of_a_pull(tmp_path: Path) -> None:

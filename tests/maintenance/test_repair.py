@@ -19,7 +19,16 @@ from damage import Damage, flip, header_size, killed, packed, retired, rewrite_r
 from fault_injection import KILLED, in_child, listing, shown, system
 from mounts import fill, on_tmpfs
 
-from memmap_buffer import BufferLockedError, CorruptBufferError, NotABufferError, ReplayBuffer, pack, repair, verify
+from memmap_buffer import (
+    BufferLockedError,
+    CorruptBufferError,
+    Field,
+    NotABufferError,
+    ReplayBuffer,
+    pack,
+    repair,
+    verify,
+)
 from memmap_buffer.format import syscalls
 from memmap_buffer.format.layout import Layout
 
@@ -572,6 +581,13 @@ def test_without_a_schema_it_refuses_and_changes_nothing(folder: Path, text: str
 def test_without_any_field_it_refuses_and_changes_nothing(folder: Path) -> None:
     shutil.rmtree(folder / "data")
     refuses(folder, "nothing is left of any field")
+
+
+def test_without_the_blobs_of_the_only_field_it_refuses_and_changes_nothing(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "folder", 2, 3, {"ids": Field("int64", (None,))}) as buffer:
+        buffer.store_episode(ids=[[1, 2], [3]])
+    (tmp_path / "folder/data/ids.blobs.npy").unlink()
+    refuses(tmp_path / "folder", "nothing is left of any field")
 
 
 @pytest.mark.parametrize("key", ["max_episodes", "max_timesteps"])

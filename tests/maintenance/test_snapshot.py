@@ -52,6 +52,19 @@ def test_a_copy_shows_what_the_source_shows(tmp_path: Path, options: dict[str, A
         assert shown(again)[:-1] == shown(tmp_path / "buffer")[-len(again) + 1 :]
 
 
+def test_of_a_buffer_in_whose_place_another_came_there_is_no_copy(tmp_path: Path) -> None:
+    with damage.make(tmp_path / "buffer") as buffer:
+        damage.record(buffer, 0, 2)
+    reader = ReplayBuffer.from_folder(tmp_path / "buffer", read_only=True)
+    with damage.make(tmp_path / "buffer", overwrite=True) as buffer:
+        damage.record(buffer, 5, 2)
+    with pytest.raises(SchemaMismatchError, match="another buffer took its place; open it again with from_folder"):
+        reader.snapshot(tmp_path / "copy")
+    assert not (tmp_path / "copy" / "schema.json").exists()
+    copy(tmp_path / "buffer", tmp_path / "copy")
+    assert shown(tmp_path / "copy") == shown(tmp_path / "buffer")
+
+
 def test_an_open_episode_is_copied_as_far_as_it_was_published(tmp_path: Path) -> None:
     buffer = damage.make(tmp_path / "buffer", publish="step")
     episode = buffer.begin_episode(task=1)

@@ -379,3 +379,15 @@ def test_what_does_not_vary_is_only_shifted_and_an_unknown_name_is_refused(tmp_p
             found.normalize("y")
         with pytest.raises(SchemaError, match=r"by: got 'max'"):
             found.normalize(by="max")
+
+
+def test_of_an_episode_that_a_ring_has_trimmed_the_steps_count_that_are_shown(tmp_path):
+    with ReplayBuffer(
+        tmp_path, capacity=5, max_timesteps=10, fields={"x": Field("float", final=True), "y": "int"}
+    ) as ring:
+        ring.store_episode(x=np.arange(11.0), y=np.arange(10))
+        found = ring.statistics()
+        assert (found["x"].count, found["x"].min, found["x"].max, found["y"].count) == (6, 5, 10, 5)
+        ring.store_episode(x=[100.0, 101.0], y=[100, 101])
+        found = ring.statistics(["y"])
+        assert (found.num_episodes, found["y"].count, found["y"].min, found["y"].max) == (2, 5, 7, 101)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, verify
+from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, repair, verify
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.loading import read_ahead
 from memmap_buffer.remote import shards
@@ -93,6 +93,19 @@ def test_what_is_told_of_a_store_is_that_of_the_folders(root, tmp_path):
     equal(far.batch(filter_meta={"task": 1}), near.batch(filter_meta={"task": 1}))
     last = far[-1]
     equal(last, near[-1])
+
+
+def test_a_folder_of_the_cache_is_read_by_its_url_alone(root, tmp_path):
+    """Of all that was not read yet it has zeros."""
+    url = f"file://{root}/far/shard-00000"
+    one = ReplayBuffer.from_folder(url, cache=tmp_path)
+    assert one.episode(0)["reward"].any()
+    with pytest.raises(SchemaError, match=rf"got {url}, expected a folder on a disk; `pull\("):
+        one.snapshot(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    for work in (ReplayBuffer.from_folder, verify, repair, lambda path: pack(path, tmp_path / "copy")):
+        with pytest.raises(NotABufferError, match=r"is a cache of a folder at a URL.*read it by its URL"):
+            work(one._storage.mirror.path)
 
 
 def test_only_what_is_read_is_fetched_and_only_once(root, tmp_path):

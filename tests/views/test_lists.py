@@ -195,6 +195,36 @@ def test_an_episode_that_has_no_room_for_its_members_says_so_and_can_end(tmp_pat
     assert buffer.batch(timestep_level=True)["ids"].shape == (1, 2048)
 
 
+def test_a_field_is_not_added_whose_lists_have_no_room(tmp_path):
+    """Two episodes, the second of which is in the last slot that is written to, so both are beyond their places."""
+    with ReplayBuffer(tmp_path, 2, 2, {"x": "float"}) as buffer:
+        for _ in range(2):
+            buffer.store_episode(x=[0.0, 1.0])
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        with pytest.raises(EpisodeStateError, match=r"'tags': .*room"):
+            buffer.add_field("tags", Field("int64", (None,)), lambda episode: [np.arange(3000)] * 2)
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        buffer.add_field("tags", Field("int64", (None,)), lambda episode: [np.arange(2048), []])
+        assert verify(tmp_path) == []
+
+
+def test_a_final_list_that_has_no_room_is_refused_and_no_other_episode_changes(tmp_path):
+    fields = {"ids": Field("int64", (None,), final=True)}
+    with ReplayBuffer(tmp_path, 3, 2, fields, {"m": "int"}, publish="step", spare_slots=2) as buffer:
+        first, second = (buffer.begin_episode(m=0) for _ in range(2))
+        first.store(ids=[1])
+        second.store(ids=[2])
+        second.final(ids=[3])
+        second.publish()
+        first["m"] = 1
+        first.final(ids=np.arange(9000))
+        with pytest.raises(EpisodeStateError, match="room"):
+            first.publish()
+        first.abort()
+        assert buffer.episode(0)["ids"].ravel().tolist() == [2, 3]
+        assert verify(tmp_path) == []
+
+
 def test_what_another_program_wrote_into_the_index_is_told(tmp_path):
     buffer, _ = record(tmp_path, 2)
     buffer.close()

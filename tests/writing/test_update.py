@@ -8,7 +8,7 @@ import pytest
 import torch
 from fault_injection import Play, flags_of, in_child, operations_of, perform, shown, state_of, system, without_barriers
 
-from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, StaleEpisodeError
+from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, StaleEpisodeError, verify
 from memmap_buffer.format.records import FINAL, OPEN, TERMINATED
 
 
@@ -95,6 +95,33 @@ def test_update_overwrites_meta(buffer, indices, data, expected):
     buffer.update(indices, **data)
     assert [(episode["task"], episode["label"]) for _, episode in shown(buffer)] == expected
     assert ys(buffer) == OLD
+
+
+TEXTS = {"note": Field("U8", final=True)}, {"label": "U8"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda buffer: buffer.update(0, label="b", note=["b"]),
+        lambda buffer: buffer.update([0], label=np.array(["b"], "U8"), note=[["b"]]),
+        lambda buffer: (buffer.store_meta_datapoint(0, "label", "b"), buffer.store_datapoint(0, 0, "note", "b")),
+    ],
+)
+def test_a_shorter_text_takes_the_place_of_a_longer_one_whole(tmp_path, change):
+    with ReplayBuffer(tmp_path, 3, 4, *TEXTS) as buffer:
+        buffer.store_episode(note=["aaaaaaaa"], label="aaaaaaaa")
+        change(buffer)
+        assert (buffer.episode(0)["note"].tolist(), buffer.episode(0)["label"]) == (["b"], "b")
+    assert verify(tmp_path) == []
+
+
+def test_a_shorter_text_in_a_slot_of_a_longer_one_is_whole(tmp_path):
+    with ReplayBuffer(tmp_path, 1, 4, {"x": "float", **TEXTS[0]}, TEXTS[1], circular=True) as buffer:
+        for letters in ("aaaaaaaa", "b", "b"):  # in two slots, of which the third takes the first again
+            buffer.store_episode(x=[0.0], note=[letters, letters], label=letters)
+        assert (buffer.episode(0)["note"].tolist(), buffer.episode(0)["label"]) == (["b", "b"], "b")
+    assert verify(tmp_path) == []
 
 
 def test_several_fields_change_together_and_serial_and_final_observation_stay(buffer):
