@@ -26,7 +26,8 @@ class ConcatBuffer(Readable):
     Args:
         sources: folders, or open buffers.
         weights: one positive number per source: every batch has exactly these shares (a remainder is carried over to
-            the next), however many items each has. Without them every item counts the same.
+            the next), however many items each has, and so has every part of it: the sources take turns. Without them
+            every item counts the same.
 
     Raises:
         SchemaMismatchError: the fields differ.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,8 @@ def to_tensordict(
 
     Keys `next_<name>`, `reward`, and those of the fields that end episodes, as `terminated` and `truncated`, of an
     n-step batch go below "next", where torchrl looks for them, with `done`; rewards and ends as (B, 1), as its losses
-    have them. Text is left out, as it is no tensor.
+    have them. So do those of a group, as ("next", "agents", "reward"), in their own shape. Text is left out, as it is
+    no tensor.
 
     Args:
         source: a batch of any view, which is not copied; or a buffer, whose steps are copied, oldest first.
@@ -65,7 +66,7 @@ def to_tensordict(
     if not tensors:
         raise SchemaError("to_tensordict: got a batch without tensors, expected one of `dataloader` or `sample`")
     is_transition = any(name.startswith("next_") for name in tensors)
-    of_next = _of_next(schema) if is_transition else {}
+    of_next = _of_next(schema, tensors) if is_transition else {}
     # The reward of the following step does not belong to this transition, and torchrl has no place for it.
     later = {f"next_{name}" for name in (*OF_NEXT, *of_next)}
     below = {
@@ -137,9 +138,11 @@ def _all_steps(buffer: ReplayBuffer | ConcatBuffer) -> Mapping[str, Any]:
     return batch
 
 
-def _of_next(schema: Schema | None) -> dict[str, str]:
-    """Our name -> torchrl's, of what is known of a step only after it."""
-    names = {name: name for name in OF_NEXT}
+def _of_next(schema: Schema | None, keys: Iterable[str]) -> dict[str, str | None]:
+    """Our name -> torchrl's, of what is known of a step only after it; None: by its path, as it is of a group."""
+    final = () if schema is None else schema.final_names  # they stand at the root, too
+    names: dict[str, str | None] = {name: None for name in keys if _is_of_group(name) and name not in final}
+    names |= {name: name for name in OF_NEXT}
     if schema is not None:
         for theirs, ours in (("truncated", schema.truncated), ("terminated", schema.terminated)):
             names.pop(theirs)
@@ -147,9 +150,16 @@ def _of_next(schema: Schema | None) -> dict[str, str]:
     return names
 
 
-def _key(name: str, of_next: Mapping[str, str], names: Names) -> list[Any]:
+def _is_of_group(name: str) -> bool:
+    """Whether a key is the reward, or an end, of a group, such as the agents of a team, at the step itself."""
+    group, _, leaf = name.rpartition(".")
+    return bool(group) and leaf in OF_NEXT and not group.startswith(("next_", "seq_"))
+
+
+def _key(name: str, of_next: Mapping[str, str | None], names: Names) -> list[Any]:
     if name in of_next:
-        return ["next", of_next[name]]
+        theirs = of_next[name]
+        return ["next", *(names.path(name) if theirs is None else [theirs])]
     below = name.removeprefix("next_")
     return names.path(name) if below == name else ["next", *names.path(below)]
 
@@ -212,14 +222,16 @@ def _decoded(column: Any) -> Any:
 def columns_of_steps(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns that become fields; of those with a final entry also the one that follows each step."""
     groups = ("next.", "collector.")
-    fields = {name: c for name, c in columns.items() if not name.startswith(groups) and name not in LEFT_OUT}
-    after = {name: columns[f"next.{name}"] for name in fields if f"next.{name}" in columns}
-    ends = [name for name in ("terminated", "truncated") if f"next.{name}" in columns]
+    below = {name.removeprefix("next."): c for name, c in columns.items() if name.startswith("next.")}
+    left_out = LEFT_OUT if below else {"index"}
+    fields = {name: c for name, c in columns.items() if not name.startswith(groups) and name not in left_out}
+    after = {name: below[name] for name in fields if name in below}
+    ends = [name for name in ("terminated", "truncated") if name in below]
     for name in ("reward", *ends) if ends else ("reward", "done"):
-        if f"next.{name}" in columns:
+        if name in below:
             after.pop(name, None)
-            fields[name] = columns[f"next.{name}"]
-    return fields, after
+            fields[name] = below[name]
+    return fields | {name: c for name, c in below.items() if _is_of_group(name) and name not in fields}, after
 
 
 def _bounds(columns: Mapping[str, Any], length: int) -> list[tuple[int, int]]:

@@ -39,7 +39,7 @@ with extra("torchrl"):
     from torchrl.data import TensorDictReplayBuffer
     from torchrl.data.replay_buffers import Storage
 
-TRAJECTORY = "collector.traj_ids"
+TRAJECTORY = ("collector", "traj_ids")
 SPARE_SLOTS = 128  # cost nothing, see `ReplayBuffer`; half of them for trajectories that go on side by side
 IS_INIT = "is_init"
 STATE = "folder.json"
@@ -51,8 +51,9 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
     Steps are stored as episodes: a run of entries of one trajectory, by ("collector", "traj_ids"), or, where these are
     missing, of one row of the batch. An entry that stands at the root and below "next", such as an observation, is
     stored once; where "next" of a step is not what the following one begins with, an episode ends. Other entries below
-    "next" than these, the reward and the ends are left out. A transition is drawn from the next step of its trajectory
-    on. Saved by `dumps`, `state_dict` or pickle it is the folder's name; so what is loaded is what the folder holds.
+    "next" than these, and the reward and the ends, of groups too, are left out. A transition is drawn from the next
+    step of its trajectory on. Saved by `dumps`, `state_dict` or pickle it is the folder's name; so what is loaded is
+    what the folder holds.
 
     Args:
         folder: where it is; made at the first `extend`.
@@ -64,6 +65,8 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
         priority_key: of the TD errors in a batch.
         slice_len: draw slices of so many successive steps, as `SliceSampler`; None: single transitions.
         strict_length: False: a trajectory shorter than a slice gives one of its length; True: none.
+        traj_key: the entry at the root that numbers trajectories, a key or a tuple of them, as for `SliceSampler`;
+            None: ("collector", "traj_ids"), where it is there.
         n_steps: the most steps of a transition. With more than one ("next", "reward") is their return, and
             "steps_to_next_obs" how many they are.
         gamma: γ of the returns.
@@ -92,6 +95,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
         priority_key: str = "td_error",
         slice_len: int | None = None,
         strict_length: bool = True,
+        traj_key: str | tuple[str, ...] | None = None,
         n_steps: int = 1,
         gamma: float = 0.99,
         transform: Any = None,
@@ -109,7 +113,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
             None if alpha is None or beta is None else Prioritized(alpha, beta, epsilon=eps, normalize="buffer")
         )
         draws = _Draws(self._priorities, slice_len, strict_length, n_steps, gamma, device)
-        storage = _Folder(path_of(folder), capacity, draws, {"max_timesteps": max_timesteps, **options})
+        storage = _Folder(path_of(folder), capacity, draws, traj_key, {"max_timesteps": max_timesteps, **options})
         super().__init__(
             storage=storage,
             collate_fn=_collated,
@@ -224,9 +228,17 @@ class _Draws:
 class _Folder(Storage):  # type: ignore[misc]
     """The folder: batches of torchrl become episodes, and items become batches of torchrl."""
 
-    def __init__(self, path: Path, capacity: int, draws: _Draws, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        capacity: int,
+        draws: _Draws,
+        traj_key: str | tuple[str, ...] | None,
+        options: Mapping[str, Any],
+    ) -> None:
         super().__init__(capacity)
         self.path, self.draws, self.write_count = path, draws, 0
+        self._traj_key = (traj_key,) if isinstance(traj_key, str) else traj_key
         self._options = {"capacity": capacity, "spare_slots": SPARE_SLOTS, "publish": "step", **options}
         self._names = Names()
         self._disk: ReplayBuffer | None = None
@@ -263,9 +275,9 @@ class _Folder(Storage):  # type: ignore[misc]
         """Store one row of a batch, in which trajectories stand behind each other."""
         arrays = flatten(self._names.ours(_as_dict(data)))
         fields, after = columns_of_steps(arrays)
+        ids = self._ids(arrays)
         if self._disk is None:
             self._disk = self._made(fields, after)
-        ids = arrays.get(TRAJECTORY)
         count = len(next(iter(fields.values())))
         ends = np.zeros(count, np.bool_)
         for name in self._disk.schema.ends:
@@ -282,6 +294,22 @@ class _Folder(Storage):  # type: ignore[misc]
             run = ({name: a[part] for name, a in fields.items()}, {name: a[part] for name, a in after.items()})
             index[part] = self._write_run(key, *run, ended=bool(ends[stop - 1]))
         return index
+
+    def _ids(self, arrays: Mapping[str, Array]) -> Array | None:
+        """The number of each step's trajectory, if there is one. Raises SchemaError where nothing tells its end."""
+        name = self._names.named(self._traj_key or TRAJECTORY)
+        if name in arrays:
+            return arrays[name]
+        if self._traj_key is not None:
+            raise SchemaError(f"extend: traj_key={self._traj_key!r} is not there; there is {', '.join(arrays)}")
+        told = any(key == "done" or key.startswith("next.") for key in arrays)
+        if not told and (self.draws.slice_len or self.draws.n_steps > 1):
+            raise SchemaError(
+                "extend: nothing tells where a trajectory ends, so several steps of one cannot be drawn: there is "
+                'neither "next" nor ("collector", "traj_ids"); name the entry that numbers trajectories, '
+                'traj_key="episode"'
+            )
+        return None
 
     def _write_run(self, key: Any, fields: dict[str, Array], after: dict[str, Array], *, ended: bool) -> Array:
         """Store successive steps of one trajectory, which go on where it stood; the episode and timestep of each."""
@@ -388,7 +416,7 @@ class _Folder(Storage):  # type: ignore[misc]
 
     def _slices(self, batch: Mapping[str, Any], length: int) -> tuple[TensorDict, dict[str, Any]]:
         """A batch of `of_slices` as torchrl has it: (steps,), slices behind each other."""
-        schema = self.disk.schema
+        schema, batch = self.disk.schema, flatten(batch)
         exists = batch[f"_mask_{next(iter(schema.fields))}"][:, :length]
         for name in schema.final_names:
             exists = exists & batch[f"_mask_{name}"][:, 1:]

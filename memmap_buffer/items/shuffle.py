@@ -142,18 +142,17 @@ class Quota:
 
     Args:
         weights: (S,) positive; they need not sum to 1.
+
+    Attributes:
+        folders: S.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self._weights = np.asarray(weights, np.float64)
+        self._weights, self.folders = np.asarray(weights, np.float64), len(weights)
 
     def given(self, n: IntArray | int) -> IntArray:
         """How many of the first `n` (…) items each folder gives, (S, …)."""
         return np.stack(_halved(np.asarray(n, np.int64), self._weights))
-
-    def counts(self, begin: int, end: int) -> IntArray:
-        """How many of the items begin … end - 1 each folder gives, (S,)."""
-        return np.asarray(self.given(end) - self.given(begin))
 
     def turns(self, i: IntArray) -> tuple[IntArray, IntArray]:
         """The folder of each item number (B,), and which of that folder's items it is."""

@@ -334,7 +334,7 @@ class BatchReader:
         gone = np.unique(serials).tolist()
         return StaleEpisodeError(
             f"{self.folders.storages[0].path}: episodes {gone[:5]} were overwritten or cleared before they were read; "
-            "make the ring larger, begin a new epoch more often, or leave on_stale='redraw'",
+            "make the ring larger, begin a new epoch more often, or give on_stale='redraw', for others in their place",
             serials=gone,
         )
 

@@ -308,9 +308,13 @@ def _require_gone(reader: BatchReader, lost: Anchors) -> None:
         table = known[number]
         slots = table.visible[table.serial[table.visible] == serial]
         if slots.size and not 0 <= t < table.start[slots[0]]:  # those a ring has forgotten
+            length = table.length[slots[0]]
+            remedy = "give the options by which it was drawn, or others that include it"
+            if t == length:
+                remedy = f"a final observation, if there is one, is `next_` of timestep {t - 1} with n_steps=1"
             raise SchemaError(
-                f"batch: timestep {t} of episode {serial}, of {table.length[slots[0]]} timesteps, is no item for "
-                f"{reader.selection.describe()}; give the options by which it was drawn, or others that include it"
+                f"batch: timestep {t} of episode {serial}, of {length} timesteps, is no item for "
+                f"{reader.selection.describe()}; {remedy}"
             )
 
 

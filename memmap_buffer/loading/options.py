@@ -179,7 +179,15 @@ DEFAULTS: Options = {
     "ragged": False,
     "on_stale": "redraw",
 }
-_OF_N_STEPS = ("gamma", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "timeline")
+_OF_N_STEPS = (
+    *("gamma", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "timeline"),
+    *("reward", "terminated"),
+)
+_OF_VIEWS: dict[str, str] = {  # option -> what a view object calls it
+    **{name: name for name in ("fields", *_OF_N_STEPS, "return_mask")},
+    "return_episode_lens": "return_lens",
+    "slice_by_episode_len": "to_length",
+}
 _TYPES: tuple[tuple[str, type, str], ...] = (
     ("view", View, "a view, such as Timestep() or Window(16)"),
     ("hindsight", Hindsight, "Hindsight(...)"),
@@ -216,22 +224,31 @@ def _objections(options: Parsed) -> Iterator[str]:
     """The reasons why options cannot be given together, or with these values."""
     levels = [name for name in ("view", "n_steps", "window_length", "timestep_level") if options.get(name)]
     transform, by_n_steps = options.get("transform", ()), "n_steps" in options
+    of_view = [name for name in _OF_VIEWS if _is_given(options, name)] if "view" in options else []
     if len(levels) > 1:
         yield f"{' and '.join(levels)} exclude each other; give one"
     if "fields" in options and "to_named_tuple" in options:
         yield "fields and to_named_tuple exclude each other; to_named_tuple picks the fields"
     if "fields" in options and by_n_steps:
         yield "fields says nothing to n_steps; use current_fields, next_fields and sequence_fields"
-    if "fields" in options and "view" in options:
-        yield "fields says nothing to a view object; give them to the view"
-    if options["return_mask"] and levels:
+    if options["return_mask"] and levels and not isinstance(options.get("view"), Trajectory):
         yield "return_mask is for whole episodes; windows and offsets have masks of their own"
+    for name in of_view:
+        known = hasattr(options["view"], _OF_VIEWS[name])
+        remedy = f"give {_OF_VIEWS[name]}=… to the view" if known else f"{type(options['view']).__name__} has none"
+        yield f"{name} says nothing to a view object; {remedy}"
     if not options["slice_by_episode_len"] and not options["return_episode_lens"]:
         yield "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told"
     if not all(map(callable, transform if isinstance(transform, (list, tuple)) else [transform])):
         yield f"transform: got {transform!r}, expected a function from batch to batch, or several"
-    if not by_n_steps and any(options.get(name) != DEFAULTS.get(name) for name in _OF_N_STEPS):
+    if not by_n_steps and any(_is_given(options, name) for name in _OF_N_STEPS):
         yield f"{', '.join(_OF_N_STEPS)} go with n_steps"
+
+
+def _is_given(options: Parsed, name: str) -> bool:
+    """Whether an option is another than its default."""
+    value, default = options.get(name), DEFAULTS.get(name)
+    return value is not default and not (isinstance(value, type(default)) and value == default)
 
 
 def transforms_of(options: Parsed) -> tuple[Transform, ...]:
@@ -246,7 +263,7 @@ def view_of(options: Parsed, max_timesteps: int) -> View:
         view: View = options["view"]
         return view
     if "n_steps" in options:
-        names = {"reward", "terminated", *_OF_N_STEPS} & options.keys()
+        names = {*_OF_N_STEPS} & options.keys()
         return NStep(options["n_steps"], **{name: options[name] for name in names})
     if "window_length" in options:
         return RandomCrop(options["window_length"], options.get("fields"))

@@ -369,13 +369,13 @@ class PrioritizedDraws:
         self._require_all(totals)
         begin = 0 if alone else self._shared
         self._shared += 0 if alone else batch_size
-        counts = (self._quota or Quota(self._weights)).counts(begin, begin + batch_size)
-        places = np.repeat(np.arange(len(totals)), counts)
-        every = [
-            spread(int(n), float(each), rng, stratified=stratified) for n, each in zip(counts, totals, strict=True)
-        ]
+        places, _ = (self._quota or Quota(self._weights)).turns(np.arange(begin, begin + batch_size))
+        values = np.empty(batch_size)
+        for place, each in enumerate(totals):
+            mine = np.flatnonzero(places == place)
+            values[mine] = spread(len(mine), float(each), rng, stratified=stratified)
         shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
-        return places, np.minimum(np.concatenate(every), totals[places]), shares
+        return places, np.minimum(values, totals[places]), shares
 
     def _require_some(self, total: float) -> float:
         if not total > 0:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -395,11 +396,13 @@ class UniformSampler:
             anchors = index.draw(batch_size, rng)
             return reader.crop(anchors, lambda: rng) if reader.selection.random else anchors
         begin = 0 if alone else self._drawn
-        counts = self._quota.counts(begin, begin + batch_size)
-        bounds = folder_bounds(reader, index, len(counts))
-        parts = [index.pick(rng.random(n), bounds[s], bounds[s + 1]) for s, n in enumerate(counts)]
+        folder, _ = self._quota.turns(np.arange(begin, begin + batch_size))
+        chosen = np.empty(batch_size, np.int64)
+        for number, (low, high) in enumerate(pairwise(folder_bounds(reader, index, self._quota.folders))):
+            mine = np.flatnonzero(folder == number)
+            chosen[mine] = index.pick(rng.random(len(mine)), low, high)
         self._drawn += 0 if alone else batch_size
-        return reader.crop(index.locate(np.concatenate(parts)), lambda: rng)
+        return reader.crop(index.locate(chosen), lambda: rng)
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
         """The anchors of one batch, no item of it twice. Raises NotEnoughDataError: there are not so many."""

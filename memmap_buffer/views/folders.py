@@ -22,6 +22,10 @@ from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.memory_pool import Pool
 
 EVERY = slice(None)
+APART = (
+    "'stored' is of the second, 'given' of the first; draw a batch from each and join the two, or make their columns "
+    "alike by rename_field, drop_field or add_field"
+)
 _TABLE, _STATE = attrgetter("table"), attrgetter("maps.state")  # of many folders, in half the time
 
 
@@ -293,7 +297,7 @@ class Folders:
             if storage.layout.schema is self.schema:  # of the same text
                 continue
             if lines := self._layout.field_differences(storage.layout):
-                text = "\n  ".join([f"{where_of(storage)} and {self._where} have different fields:", *lines])
+                text = "\n  ".join([f"{where_of(storage)} and {self._where} have different fields:", *lines, APART])
                 raise SchemaMismatchError(text, differences=lines)
         self.coded = self.coded.union(*(storage.layout.coded for storage in found.values()))
         self.mirrored = self.mirrored or any(storage.mirror is not None for storage in found.values())

@@ -36,7 +36,8 @@ class Hindsight:
     episode without the final achieved goal, what reaches its last step is left as it is.
 
     A batch gains `_goal` (B, 2) int64: (serial, t) of the achieved goal, -1 where the item kept its own; of a
-    ConcatBuffer (B, 3). The same seed chooses the same.
+    ConcatBuffer (B, 3). What else was there is `next_` of (serial, t - 1) by `batch` with n_steps=1. The same seed
+    chooses the same.
 
     Args:
         reward_fn: called with arrays: achieved goals (N, *goal), goals (N, *goal) and a dict of the fields `info`,
@@ -47,7 +48,7 @@ class Hindsight:
         reward: the field of the reward.
         strategy: the timestep that the goal was achieved at, of an item from step t on, in an episode whose last entry
             is T: "future": t + 1 … T, each alike; "geometric": of these, d steps on with P ∝ gamma^d; "final": T;
-            "episode": 1 … T; "random": the one after the step of another item of the batch.
+            "episode": 1 … T; "random": the one after the step of another item of the batch, of which there must be one.
         prob: the probability that an item is given another goal.
         gamma: γ of "geometric", 0 < γ < 1.
         info: fields for `reward_fn`.
@@ -130,8 +131,8 @@ class HindsightBuilder(BatchBuilder):
         how, u, now, last = self._how, self.anchors.uniform(2), np.maximum(self.t, 0), self._entries - 1
         item, rest = np.arange(len(u)), np.maximum(last - now, 1)
         if how.strategy == "random":
-            item = np.minimum((u * len(u)).astype(np.int64), len(u) - 1)
-            return item, np.minimum(now + 1, last)[item], np.ones(len(u), np.bool_)
+            item = (item + 1 + (u * (len(u) - 1)).astype(np.int64)) % len(u)
+            return item, np.minimum(now + 1, last)[item], np.full(len(u), len(u) > 1)
         if how.strategy == "final":
             t = last
         elif how.strategy == "episode":

@@ -163,6 +163,14 @@ class NStep(View):
 def require_terminated(schema: Schema, terminated: str | None) -> None:
     """Raise SchemaError where nothing was said of how episodes end: the last reward would be lost in silence."""
     if terminated == DECLARED and schema.terminated is None and schema.declared_ends["terminated"] is not None:
+        of_agents = [name for name in schema.fields if name.split(".")[0] == "terminated"]
+        if of_agents:
+            raise SchemaError(
+                "gamma: the discount is 0 where an episode terminated, which one number or bool tells, and there is "
+                f"{', '.join(of_agents)} of shape {schema.fields[of_agents[0]].shape}; store a field of one bool, such "
+                "as all(terminated), and name it, terminated='…', or give terminated=None if nothing ever terminates; "
+                "here, or to ReplayBuffer, which keeps it"
+            )
         flags = [name for name, field in schema.fields.items() if field.dtype == "bool" and field.shape in ((), (1,))]
         raise SchemaError(
             "gamma: the discount is 0 where an episode terminated, and there is no field `terminated`; name yours, "

@@ -219,6 +219,75 @@ def test_a_trajectory_shorter_than_a_slice_gives_a_short_one_if_told_so(tmp_path
     buffer.update_tensordict_priority(data)
 
 
+def of_episode(number: int, length: int) -> TensorDict:
+    """The rows of an episode without "next": what led to an observation stands beside it, as TD-MPC2 has it."""
+    steps = torch.arange(length + 1)
+    return TensorDict(
+        {
+            "obs": 100 * number + steps[:, None],
+            "action": torch.where(steps[:, None] == 0, torch.nan, steps[:, None] + torch.zeros(2)),
+            "reward": torch.where(steps == 0, torch.nan, steps.float()),
+            "terminated": (steps == length) & (number % 2 == 0),
+            "episode": torch.full((length + 1,), number),
+        },
+        (length + 1,),
+    )
+
+
+def test_slices_of_rows_without_next_stay_within_what_traj_key_numbers(tmp_path: Path) -> None:
+    lengths = (5, 9, 3, 6)
+    buffer = DiskReplayBuffer(tmp_path, 1000, batch_size=4000, slice_len=4, traj_key="episode")
+    for number, length in enumerate(lengths):
+        buffer.extend(of_episode(number, length))
+    assert buffer.disk.episode_lens.tolist() == [length + 1 for length in lengths]
+    found = buffer.sample().exclude("index", "next").reshape(-1, 4)
+    starts = {tuple(one["obs"].flatten().tolist()): one for one in found}
+    assert len(starts) == sum(length + 1 - 3 for length in lengths)  # all there are
+    for first, *_ in starts:
+        number, t = divmod(first, 100)
+        one, expected = starts[tuple(range(first, first + 4))], of_episode(number, lengths[number])[t : t + 4]
+        assert set(one.keys()) == set(expected.keys())
+        for key, values in expected.items():
+            assert torch.equal(one[key].nan_to_num(), values.nan_to_num())
+
+
+def test_steps_of_which_nothing_tells_the_trajectory_are_not_joined(tmp_path: Path) -> None:
+    for number, options in enumerate([{"slice_len": 4}, {"n_steps": 3}]):
+        with pytest.raises(SchemaError, match="nothing tells where a trajectory ends"):
+            DiskReplayBuffer(tmp_path / str(number), 100, batch_size=4, **options).extend(of_episode(0, 8))
+    with pytest.raises(SchemaError, match=r"traj_key=\('id',\) is not there; there is .*episode"):
+        DiskReplayBuffer(tmp_path / "other", 100, batch_size=4, traj_key="id").extend(of_episode(0, 8))
+    marked = of_episode(0, 8).set("done", torch.arange(9) % 3 == 2)
+    buffer = DiskReplayBuffer(tmp_path / "marked", 100, batch_size=4, slice_len=2)
+    buffer.extend(marked.exclude("terminated"))
+    assert buffer.disk.episode_lens.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("slice_len", [None, 3])
+def test_the_rewards_and_ends_of_a_team_are_given_as_they_came(tmp_path: Path, slice_len: int | None) -> None:
+    observations, number = torch.rand(2, 9, 3, 4), torch.arange(16.0).reshape(2, 8, 1, 1).expand(2, 8, 3, 1)
+    flags = torch.zeros(2, 8, 3, 1, dtype=torch.bool)
+    ended = flags[:, :, 0].clone()
+    ended[:, -1] = True
+    team = {"observation": observations[:, :-1], "action": torch.rand(2, 8, 3, 2)}
+    after = {
+        "observation": observations[:, 1:],
+        "reward": number,
+        "done": flags | (number % 5 == 0),
+        "terminated": flags,
+    }
+    own = {"done": ended, "terminated": ended & False, "truncated": ended}
+    data = TensorDict({"agents": team, "next": {"agents": after, **own}}, (2, 8))
+    buffer = DiskReplayBuffer(tmp_path, 100, batch_size=300, slice_len=slice_len)
+    buffer.extend(data.clone())
+    found, given = buffer.sample(), data.reshape(-1)
+    which = found["next", "agents", "reward"][:, 0, 0].long()
+    assert set(which.tolist()) == set(range(16))
+    for key in [("agents", name) for name in team] + [("next", "agents", name) for name in after]:
+        assert torch.equal(found[key], given[which][key]), key
+    assert set(found["next", "agents"].keys()) == set(after)
+
+
 def test_a_checkpoint_and_a_pickle_are_the_name_of_the_folder(tmp_path: Path) -> None:
     first, second = collected(1, 30, 60)
     buffer = DiskReplayBuffer(tmp_path / "data", 100, batch_size=4, prefetch=2)

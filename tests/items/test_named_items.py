@@ -92,6 +92,12 @@ def test_other_options_cut_something_else_at_the_same_timesteps(sources):
     ("indices", "how", "match"),
     [
         ([[0, 3]], {"timestep_level": True}, "timestep 3 of episode 0, of 3 timesteps, is no item for view Timestep"),
+        (
+            [[0, 3]],
+            {"view": Window(2)},
+            "a final observation, if there is one, is `next_` of timestep 2 with n_steps=1",
+        ),
+        ([[0, 4]], {"timestep_level": True}, "timestep 4 of episode 0.*; give the options by which it was drawn"),
         ([[0, -1]], {"timestep_level": True}, "timestep -1 of episode 0"),
         ([[3, 1]], {"view": Window(2, stride=2)}, "timestep 1 of episode 3, of 5 timesteps, is no item for view Wind"),
         ([[3, 4]], {"view": NStep(1, terminated=None)}, "timestep 4 of episode 3"),

@@ -123,7 +123,7 @@ class TestValidity:
         ]
         for batch in batches:
             assert {tuple(pair) for pair in batch["_indices"].tolist()} == {kept}
-        assert both.sample(4, **how)["_indices"].tolist() == [[0, 1, 2]] * 2 + [[1, 1, 2]] * 2
+        assert both.sample(4, **how)["_indices"].tolist() == [[0, 1, 2], [1, 1, 2]] * 2
 
     def test_what_lies_behind_the_first_step_is_given_as_it_is_with_the_field_to_mask_by(self, buffer):
         exclude(buffer, (0, 1), (1, 4))

@@ -146,6 +146,18 @@ def test_every_batch_has_exactly_the_shares_of_its_weights(recorded, shuffle):
     assert (sampled[:, 0] == 0).sum() == 2
 
 
+@pytest.mark.parametrize("more", [{"prioritized": True}, {}, {"shuffle": True}])
+def test_every_part_of_a_batch_has_the_shares_of_its_weights(recorded, more):
+    """As what is learned from part by part, at several updates a step, needs it; of `sample` as of loaders"""
+    both = ConcatBuffer([recorded((2,), name="a"), recorded((12,) * 4, name="b")], weights=[1, 3])
+    batches = [next(iter(both.dataloader(32, **TIMESTEPS, **more)))]
+    if "shuffle" not in more:
+        batches.append(both.sample(32, seed=1, **TIMESTEPS, **more))
+    for batch in batches:
+        sources = batch["_indices"][:, 0].reshape(8, 4)
+        assert ((sources == 0).sum(dim=1) == 1).all()
+
+
 def test_each_weighted_source_goes_round_without_repeating_before_all_were_seen(recorded):
     first, second = recorded((5,), name="a"), recorded((12,) * 4, name="b")
     both = ConcatBuffer([first, second], weights=[0.5, 0.5])

@@ -238,8 +238,22 @@ class TestGoals:
         after = {(serial, t + 1) for serial, t in batch["_indices"].tolist()}
         goals = [tuple(goal) for goal in batch["_goal"].tolist()]
         assert set(goals) <= after
-        own = batch["_indices"][:, 0].tolist()
-        assert any(goal[0] != serial for goal, serial in zip(goals, own, strict=True))
+        own = batch["_indices"].tolist()
+        assert any(goal[0] != serial for goal, (serial, _) in zip(goals, own, strict=True))
+        assert not any(goal == (serial, t + 1) for goal, (serial, t) in zip(goals, own, strict=True))
+
+    def test_the_only_item_of_a_batch_keeps_its_goal_where_another_would_give_one(self, tmp_path):
+        with recorded(tmp_path) as buffer:
+            how = Hindsight(minus_distance, strategy="random", prob=1.0)
+            assert buffer.sample(1, n_steps=1, hindsight=how)["_goal"].tolist() == [[-1, -1]]
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_what_stands_at_a_goal_is_the_successor_of_the_step_before(self, tmp_path, strategy):
+        with recorded(tmp_path) as buffer:
+            batch = every(buffer, n_steps=1, hindsight=Hindsight(minus_distance, strategy=strategy, prob=1.0))
+            before = batch["_goal"] - torch.tensor([0, 1])
+            there = buffer.batch(before, n_steps=1, next_fields=["observation"])["next_observation"]
+        assert torch.equal(there["achieved_goal"], batch["observation"]["desired_goal"])
 
     def test_each_item_is_relabelled_with_the_probability_that_was_given(self, tmp_path):
         with recorded(tmp_path) as buffer:

@@ -82,7 +82,10 @@ def test_the_name_of_a_group_stacks_all_its_fields_and_no_other(buffer):
         ({"stack": {"cameras": 2}}, "stack: got 'cameras', .*did you mean"),
         ({"stack": {"camera": 2}, "padding": "first"}, "padding: got 'first', expected one of 'zero', 'edge'"),
         ({"stack": {"camera": 2}, "timeline": True}, "stack and timeline exclude each other"),
-        ({"n_steps": None, "timestep_level": True, "stack": {"camera": 2}}, "stack, padding, timeline go with n_steps"),
+        (
+            {"n_steps": None, "timestep_level": True, "stack": {"camera": 2}},
+            "timeline, reward, terminated go with n_steps",
+        ),
         ({"n_steps": None, "timeline": True}, "go with n_steps"),
     ],
 )
@@ -98,3 +101,20 @@ def test_the_view_and_the_options_give_the_same(buffer):
         9, n_steps=2, current_fields="a", next_fields="camera", stack={"camera": 2}, padding="edge"
     )
     assert one["next_camera"]["left"].tolist() == two["next_camera"]["left"].tolist()
+
+
+@pytest.mark.parametrize("each", [("bool", 2), {"a": "bool", "b": "bool"}])
+def test_an_end_for_each_agent_is_not_taken_for_the_end_of_the_episode(tmp_path, each):
+    fields = {"observation": Field("float", (2, 3), final=True), "reward": ("float", 2), "terminated": each}
+    with ReplayBuffer(tmp_path, 2, 5, {**fields, "over": "bool"}) as buffer:
+        ended = np.arange(4)[:, None] >= [1, 3]
+        ends = ended if isinstance(each, tuple) else {"a": ended[:, 0], "b": ended[:, 1]}
+        steps = {"observation": np.zeros((5, 2, 3)), "reward": np.ones((4, 2)), "terminated": ends}
+        buffer.store_episode(**steps, over=ended.all(axis=1))
+        with pytest.raises(
+            SchemaError, match=r"there is terminated.* of shape .*; store a field of one bool, such as all"
+        ):
+            buffer.batch(n_steps=2, gamma=0.5)
+        batch = buffer.batch(n_steps=2, gamma=0.5, terminated="over")
+    assert batch["_return"].tolist() == [[1.5, 1.5]] * 3 + [[1, 1]]
+    assert batch["_discount"].tolist() == [[0.25], [0.25], [0], [0]]
