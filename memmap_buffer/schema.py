@@ -306,6 +306,11 @@ class Schema:
     def final_names(self) -> frozenset[str]:
         return frozenset(name for name, field in self.fields.items() if field.final)
 
+    @cached_property
+    def lists(self) -> tuple[str, ...]:
+        """The per-timestep fields of lists."""
+        return tuple(name for name, field in self.fields.items() if field.is_list)
+
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Nested values under dotted names; what is a field itself is left as it is."""
         known = self.all

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
+from itertools import accumulate
 from operator import itemgetter
 from threading import get_ident
 from types import TracebackType
@@ -22,6 +23,7 @@ from memmap_buffer.errors import EpisodeStateError, SchemaError
 from memmap_buffer.schema import Field
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.blob_column import BlobColumn
+from memmap_buffer.writing.commit import require_room
 from memmap_buffer.writing.validation import require_default
 
 if TYPE_CHECKING:
@@ -145,6 +147,8 @@ class Episode(Block):
         self.state, self.serial = "open", -1
         self.ended = ""
         self.has_inner_end = False
+        # Of fields of lists, the bytes up to the end of each timestep; of those from `length` on they do not count.
+        self._list_ends: dict[str, list[int]] = {name: [] for name in self._schema.lists}
         self._plan: list[Column] = []
         self._capacity = 0
         self._stop = 0
@@ -190,6 +194,8 @@ class Episode(Block):
             else:
                 fits = kind in exact or (kind in others.kinds and others.low <= value <= others.high)
             array[row] = value if fits else self._encode(others.field, others.name, value, t)
+        if self._list_ends:
+            self._count_lists(self.columns, row, row + 1)
         for place, name, flags in self._flags:
             if values[place] is not False and flags.item(row):
                 self.ended = name
@@ -221,6 +227,7 @@ class Episode(Block):
             self.update(meta)
         self.store_rows(columns, count)
         if finals:
+            self.require_lists({name: [row] for name, row in finals.items()})
             self.finals = finals
 
     def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
@@ -229,6 +236,8 @@ class Episode(Block):
         Where every step is shown they are written as they are; of any other episode that is written in place as many
         are stored at a time as are staged.
         """
+        if self._list_ends:
+            self._count_lists(rows, 0, count)
         if self._shows_steps:
             self._show_rows(rows, count)
             return
@@ -242,6 +251,25 @@ class Episode(Block):
             return
         self.require_room(count)
         self._store_rows(rows, count)
+
+    def require_lists(self, rows: Mapping[str, Iterable[Array]]) -> dict[str, list[int]]:
+        """Raise EpisodeStateError where the lists of the next timesteps, or of the final observation, have no room.
+
+        Args: rows: field -> (N,) lists, encoded; of other fields anything.
+        Returns: field of lists -> (N,) the bytes up to the end of each.
+        """
+        after = {}
+        for name, ends in self._list_ends.items():
+            if name in rows:
+                before = ends[self.length - 1] if self.length else 0
+                after[name] = [*accumulate([row.nbytes for row in rows[name]], initial=before)][1:]
+                require_room(self.writer.storage.layout, name, 0, after[name][-1])
+        return after
+
+    def _count_lists(self, columns: Mapping[str, Array], begin: int, end: int) -> None:
+        """Count the lists in rows begin … end - 1 of columns, which are the next timesteps'."""
+        for name, ends in self.require_lists({name: columns[name][begin:end] for name in self._list_ends}).items():
+            self._list_ends[name][self.length :] = ends
 
     def _store_rows(self, rows: Mapping[str, Array], count: int) -> None:
         row = self.length - self.base
@@ -312,7 +340,9 @@ class Episode(Block):
                 f"final: {', '.join(map(repr, missing))} missing; all fields with final=True belong together"
             )
         fields = self._schema.fields
-        return {name: self._encode(fields[name], name, value, self.length).copy() for name, value in given.items()}
+        finals = {name: self._encode(fields[name], name, value, self.length).copy() for name, value in given.items()}
+        self.require_lists({name: [row] for name, row in finals.items()})
+        return finals
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set a meta field; it may be known only at the end."""

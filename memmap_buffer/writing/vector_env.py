@@ -5,6 +5,7 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -16,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from memmap_buffer.dtypes import Array, all_of, to_numpy
-from memmap_buffer.errors import SchemaError
+from memmap_buffer.errors import EpisodeStateError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.writing.episode import Block, Episode, Held
@@ -24,6 +25,7 @@ from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.validation import require_default
 from memmap_buffer.writing.writer import Writer
 
+log = logging.getLogger("memmap_buffer")
 NEXT = "next_"
 _GIVEN = "fields", "meta", "following"  # of `Steps`
 
@@ -67,8 +69,9 @@ class EpisodeGroup(Block):
         for name, field in self.schema.fields.items():
             if name not in columns:
                 columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.cell))
-        for episode in self.episodes:
+        for i, episode in enumerate(self.episodes):
             episode.require_room()
+            episode.require_lists({name: columns[name][i : i + 1] for name in self.schema.lists})
         for i, episode in enumerate(self.episodes):
             episode.store_rows({name: rows[i : i + 1] for name, rows in columns.items()})
 
@@ -256,8 +259,9 @@ class EpisodeStream(EpisodeGroup):
         """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation."""
         for i, episode in enumerate(self.episodes):
             if episode.state == "open":
-                if episode.length and self._following and not (episode.ended or episode.finals):
-                    episode.final(**{name: rows[i] for name, rows in self._following.items()})
+                final = {name: rows[i] for name, rows in self._following.items()}
+                if episode.length and final and not (episode.ended or episode.finals) and _has_room(episode, final):
+                    episode.final(**final)
                 episode.publish(cut=(cut or episode.length == self._limit) and not episode.ended)
 
     def _see(self, steps: Steps) -> None:
@@ -274,7 +278,8 @@ class EpisodeStream(EpisodeGroup):
         """Give episodes that were cut their final observations; whether that of all of them was seen."""
         for i, (episode, final) in [*self._cut.items()]:
             if final:
-                episode.complete(**final)
+                if _has_room(episode, final):
+                    episode.complete(**final)
                 del self._cut[i]
         return not self._cut
 
@@ -315,6 +320,7 @@ class EpisodeStream(EpisodeGroup):
         before, start = [episode.length for episode in self.episodes], steps.done
         for i in recorded:
             self.episodes[i].require_room(stop - start)
+        self._require_lists(steps, recorded, start, stop)
         try:
             for i in recorded:
                 self._store(steps, i, start, stop)
@@ -325,6 +331,11 @@ class EpisodeStream(EpisodeGroup):
                 episode.finals = {}
             raise
 
+    def _require_lists(self, steps: Steps, chosen: IntArray, start: int, stop: int) -> None:
+        """Raise EpisodeStateError where lists have no room, before any environment has a timestep."""
+        for i in chosen.tolist() if self.schema.lists else ():
+            self.episodes[i].require_lists({name: steps.fields[name][start:stop, i] for name in self.schema.lists})
+
     def _append_in_place(self, steps: Steps, recorded: IntArray, before: Round | None) -> None:
         """Store one timestep. What was shown is not taken back: after an error some environments have it.
 
@@ -333,6 +344,7 @@ class EpisodeStream(EpisodeGroup):
         at, waiting = steps.done, recorded[~steps.have[recorded]]
         for i in waiting.tolist() if self._writer.how.publish == "episode" else ():
             self.episodes[i].require_room()
+        self._require_lists(steps, waiting, at, at + 1)
         shown = np.array([self._writer.shows(self.episodes[i]) for i in waiting.tolist()], np.bool_)
         with self._writer.one_round() if len(waiting) > 1 else nullcontext():
             for i in waiting[~shown].tolist():
@@ -387,6 +399,16 @@ class EpisodeStream(EpisodeGroup):
             episode.update({name: values[at, i] for name, values in steps.meta.items()})
         if steps.following and (episode.ended or episode.length == self._limit):
             episode.final(**{name: rows[at, i] for name, rows in steps.following.items()})
+
+
+def _has_room(episode: Episode, final: Mapping[str, Array]) -> bool:
+    """Whether the lists of a final observation have room; if not, the log says that the episode goes without one."""
+    try:
+        episode.require_lists({name: [row] for name, row in final.items()})
+    except EpisodeStateError as error:
+        log.warning("an episode of %d timesteps has no final observation: %s", episode.length, error)
+        return False
+    return True
 
 
 class Steps:

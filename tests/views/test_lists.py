@@ -195,6 +195,55 @@ def test_an_episode_that_has_no_room_for_its_members_says_so_and_can_end(tmp_pat
     assert buffer.batch(timestep_level=True)["ids"].shape == (1, 2048)
 
 
+@pytest.mark.parametrize("options", [{}, {"publish": "step"}, {"stage": "disk"}], ids=str)
+@pytest.mark.parametrize("way", ["store", "extend", "batch", "add"])
+def test_a_timestep_whose_list_has_no_room_is_refused_and_the_episode_keeps_the_others(tmp_path, way, options):
+    spare = {"spare_slots": 2} if options else {}
+    buffer = ReplayBuffer(tmp_path, 6, 4, {"ids": ("int64", (None,)), "number": "int"}, **spare, **options)
+    given = [[1], range(5000), [2, 3]]
+
+    def all_of(one, *rest):
+        for number, ids in enumerate(given):
+            if number == 1:
+                with pytest.raises(EpisodeStateError, match=r"'ids': .*room"):
+                    one(ids, number)
+            else:
+                one(ids, number)
+
+    if way == "batch":
+        with buffer.batched_episode(2):
+            all_of(lambda ids, number: buffer.store_batch(ids=[[], ids], number=[number] * 2))
+    elif way == "add":
+        all_of(lambda ids, number: buffer.add(ids=[[], ids], number=[number] * 2))
+        buffer.end_episodes()
+    else:
+        with buffer.one_episode() as episode:
+            if way == "store":
+                all_of(lambda ids, number: episode.store(ids=ids, number=number))
+            else:
+                all_of(lambda ids, number: episode.extend(ids=[ids], number=[number]))
+    for i in range(len(buffer)):
+        assert buffer.episode(i)["number"].tolist() == [0, 2]
+    assert buffer.episode(-1)["ids"].tolist() == [[1, 0], [2, 3]]
+    assert len(buffer) == (2 if way in ("batch", "add") else 1)
+    assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"publish": "step", "spare_slots": 2}], ids=str)
+def test_a_stream_goes_on_where_a_final_observation_has_no_room(tmp_path, options, caplog):
+    with ReplayBuffer(tmp_path, 6, 1, {"ids": Field("int64", (None,), final=True)}, **options) as buffer:
+        buffer.add(ids=[range(700)])
+        buffer.add(ids=[range(900)])
+        with pytest.raises(EpisodeStateError, match="room"):
+            buffer.add(ids=[range(3000)])  # what is seen after 900
+        assert caplog.messages == []
+        buffer.add(ids=[[7]])
+    assert len([text for text in caplog.messages if "no final observation" in text]) == 1
+    found = [buffer.episode(i)["ids"] for i in range(3)]
+    assert [ids.shape for ids in found] == [(2, 900), (1, 900), (1, 1)]
+    assert found[0][0, 699:701].tolist() == [699, 0]
+
+
 def test_a_field_is_not_added_whose_lists_have_no_room(tmp_path):
     """Two episodes, the second of which is in the last slot that is written to, so both are beyond their places."""
     with ReplayBuffer(tmp_path, 2, 2, {"x": "float"}) as buffer:
@@ -217,11 +266,11 @@ def test_a_final_list_that_has_no_room_is_refused_and_no_other_episode_changes(t
         second.final(ids=[3])
         second.publish()
         first["m"] = 1
-        first.final(ids=np.arange(9000))
         with pytest.raises(EpisodeStateError, match="room"):
-            first.publish()
-        first.abort()
-        assert buffer.episode(0)["ids"].ravel().tolist() == [2, 3]
+            first.final(ids=np.arange(9000))
+        first.final(ids=[4])
+        first.publish()
+        assert [episode["ids"].ravel().tolist() for episode in map(buffer.episode, range(2))] == [[1, 4], [2, 3]]
         assert verify(tmp_path) == []
 
 
