@@ -22,7 +22,7 @@ import torch
 from torch._utils import ExceptionWrapper  # what PyTorch's own workers send: it pickles whatever was raised
 from torch.utils.data import Dataset, get_worker_info
 
-from memmap_buffer.dtypes import NUMERIC
+from memmap_buffer.dtypes import NUMERIC, Array
 from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.views.batch_builder import RaggedRows
 from memmap_buffer.views.memory_pool import ALIGN, array_over
@@ -312,11 +312,12 @@ class Arrivals:
 
 def lend(block: torch.Tensor, nbytes: int) -> torch.Tensor:
     """The first bytes of a block, whose own first byte is cleared when nothing refers to them any more."""
-    array = array_over(block.numpy(), np.uint8, nbytes)
-    weakref.finalize(array.base, _give_back, block, process_id()).atexit = False
+    whole = block.numpy()  # here, as while `torch.compile` traces, where memory may be collected, no tensor has data
+    array = array_over(whole, np.uint8, nbytes)
+    weakref.finalize(array.base, _give_back, whole, process_id()).atexit = False
     return torch.from_numpy(array)
 
 
-def _give_back(block: torch.Tensor, process: int) -> None:
+def _give_back(block: Array, process: int) -> None:
     if process_id() == process:  # not in a child that was forked since: the parent may still see the block
-        block.numpy()[0] = 0
+        block[0] = 0

@@ -12,6 +12,7 @@ import torch
 from conftest import assert_same, flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import default_collate
 
 from memmap_buffer import SchemaError
@@ -141,6 +142,14 @@ def test_dicts_of_another_class_keep_it():
 
 
 # Blocks
+
+
+def test_a_block_is_given_back_by_a_collection_in_the_middle_of_a_trace():
+    memory = torch.ones(8192, dtype=torch.uint8)
+    held = [lend(memory, 5000)]
+    with FakeTensorMode():  # as `torch.compile` traces
+        held.clear()
+    assert memory[0] == 0 and memory[1:].all()
 
 
 def test_a_block_is_taken_again_only_when_the_other_side_let_go_of_it():
