@@ -330,7 +330,7 @@ class UniformSampler:
     def __init__(self, reader: BatchReader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
         self._quota = None if weights is None else Quota(weights)
-        self._one_by_one = weights is not None or not reader.reads_together
+        self._one_by_one = not reader.reads_together
         self._drawn = 0
         self._of: tuple[object, int] | None = None  # what the group was drawn from
         self._group: BatchGroup | None = None
@@ -351,6 +351,7 @@ class UniformSampler:
                 return CurrentBatch(self.reader, live.draw(batch_size, rng), live.changes)
             of = (self._index() if live is None else live.changes), batch_size
             if self._of != of:
+                self._drawn -= sum(batch.size for batch in self._waiting)  # so that shares go on where they stood
                 self._of, self._group, self._waiting = of, None, []
             if not self._waiting:
                 count = 1 if self._group is None else self._group.next_count

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same
+from conftest import assert_same, record_episode
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, Window
 from memmap_buffer.items.index import Index
@@ -156,6 +156,16 @@ def test_every_part_of_a_batch_has_the_shares_of_its_weights(recorded, more):
     for batch in batches:
         sources = batch["_indices"][:, 0].reshape(8, 4)
         assert ((sources == 0).sum(dim=1) == 1).all()
+
+
+def test_shares_go_on_where_batches_that_were_drawn_ahead_are_thrown_away(recorded):
+    sources = [recorded((12,) * 4, name="a", max_episodes=50), recorded((12,) * 4, name="b")]
+    both, of_the_second = ConcatBuffer(sources, weights=[1, 2]), 0
+    for batches in range(1, 61):
+        of_the_second += int((both.sample(4, **TIMESTEPS)["_indices"][:, 0] == 1).sum())
+        assert abs(of_the_second - 4 * batches * 2 / 3) < 1
+        if batches % 5 == 0:
+            record_episode(sources[0], batches, 12)
 
 
 def test_each_weighted_source_goes_round_without_repeating_before_all_were_seen(recorded):
