@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import memmap_buffer
+
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("material", "mkdocs", "mkdocstrings")
 LOADED = re.compile(
@@ -40,6 +42,13 @@ def test_every_page_program_and_docstring_is_on_the_site(site: Path) -> None:
     buffers = (site / "api" / "buffers.html").read_text()
     assert 'id="memmap_buffer.ReplayBuffer.sample"' in buffers and "BufferLockedError" in buffers
     assert 'href="api/buffers.html#memmap_buffer.ReplayBuffer.sample"' in (site / "reference.html").read_text()
+
+
+@pytest.mark.slow
+def test_every_exported_name_has_its_docstring_on_the_site(site: Path) -> None:
+    pages = [path.read_text() for path in (site / "api").glob("*.html")]
+    shown = {name for page in pages for name in re.findall(r'id="memmap_buffer\.(\w+)"', page)}
+    assert shown == set(memmap_buffer.__all__)
 
 
 @pytest.mark.slow

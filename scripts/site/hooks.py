@@ -174,10 +174,9 @@ def pictures_of(path: Path) -> Iterator[tuple[str, bytes]]:
 def groups() -> dict[str, list[str]]:
     """The names that the package exports, by the page of their docstrings."""
     found: dict[str, list[str]] = {title: [] for title in GROUPS.values()}
-    for node in ast.parse((ROOT / "memmap_buffer" / "__init__.py").read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            package = (node.module or "").split(".")[1]
-            found[GROUPS[package]] += [name.name for name in node.names]
+    for node in ast.walk(ast.parse((ROOT / "memmap_buffer" / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memmap_buffer."):
+            found[GROUPS[node.module.split(".")[1]]] += [name.name for name in node.names]
     return found
 
 
