@@ -12,6 +12,7 @@ Publish: TypeAlias = Literal["episode", "step"]
 Stage: TypeAlias = Literal["ram", "disk"]
 Verify: TypeAlias = Literal["auto", "always", "read", "never"]
 Shard: TypeAlias = Literal["auto"]
+IfExists: TypeAlias = Literal["error", "resume", "overwrite"]
 OnDamaged: TypeAlias = Literal["raise", "skip"]
 
 Format: TypeAlias = Literal["torch", "numpy"]

@@ -101,7 +101,9 @@ def _with_errors_printed(function: Callable[..., None]) -> Callable[..., None]:
             raise
         except (MemmapBufferError, OSError, ImportError) as error:
             raise typer.Exit(minimal.complain(minimal.explained(error, flags))) from error
-        except KeyboardInterrupt:
-            raise typer.Exit(minimal.complain("interrupted; nothing half is left", minimal.INTERRUPTED)) from None
+        except KeyboardInterrupt as error:
+            left = getattr(error, "__notes__", ["nothing half is left"])
+            text = minimal.explained(Exception("; ".join(["interrupted", *left])), flags)
+            raise typer.Exit(minimal.complain(text, minimal.INTERRUPTED)) from None
 
     return command

@@ -13,10 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
-from memmap_buffer.cli.folders import new_file, new_folder, opened, require_new
+from memmap_buffer.choices import IfExists
+from memmap_buffer.cli.folders import new_file, opened
 from memmap_buffer.cli.minimal import explained, say
 from memmap_buffer.cli.terminal import Place, Problem, Target, Yes, progress
 from memmap_buffer.errors import MemmapBufferError
+from memmap_buffer.interop.target import Target as ImportTarget
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ FORMATS = {
     "memmap_replay_buffer": Format("a folder of memmap-replay-buffer; out in its HDF5 layout"),
 }
 OF_BUFFERS = ("max_episodes", "max_timesteps", "circular", "capacity", "spare_slots", "durability", "reserve")
+IF_EXISTS = "Where something is there: end; resume an import that was interrupted; or replace it when the new is whole."
 LIST = ", ".join(f"{name}: {form.what}" for name, form in FORMATS.items())
 
 FormatArgument = Annotated[str, typer.Argument(metavar="FORMAT", help=LIST, show_default=False)]
@@ -58,6 +61,7 @@ def import_(
     source: Annotated[str, typer.Argument(help="The data set: its path, or its name.", show_default=False)],
     target: Target,
     option: Options = None,
+    if_exists: Annotated[IfExists, typer.Option("--if-exists", help=IF_EXISTS)] = "error",
 ) -> None:
     """Copy a data set of another system into a new folder; it is there when it is whole.
 
@@ -65,16 +69,12 @@ def import_(
     """
     function = function_of("import", form)
     options = options_of(function, option or (), OF_BUFFERS)
-    require_new(target)
-    if not FORMATS[form].named and not Path(source).exists():
-        raise Problem(f"{source}: there is no such file or folder; check the path")
-    with (
-        _errors_as_options(function, OF_BUFFERS),
-        progress(f"importing {form}", None),
-        new_folder(target) as place,
-        function(source, place, **options) as buffer,
-    ):
-        count, steps = buffer.num_episodes, buffer.num_steps
+    with _errors_as_options(function, OF_BUFFERS):
+        ImportTarget.checked(target, if_exists)
+        if not FORMATS[form].named and not Path(source).exists():
+            raise Problem(f"{source}: there is no such file or folder; check the path")
+        with progress(f"importing {form}", None), function(source, target, if_exists=if_exists, **options) as buffer:
+            count, steps = buffer.num_episodes, buffer.num_steps
     say(f"{target}: {count} episodes, {steps} steps")
 
 
@@ -144,7 +144,8 @@ def options_of(function: Any, given: Sequence[str], more: Sequence[str] = ()) ->
 
 def _names_of(function: Any, more: Sequence[str]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
-    return [*(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY), *more]
+    own = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    return [*(name for name in own if name != "if_exists"), *more]
 
 
 @contextmanager
@@ -153,4 +154,5 @@ def _errors_as_options(function: Any, more: Sequence[str] = ()) -> Iterator[None
     try:
         yield
     except MemmapBufferError as error:
-        raise Problem(explained(error, {name: f"--option {name}=" for name in _names_of(function, more)})) from error
+        flags = {name: f"--option {name}=" for name in _names_of(function, more)} | {"if_exists": "--if-exists "}
+        raise Problem(explained(error, flags)) from error

@@ -75,6 +75,7 @@ def explained(error: Exception, flags: Mapping[str, str] | None = None) -> str:
             f"copy them into one by: memmap-buffer merge NEW {shlex.quote(str(path))}"
             + "".join(f"; {finding}" for finding in unfinished(path))
         )
+    text = "; ".join([text, *getattr(error, "__notes__", ())])
     text = text.replace("create one with ReplayBuffer(...)", "give a folder that holds episodes, or a root of such")
     for name, flag in (flags or {}).items():
         text = re.sub(rf"(?<![\w.-]){name}=(…|'[^']*'|\w+)", rf"{flag}\1", text).replace(f"{flag}…", f"{flag}VALUE")

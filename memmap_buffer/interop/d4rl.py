@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import as_text, flatten, with_final
@@ -24,6 +25,7 @@ from memmap_buffer.interop.episodes import (
     read_names,
     require_fields,
 )
+from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field, Schema
@@ -37,7 +39,13 @@ ENDS = {"terminals": "terminated", "timeouts": "truncated"}  # as the schema cal
 
 
 def import_d4rl(
-    path: AnyPath, folder: AnyPath, *, max_episode_steps: int | None = None, infos: bool = True, **options: Any
+    path: AnyPath,
+    folder: AnyPath,
+    *,
+    if_exists: IfExists = "error",
+    max_episode_steps: int | None = None,
+    infos: bool = True,
+    **options: Any,
 ) -> ReplayBuffer:
     """Copy a D4RL file into a folder, cut into its episodes.
 
@@ -48,6 +56,8 @@ def import_d4rl(
     Args:
         path: the file.
         folder: where; see `ReplayBuffer`.
+        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
+            "overwrite" what is there when the import is whole.
         max_episode_steps: the time limit of the environment, for files without `timeouts`; its ends become `truncated`.
         infos: whether to import them.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
@@ -59,6 +69,7 @@ def import_d4rl(
         SchemaError: arrays are missing or differ in length, or a row of `next_observations` is not the observation that
             follows, although no end of an episode is marked there.
     """
+    target = Target.checked(folder, if_exists, options)
     with h5py.File(path_of(path), "r") as file:
         names = Names()
         columns = _columns(file, infos, names)
@@ -88,11 +99,12 @@ def import_d4rl(
             return {**rows, "terminated": terminated[start:stop], "truncated": limit}
 
         return import_episodes(
-            folder,
+            target,
             (episode(start, stop) for start, stop in bounds),
             {**fields, **flags},
             lengths=[stop - start for start, stop in bounds],
-            options=options,
+            source=path,
+            asked={"max_episode_steps": max_episode_steps, "infos": infos},
             names=names,
             extra={"d4rl": _metadata(file.get("metadata", {}))},
         )

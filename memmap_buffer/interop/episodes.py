@@ -17,8 +17,9 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.interop.columns import BoolArray, flatten
+from memmap_buffer.interop.target import Target, origin_of
 from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 
@@ -27,67 +28,61 @@ SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
 def import_episodes(
-    folder: AnyPath,
+    target: Target,
     episodes: Iterable[Mapping[str, Any] | Iterator[Mapping[str, Any]]],
     fields: Mapping[str, Any] | Schema,
     meta_fields: Mapping[str, Any] | None = None,
     *,
     lengths: Sequence[int],
-    options: Mapping[str, Any],
+    source: AnyPath | None = None,
+    asked: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, Any] | None = None,
     names: Names | None = None,
     extra: Mapping[str, Any] | None = None,
-    resume: bool = False,
 ) -> ReplayBuffer:
-    """Store episodes in a new buffer, which is closed if that fails.
+    """Store episodes in a new buffer, which is at its place when it is whole.
 
     Args:
-        folder: where; see `ReplayBuffer`.
+        target: where, and what of `ReplayBuffer` the caller wants.
         episodes: each as for `ReplayBuffer.store_episode`, or an iterator of its parts, each as for
-            `Episode.extend`.
+            `Episode.extend`. With `if_exists="resume"` those that are there are passed over; their iterators of parts
+            are not begun.
         fields: as for `ReplayBuffer`.
         meta_fields: as for `ReplayBuffer`.
-        lengths: of the episodes; the buffer is as large as they need.
-        options: of `ReplayBuffer`, also other sizes.
+        lengths: of the episodes.
+        source: the file or folder that they come from; None: an import that is interrupted leaves nothing.
+        asked: the importer's own arguments, by which the same source gives other episodes.
+        sizes: options of `ReplayBuffer` for which the caller wants none; default: as large as the episodes need.
         names: the changed keys, to be stored for exports.
         extra: name -> JSON value, to be stored in the folder's `extra/`.
-        resume: go on behind the episodes that are there, which must be the first of these; their iterators of parts are
-            not begun.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
-        SchemaError: with `resume`, the folder has other episodes.
+        SchemaError: something is in the way, or the source is not the one of the import that is to be resumed.
     """
-    sizes = {"max_episodes": len(lengths), "max_timesteps": max([1, *lengths])}
-    buffer = ReplayBuffer(folder, fields=fields, meta_fields=meta_fields, **{**sizes, **options})
-    try:
-        done = _imported(buffer, lengths, extra or {}) if resume else 0
+    sizes = sizes or {"max_episodes": len(lengths), "max_timesteps": max([1, *lengths])}
+    arguments = {"fields": fields, "meta_fields": meta_fields, **sizes, **target.options}
+
+    def origin() -> dict[str, Any] | None:
+        told = {**(asked or {}), **target.options}
+        return None if source is None else origin_of(path_of(source), lengths, told)
+
+    begun = origin()
+    if target.is_whole(begun):
+        return ReplayBuffer(target.folder, **arguments)
+    with target.filling(arguments, begun, lengths) as buffer:
         for name, value in (extra or {}).items():
             write_extra(buffer, name, value)
-        left = islice(episodes, done, None)
-        for episode in progress(left, "episodes", len(lengths) - done) if resume else left:
+        done = buffer.num_episodes
+        for episode in progress(islice(episodes, done, None), "episodes", len(lengths) - done):
             _store(buffer, episode)
         if names is not None:
             write_names(buffer, names)
-    except BaseException:
-        buffer.close()
-        raise
-    return buffer
-
-
-def _imported(buffer: ReplayBuffer, lengths: Sequence[int], extra: Mapping[str, Any]) -> int:
-    """How many of the episodes are there, the first of all."""
-    found = buffer.episode_lens.tolist()
-    same = all(json.dumps(read_extra(buffer, name)) == json.dumps(value) for name, value in extra.items())
-    if found and not (
-        same and found == list(lengths[: len(found)]) and buffer.serials.tolist() == [*range(len(found))]
-    ):
-        raise SchemaError(
-            f"{buffer.folder}: got {len(found)} episodes that are not the first of this import; give a folder of its "
-            "own, or overwrite=True"
-        )
-    return len(found)
+        if origin() != begun:
+            raise SchemaError(f"{source}: it changed while it was imported; import it again, by if_exists='overwrite'")
+        return target.put(buffer, arguments)
 
 
 def _store(buffer: ReplayBuffer, episode: Mapping[str, Any] | Iterator[Mapping[str, Any]]) -> None:

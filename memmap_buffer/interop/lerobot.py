@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
+from memmap_buffer.interop.target import Target
 from memmap_buffer.interop.video import FilmReader, FilmWriter, film_info
 from memmap_buffer.maintenance.statistics import RunningStatistics
 from memmap_buffer.names import Names
@@ -65,6 +67,7 @@ def import_lerobot(
     path: AnyPath,
     folder: AnyPath,
     *,
+    if_exists: IfExists = "error",
     videos: str = "decode",
     codec: Any = "jpeg",
     tolerance_s: float = 1e-4,
@@ -72,11 +75,11 @@ def import_lerobot(
 ) -> ReplayBuffer:
     """Copy a LeRobot data set into a folder.
 
-    An import that was killed goes on where it stood, if it is called again with the same arguments.
-
     Args:
         path: its root, with `meta/`, `data/` and, of cameras, `videos/`.
         folder: where; see `ReplayBuffer`.
+        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
+            "overwrite" what is there when the import is whole.
         videos: "decode", or "skip" to import the other features alone.
         codec: of the fields that videos become, as for `Field`. "jpeg", of quality 95, adds less to the error than
             the video has; "zstd" and None keep the decoded frames to the bit, at several times the size.
@@ -89,9 +92,9 @@ def import_lerobot(
     Raises:
         NotABufferError: it is no such data set.
         CorruptBufferError: a file lacks a feature that `meta/info.json` names, or a video the frame at a timestamp.
-        SchemaError: the folder has episodes that are not the first of these.
         ImportError: there are videos, and the extra `video`, or that of the codec, is not installed.
     """
+    target = Target.checked(folder, if_exists, options)
     if videos not in ("decode", "skip"):
         raise SchemaError(f"videos: got {videos!r}, expected 'decode' or 'skip'")
     source = _Source(path_of(path), decodes=videos == "decode")
@@ -99,15 +102,15 @@ def import_lerobot(
     with closing(_Cameras(source.root, source.cameras, tolerance_s)) as cameras:
         pictures = {source.ours[name]: Field("uint8", (*size, 3), codec=codec) for name, size in cameras.sizes.items()}
         return import_episodes(
-            folder,
+            target,
             source.episodes(cameras, ends),
             source.fields() | pictures,
             {"task": f"U{max([1, *map(len, source.tasks.values())])}"},
             lengths=source.lengths,
-            options=options,
+            source=source.root,
+            asked={"videos": videos, "codec": codec, "tolerance_s": tolerance_s},
             names=source.names,
             extra={"lerobot": source.facts()},
-            resume=True,
         )
 
 

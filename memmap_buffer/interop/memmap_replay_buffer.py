@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes
 from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
+from memmap_buffer.interop.target import Target
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
@@ -27,13 +29,15 @@ MAX_CONFIG = 1 << 20  # bytes; a configuration of a thousand fields takes less t
 
 
 def import_memmap_replay_buffer(
-    path: AnyPath, folder: AnyPath, *, keep_partial: bool = False, **options: Any
+    path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "error", keep_partial: bool = False, **options: Any
 ) -> ReplayBuffer:
     """Copy a folder of memmap-replay-buffer, its oldest episode first.
 
     Args:
         path: the folder of memmap-replay-buffer.
         folder: where; see `ReplayBuffer`.
+        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
+            "overwrite" what is there when the import is whole.
         keep_partial: whether to import an episode that was still open when the folder was last written.
         options: of `ReplayBuffer`; `max_episodes`, `max_timesteps`, `circular` are those of the folder.
 
@@ -45,7 +49,7 @@ def import_memmap_replay_buffer(
         CorruptBufferError: a file is damaged, or does not fit the others.
         SchemaError: its configuration holds more than plain values.
     """
-    source = path_of(path)
+    target, source = Target.checked(folder, if_exists, options), path_of(path)
     config = _config(source)
     with ExitStack() as opened:
         fields, meta, state = _read_hdf5(source, opened) if (source / "data.h5").exists() else _read_arrays(source)
@@ -59,13 +63,20 @@ def import_memmap_replay_buffer(
             rows = {name: array[slot, : lengths[slot]] for name, array in fields.items()}
             return {**rows, **{name: array[slot] for name, array in meta.items()}}
 
+        order = _order(lengths, state, keep_partial)
         return import_episodes(
-            folder,
-            map(episode, _order(lengths, state, keep_partial)),
+            target,
+            map(episode, order),
             {name: _field(array, 2, config.get("fields"), name) for name, array in fields.items()},
             {name: _field(array, 1, config.get("meta_fields"), name) for name, array in meta.items()},
-            lengths=[max_timesteps] * max_episodes,
-            options={"circular": bool(config.get("circular")), **options},
+            lengths=lengths[order].tolist(),
+            source=path,
+            asked={"keep_partial": keep_partial},
+            sizes={
+                "max_episodes": max_episodes,
+                "max_timesteps": max_timesteps,
+                "circular": bool(config.get("circular")),
+            },
         )
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import IfExists
 from memmap_buffer.environments import decode_space, encode_space, names_of, spaces_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import InferredFields, as_text, flatten, put
 from memmap_buffer.interop.episodes import ends_of, import_episodes, read_extra, read_names, require_fields
+from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
@@ -47,6 +49,7 @@ def import_minari(
     dataset: AnyPath | MinariDataset,
     folder: AnyPath,
     *,
+    if_exists: IfExists = "error",
     infos: bool | Sequence[str] = True,
     download: bool = False,
     **options: Any,
@@ -59,6 +62,8 @@ def import_minari(
     Args:
         dataset: its id, the folder of its data, or the data set, also a filtered one.
         folder: where; see `ReplayBuffer`.
+        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
+            "overwrite" what is there when the import is whole.
         infos: all of them, none, or a list of their names.
         download: whether Minari fetches a data set that is not there, from where its `MINARI_REMOTE` says.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
@@ -69,6 +74,7 @@ def import_minari(
     Raises:
         SchemaError: no field can hold an info or metadatum; the text names it.
     """
+    target = Target.checked(folder, if_exists, options)
     source = dataset if isinstance(dataset, MinariDataset) else _load(dataset, download)
     names = names_of(source.observation_space, source.action_space)
     columns, metadata, lengths = InferredFields("column"), InferredFields("metadatum", lead=0), []
@@ -92,12 +98,13 @@ def import_minari(
 
     raw = MinariStorage.read_raw_metadata(source.storage.data_path)
     return import_episodes(
-        folder,
+        target,
         episodes(),
         fields,
         {**metadata.fields, **flags, "seed": Field("uint64", default=0)},  # Minari's own seeds have 64 bits
         lengths=lengths,
-        options=options,
+        source=source.storage.data_path,
+        asked={"infos": infos, "episodes": source.episode_indices.tolist()},
         names=names,
         extra={"minari": {key: value for key, value in raw.items() if key not in OF_THE_COPY}},
     )

@@ -13,9 +13,11 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.interop.columns import Array
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names
+from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
@@ -24,7 +26,7 @@ NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"
 OF_ACTIONS = frozenset({"action", "reward"})
 
 
-def import_ogbench(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuffer:
+def import_ogbench(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "error", **options: Any) -> ReplayBuffer:
     """Copy an OGBench file into a folder, cut into its episodes; all of the file is held in memory meanwhile.
 
     Every array of one row a step is imported: `observations` and `actions` as `observation` and `action`, others, such
@@ -33,6 +35,8 @@ def import_ogbench(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuff
     Args:
         path: the file.
         folder: where; see `ReplayBuffer`.
+        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
+            "overwrite" what is there when the import is whole.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
     Returns:
@@ -41,6 +45,7 @@ def import_ogbench(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuff
     Raises:
         SchemaError: it is no such file, or an episode has no step.
     """
+    target = Target.checked(folder, if_exists, options)
     arrays = _read(path_of(path))
     ends = np.flatnonzero(arrays.pop("terminals"))
     names = Names(fixed=NAMES)
@@ -60,11 +65,11 @@ def import_ogbench(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuff
         return {**rows, "truncated": np.arange(start, end) == end - 1}
 
     return import_episodes(
-        folder,
+        target,
         (episode(start, end) for start, end in bounds),
         {**fields, "truncated": "bool"},
         lengths=[end - start for start, end in bounds],
-        options=options,
+        source=path,
         names=names,
     )
 

@@ -35,6 +35,7 @@ from memmap_buffer.errors import (
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import VIEW_OPTIONS, as_episode, columns_of, flatten
 from memmap_buffer.interop.episodes import import_episodes
+from memmap_buffer.interop.target import Target
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.schema import Field, Schema
 from memmap_buffer.views.windows import Trajectory
@@ -263,8 +264,8 @@ class _Shards(Datasink):  # type: ignore[misc]
             return 0
         field, folder = next(iter(self._schema.fields)), shard_folder(self._root, ctx.task_idx)
         lengths = [len(episode[field]) for episode in episodes]
-        options = {"overwrite": True, **self._options}
-        import_episodes(folder, episodes, self._schema, lengths=lengths, options=options).close()
+        target = Target.checked(folder, "overwrite", self._options)
+        import_episodes(target, episodes, self._schema, lengths=lengths).close()
         return len(episodes)
 
     @property

@@ -22,11 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import InferredFields, equal_rows, flatten
 from memmap_buffer.interop.episodes import import_episodes
 from memmap_buffer.interop.safe_pickle import array_loads
+from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
 from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
@@ -51,6 +53,7 @@ def import_rllib(
     source: str | PathLike[str],
     folder: str | PathLike[str],
     *,
+    if_exists: IfExists = "error",
     infos: bool | Sequence[str] = True,
     outputs: bool | Sequence[str] = True,
     **options: Any,
@@ -65,6 +68,8 @@ def import_rllib(
     Args:
         source: a Parquet file, or a folder, whose subfolders are read too.
         folder: where; see `ReplayBuffer`.
+        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
+            "overwrite" what is there when the import is whole.
         infos: those that every step has, none, or a list of keys. Only packed episodes have infos.
         outputs: those that every step has, none, or a list of names.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
@@ -77,7 +82,7 @@ def import_rllib(
             step, or a value is none that a field can hold.
         ImportError: pyarrow is not installed; or msgpack for packed episodes, or lz4 for compressed columns.
     """
-    place = path_of(source)
+    target, place = Target.checked(folder, if_exists, options), path_of(source)
     columns, lengths, names, width = InferredFields("column"), [], Names(), 32  # that of RLlib's own ids
     for episode in _episodes(place, names):
         columns.add({name: value for name, value in episode.items() if name != "episode_id"})
@@ -92,12 +97,13 @@ def import_rllib(
         for name in kept
     }
     return import_episodes(
-        folder,
+        target,
         ({name: episode[name] for name in (*kept, "episode_id")} for episode in _episodes(place, names)),
         fields,
         {"episode_id": f"U{width}"},
         lengths=lengths,
-        options=options,
+        source=place,
+        asked={"infos": infos, "outputs": outputs},
         names=names,
     )
 

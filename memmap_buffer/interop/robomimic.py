@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import InferredFields, as_text, flatten, with_final
@@ -28,6 +29,7 @@ from memmap_buffer.interop.episodes import (
     read_names,
     require_fields,
 )
+from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.pictures import is_image
@@ -41,12 +43,16 @@ OBSERVATION, NEXT, MASK = "observation.", "next_obs", "mask."
 GYM_ARGS = {"env_name": "", "type": 2, "env_kwargs": {}}  # 2: robomimic's number for environments of Gym
 
 
-def import_robomimic(path: AnyPath, folder: AnyPath, *, codec: Any = None, **options: Any) -> ReplayBuffer:
+def import_robomimic(
+    path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "error", codec: Any = None, **options: Any
+) -> ReplayBuffer:
     """Copy a robomimic file into a folder, an episode for each demonstration, in the order of their numbers.
 
     Args:
         path: the file.
         folder: where; see `ReplayBuffer`.
+        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
+            "overwrite" what is there when the import is whole.
         codec: of the fields that are images, uint8 (height, width, 1 or 3), as for `Field`; "zstd" keeps them to the
             bit, "jpeg" does not.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
@@ -58,6 +64,7 @@ def import_robomimic(path: AnyPath, folder: AnyPath, *, codec: Any = None, **opt
         SchemaError: it is no such file, demonstrations differ in their arrays, or a row of `next_obs` is not the
             observation that follows.
     """
+    target = Target.checked(folder, if_exists, options)
     with h5py.File(path_of(path), "r") as file:
         if "data" not in file or not len(file["data"]):
             raise SchemaError(f"{path}: it has no demonstrations in 'data', so it is no file of robomimic")
@@ -81,7 +88,7 @@ def import_robomimic(path: AnyPath, folder: AnyPath, *, codec: Any = None, **opt
 
         attributes = {demo: _attributes(file["data"][demo]) for demo in demos}
         return import_episodes(
-            folder,
+            target,
             map(episode, demos),
             {
                 name: Field(field.dtype, field.shape, final=name in final, codec=codec if _is_image(field) else None)
@@ -89,7 +96,8 @@ def import_robomimic(path: AnyPath, folder: AnyPath, *, codec: Any = None, **opt
             },
             {"demo": f"U{max(map(len, demos))}", **dict.fromkeys(masks, "bool")},
             lengths=lengths,
-            options=options,
+            source=path,
+            asked={"codec": codec},
             names=names,
             extra={"robomimic": {"attributes": _attributes(file["data"]), "demos": attributes}},
         )

@@ -17,10 +17,12 @@ import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
+from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import flatten, put, with_final
 from memmap_buffer.interop.episodes import episode_bounds, import_episodes
+from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field, Schema
@@ -85,7 +87,7 @@ def to_tensordict(
     return TensorDict.from_dict(nested, batch_size=[size])
 
 
-def import_torchrl(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuffer:
+def import_torchrl(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "error", **options: Any) -> ReplayBuffer:
     """Copy the dump of a replay buffer over a LazyMemmapStorage of one dimension into a folder.
 
     An episode ends where ("next", "done") is true, where ("collector", "traj_ids") changes, and at the newest entry.
@@ -95,6 +97,8 @@ def import_torchrl(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuff
     Args:
         path: the folder that `dumps` wrote, or its `storage`.
         folder: where; see `ReplayBuffer`.
+        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
+            "overwrite" what is there when the import is whole.
         options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
 
     Returns:
@@ -105,7 +109,7 @@ def import_torchrl(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuff
         CorruptBufferError: a file has not the size that the dump says.
         SchemaError: an entry is no tensor, or "next" of an episode is not the entry that follows.
     """
-    root = path_of(path)
+    target, root = Target.checked(folder, if_exists, options), path_of(path)
     root = root / "storage" if (root / "storage").is_dir() else root
     length = int(_json(root / "storage_metadata.json")["len"])
     names = Names()
@@ -127,7 +131,7 @@ def import_torchrl(path: AnyPath, folder: AnyPath, **options: Any) -> ReplayBuff
 
     episodes = (episode(start, stop) for start, stop in bounds)
     lengths = [stop - start for start, stop in bounds]
-    return import_episodes(folder, episodes, specs, lengths=lengths, options=options, names=names)
+    return import_episodes(target, episodes, specs, lengths=lengths, source=path, names=names)
 
 
 def _all_steps(buffer: ReplayBuffer | ConcatBuffer) -> Mapping[str, Any]:
