@@ -127,6 +127,8 @@ state.npy
 base u8 (serials below it are cleared) | next u8 | synced u8 (serials below it are known to be on the disk) |
 changes u8 | term u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | host S64 | reserved u8 (1 if the disk
 space of all files was taken at creation; no block of them is given back) | nonce u8 | unused u8[11] | journal u8[1024].
+The first two words of `unused` are `inode` and `device`: those of state.npy itself, as stat(2) has them; 0 where they
+were never written.
 Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change, by the number of
 slots that it was of; the change number c is of the slot in entry c mod 1024 of the journal, written before, or of any
 slot, where that is 2^64 - 1. A reader that is not more than 512 changes behind, also after it has read the entries,
@@ -173,13 +175,17 @@ folders. What only a `.new` names, the next writer MAY remove under the lock. A 
 that no record counts in; its checksums are written before the rename. Dropping and renaming fields: the schema as it is
 as `schema.json.old`, the other one as `.new`, a second link to each file that is renamed, rename of the schema; then
 what only `.old` names is removed, and `.old`, by the next writer if need be. `overwrite` removes the heads of
-priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking
-the lock raises `term`, draws `nonce`, by which copies that were both written to differ, stores pid, time, host and
-boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier behind that; if
-the last writer was of another boot and not `clean`, it first sets `suspect` to the next serial. What it finishes or
-closes for a dead writer has barriers whatever its own durability; then `next` rises to what was found. Closing puts
-barriers on all files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another boot without
-`clean`) all of them, MUST be checked against their checksums before they are served (`verify="auto"`).
+priorities, renames `schema.json` to `schema.json.new`, removes exactly the files that it lists, and then it. Taking the
+lock raises `term`, draws `nonce`, by which copies that were both written to differ, stores pid, time, inode, device,
+host and boot, clears `clean`, sets `synced` to 0 unless every publication has its barriers, and puts a barrier behind
+that; if the folder was not `clean`, and its last writer was of another boot or it is a copy, it first sets `suspect` to
+the next serial. A folder is a copy if `inode` is not 0 and another than that of state.npy, or, within one boot, as
+devices are numbered anew, if `device` is: beside a writer its files, and pages of them, may have been copied at
+different moments, so `synced` says nothing of it and is set to 0, before `inode` and `device` are stored. What the
+writer finishes or closes for a dead one has barriers whatever its own durability; then `next` rises to what was found.
+Closing puts barriers on all files, then sets `clean`. Serials from `synced` on, below `suspect` or (after another boot
+without `clean`) all of them, and all serials of a copy that is not `clean`, MUST be checked against their checksums
+before they are served (`verify="auto"`).
 
 Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
 where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Exceptions are steps that

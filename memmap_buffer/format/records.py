@@ -39,6 +39,8 @@ WORDS = RECORD.itemsize // 8
 GENERATION, SERIAL, EXTENT, FIRST_ROW, SHOWN, CHECK = 0, 1, 2, 3, 6, 7
 FLAGS, TIME, START, STOP = 5, 8, 12, 13  # half words; above the flags are the columns
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
+# Without names of their own in the header of the file, which older folders have, too.
+STATE_WORD |= {name: STATE_WORD["unused"] + i for i, name in enumerate(("inode", "device"))}
 
 FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED, INNER_END = 1, 2, 4, 8, 16, 32, 64
 ALL_FLAGS = FINAL | CUT | DELETED | OPEN | TERMINATED | CHECKED | INNER_END

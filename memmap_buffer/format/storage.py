@@ -90,8 +90,8 @@ class Storage:
     Args:
         path: the folder, or who holds it already.
         read_only: nothing may ever be written through this object.
-        verify: when checksums are compared: "auto" (what may have been lost in a crash of the machine, when it is
-            first read), "always" (everything, on opening), "read" (at every read), "never".
+        verify: when checksums are compared: "auto" (what may have been lost in a crash of the machine or in copying
+            beside a writer, when it is first read), "always" (everything, on opening), "read" (at every read), "never".
     """
 
     def __init__(self, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> None:
@@ -162,9 +162,8 @@ class Storage:
 
     def is_of(self, folder: Folder) -> bool:
         """Whether it is this folder's files that are mapped."""
-        mapped = self.maps and self._state_file
         try:
-            return folder.file_key("state.npy") == mapped
+            return folder.file_key("state.npy") == self.state_file
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -205,6 +204,12 @@ class Storage:
             {name: mapped[name] for name in schema.meta_fields},
             {name: self._coded(name, field, mapped) for name, field in self.layout.coded.items()},
         )
+
+    @property
+    def state_file(self) -> tuple[int, int] | None:
+        """The device and the inode of the `state.npy` that is mapped."""
+        _ = self.maps
+        return self._state_file
 
     @staticmethod
     def _coded(name: str, field: Field, mapped: Mapping[str, Array]) -> CodedRows:
@@ -448,23 +453,39 @@ class Storage:
         """The generation of each slot as it is on disk now."""
         return self.maps.words.reshape(-1).take(slots * WORDS)
 
-    # Trust: what was written before a crash of the machine is compared with its checksums before it is served.
+    # Trust: what a crash of the machine, or copying beside a writer, may have spoilt is compared with its checksums
+    # before it is served.
+
+    @property
+    def first_unsettled(self) -> int | None:
+        """The first serial that the last writer left in doubt (`format`, "Creating, opening, trusting"); None: none."""
+        if self.state("clean") or not self.state("term"):
+            return None
+        boot = self.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
+        rebooted = boot != boot_id() or not any(boot)
+        if self._is_copy(rebooted):
+            return 0
+        return self.state("synced") if rebooted else None
+
+    def _is_copy(self, rebooted: bool) -> bool:
+        """Whether the files were copied, as `state.npy` is another one than it says of itself."""
+        if self.state_file is None or not self.state("inode"):
+            return False
+        device, inode = self.state_file
+        return inode != self.state("inode") or (device != self.state("device") and not rebooted)
 
     @cached_property
     def _doubts(self) -> tuple[int, int] | None:
         """The serials from the first to before the second are in doubt; None where none is."""
-        boot = self.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
-        rebooted = not self.state("clean") and (boot != boot_id() or not any(boot)) and self.state("term") > 0
-        if not (rebooted or self.state("suspect")):
-            return None
-        if not rebooted:
-            return self.state("synced"), self.state("suspect")
+        first, suspect = self.first_unsettled, self.state("suspect")
+        if first is None:
+            return (self.state("synced"), suspect) if suspect else None
         serials = self.maps.words[:, SERIAL]  # what is recorded from now on is in no doubt
-        return self.state("synced"), int(serials[serials < MAX_SERIAL].max(initial=0)) + 1
+        return first, int(serials[serials < MAX_SERIAL].max(initial=0)) + 1
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a crash of the machine may have spoilt some episodes, whose open ones are shown in part."""
+        """Whether some episodes may be spoilt, whose open ones are shown in part."""
         return self._doubts is not None
 
     def _cut_back(self, columns: Columns) -> Columns:

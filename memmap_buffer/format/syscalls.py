@@ -300,12 +300,17 @@ def punch(fd: int, start: int, stop: int, unit: int = 0) -> None:
 
 
 def allocate(fd: int, offset: int, size: int) -> None:
-    """Have blocks under some bytes of a file, so that a store into a map of them needs none.
+    """Have blocks under all pages of some bytes of a file, so that a store into a map of them needs none.
+
+    The whole page is what the file system makes room for at a store, though its blocks may be smaller (`mkfs -b 1024`).
+    A file grows by none of this.
 
     Raises:
         OSError: the disk is full, or the system cannot do that.
     """
-    system.allocate(fd, offset, size)
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = min(-(-(offset + size) // mmap.PAGESIZE) * mmap.PAGESIZE, os.fstat(fd).st_size)
+    system.allocate(fd, start, stop - start)
 
 
 def barrier(fd: int) -> None:

@@ -166,8 +166,6 @@ def read_shard(objects: Objects, name: str = "") -> Shard | None:
 
 def read_head(objects: Objects, shard: Shard, prefix: str) -> bytes:
     """The head of a shard, from the folder of its version."""
-    if shard.head[2] > MAX_HEAD_BYTES:
-        raise CorruptBufferError(f"{objects.name_of(prefix + HEAD)}: a head of {shard.head[2]} bytes; publish it again")
     wanted = [(prefix + HEAD, 0, shard.head[2])]
     (head,) = objects.read_ranges(wanted, lambda i, data: shard.is_head(data))
     return head

@@ -14,7 +14,6 @@ from memmap_buffer.errors import SchemaError, SchemaMismatchError, StaleEpisodeE
 from memmap_buffer.format.creation import creating
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.host import boot_id
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import (
@@ -146,9 +145,8 @@ def write_counters(fd: int, layout: Layout, words: dict[str, int]) -> None:
 
 
 def _doubtful(source: Storage) -> bool:
-    """Whether a crash of the machine may have spoilt something in the source: then it is in doubt in the copy too."""
-    boot = source.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
-    return bool(source.state("suspect")) or not (source.state("clean") or boot == boot_id())
+    """Whether something in the source may be spoilt: then it is in doubt in the copy too."""
+    return bool(source.state("suspect")) or source.first_unsettled is not None
 
 
 def _following(source: Storage) -> int:

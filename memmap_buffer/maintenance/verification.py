@@ -114,6 +114,8 @@ class Survey(Storage):
     def maps(self) -> Maps:
         schema = self.layout.schema
         parts = {key: self._entries(key) for key in self.layout.arrays}
+        if self.folder.exists("state.npy"):
+            self._state_file = self.folder.file_key("state.npy")
         return Maps(
             parts["/episodes"].view(np.uint64).reshape(-1, WORDS),
             parts["/state"].view(np.uint64).reshape(-1),

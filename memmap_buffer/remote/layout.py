@@ -40,7 +40,8 @@ from memmap_buffer.format.layout import Layout
 ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "blocks.npy", "heads"
 FORMAT_OF_ROOT, FORMAT_OF_SHARD, VERSION = "memmap-buffer-root", "memmap-buffer-shard", 1
 BLOCK = 1 << 18
-MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 28, 1 << 16, 1 << 20
+MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 26, 1 << 16, 1 << 20
+VALUE_BYTES = 12  # of JSON on an average, at least: `[]` takes 20 times its bytes in memory, and ours has 20 a value
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
 MAX_HEAD_BYTES = 1 << 31
 ENTRIES, DATA = "entries", "data/"
@@ -132,11 +133,15 @@ class Root:
     heads: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """The bytes of `root.json`."""
+        """The bytes of `root.json`. Raises SchemaError where these are more than are read."""
         shards = {name: asdict(shard) for name, shard in self.shards.items()}
-        return _dumps(
+        data = _dumps(
             {"format": FORMAT_OF_ROOT, "version": VERSION, "block": BLOCK, "heads": dict(self.heads), "shards": shards}
         )
+        if len(data) > MAX_ROOT_BYTES:
+            what = f"a list of {len(shards)} shards has {len(data)} bytes, expected at most {MAX_ROOT_BYTES}"
+            raise SchemaError(f"{ROOT}: {what}; publish to another root")
+        return data
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Root:
@@ -150,6 +155,10 @@ class Root:
         for name, shard in shards.items():
             if not is_shard_name(name) or shard.head[0] not in heads:
                 raise CorruptBufferError(f"{where}: shard {name!r} has no head, or no name that a shard may have")
+            if sum(shard.head[1:]) > heads[shard.head[0]]:
+                raise CorruptBufferError(f"{where}: shard {name!r}: its head lies behind the end; publish it again")
+        for size in heads.values():
+            _require_size("heads", size, where)
         return cls(shards, heads)
 
     def with_shards(self, shards: Mapping[str, Shard], heads: Mapping[str, int]) -> Root:
@@ -218,10 +227,22 @@ def _shard(spec: Any, where: str) -> Shard:
         raise CorruptBufferError(f"{where} does not tell of a shard as it should ({error!r})") from None
     if not all(_HEX.fullmatch(text) for text in (shard.id, shard.version, shard.head[0], shard.blocks)):
         raise CorruptBufferError(f"{where}: an id or a digest is no 32 hexadecimal digits")
+    _require_size("a head", size, where)
     return shard
 
 
+def _require_size(what: str, size: int, where: str) -> None:
+    """Raise CorruptBufferError where heads that are to be read into memory are said to be larger than any."""
+    if size > MAX_HEAD_BYTES:
+        text = f"{what} of {size} bytes, expected at most {MAX_HEAD_BYTES}; publish it again"
+        raise CorruptBufferError(f"{where}: {text}")
+
+
 def _parse(data: bytes, where: str, kind: str) -> dict[str, Any]:
+    values = data.count(b",") + 1
+    if values * VALUE_BYTES > len(data) > MAX_SHARD_BYTES:
+        text = f"{values} values in {len(data)} bytes, expected one in {VALUE_BYTES} at most"
+        raise CorruptBufferError(f"{where} is no valid list of shards ({text}); publish them again")
     try:
         document = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:

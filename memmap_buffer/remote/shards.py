@@ -10,13 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, NotABufferError, RemoteError
+from memmap_buffer.errors import MemmapBufferError, NotABufferError, RemoteError
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.remote.cache import Cache
 from memmap_buffer.remote.layout import (
     HEAD,
-    MAX_HEAD_BYTES,
     MAX_ROOT_BYTES,
     MAX_SHARD_BYTES,
     ROOT,
@@ -57,8 +56,6 @@ def open_url(url: str, options: Mapping[str, Any] | None, cache: Cache) -> Mirro
         raise NotABufferError(
             f"{where}: no buffer was published here; check the URL, or `publish` one", path=where
         ) from None
-    if shard.head[2] > MAX_HEAD_BYTES:
-        raise CorruptBufferError(f"{where}: a head of {shard.head[2]} bytes; publish it again")
     return Mirror(objects, shard.prefix(), shard, cache, (shard.prefix() + HEAD, shard.head[2]))
 
 

@@ -12,7 +12,7 @@ from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.checksums import checksum_row, digest_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.host import anyone_may_rename, boot_id, host_name, network_filesystem
-from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, MAX_TERM, OPEN, RECORD, STATE_WORD
+from memmap_buffer.format.records import CUT, FINAL, MAX_SERIAL, MAX_TERM, OPEN, RECORD
 from memmap_buffer.format.syscalls import process_id, random_bytes
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import WriteHandles
@@ -39,7 +39,7 @@ def take_over(files: WriteHandles) -> SlotAllocator:
         "pid": process_id(),
         "time": time.time_ns(),
     }
-    doubts = _doubts(files, boot)
+    doubts = _doubts(files)
     for name, value in {**words, "clean": doubts.pop("clean")}.items():
         files.write_state(name, value)
     files.sync("/state")
@@ -52,6 +52,12 @@ def take_over(files: WriteHandles) -> SlotAllocator:
         for i in range(len(text) // 8):
             files.write_state(name, int.from_bytes(text[8 * i : 8 * i + 8], "little"), word=i)
     files.sync("/state")
+    device, inode = storage.state_file or (0, 0)
+    for name, value in {
+        "inode": inode,
+        "device": device,
+    }.items():  # behind the barrier: a copy is one until it is doubted
+        files.write_state(name, value)
     slots = _slots_of(files, storage.refresh())
     if files.storage.state("next") < slots.next:
         files.write_state("next", slots.next)  # before `base`, in the same sector: never `base` beyond what is known
@@ -92,17 +98,16 @@ def _following(files: WriteHandles) -> int:
     return max(files.storage.state("next"), files.storage.highest_serial + 1)
 
 
-def _doubts(files: WriteHandles, boot: bytes) -> dict[str, int]:
+def _doubts(files: WriteHandles) -> dict[str, int]:
     """What this writer leaves trusted of what earlier ones wrote (`format`, "Creating, opening, trusting")."""
-    state = files.storage.state
-    stored = files.storage.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
+    state, first = files.storage.state, files.storage.first_unsettled
     words = {"clean": 0}
-    if not state("clean") and state("term") and (stored != boot or not any(boot)):
+    if first is not None:
         # Also what stands under an odd generation: a redo file may bring it back.
         serials = files.storage.maps.words.view(RECORD)["serial"]
         written = serials[serials < MAX_SERIAL]
         words["suspect"] = max(_following(files), int(written.max(initial=0)) + 1)
-    if not files.power:
+    if not files.power or first == 0:
         words["synced"] = 0
     elif state("clean") and not state("suspect"):
         words["synced"] = _following(files)

@@ -1,6 +1,6 @@
 """A timestep of several environments at once: one store per field into the mapped files, one word per episode.
 
-A store into a map kills the process where the block under it is not there and the disk is full. So the blocks of some
+A store into a map kills the process where a block of its page is not there and the disk is full. So the blocks of some
 timesteps to come are allocated first, which raises where there is no room; then stores go where they can only succeed,
 on file systems that overwrite in place. Rows of a page and more are written. Elsewhere, and under durability "power",
 timesteps are written one by one.

@@ -1,4 +1,7 @@
-"""Copies that are cut off: `snapshot`, `pack` and `unpack` under kills, power cuts and disks that fail."""
+"""Copies that are cut off: `snapshot`, `pack` and `unpack` under kills, power cuts and disks that fail.
+
+And those that other programs make beside a writer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from fault_injection import KILLED, in_child, listing, shown, system
 from power import Disk, recording
 from strategies import MEMORY
 
-from memmap_buffer import NotABufferError, ReplayBuffer, pack, unpack, verify
+from memmap_buffer import NotABufferError, NotEnoughDataError, ReplayBuffer, pack, unpack, verify
 
 Way = Callable[[Path, Path], object]
 
@@ -136,3 +140,66 @@ def test_a_power_cut_leaves_no_packed_copy_or_all_of_it(full: Path) -> None:
         shutil.rmtree(place / "copy of it")
     shutil.rmtree(place)
     assert found == {True, False}
+
+
+# Copies by other tools, beside a writer
+
+FILES = ("schema.json", "episodes.npy", "state.npy", "checksums.npy", "data/a.npy", "data/b.npy", "meta/m.npy")
+
+
+def ring_of_steps(folder: Path) -> ReplayBuffer:
+    """Steps that are shown one by one; every field of a step has its number, and the meta field that of the episode."""
+    sizes = {"max_episodes": 4, "max_timesteps": 6, "spare_slots": 2, "circular": True}
+    return ReplayBuffer(folder, fields={"a": "int", "b": "int"}, meta_fields={"m": "int"}, publish="step", **sizes)
+
+
+def write_steps(buffer: ReplayBuffer, episodes: range) -> Any:
+    """Whole episodes of these numbers, but the last one stays open."""
+    for number in episodes:
+        episode = buffer.begin_episode(m=number)
+        for t in range(3 + number % 3):
+            episode.store(a=10 * number + t, b=10 * number + t)
+        if number != episodes[-1]:
+            episode.publish()
+    return episode
+
+
+def copy_files(source: Path, target: Path, names: Collection[str]) -> None:
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, target / name)
+
+
+def steps_served(folder: Path, **options: Any) -> set[int]:
+    """The numbers of the steps that are read by default; none is mixed with a field or a meta field of another."""
+    with ReplayBuffer.from_folder(folder, **options) as buffer, suppress(NotEnoughDataError):
+        form: dict[str, Any] = {"timestep_level": True, "format": "numpy"}
+        batches = [buffer.sample(64, **form), *(buffer.batch(**form) for _ in range(2))]
+        rows = [row for batch in batches for row in zip(*(batch[name].tolist() for name in "abm"), strict=True)]
+        assert [(a, b, m) for a, b, m in rows if a != b or a // 10 != m] == []
+        return {a for a, _, _ in rows}
+    return set()
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_copy_that_was_made_beside_a_writer_of_steps_serves_no_mixed_row(
+    tmp_path: Path, name: str, others: bool
+) -> None:
+    """Whichever file, or all but it, is older than the rest: by default, in the same boot, for readers and writers."""
+    with ring_of_steps(tmp_path / "buffer") as buffer:
+        source, copy = tmp_path / "buffer", tmp_path / "copy"
+        early = {file for file in FILES if (file == name) != others}
+        still_open = [write_steps(buffer, range(1, 7))]
+        copy_files(source, copy, early)
+        still_open += [write_steps(buffer, range(7, 12))]
+        copy_files(source, copy, {*FILES} - early)
+        before = steps_served(copy, read_only=True)
+        with ReplayBuffer.from_folder(copy, publish="step") as writer:
+            last = write_steps(writer, range(20, 22))
+            assert last.state == "open"
+        after = steps_served(copy)
+        assert {step for step in after if step < 200} <= before
+        assert {200, 201, 202, 203, 204, 210} <= after
+        assert {one.state for one in still_open} == {"open"}
+        assert steps_served(source, read_only=True) >= {90, 91, 92, 100, 110, 111, 112, 113, 114}

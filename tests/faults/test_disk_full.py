@@ -154,6 +154,44 @@ def test_an_episode_that_is_written_as_it_grows_goes_on_once_there_is_space(tmp_
     assert failures == 1
 
 
+def run_full_beside_adds(tell: Callable[[Any], None], disk: Path) -> None:
+    """Fill a disk right after room was made for timesteps to come, whose last page they share with others; go on."""
+    size, count = 40, 4
+    fields = {"x": ("float64", (16,)), "number": "int"}
+    buffer = ReplayBuffer(disk / "buffer", 200, size, fields, spare_slots=count, circular=False, publish="step")
+
+    def add(number: int) -> None:
+        buffer.add(x=np.full((count, 16), number), number=np.full(count, number))
+
+    add(0)
+    add(1)  # which makes room
+    fill(disk / "ballast")
+    added, failed = 2, 0
+    while not failed:
+        try:
+            add(added)
+            added += 1
+            if not added % size:
+                buffer.end_episodes()
+        except OSError as error:
+            failed = error.errno
+    os.unlink(disk / "ballast")
+    add(added)
+    steps = buffer.batch(timestep_level=True, format="numpy")
+    assert sorted(steps["number"].tolist()) == sorted([*range(added + 1)] * count)
+    assert (steps["x"] == steps["number"][:, None]).all()
+    buffer.close()
+    assert verify(disk / "buffer") == []
+    tell([added > size, failed])
+
+
+@pytest.mark.parametrize("block", [1024, 4096])
+def test_steps_of_several_environments_on_a_full_disk_raise_whatever_its_blocks_are(tmp_path, block):
+    """publish="step": a store into a map needs all blocks of its page, which may be of several episodes."""
+    disk = tmp_path / "disk"
+    assert on_ext4(disk, lambda tell: run_full_beside_adds(tell, disk), block) == [[True, errno.ENOSPC]]
+
+
 def test_creating_and_opening_on_an_almost_full_tmpfs_gives_an_error_and_no_signal(tmp_path):
     """Faults 16 and 27: a reader that touched a hole of a full tmpfs would die of SIGBUS."""
     disk = tmp_path / "disk"

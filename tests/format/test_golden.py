@@ -120,7 +120,7 @@ def test_the_golden_folder_is_written_on_where_it_stopped(tmp_path: Path) -> Non
 
 def test_the_golden_folder_tells_nothing_of_the_machine_that_made_it() -> None:
     state = np.load(V1 / "state.npy")[0]
-    for name in ("pid", "time", "boot", "host", "nonce"):
+    for name in ("pid", "time", "boot", "host", "nonce", "unused"):
         assert not np.any(state[name] != np.zeros_like(state[name])), name
     assert sorted(np.load(V1 / "episodes.npy")["time"].tolist()) == [3, 4, 5, 6, 7]
     assert not (V1 / ".lock").exists()

@@ -77,7 +77,8 @@ def test_a_record_is_64_bytes_and_the_state_256_and_a_journal_with_every_word_al
         "journal",
     )
     assert [STATE.fields[name][1] // 8 for name in order] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 19, 20, 21, 32]
-    assert {name: STATE.fields[name][1] // 8 for name in order} == STATE_WORD
+    within = {"inode": STATE_WORD["unused"], "device": STATE_WORD["unused"] + 1}
+    assert {name: STATE.fields[name][1] // 8 for name in order} | within == STATE_WORD
 
 
 @given(words=st.lists(st.lists(WORD, min_size=8, max_size=8), min_size=1, max_size=5))

@@ -386,6 +386,23 @@ def test_the_folder_itself_may_be_reached_through_a_link(folder: Path) -> None:
         assert len(buffer) == 2
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "first", "last"),
+    [(64, 65, 0, 4096), (4095, 4097, 0, 8192), (4096, 8192, 4096, 8192), (9000, 12_300, 8192, 12_400)],
+)
+def test_room_is_made_for_whole_pages_and_not_beyond_the_end(
+    tmp_path: Path, start: int, stop: int, first: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store into a map needs the blocks of all of its page, however small these are."""
+    asked = []
+    monkeypatch.setattr(syscalls.mmap, "PAGESIZE", 4096)
+    monkeypatch.setattr(syscalls.System, "allocate", lambda _, fd, offset, size: asked.append((offset, offset + size)))
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(12_400)
+        syscalls.allocate(file.fileno(), start, stop - start)
+    assert asked == [(first, last)]
+
+
 def test_a_hole_is_one_only_where_nothing_was_written(tmp_path):
     with (tmp_path / "x").open("w+b") as file:
         file.truncate(1 << 22)

@@ -40,6 +40,7 @@ from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.maintenance.publish import read_root, read_shard
 from memmap_buffer.maintenance.pull import shards_at
 from memmap_buffer.maintenance.store import measure_store
+from memmap_buffer.remote import layout
 from memmap_buffer.remote import objects as requests
 from memmap_buffer.remote.layout import Root, Shard, digest, head_object, open_head, version_of
 from memmap_buffer.remote.objects import Objects
@@ -700,6 +701,10 @@ def test_a_root_is_not_pulled_into_a_buffer(place: dict[str, Any], tmp_path: Pat
         (b'"id":"', b'"id":"?', "no 32 hexadecimal digits"),
         (b'"version":"', b'"version":"../', "no 32 hexadecimal digits"),
         (b"{", b"", "is no JSON"),
+        (b":3}", b":%d}" % 2**40, "heads of 1099511627776 bytes, expected at most 2147483648"),
+        (b",0,3]", b",0,%d]" % 2**40, "a head of 1099511627776 bytes, expected at most 2147483648"),
+        (b",0,3]", b",1,3]", "its head lies behind the end"),
+        (b'"heads"', b'"more":[' + b"[]," * 100_000 + b'[]],"heads"', "100014 values in 300351 bytes"),
     ],
 )
 def test_a_spoilt_list_is_an_error_that_says_where(
@@ -715,3 +720,14 @@ def test_a_spoilt_list_is_an_error_that_says_where(
         shards_at(**place)
     store.write("shard.json", shard.to_json())
     assert read_shard(store) == shard
+
+
+def test_a_list_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(record(tmp_path / "one"), f"file://{tmp_path}/url")
+    listed = (tmp_path / "url" / "root.json").read_bytes()
+    monkeypatch.setattr(layout, "MAX_ROOT_BYTES", len(listed))
+    with pytest.raises(
+        SchemaError, match=r"a list of 2 shards has \d+ bytes, expected at most .*; publish to another root"
+    ):
+        publish(record(tmp_path / "two"), f"file://{tmp_path}/url")
+    assert (tmp_path / "url" / "root.json").read_bytes() == listed

@@ -1,6 +1,7 @@
 """A store that fails, a disk that is full, readers that are killed, strangers: never a wrong row, never a hang."""
 
 import errno
+import json
 import multiprocessing
 import os
 import shutil
@@ -18,7 +19,7 @@ import torch
 from fault_injection import system
 from range_server import RangeServer
 
-from memmap_buffer import ConcatBuffer, Field, RemoteError, ReplayBuffer, SchemaError, pack, publish
+from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, RemoteError, ReplayBuffer, SchemaError, pack, publish
 from memmap_buffer.remote import objects
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks
 from memmap_buffer.remote.cache import Cache
@@ -475,3 +476,29 @@ def test_a_mirror_that_is_removed_while_it_is_read_gives_no_wrong_row(root, tmp_
     other.sample(2, seed=1, **OPTIONS)  # it may make another in its place
     compare(root, far, size=64)
     compare(root, other, size=64)
+
+
+# What a store claims
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("root.json", "root.json: read: it has more than 67108864 bytes"),
+        ("heads", "heads of .* bytes, expected at most"),
+    ],
+)
+def test_no_memory_is_taken_for_a_list_or_a_head_of_any_size(root, tmp_path, name, error):
+    """A sparse file of a tebibyte in the place of the list of shards, or of the heads that it says are so large."""
+    shutil.copytree(root / "far", tmp_path / "far", ignore=shutil.ignore_patterns("data"))
+    listed = tmp_path / "far" / "root.json"
+    if name == "root.json":
+        os.truncate(listed, 1 << 40)
+    else:
+        document = json.loads(listed.read_bytes())
+        document["heads"] = dict.fromkeys(document["heads"], 1 << 40)
+        listed.write_text(json.dumps(document))
+        for head in (tmp_path / "far" / "heads").iterdir():
+            os.truncate(head, 1 << 40)
+    with pytest.raises((RemoteError, CorruptBufferError), match=error):
+        ConcatBuffer.from_root(f"file://{tmp_path}/far", cache=tmp_path / "cache")

@@ -65,7 +65,7 @@ def on_tmpfs(folder: Path, work: Callable[..., Any]) -> list[Any]:
     return in_namespace(lambda: mount("tmpfs", folder, "tmpfs", 0, f"size={DISK}"), work)
 
 
-def on_ext4(folder: Path, work: Callable[..., Any]) -> list[Any]:
+def on_ext4(folder: Path, work: Callable[..., Any], block: int = 4096) -> list[Any]:
     if not shutil.which("mkfs.ext4"):
         pytest.skip("there is no mkfs.ext4")
     folder.mkdir()
@@ -74,7 +74,10 @@ def on_ext4(folder: Path, work: Callable[..., Any]) -> list[Any]:
     def prepare() -> None:
         image.touch()
         os.truncate(image, 2 * DISK)
-        for command in (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+        for command in (
+            ["mkfs.ext4", "-q", "-m", "0", "-b", str(block), str(image)],
+            ["mount", "-o", "loop", str(image), str(folder)],
+        ):
             subprocess.run(command, check=True, capture_output=True)
 
     return in_namespace(prepare, work)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from memmap_buffer.format import storage, syscalls
+from memmap_buffer.format.records import STATE, STATE_WORD
 from memmap_buffer.writing import recovery
 
 SECTOR = 512
@@ -250,6 +251,18 @@ class Disk:
                 self.cut(-number, path / name, rng)
             else:
                 (path / name).write_bytes(self._files.get(number, _File()).after_cut(rng))
+                if name == "state.npy":
+                    _keep_inode(path / name)
+
+
+def _keep_inode(file: Path) -> None:
+    """What a power cut leaves is no copy: where `state.npy` tells its inode, that stays right."""
+    with file.open("r+b") as opened:
+        offset = file.stat().st_size - STATE.itemsize + 8 * STATE_WORD["inode"]
+        opened.seek(max(offset, 0))
+        if offset > 0 and any(opened.read(8)):
+            opened.seek(offset)
+            opened.write(file.stat().st_ino.to_bytes(8, "little"))
 
 
 def cuts(log: list[Operation], count: int, rng: random.Random) -> Iterator[Disk]:

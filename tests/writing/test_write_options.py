@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -326,9 +327,22 @@ def test_after_another_boot_lost_episodes_are_dropped_and_named_and_the_rest_is_
     assert set(checks.values()) == {1}
 
 
-@pytest.mark.parametrize("how", ["clean", "same boot", "power"])
-def test_nothing_is_checked_where_nothing_can_be_lost(tmp_path, checks, how):
-    """Fault 15: after a clean close, without another boot, or where every publication had its barriers."""
+@pytest.mark.parametrize(
+    ("how", "moved"),
+    [
+        ("clean", None),
+        ("same boot", None),
+        ("power", None),
+        ("clean", shutil.copytree),
+        ("same boot", os.rename),
+        ("power", os.rename),
+    ],
+)
+def test_nothing_is_checked_where_nothing_can_be_lost(tmp_path, checks, how, moved):
+    """Fault 15: after a clean close, without another boot, or where every publication had its barriers.
+
+    Also where the folder has another name, and of a folder that was closed in a copy.
+    """
     folder = tmp_path / "buffer"
     if how == "clean":
         filled(folder).close()
@@ -336,6 +350,9 @@ def test_nothing_is_checked_where_nothing_can_be_lost(tmp_path, checks, how):
         leave_unclean(folder, durability="power" if how == "power" else "process")
     if how != "same boot":
         reboot(folder)
+    if moved:
+        moved(folder, tmp_path / "moved")
+        folder = tmp_path / "moved"
     buffer = ReplayBuffer.from_folder(folder)
     buffer.sample(50, timestep_level=True)
     assert exact(buffer) == [0, 1, 2]
@@ -358,6 +375,89 @@ def test_a_writer_after_another_boot_leaves_the_doubts_to_later_readers(tmp_path
         reader.episode(min(i, len(reader) - 1))
     assert exact(reader) == [0, 2, 3]
     assert 3 not in checks
+
+
+# Copies
+
+
+def told(folder: Path) -> dict[str, int]:
+    """What a folder says of its `state.npy`: the device and the inode."""
+    words = np.load(folder / "state.npy").view("<u8")
+    return {name: int(words[STATE_WORD[name]]) for name in ("device", "inode")}
+
+
+def tell(folder: Path, **words: int) -> None:
+    layout = Storage(folder).layout
+    with (folder / "state.npy").open("r+b") as file:
+        for name, value in words.items():
+            file.seek(layout.arrays["/state"].offset(0) + 8 * STATE_WORD[name])
+            file.write(value.to_bytes(8, "little"))
+
+
+def test_whoever_takes_the_lock_says_which_file_the_counters_are_in(tmp_path):
+    folder, copy = tmp_path / "buffer", tmp_path / "copy"
+    make(folder).close()
+    shutil.copytree(folder, copy)
+    with ReplayBuffer.from_folder(copy) as buffer:
+        assert told(copy) == told(folder)
+        buffer.store_episode(**content(0))
+    for each in (folder, copy):
+        status = (each / "state.npy").stat()
+        assert told(each) == {"device": status.st_dev, "inode": status.st_ino}
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_a_copy_of_a_folder_that_was_not_closed_is_checked_until_a_writer_settled_it_and_later(
+    tmp_path, checks, durability
+):
+    """What was copied beside a writer may be of two moments, whatever barriers there were; what follows is trusted."""
+    leave_unclean(tmp_path / "buffer", durability=durability)
+    folder = Path(shutil.copytree(tmp_path / "buffer", tmp_path / "copy"))
+    spoil(folder, slot=1)
+    reader = ReplayBuffer.from_folder(folder, read_only=True)
+    with ReplayBuffer.from_folder(folder, durability=durability) as writer:
+        writer.store_episode(**content(3))
+        writer.sample(50, timestep_level=True)
+        assert exact(writer) == [0, 2, 3]
+    assert told(folder)["inode"] == (folder / "state.npy").stat().st_ino
+    for buffer in (reader, ReplayBuffer.from_folder(folder, read_only=True)):
+        checks.clear()
+        buffer.sample(50, timestep_level=True)
+        assert exact(buffer) == [0, 2, 3]
+        assert checks.keys() == {0, 1, 2}
+
+
+def test_a_snapshot_of_such_a_copy_is_checked_as_the_copy_is(tmp_path):
+    leave_unclean(tmp_path / "buffer")
+    folder = Path(shutil.copytree(tmp_path / "buffer", tmp_path / "copy"))
+    spoil(folder, slot=1)
+    ReplayBuffer.from_folder(folder, read_only=True).snapshot(tmp_path / "snapshot")
+    buffer = ReplayBuffer.from_folder(tmp_path / "snapshot", read_only=True)
+    buffer.sample(50, timestep_level=True)
+    assert exact(buffer) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("said", "rebooted", "checked"),
+    [
+        ({}, False, False),
+        ({"inode": 0}, False, False),  # of a folder that was written before there were such words
+        ({"inode": 0, "device": 0}, True, False),
+        ({"inode": 1}, False, True),
+        ({"inode": 1}, True, True),
+        ({"device": 1}, False, True),
+        ({"device": 1}, True, False),  # devices are numbered anew when the machine starts
+    ],
+)
+def test_a_folder_is_a_copy_if_it_names_another_file(tmp_path, checks, said, rebooted, checked):
+    """durability="power", so that another boot is no reason of its own."""
+    folder = tmp_path / "buffer"
+    leave_unclean(folder, durability="power")
+    tell(folder, **said)
+    if rebooted:
+        reboot(folder)
+    assert exact(ReplayBuffer.from_folder(folder, read_only=True)) == [0, 1, 2]
+    assert bool(checks) is checked
 
 
 # A barrier that fails

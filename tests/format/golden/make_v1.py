@@ -105,7 +105,7 @@ def neutralise(folder: Path) -> None:
     layout = Storage.open(folder).layout
     (folder / ".lock").unlink()
     state = np.load(folder / "state.npy")
-    for name in ("pid", "time", "boot", "host", "nonce"):
+    for name in ("pid", "time", "boot", "host", "nonce", "unused"):
         state[name] = np.zeros_like(state[name])
     records = np.load(folder / "episodes.npy")
     for slot, one in enumerate(records):
