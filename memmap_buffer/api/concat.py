@@ -81,7 +81,7 @@ class ConcatBuffer(Readable):
             storage_options: of a URL, for fsspec.
             cache: of a URL: the folder for what was fetched, default `~/.cache/memmap_buffer`; several processes may
                 share it.
-            cache_bytes: the most bytes that are kept there; None: all.
+            cache_bytes: the most bytes that are kept there; None: all. With few of them `shuffle="block"` mixes less.
 
         Raises:
             NotABufferError: there is no buffer in it, or `root` is one itself.

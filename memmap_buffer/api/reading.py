@@ -306,7 +306,8 @@ class Readable:
             drop_last: leave out an incomplete last batch.
             seed: fixes the order; None draws a seed from torch's generator.
             shuffle_window: with "block": how many items the window has; default: as many as take 256 MiB. The
-                system's page cache must hold two windows, this one and the next; nothing else grows with it.
+                system's page cache must hold two windows, this one and the next; nothing else grows with it. From a URL
+                `cache_bytes` that cannot hold several makes them smaller, which the log says.
             rank: which part of every epoch this process gives; default: as torch.distributed says if it is
                 initialised. Then every rank must begin each epoch, where rank 0 tells the others its seed and which
                 episodes there are. Give 0, and 1 as `world_size`, to a loader that only one rank uses.

@@ -110,7 +110,7 @@ def _cache(store: Store) -> Remark:
     free = disk_of(next(path for path in (place, *place.parents) if path.exists())).free_bytes
     found = f"{bytes_of(store.data_bytes)} when all of it was read; {bytes_of(free)} are free for {CACHE_PLACE}"
     least = bytes_of(READ_AHEAD)
-    short = f"give a `cache` on a larger disk, or a `cache_bytes`; below {least} nothing is read ahead"
+    short = f"give a `cache` on a larger disk, or a `cache_bytes`; below {least} shuffle='block' mixes less"
     return Remark("cache", found, short if store.data_bytes > free else "")
 
 

@@ -17,7 +17,7 @@ from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli.episodes import Array, column_of, matching, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, folders_at, name_of, opened
 from memmap_buffer.cli.minimal import say, shards_of
-from memmap_buffer.cli.remote import StorageOptions, info_of_url
+from memmap_buffer.cli.remote import CacheFolder, StorageOptions, info_of_url
 from memmap_buffer.cli.terminal import (
     Episode,
     Fields,
@@ -47,13 +47,14 @@ def info(
     as_json: Json = False,
     reward: Reward = "reward",
     options: StorageOptions = None,
+    cache: CacheFolder = None,
 ) -> None:
     """Say what is in a folder: its fields, its sizes, how many episodes and steps, lengths and returns.
 
-    Of a URL: how many shards, episodes, steps and bytes, from one small object.
+    Of a URL: how many shards, episodes, steps and bytes, from one small object, and what was fetched to be read here.
     """
     if "://" in place:
-        info_of_url(place, options, as_json)
+        info_of_url(place, options, cache, as_json)
         return
     folder = Path(place)
     if shards := shards_of(folder):

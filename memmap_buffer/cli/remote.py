@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,9 @@ from memmap_buffer.maintenance import pull as pulling
 Url = Annotated[str, typer.Argument(metavar="URL", help="As in s3://bucket/run7.", show_default=False)]
 StorageOptions = Annotated[
     str | None, typer.Option("--storage-options", help='For fsspec, as JSON: \'{"endpoint_url": "http://…"}\'.')
+]
+CacheFolder = Annotated[
+    Path | None, typer.Option("--cache", help="Where readers of a URL keep what they fetched.", show_default=False)
 ]
 
 
@@ -44,7 +48,7 @@ def pull(
 def ls(url: Url, as_json: Json = False, options: StorageOptions = None) -> None:
     """List the shards at a URL: episodes, steps, bytes; from one small object."""
     try:
-        rows = _rows(url, options)
+        rows = _rows(url, pulling.shards_at(url, storage_options=parsed(options)))
     except NotABufferError as error:
         if not Path(url).is_dir():
             raise
@@ -56,19 +60,21 @@ def ls(url: Url, as_json: Json = False, options: StorageOptions = None) -> None:
     show_table("", {key: [row[key] for row in rows] for key in rows[0]} if rows else {"name": []})
 
 
-def info_of_url(url: str, options: str | None, as_json: bool) -> None:
-    """Say how much stands at a URL."""
-    rows = _rows(url, options)
+def info_of_url(url: str, options: str | None, cache: Path | None, as_json: bool) -> None:
+    """Say how much stands at a URL, and how much of it was fetched into a cache."""
+    shards = pulling.shards_at(url, storage_options=parsed(options))
+    rows = _rows(url, shards)
     facts: dict[str, Any] = {"shards": len(rows)}
     facts |= {key: sum(row[key] for row in rows) for key in ("episodes", "steps", "bytes")}
+    facts |= zip(("fetched", "needed"), pulling.fetched_of(shards.values(), cache), strict=True)
     if as_json:
         say_json(facts | {"folders": rows})
         return
     for key, value in facts.items():
-        say(f"{key:9}{bytes_of(value) if key == 'bytes' else value}")
+        say(f"{key:9}{value if key in ('shards', 'episodes', 'steps') else bytes_of(value)}")
 
 
-def _rows(url: str, options: str | None) -> list[dict[str, Any]]:
+def _rows(url: str, shards: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "name": name or url.partition("?")[0].rstrip("/").rpartition("/")[2],
@@ -78,7 +84,7 @@ def _rows(url: str, options: str | None) -> list[dict[str, Any]]:
             "id": shard.id,
             "version": shard.version,
         }
-        for name, shard in pulling.shards_at(url, storage_options=parsed(options)).items()
+        for name, shard in shards.items()
     ]
 
 

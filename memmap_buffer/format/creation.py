@@ -124,6 +124,19 @@ def _discard(folder: Folder, schema: str, only: Collection[str] | None) -> None:
     folder.unlink(schema)
 
 
+def is_unfinished(folder: Folder) -> bool:
+    """Whether a folder whose lock is held has nothing but what a kill left of a buffer to record to."""
+    new, known = LEFT_BEHIND[0], {".lock", LEFT_BEHIND[0]}
+    if folder.exists("schema.json"):
+        return False
+    if folder.exists(new) and (layout := _layout(folder, new)) is not None:
+        if not layout.writable:  # a copy goes on where it was interrupted
+            return False
+        known |= _files(layout)
+    found = (path for path in folder.path.rglob("*") if path.is_symlink() or not path.is_dir())
+    return known.issuperset(path.relative_to(folder.path).as_posix() for path in found)
+
+
 def remove(folder: Folder) -> None:
     """Remove a buffer whose lock is held: it becomes one that was never finished, and is discarded as such."""
     _listed(folder, "schema.json")  # refuse one that tells of no files
@@ -138,10 +151,20 @@ def remove(folder: Folder) -> None:
 
 
 def _listed(folder: Folder, name: str) -> set[str]:
+    layout = _layout(folder, name)
+    return set() if layout is None else _files(layout)
+
+
+def _files(layout: Layout) -> set[str]:
+    return {array.name for array in layout.arrays.values()}
+
+
+def _layout(folder: Folder, name: str) -> Layout | None:
+    """What a schema says; None of one that a power cut tore."""
     data = folder.read(name, MAX_SCHEMA_BYTES)
     try:
-        return {array.name for array in Layout.from_json(data, name).arrays.values()}
+        return Layout.from_json(data, name)
     except (CorruptBufferError, SchemaError):
         if name in LEFT_BEHIND and Layout.may_be_torn(data):
-            return set()  # it is complete on the disk before the first file is made
+            return None  # it is complete on the disk before the first file is made
         raise

@@ -21,6 +21,7 @@ from memmap_buffer.items.index import FolderTable, Index
 from memmap_buffer.items.rank_partition import RankPartition
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import Shuffle
+from memmap_buffer.remote.cache import Traffic
 from memmap_buffer.views.folders import Folders
 
 NONE: IntArray = np.empty((0, 2), np.int64)
@@ -52,6 +53,10 @@ class Handing:
         """How many of its items were handed out, over all ranks, which are taken to be equally far."""
         return self.begun if self.partition is None else self.partition.given(self.batches)
 
+    def end(self) -> None:
+        """The last batch was handed out."""
+        self.over = True
+
     def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, counted as they are handed out."""
         return _Delivery(self, batches)
@@ -65,6 +70,9 @@ class Epoch(Handing):
         index: its items.
         snapshot: the episodes that it covers, where they are known already.
         begun: how many of its items were handed out before, by another process.
+
+    Attributes:
+        traffic: what is fetched for it into caches that have a bound.
     """
 
     def __init__(
@@ -80,13 +88,20 @@ class Epoch(Handing):
         super().__init__(number, begun)
         self.seed, self.shuffle, self.index = seed, shuffle, index
         self._snapshot = snapshot
+        self.traffic: Traffic | None = None
+
+    def end(self) -> None:
+        """The last batch was handed out; the log says what was fetched."""
+        super().end()
+        if self.traffic is not None:
+            self.traffic.tell(f"epoch {self.number}")
 
     def state(self) -> dict[str, Any]:
         """Where it stands, in numbers, strings and lists."""
         if self._snapshot is None:  # made when a state is asked for, as it looks at every episode
             self._snapshot = EpochSnapshot.of(self.index)
         told = {"seed": self.seed, "epoch": self.number, "delivered": self.delivered}
-        return {**told, "shuffle": self.shuffle.kind, "window": self.shuffle.window, **self._snapshot.state()}
+        return {**told, **self.shuffle.state(), **self._snapshot.state()}
 
     def generator(self, first: int) -> np.random.Generator:
         """A generator for the items from number `first` on, which take one number each."""
@@ -106,7 +121,7 @@ class _Delivery:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._epoch.over = True
+            self._epoch.end()
             raise
         except Exception:
             self._epoch.batches += 1  # it had its turn, and the next call gives the one after it

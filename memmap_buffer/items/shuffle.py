@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,10 +177,21 @@ class Shuffle:
     Args:
         kind: False, True or "block".
         window: with "block", how many items are shuffled together.
+        blocks: of how many places.
     """
 
     kind: bool | str
     window: int = 0
+    blocks: int = BLOCKS
+
+    @property
+    def block(self) -> int:
+        """How many neighbouring items each place has."""
+        return max(1, self.window // self.blocks)
+
+    def state(self) -> dict[str, Any]:
+        """What a state tells of it."""
+        return {"shuffle": self.kind, "window": self.window, "blocks": self.blocks}
 
     def turn(self, n: int, *seed: int) -> Callable[[IntArray], IntArray] | None:
         """The bijection on [0, n) that a seed chooses; None leaves them in order."""
@@ -187,8 +199,7 @@ class Shuffle:
             return None
         if self.kind is True:
             return Permutation(n, *seed)
-        block = max(1, self.window // BLOCKS)
-        return BlockShuffle(n, block, self.window // block * block, *seed)
+        return BlockShuffle(n, self.block, self.window // self.block * self.block, *seed)
 
 
 class Order:

@@ -19,8 +19,10 @@ from memmap_buffer.items.index import Index
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import BlockShuffle
 from memmap_buffer.remote.mirror import Rows, bring_later
+from memmap_buffer.schema import Schema
 from memmap_buffer.views.batch_builder import BatchBuilder
 from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.view import View
 
 ANSWER_SECONDS = 2e-4  # a batch that waited for several rows took longer, as no disk answers much sooner
 ROW_GAP = 16 << 10  # rows of a batch so near to each other are one request: it costs a disk as much as these bytes
@@ -84,8 +86,7 @@ class Readahead:
 
     def __init__(self, selection: Selection, folders: Folders, index: Index, shuffle: BlockShuffle) -> None:
         self._view, self._folders, self._index, self._shuffle = selection.view, folders, index, shuffle
-        keys, fields = set(self._view.keys(folders.schema)), folders.schema.fields
-        self._fields = [name for name in fields if keys & {name, f"next_{name}", f"seq_{name}"}]
+        self._fields = read_fields(self._view, folders.schema)
         # Of a store two windows are asked for: with one, its line has nothing to do from when that is there until it is
         # read, as the rest of a window is still checked and written when its last bytes have come.
         self._asked, self._windows = -1, 2 if folders.mirrored else 1
@@ -148,6 +149,12 @@ class Readahead:
             will_need(storage.maps.rows[name], joined(low, high, GAP_BYTES // max(1, field.in_file.itemsize)))
             if name in storage.maps.coded:
                 ask_for_blobs(storage, name, low, high, GAP_BYTES)
+
+
+def read_fields(view: View, schema: Schema) -> list[str]:
+    """The fields that a view reads rows of."""
+    keys = set(view.keys(schema))
+    return [name for name in schema.fields if keys & {name, f"next_{name}", f"seq_{name}"}]
 
 
 def ask_for_blobs(storage: Storage, name: str, low: IntArray, high: IntArray, gap: int) -> None:

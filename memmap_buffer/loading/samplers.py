@@ -7,6 +7,7 @@ order, from which `Order` computes its position; so any part of it can be drawn 
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,16 +24,23 @@ from memmap_buffer.items.epoch import Epoch, EpochSnapshot, folder_states, requi
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.rank_partition import RankPartition, Ranks
-from memmap_buffer.items.shuffle import BlockShuffle, Order, Permutation, Quota, Shuffle
+from memmap_buffer.items.shuffle import BLOCKS, BlockShuffle, Order, Permutation, Quota, Shuffle
 from memmap_buffer.loading.batch_group import BatchGroup, CurrentBatch, PlannedBatch
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.read_ahead import Readahead
+from memmap_buffer.loading.shuffle_window import CacheUse, smallest_bound, steps_of, traffic_of
 from memmap_buffer.views.anchors import Anchors
+from memmap_buffer.views.folders import where_of
 
 CALM = 8  # batches without a change in between, after which several are planned at once
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
 WINDOW_BYTES = 256 << 20  # items that `shuffle="block"` shuffles together unless told otherwise take so many
 SHUFFLES = (False, True, "block")
+SMALLER = (
+    "%s: cache_bytes=%d has room for windows of %d items: shuffle='block' mixes so many, from %d places, and not %d "
+    "from %d; give more to mix more"
+)
+log = logging.getLogger("memmap_buffer")
 
 
 def grouped(reader: BatchReader, chunks: Iterator[tuple[Anchors, int]]) -> Iterator[PlannedBatch]:
@@ -52,14 +60,15 @@ class EpochState(NamedTuple):
     seed: int
     number: int
     delivered: int
-    window: int
+    shuffle: Shuffle
     snapshot: EpochSnapshot
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> EpochState:
         """As `Epoch.state` told it. Raises TypeError, ValueError or KeyError for anything else."""
         seed, number, delivered, window = (_whole(state[key]) for key in ("seed", "epoch", "delivered", "window"))
-        return cls(seed, number, delivered, window, EpochSnapshot.from_state(state))
+        shuffle = Shuffle(state["shuffle"], window, _whole(state.get("blocks", BLOCKS), 1))
+        return cls(seed, number, delivered, shuffle, EpochSnapshot.from_state(state))
 
 
 class EpochSampler:
@@ -113,7 +122,7 @@ class EpochSampler:
         self._on_stale = reader.on_stale
         self._loaded: Epoch | None = None
         self._begun: Epoch | None = None
-        self._ready = False
+        self._ready = self._has_told = False
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next epoch; without it epochs count up by themselves."""
@@ -164,6 +173,7 @@ class EpochSampler:
         """
         epoch = self._agreed()
         epoch.partition = self._split(epoch, self.ranks.now())
+        epoch.traffic = traffic_of(self.reader.folders)
         self._begun, self._ready = epoch, True
         return epoch
 
@@ -208,13 +218,39 @@ class EpochSampler:
     def _rebuilt(self, told: EpochState, on_stale: str) -> Epoch:
         """The rest of an epoch that a state tells of."""
         index = told.snapshot.index(self.reader.selection, self.reader.folders, on_stale)
-        shuffle = Shuffle(self.shuffle, told.window)
-        return Epoch(told.seed, told.number, shuffle, index, snapshot=told.snapshot, begun=told.delivered)
+        use = self._cache_use(index)
+        if use is not None:
+            use.require(told.shuffle, "the epoch was begun with these")
+        return Epoch(told.seed, told.number, told.shuffle, index, snapshot=told.snapshot, begun=told.delivered)
 
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
-        window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
-        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index)
+        if self.shuffle != "block":
+            return Epoch(self.seed, self.epoch, Shuffle(self.shuffle), index)
+        asked = Shuffle("block", self.window or _default_window(self.reader, index))
+        return Epoch(self.seed, self.epoch, self._fitted(asked, self._cache_use(index)), index)
+
+    def _cache_use(self, index: Index) -> CacheUse | None:
+        """What an epoch in blocks takes in the cache; None where nothing is given back."""
+        bound = smallest_bound(self.reader.folders)
+        if self.shuffle != "block" or bound is None:
+            return None
+        return CacheUse.of(self.reader, index, len(self.weights or [1]), bound)
+
+    def _fitted(self, asked: Shuffle, use: CacheUse | None) -> Shuffle:
+        """The shuffle that was asked for, or one of smaller windows, of which the log tells once."""
+        if use is None:
+            return asked
+        ranks = self.ranks.now()
+        if ranks.world_size > 1 and not ranks.connected:  # each has a cache of its own, and all need one order
+            use.require(asked, "ranks that are given cannot agree on smaller ones; initialise torch.distributed")
+            return asked
+        found = use.fitted(asked)
+        if found != asked and not self._has_told:
+            self._has_told = True
+            where = where_of(self.reader.folders.storages[0])
+            log.warning(SMALLER, where, use.limit, found.window, found.blocks, asked.window, asked.blocks)
+        return found
 
     def _agreed(self) -> Epoch:
         """The next epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
@@ -231,7 +267,7 @@ class EpochSampler:
         failed: Exception | None = None
         try:
             epoch = epoch or self._new()
-            stands = host_name(), folder_states(self.reader.folders)
+            stands = host_name(), folder_states(self.reader.folders), None if self._loaded else epoch.shuffle
         except Exception as error:  # an OSError or one of a user's filter, too: the others wait for this rank
             epoch, failed = None, error
         state, told = ranks.agree({} if epoch is None else epoch.state()), ranks.gather(stands)
@@ -239,7 +275,10 @@ class EpochSampler:
             if failed is not None:
                 raise failed
             if None not in told:
-                require_same(told, self.reader.folders)
+                require_same([(host, states) for host, states, _ in told], self.reader.folders)
+        windows = [shuffle for *_, shuffle in told if shuffle is not None]
+        if told[0][-1] is not None:  # a new epoch, whose windows the smallest cache must hold
+            state |= min(windows, key=lambda shuffle: shuffle.window).state()
         assert epoch is not None
         with all_or_none(ranks):
             if state != epoch.state():
@@ -299,10 +338,16 @@ def all_or_none(ranks: Ranks) -> Iterator[None]:
     ranks.require_equal(0)
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no whole number from 0")
+def _whole(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r} is no whole number from {least}")
     return value
+
+
+def _default_window(reader: BatchReader, index: Index) -> int:
+    """The number of items whose fields take `WINDOW_BYTES`."""
+    row = sum(field.itemsize for field in reader.folders.schema.fields.values())
+    return max(1, WINDOW_BYTES * len(index) // max(1, steps_of(index) * row))
 
 
 def _check_shuffle(shuffle: object, window: object, weight_by: object) -> None:
@@ -315,13 +360,6 @@ def _check_shuffle(shuffle: object, window: object, weight_by: object) -> None:
         )
     if weight_by is not None and shuffle is not True:
         raise SchemaError(f"weight_by={weight_by!r} draws at random, with replacement; give shuffle=True to the loader")
-
-
-def _default_window(reader: BatchReader, index: Index) -> int:
-    """The number of items whose fields take `WINDOW_BYTES`."""
-    row = sum(field.itemsize for field in reader.folders.schema.fields.values())
-    steps = sum(int(made_of.table.length[runs.slot].sum()) for made_of, runs in index.by_folder())
-    return max(1, WINDOW_BYTES * len(index) // max(1, steps * row))
 
 
 class UniformSampler:

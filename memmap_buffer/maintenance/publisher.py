@@ -88,12 +88,12 @@ class Publisher:
             raise SchemaError(f"publish_to: nothing can be written to {objects}; give the URL of the store itself")
         if objects.local is not None and objects.local.resolve().is_relative_to(root.resolve()):
             raise SchemaError(f"publish_to: {objects} is in the root {root} of the recorder; give a folder elsewhere")
-        is_away = False
+        away: Exception | None = None  # what the store failed by
         try:  # at once, as nothing is recorded yet
             asked = Objects(url, storage_options, tries=1, timeout=START_SECONDS)
             require_fields(asked, f"what is recorded to {root}", layout)
         except (RemoteError, CorruptBufferError) as error:
-            is_away = isinstance(error, RemoteError)
+            away = error
             log.warning("%s: recording begins, and is published later: %s", root, error)
         self._root, self._url, self._keep, self._storage_options = root, url, keep, storage_options
         self._where = str(objects)
@@ -105,7 +105,8 @@ class Publisher:
         self._finished: list[Writer] = []
         self._ending, self._looking = threading.RLock(), threading.Lock()
         self._again = False
-        self._is_away = is_away  # whether the store could not be reached the last time
+        self._is_away = isinstance(away, RemoteError)  # whether the store could not be reached the last time
+        self._told: tuple[set[str], int] = set() if away is None else {_reason(away)}, 0  # why shards wait, how many
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
 
@@ -125,10 +126,12 @@ class Publisher:
             writer = Writer(Storage.open(folder, verify=verify), lock, how)
             writer.begin()
             return writer
-        except BaseException:
+        except BaseException as error:
             _remove(folder.path)
             lock.release()
-            raise
+            if not isinstance(error, BufferLockedError):
+                raise
+        return self.new_shard(layout, how, verify, reserve)  # as another one looked whether a kill had left that
 
     def is_due(self, num_episodes: int) -> bool:
         """Whether the shard that is recorded, of so many episodes, has enough of them, or its time is over."""
@@ -232,23 +235,44 @@ class Publisher:
         """
         with suppress(MemmapBufferError, OSError):  # which was logged
             self.flush()
-        failed: dict[Path, Exception] = {}
+        self._remove_unfinished()
+        failed, taken = dict[Path, Exception](), set[Path]()
         away = self._asked() if self._is_away else None
         for path in shards_in(self._root):
             try:
                 self._publish(path, away)
             except (MemmapBufferError, OSError, ImportError) as error:
-                taken = _is_taken(error, path)
                 if not Folder(path).exists("schema.json"):
                     continue  # another one has published it meanwhile
                 if isinstance(error, RemoteError) and away is None:
                     away = self._asked()
-                if not taken:
-                    log.warning("%s is not published to %s yet: %s", path, self._where, error)
-                if not taken or path.name.startswith(self._prefix):
+                if _is_taken(error, path):
+                    taken.add(path)
+                if path not in taken or path.name.startswith(self._prefix):
                     failed[path] = error
         self._is_away = away is not None
+        self._tell({path: error for path, error in failed.items() if path not in taken})
         return failed
+
+    def _tell(self, failed: Mapping[Path, Exception]) -> None:
+        """Say why shards are not published, each reason once as long as it lasts; else how many they are."""
+        reasons, count = self._told
+        self._told = {_reason(error) for error in failed.values()}, len(failed)
+        for path, error in failed.items():
+            if _reason(error) not in reasons:
+                log.warning("%s is not published to %s yet: %s", path, self._where, error)
+                reasons, count = {*reasons, _reason(error)}, max(count, 1)
+        if len(failed) > count:
+            log.warning("%d shards are not published to %s yet", len(failed), self._where)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what other recorders that were killed had made of a shard."""
+        for path in (lock.parent for lock in self._root.glob("*/.lock")):
+            is_others = _NAME.fullmatch(path.name) and not path.name.startswith(self._prefix)
+            if is_others and not Folder(path).exists("schema.json"):
+                with suppress(MemmapBufferError, OSError), _locked(path):
+                    if creation.is_unfinished(Folder(path)):
+                        _remove(path)
 
     def _asked(self) -> RemoteError | None:
         """What the store fails by when it is asked for something small, once; None where it answers."""
@@ -318,6 +342,12 @@ def _has_episodes(path: Path) -> bool:
 def _is_taken(error: Exception, path: Path) -> bool:
     """Whether a shard is not published as another one has its lock."""
     return isinstance(error, BufferLockedError) and error.named.get("path") == path
+
+
+def _reason(error: Exception) -> str:
+    """Why something failed, whichever shard it was: without paths and URLs."""
+    named = error.named if isinstance(error, MemmapBufferError) else {}
+    return re.sub(r"\S*/\S*", "", f"{type(error).__name__}: {named.get('came', error)}")
 
 
 def _remove(path: Path) -> None:

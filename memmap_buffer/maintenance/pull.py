@@ -5,7 +5,7 @@ Whoever is interrupted calls it again: what is there by then is checked, and the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.blocks import runs
+from memmap_buffer.remote.cache import Cache, fetched
 from memmap_buffer.remote.layout import (
     BLOCK,
     BLOCKS_FILE,
@@ -36,6 +37,7 @@ from memmap_buffer.remote.layout import (
 )
 from memmap_buffer.remote.mirror import PIECE
 from memmap_buffer.remote.objects import Objects
+from memmap_buffer.remote.shards import CACHE
 
 BATCH = 16 * PIECE  # blocks that are asked for at a time
 Digests = npt.NDArray[np.uint64]
@@ -52,6 +54,17 @@ def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         RemoteError: the store fails.
     """
     return shards_of(Objects(url_of(url), storage_options))
+
+
+def fetched_of(shards: Iterable[Shard], cache: str | PathLike[str] | None = None) -> tuple[int, int]:
+    """(the bytes that were fetched of shards to be read, by all who share a cache; those of them without repetitions).
+
+    Args:
+        cache: as for reading.
+    """
+    if not (place := path_of(CACHE if cache is None else cache)).is_dir():
+        return 0, 0
+    return fetched(Cache(place).counters([shard.mirror for shard in shards]), {})
 
 
 def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:

@@ -14,13 +14,14 @@ from memmap_buffer.loading.samplers import WINDOW_BYTES
 from memmap_buffer.maintenance.publish import read_head
 from memmap_buffer.maintenance.pull import shards_of
 from memmap_buffer.paths import url_of
+from memmap_buffer.remote.cache import WINDOWS
 from memmap_buffer.remote.layout import BLOCK, Shard, data_files, open_head
 from memmap_buffer.remote.mirror import PIECE
 from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
 from memmap_buffer.remote.shards import CACHE
 
 CACHE_PLACE, AT_ONCE, BLOCK_BYTES = CACHE, IN_FLIGHT, BLOCK
-READ_AHEAD = 4 * WINDOW_BYTES  # of a smaller cache nothing is read ahead
+READ_AHEAD = WINDOWS * WINDOW_BYTES  # a smaller cache has smaller windows
 LOOKS = 5  # small requests, one after another
 SMALL = 2 * IN_FLIGHT  # small requests together
 FIRST_BYTES = 8 << 20  # that are fetched to measure the bandwidth; twice as many until it took long enough

@@ -9,6 +9,7 @@ this one.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
@@ -24,7 +25,9 @@ from memmap_buffer.remote.layout import BLOCK, num_blocks
 
 IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
-COUNTER, USED, LOCAL = range(3)  # the counter; the second of its last use; 1 where its bytes may be on the disk
+COUNTER, USED, LOCAL = range(3)  # the counter; `now` at its last use; 1 where its bytes may be on the disk
+TICKS = 256  # a second, as windows of a small cache are read in less than one
+SLACK = 3600 * TICKS  # by which clocks of processes may differ
 NAME = MIRROR
 _BOOT = 4  # words behind those of the blocks
 _LOCK_BITS = 22  # of a mirror's place in the lock file, so that it has room for the locks of 1 TiB
@@ -100,9 +103,9 @@ class Blocks:
         found: Words = self.words[blocks, COUNTER].copy()
         return found
 
-    def touch(self, blocks: IntArray, second: int) -> None:
+    def touch(self, blocks: IntArray, tick: int) -> None:
         """Note that they are used now."""
-        self.words[blocks, USED] = second
+        self.words[blocks, USED] = tick
 
     def change(self, block: int) -> None:
         """One that was absent is there, or the other way round; its lock is held."""
@@ -144,6 +147,17 @@ class Blocks:
         with self._changed:
             self._busy.difference_update(blocks)
             self._changed.notify_all()
+
+
+def now() -> int:
+    """The time in ticks; it begins anew every half a year."""
+    return int(time.time() * TICKS) & 0xFFFFFFFF
+
+
+def by_last_use(used: Words) -> Words:
+    """Numbers that are the higher the later something was used."""
+    later: Words = used - np.uint32(now() + SLACK & 0xFFFFFFFF)
+    return later
 
 
 def _after_fork() -> None:

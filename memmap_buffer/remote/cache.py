@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,18 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.syscalls import RangeLocks, after_fork, locked, random_bytes, read_at, write_word
-from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray
+from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray, Words, by_last_use
 from memmap_buffer.remote.layout import BLOCK, data_files, head_object, num_blocks
 
 USAGE, LOCKS = "usage", "locks"
 AT_ONCE = 20  # of the bound, a part that is given back together, so that it is not looked for too often
 FEWEST = 16  # blocks that a bound must have room for
+WINDOWS = 6  # that a bound has room for where they are read ahead: five, as some are larger than others
 MOST_MAPS = 1 << 14  # that mirrors have; Linux allows a process 65,530
 MEMORY = ("tmpfs", "ramfs")
+OFTEN = 2  # times that a block is fetched in an epoch, on average, from where on it is a warning
+AGAIN = "; give a larger cache_bytes, or shuffle='block'"
+log = logging.getLogger("memmap_buffer")
 
 
 class Cache:
@@ -155,12 +160,26 @@ class Cache:
             )
 
     def has_room_beside(self, size: int) -> bool:
-        """Whether so many bytes of blocks, and as many after them, may be fetched ahead of those that are read now."""
-        return self.limit is None or 4 * size <= self.limit
+        """Whether so many bytes of blocks may be fetched ahead of those that are read now.
 
-    def _each(self, work: Callable[[Folder, Blocks, dict[str, int]], None]) -> None:
-        """Do something with each mirror: its folder, its blocks, and its files with their sizes."""
-        for path in sorted(self.path.iterdir()):
+        When the second window ahead is fetched, the next one is what was not used for longer than the two windows that
+        were read last: a bound that has no room for all five gives the next one back.
+        """
+        return self.limit is None or (WINDOWS - 1) * size <= self.limit
+
+    def counters(self, names: Iterable[str]) -> dict[str, tuple[IntArray, Words]]:
+        """Of mirrors, by the names of their folders, the bytes and the counter of each block."""
+        found: dict[str, tuple[IntArray, Words]] = {}
+
+        def look(folder: Folder, blocks: Blocks, _: dict[str, int]) -> None:
+            found[folder.path.name] = blocks.sizes, blocks.words[:, COUNTER].copy()
+
+        self._each(look, names)
+        return found
+
+    def _each(self, work: Callable[[Folder, Blocks, dict[str, int]], None], names: Iterable[str] | None = None) -> None:
+        """Do something with each mirror, or with some: its folder, its blocks, and its files with their sizes."""
+        for path in sorted(self.path.iterdir()) if names is None else [self.path / name for name in names]:
             if ".new" in path.name or not Folder(path).exists(NAME):
                 continue
             with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(path).held() as folder:
@@ -184,7 +203,7 @@ class Cache:
         local = np.concatenate([_local_but(blocks, keep) for _, blocks, _ in found])
         starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in found)])
         order = np.flatnonzero(local)
-        order = order[np.argsort(used[order], kind="stable")]
+        order = order[np.argsort(by_last_use(used[order]), kind="stable")]
         freed = 0
         for place in order.tolist():
             if freed >= size:
@@ -194,6 +213,47 @@ class Cache:
             block = place - int(starts[number])
             freed += int(blocks.sizes[block]) * _give_back(Folder(folder.path), blocks, files, block)
         return freed
+
+
+class Traffic:
+    """What is fetched of mirrors from now on, by all processes that share their caches.
+
+    Args:
+        where: what they are, for the log.
+        mirrors: each cache, and the names of the folders of its mirrors.
+    """
+
+    def __init__(self, where: str, mirrors: Mapping[Cache, Sequence[str]]) -> None:
+        self._where, self._mirrors = where, mirrors
+        self._before = [cache.counters(names) for cache, names in mirrors.items()]
+
+    def since(self) -> tuple[int, int]:
+        """(the bytes that were fetched, those of them without repetitions)."""
+        after = [cache.counters(names) for cache, names in self._mirrors.items()]
+        each = [fetched(now, before) for now, before in zip(after, self._before, strict=True)]
+        return sum(every for every, _ in each), sum(once for _, once in each)
+
+    def tell(self, what: str) -> None:
+        """Say in the log how much it was, aloud where blocks were fetched again and again."""
+        every, once = self.since()
+        if once:
+            level, remedy = (logging.WARNING, AGAIN) if every > OFTEN * once else (logging.INFO, "")
+            text = "%s: %s: %.1f MB were fetched for %.1f MB, each block %.2f times%s"
+            log.log(level, text, self._where, what, every / 1e6, once / 1e6, every / once, remedy)
+
+
+Counters = Mapping[str, tuple[IntArray, Words]]
+
+
+def fetched(now: Counters, before: Counters) -> tuple[int, int]:
+    """(the bytes that were fetched between two times, those of them without repetitions)."""
+    every = once = 0
+    for name, (sizes, counters) in now.items():
+        times = counters.astype(np.int64) // 2  # each fetch and each removal is one more, and the first is 1
+        times -= before[name][1] // 2 if name in before else 0
+        times = np.maximum(times, 0)  # of a mirror that was made anew
+        every, once = every + int(sizes @ times), once + int(sizes[times > 0].sum())
+    return every, once
 
 
 _caches: WeakSet[Cache] = WeakSet()

@@ -106,6 +106,11 @@ class Shard:
         """What the paths of its files begin with: under a root its name is needed, under its own URL it is not."""
         return f"{name}/{self.version}/" if name else f"{self.version}/"
 
+    @property
+    def mirror(self) -> str:
+        """The name of its folder in a cache; what was published anew has another."""
+        return f"{self.id}-{self.version}"
+
     def is_head(self, head: bytes) -> bool:
         """Whether these are the bytes of its head, wherever they were read."""
         return len(head) == self.head[2] and version_of(head, self.blocks) == self.version

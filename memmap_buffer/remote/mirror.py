@@ -28,7 +28,7 @@ from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
 from memmap_buffer.format.records import WORDS
 from memmap_buffer.format.storage import Maps, Storage, slices_of
 from memmap_buffer.format.syscalls import process_id, random_bytes, read_at, write_all
-from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, runs
+from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, now, runs
 from memmap_buffer.remote.cache import Cache, place_of
 from memmap_buffer.remote.layout import (
     BLOCK,
@@ -103,7 +103,7 @@ class Mirror:
 
     def __init__(self, objects: Objects, prefix: str, shard: Shard, cache: Cache, head: tuple[str, int]) -> None:
         self.objects, self.prefix, self.shard, self.cache, self._head_at = objects, prefix, shard, cache, head
-        self.path = cache.path / f"{shard.id}-{shard.version}"  # what was published anew is another mirror
+        self.path = cache.path / shard.mirror
         self._local: Local | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,6 +159,11 @@ class Mirror:
     @property
     def num_blocks(self) -> int:
         return sum(num_blocks(size) for _, size in self.files.values())
+
+    def sizes_of(self, fields: Sequence[str]) -> list[int]:
+        """The bytes of each file that rows of fields are read from."""
+        keys = (key for name in fields for key in (name, name + BLOBS))
+        return [self.layout.arrays[key].size for key in keys if key in self.layout.arrays]
 
     # The local copy
 
@@ -611,7 +616,7 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], 
     caches = {mirror.cache: 0 for mirror in chosen}
     for mirror, these in chosen.items():
         caches[mirror.cache] += int(blocks[mirror].sizes[these].sum())
-        blocks[mirror].touch(these, int(time.time()) & 0xFFFFFFFF)
+        blocks[mirror].touch(these, now())
     for cache, num_bytes in caches.items():
         cache.require_room(num_bytes)
     size = TOGETHER

@@ -41,6 +41,7 @@ from memmap_buffer.api import concat
 from memmap_buffer.format import creation
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publisher
+from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.maintenance.publish import publish
 from memmap_buffer.maintenance.publisher import PUBLISHED, shards_in
 from memmap_buffer.maintenance.pull import shards_at
@@ -596,6 +597,35 @@ def test_what_failed_is_tried_again_with_the_next_shard_and_by_closing_again(
     assert sorted(published(tmp_path)) == list(range(5))
 
 
+def test_a_recorder_whose_credentials_are_refused_says_so_once_and_then_how_many_shards_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether what is refused is all, or to write alone; and again once it worked meanwhile."""
+
+    def refused(_: Any, path: str, *__: Any, **___: Any) -> Any:
+        raise PermissionError(13, "Access Denied", path)
+
+    buffer = idle_recorder(tmp_path, publish_every=1)
+    for life, kinds in enumerate([("put_file", "pipe_file"), ("cat_file", "info", "ls", "put_file", "pipe_file")]):
+        with monkeypatch.context() as patch:
+            for name in kinds:
+                patch.setattr(LocalFileSystem, name, refused)
+            caplog.clear()
+            for number in range(3 * life, 3 * life + 3):
+                record(buffer, range(number, number + 1))
+                wait_for(buffer._publisher)
+            said = [entry.message for entry in caplog.records if entry.levelno >= logging.WARNING]
+            assert ["Access Denied" in line for line in said] == [True, False, False]
+            assert [line.partition(" shards are not published to ")[0][-1] for line in said[1:]] == [*"23"]
+            buffer._publisher.begin()
+            wait_for(buffer._publisher)
+            assert len(caplog.records) == len(said)  # as many as before wait
+        buffer._publisher.begin()
+        wait_for(buffer._publisher)
+        assert published(tmp_path) == list(range(3 * life + 3))
+    buffer.close()
+
+
 def record_unpublished(buffer: ReplayBuffer, monkeypatch: pytest.MonkeyPatch, numbers: range) -> None:
     """Record shards that `close` has to publish."""
     with monkeypatch.context() as patch:
@@ -629,7 +659,7 @@ def test_a_store_that_cannot_be_reached_is_tried_by_one_shard_and_asked_once_by_
             first = caplog.records[0].message
             assert "closing: 5 shards are left to be published to" in first
             assert ("which did not answer" in first) == (tries == 1)
-            assert all(path.name in caplog.text for path in left(tmp_path))
+            assert (f"5 shards are not published to file://{tmp_path}/url yet" in caplog.text) == (tries > 1)
     buffer.close()
     assert published(tmp_path) == list(range(5))
     assert left(tmp_path) == []
@@ -796,10 +826,6 @@ def test_a_damaged_episode_is_left_out_and_the_log_names_it(tmp_path: Path, capl
 # Kills
 
 
-class Killed(BaseException):
-    """Where a process dies."""
-
-
 EVENTS: list[tuple[Any, str]] = [
     (Objects, "write"),
     (Folder, "create_array"),
@@ -848,6 +874,87 @@ def test_a_recorder_that_dies_at_any_event_has_lost_no_episode_and_doubles_none(
         if child.status == 0:
             break
     assert fatal > 30
+
+
+MAKING: list[tuple[Any, str, int]] = [
+    (creation, "create", 0),
+    (creation, "create", 1),
+    (Folder, "create_array", 0),
+    (Folder, "create_array", 3),
+    (Folder, "rename", 0),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "calls"), MAKING, ids=str)
+def test_the_folder_of_a_recorder_that_was_killed_while_it_made_a_shard_is_removed_by_the_next(
+    tmp_path: Path, owner: Any, name: str, calls: int
+) -> None:
+    before, call = itertools.count(-calls), getattr(owner, name)
+
+    def dying(*given: Any, **options: Any) -> Any:
+        if next(before) == 0:
+            os._exit(9)
+        return call(*given, **options)
+
+    def life(_: Callable[[Any], None]) -> None:
+        setattr(owner, name, dying)
+        with recorder(tmp_path, publish_every=1) as buffer:
+            record(buffer, range(4))
+
+    assert in_child(life).status != 0
+    recorder(tmp_path).close()
+    assert [each for each in names(tmp_path) if each != PUBLISHED] == []
+
+
+def test_a_folder_that_may_be_anothers_is_not_removed(tmp_path: Path) -> None:
+    """One that is being made, or copied or pulled to the root, has another name, or something that nobody knows."""
+    with ReplayBuffer(tmp_path / "plain", **SIZES, fields=FIELDS) as buffer:
+        record(buffer, range(1))
+    pack(tmp_path / "plain", tmp_path / "packed")
+    plain, packed = ((tmp_path / name / "schema.json").read_bytes() for name in ("plain", "packed"))
+    root, file = tmp_path / "root", "data/number.npy"
+    gone, held = "vm-0123456789ab-00000", "vm-0123456789ab-00001"
+    kept: dict[str, dict[str, bytes]] = {
+        held: {"schema.json.new": plain, file: b""},
+        "mine": {"schema.json.new": plain, file: b""},
+        "vm-0123456789ab-00002": {"schema.json.new": plain, file: b"", "notes.txt": b"mine"},
+        "vm-0123456789ab-00003": {"schema.json.new": plain, file: b"", "data/notes.txt": b"mine"},
+        "vm-0123456789ab-00004": {file: b""},  # its schema is still to be copied
+        "vm-0123456789ab-00005": {"schema.json.new": packed, file: b""},
+        "vm-0123456789ab-00006": {"schema.json.new": b"{}"},
+    }
+    for name, files in {gone: {"schema.json.new": plain, file: b""}, **kept}.items():
+        for path, content in {**files, ".lock": b""}.items():
+            (root / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / name / path).write_bytes(content)
+    lock = Folder(root / held).lock()
+    recorder(tmp_path).close()
+    assert names(tmp_path) == sorted([*kept, PUBLISHED])
+    assert all(
+        {*files} <= {p.relative_to(root / n).as_posix() for p in (root / n).rglob("*")} for n, files in kept.items()
+    )
+    lock.release()
+    recorder(tmp_path).close()
+    assert names(tmp_path) == sorted({*kept, PUBLISHED} - {held})
+
+
+def test_a_recorder_whose_new_folder_another_one_looks_at_takes_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, locks = Folder.create, []
+
+    def looked_at(folder: Folder) -> None:
+        create(folder)
+        if not locks:
+            locks.append(Folder(folder.path).lock())
+
+    monkeypatch.setattr(Folder, "create", looked_at)
+    buffer = recorder(tmp_path)
+    locks[0].release()
+    record(buffer, range(2))
+    buffer.close()
+    assert published(tmp_path) == [0, 1]
+    assert names(tmp_path) == [PUBLISHED]
 
 
 # What is refused

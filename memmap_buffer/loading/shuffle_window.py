@@ -1,0 +1,111 @@
+"""What windows of `shuffle="block"` take in the cache of a URL, and smaller ones for a cache that cannot hold them.
+
+A window is read from places all over the data, and each of its blocks of a file once, if all of them stay in the cache
+until the window is given. So a window that does not fit becomes smaller: it has fewer places, each of some blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.items.index import Index
+from memmap_buffer.items.shuffle import BLOCKS, Shuffle
+from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.loading.read_ahead import read_fields
+from memmap_buffer.remote.cache import WINDOWS, Cache, Traffic
+from memmap_buffer.remote.layout import BLOCK
+from memmap_buffer.remote.mirror import Mirror
+from memmap_buffer.views.folders import Folders, where_of
+
+LONGEST = 5  # blocks of each file that a place of a window that was made smaller takes at most; one is but its edges
+
+
+def steps_of(index: Index) -> int:
+    """How many steps the episodes of an index have."""
+    return sum(int(made_of.table.length[np.unique(runs.slot)].sum()) for made_of, runs in index.by_folder())
+
+
+def smallest_bound(folders: Folders) -> int | None:
+    """The bytes of the smallest cache that rows are read from; None: all may keep everything."""
+    return min((m.cache.limit for m in mirrors_of(folders) if m.cache.limit is not None), default=None)
+
+
+def mirrors_of(folders: Folders) -> list[Mirror]:
+    """The mirrors that rows are read from."""
+    return [storage.mirror for storage in folders.storages if storage.mirror is not None]
+
+
+def traffic_of(folders: Folders) -> Traffic | None:
+    """What is fetched from now on into caches that have a bound; None where none has."""
+    bounded: dict[Cache, list[str]] = {}
+    for mirror in mirrors_of(folders):
+        if mirror.cache.limit is not None:
+            bounded.setdefault(mirror.cache, []).append(mirror.path.name)
+    return Traffic(where_of(folders.storages[0]), bounded) if bounded else None
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What the items of an epoch take in a cache.
+
+    Args:
+        items: how many there are.
+        total: the bytes of all files that they are read from.
+        each: the bytes of one item.
+        edges: the bytes that a place takes besides those of its items: on average a block of each file, or all of it.
+        orders: how many windows are read at the same time: one of each folder of a mixture.
+        limit: the bytes of the cache.
+    """
+
+    items: int
+    total: int
+    each: float
+    edges: int
+    orders: int
+    limit: int
+
+    @classmethod
+    def of(cls, reader: BatchReader, index: Index, orders: int, limit: int) -> CacheUse:
+        """As far as it can be told of the sizes of files: rows of one that is compressed may differ."""
+        mirrors = mirrors_of(reader.folders)
+        fields = read_fields(reader.selection.view, reader.folders.schema)
+        sizes = [mirror.sizes_of(fields) for mirror in mirrors]
+        total, rows = sum(map(sum, sizes)), sum(mirror.layout.rows or 0 for mirror in mirrors)
+        each = total / max(1, rows) * steps_of(index) / max(1, len(index))
+        edges = sum(min(BLOCK, max(of_file)) for of_file in zip(*sizes, strict=True))
+        return cls(len(index), total, each, edges, orders, limit)
+
+    def window(self, shuffle: Shuffle) -> int:
+        """The bytes of a window, or of all that are read at the same time."""
+        count = min(shuffle.window, self.items)
+        return self.orders * int(count * self.each + -(-count // shuffle.block) * self.edges)
+
+    def stays(self, shuffle: Shuffle, windows: int) -> bool:
+        """Whether so many windows stay in the cache, or everything does."""
+        return self.total <= self.limit or windows * self.window(shuffle) <= self.limit
+
+    def fitted(self, asked: Shuffle) -> Shuffle:
+        """The shuffle, with windows that leave room for those that are read ahead. Raises SchemaError."""
+        if self.stays(asked, WINDOWS):
+            return asked
+        room = self.limit // WINDOWS // self.orders
+        blocks = min(max(isqrt(room // max(1, self.edges)), 2), LONGEST)
+        block = min(max(1, int((blocks - 1) * self.edges / max(1.0, self.each))), asked.window)
+        place = int(block * self.each) + self.edges
+        count = max(1, min(room // place, asked.window // block, BLOCKS))
+        found = Shuffle("block", block * count, count)
+        self.require(found, "it can have no smaller windows")
+        return found
+
+    def require(self, shuffle: Shuffle, why: str) -> None:
+        """Raise SchemaError where the blocks of a window would be fetched again and again."""
+        if not self.stays(shuffle, 2):
+            least = min(self.total, 2 * self.window(shuffle))
+            raise SchemaError(
+                f"cache_bytes: got {self.limit:,}, expected at least {least:,} for shuffle='block', by windows of "
+                f"{shuffle.window:,} items from {shuffle.blocks} places: {why}; give more, or read fewer fields"
+            )
