@@ -415,16 +415,17 @@ class _Parts(NamedTuple):
     ended: BoolArray
 
     def anchors(self, view: View, schema: Schema, episodes: Runs, has_final: BoolArray, ended: BoolArray) -> Runs:
-        """The anchors of each part, as if it were an episode; none lies before its part, unless it is the first."""
+        """The anchors of each part, as if it were an episode; behind other steps the first of them begins the part."""
         parts = episodes.where(self.number).replaced(count=self.stop - self.begin)
         final = has_final[self.number] & self.is_last
         terminated = np.where(self.is_last, ended[self.number], self.ended)
         runs = view.anchors(schema, parts, final, terminated)
         early = np.where(self.begin > 0, np.maximum(-runs.first, 0), 0)
-        skipped = np.minimum(-(-early // view.stride), runs.count)
-        first = runs.first + skipped * view.stride + self.begin
-        last = None if runs.last is None else runs.last + self.begin
-        return Runs(runs.slot, runs.serial, first, runs.count - skipped, last)
+        first, last = runs.first + early + self.begin, None if runs.last is None else runs.last + self.begin
+        if early.any():  # as many as if so many steps less were padded in front, and one where there is any
+            fewer = view.anchors(schema, parts.replaced(count=parts.count - early), final, terminated)
+            runs = runs.replaced(count=np.maximum(fewer.count, np.minimum(runs.count, 1)))
+        return Runs(runs.slot, runs.serial, first, runs.count, last)
 
 
 def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, ends: Ends) -> _Parts:
