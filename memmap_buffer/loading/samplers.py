@@ -71,7 +71,7 @@ class EpochSampler:
         drop_last: leave out an incomplete last batch.
         shuffle: False; True: without replacement, in an order of (seed, epoch); "block": see `BlockShuffle`.
         window: with "block", how many items are shuffled together; None: as many as take 256 MiB.
-        seed: fixes every epoch.
+        seed: fixes every epoch; None: a state that is loaded has it.
         weights: one per folder: each batch has exactly these shares, every folder going round in an order of its own;
             an epoch has as many items as without.
         ranks: the processes that share each epoch.
@@ -91,7 +91,7 @@ class EpochSampler:
         batch_size: int,
         shuffle: bool | str,
         drop_last: bool,
-        seed: int,
+        seed: int | None,
         weights: Sequence[float] | None = None,
         window: int | None = None,
         ranks: Ranks | None = None,
@@ -214,11 +214,13 @@ class EpochSampler:
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
         window = (self.window or _default_window(self.reader, index)) if self.shuffle == "block" else 0
-        return Epoch(self.seed, self.epoch, Shuffle(self.shuffle, window), index)
+        seed = self.seed or 0  # of one without a seed the batches are counted, and no more
+        return Epoch(seed, self.epoch, Shuffle(self.shuffle, window), index)
 
     def _agreed(self) -> Epoch:
         """The next epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
         ranks = self.ranks.now()
+        ranks.require_seed(self.seed)
         if not ranks.connected:
             return self._loaded or self._new()
         try:
