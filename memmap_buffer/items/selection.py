@@ -76,10 +76,10 @@ class Selection:
         _check_number("weight_by", _weighing(self.weight_by)[0], schema)
         for name in self.filter_meta:
             if name not in EPISODE_COLUMNS and name not in schema.meta_fields:
-                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, *EPISODE_COLUMNS])
+                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, *EPISODE_COLUMNS], "filter_fields")
         for name in self.filter_fields.keys() - {START}:
             if name not in schema.fields:
-                raise schema.unknown(name, "filter_fields", [*schema.fields, START])
+                raise schema.unknown(name, "filter_fields", [*schema.fields, START], "filter_meta")
             if schema.fields[name].shape not in ((), (1,)):
                 raise SchemaError(
                     f"filter_fields: {name!r} has shape {schema.fields[name].shape}; filter by a scalar field"
@@ -113,7 +113,7 @@ class Selection:
     def describe(self) -> str:
         """The view and the options that narrow it, for an error."""
         least = f"min_episode_len={self.min_episode_len}"
-        return ", ".join([f"view {type(self.view).__name__}", least, *self.narrowed])
+        return ", ".join([f"view {described(self.view)}", least, *self.narrowed])
 
     @property
     def narrowed(self) -> list[str]:

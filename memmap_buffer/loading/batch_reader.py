@@ -178,7 +178,9 @@ class BatchReader:
     def nothing_to_read(self) -> NotEnoughDataError:
         """The error for an index without items, with the counts."""
         episodes = sum(len(table) for table in self.folders.tables)
-        why = f"none of {episodes} episodes has an item for {self.selection.describe()}" if episodes else "it is empty"
+        longest = max(int((table.length - table.start)[table.visible].max(initial=0)) for table in self.folders.tables)
+        what = f"none of {episodes} episodes has an item for {self.selection.describe()}"
+        why = f"{what}; the longest has {longest} timesteps" if episodes else "it is empty"
         text = f"{self.folders.storages[0].path}: nothing to read from this replay buffer: {why}"
         return NotEnoughDataError(text, episodes=episodes)
 
