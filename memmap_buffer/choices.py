@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, get_args
 
 from memmap_buffer.errors import SchemaError
@@ -28,6 +29,18 @@ Normalizer: TypeAlias = Literal["batch", "buffer", None]
 Reduce: TypeAlias = Literal["first", "max", "mean", None]
 System: TypeAlias = Literal["memorax", "reagent", "nnabla-rl"]
 Scaling: TypeAlias = Literal["std", "range", "quantiles"]
+
+
+def closest(name: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Those of some names that one is like, at most `count`, the closest first."""
+    import difflib
+
+    return difflib.get_close_matches(str(name), [*known], count, cutoff)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The question after the closest of some names; "" where none is like it."""
+    return "".join(f"did you mean {close!r}?" for close in closest(name, known))
 
 
 def check_choice(name: str, value: object, choice: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.choices import did_you_mean
 from memmap_buffer.errors import SchemaError
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -64,9 +65,10 @@ def dtype_name(spec: object) -> str:
         name = ""
     if is_dtype_name(name):
         return name
+    hint = did_you_mean(spec, [*_SPELLINGS, *NUMERIC]) if isinstance(spec, str) else ""
     raise SchemaError(
-        f"dtype: got {spec!r}, expected one of {', '.join(NUMERIC)} or 'U1' … 'U{MAX_STRING}' "
-        "(objects cannot be mapped from a file; store an index or a fixed-width string instead)"
+        f"dtype: got {spec!r}{hint and f'; {hint}'}, expected one of float, int, {', '.join(NUMERIC)} or 'U1' … "
+        f"'U{MAX_STRING}' (objects cannot be mapped from a file; store an index or a fixed-width string instead)"
     )
 
 
@@ -149,11 +151,24 @@ def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Arra
     if entry != shape or array.ndim < lead:
         if array.ndim < lead or (entry, shape) not in (((), (1,)), ((1,), ())):
             expected = f"expected ({', '.join([*'*' * lead, *map(str, shape)])})" if lead else f"declared {shape}"
-            raise SchemaError(f"got shape {array.shape}, {expected}")
+            raise SchemaError(f"got shape {array.shape}, {expected}; {_remedy(entry, shape, lead)}")
         array = array.reshape(array.shape[:lead] + shape)
     if array.dtype == np.float64 and isinstance(value, (list, tuple)):
         return _cast_list(value, array, name)
     return _cast(array, name)
+
+
+def _remedy(entry: tuple[int, ...], shape: tuple[int, ...], lead: int) -> str:
+    if not lead and entry[1:] == shape:
+        return "store one entry, not a batch"
+    if sorted(entry) == sorted(shape):
+        return "its axes are in another order, transpose it"
+    return "give that shape, or declare the other"
+
+
+def of_mask(array: Array) -> str:
+    """What to do instead of choosing by a mask, for an error; "" where it is none."""
+    return "; of a mask give np.flatnonzero(mask)" if array.dtype.kind == "b" else ""
 
 
 def decode(array: Array, name: str) -> Array:

@@ -26,24 +26,30 @@ def url_of(given: str) -> str:
     Raises:
         SchemaError: a slash is missing, so that it would be a folder wherever the program was started.
     """
-    if found := _ONE_SLASH.match(str(given)):
-        scheme = found[1]
-        raise SchemaError(
-            f"got a URL that begins with '{scheme}:/', expected two slashes, as in "
-            + ("file:///data/run7" if scheme == "file" else f"{scheme}://…")
-        )
+    _require_slashes(str(given))
     if found := _RELATIVE.search(str(given)):
         raise SchemaError(f"{given}: got no absolute path behind '{found[1]}', expected one, as in file:///data/run7")
     return str(given)
+
+
+def _require_slashes(given: str) -> None:
+    if found := _ONE_SLASH.match(given):
+        scheme = found[1]
+        like = "file:///data/run7" if scheme == "file" else f"{scheme}://…"
+        raise SchemaError(
+            f"got a URL that begins with '{scheme}:/', expected two slashes, as in {like}; give it as text, as a Path "
+            "keeps only one"
+        )
 
 
 def path_of(given: AnyPath) -> Path:
     """A path in which `~` and `~user` are home folders; "./~" is a name like any other.
 
     Raises:
-        SchemaError: there is no such user.
+        SchemaError: there is no such user, or it is a URL, perhaps one that lost a slash.
     """
     text = given if isinstance(given, str) else str(Path(given))
+    _require_slashes(text)
     if is_url(text):
         raise SchemaError(
             f"{text}: got a URL, expected a path: episodes are recorded and changed on a disk; `publish` the folder, "

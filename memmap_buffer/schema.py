@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.cached import cached_property
+from memmap_buffer.choices import did_you_mean
 from memmap_buffer.codecs import parse_codec
 from memmap_buffer.dtypes import Array, decode, dtype_name, encode, storage_dtype, to_numpy
 from memmap_buffer.errors import SchemaError
@@ -88,6 +89,8 @@ class Field:
         """A field from a `Field`, a dtype, or a tuple (dtype, shape[, default])."""
         if isinstance(spec, Field):
             return spec
+        if hint := _of_space(spec):
+            raise SchemaError(f"got {spec!r}, expected a dtype, (dtype, shape) or (dtype, shape, default){hint}")
         if isinstance(spec, (tuple, list)):
             if not 1 <= len(spec) <= 3:
                 raise SchemaError(f"got {spec!r}, expected a dtype, (dtype, shape) or (dtype, shape, default)")
@@ -176,7 +179,7 @@ class Field:
             empty = (0, *self.shape[1:])
             array = np.empty(empty, self.entries) if isinstance(value, (list, tuple)) and not value else to_numpy(value)
             if array.ndim != len(self.shape):
-                raise SchemaError(f"got shape {array.shape}, declared {self.shape}")
+                raise SchemaError(f"got shape {array.shape}, declared {self.shape}; store one list, of that many axes")
             return np.array(encode(array, self.dtype, self.shape[1:], 1), order="C")
         try:
             rows = list(value)
@@ -338,16 +341,16 @@ class Schema:
             found += members
         return tuple(dict.fromkeys(found))
 
-    def unknown(self, name: object, where: str, known: Iterable[str] | None = None) -> SchemaError:
-        """The error for a name that was not declared."""
+    def unknown(self, name: object, where: str, known: Iterable[str] | None = None, other: str = "") -> SchemaError:
+        """The error for a name that was not declared; `other` is the option that takes fields of the other kind."""
         names = list(self.all if known is None else known)
-        import difflib
-
-        close = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"declared are {', '.join(names) or 'none'}"
-        what = f"which was not declared here; {hint}"
-        expected = f"expected {', '.join(names) or 'none'}"
-        if name in self.meta_fields:
+        listed = ", ".join(names) or "none"
+        what = f"which was not declared here; {did_you_mean(name, names) or f'declared are {listed}'}"
+        expected = f"expected {listed}"
+        if other and name in self.all:
+            kind = "meta field" if name in self.meta_fields else "per-timestep field"
+            what = f"which is a {kind}; {other} takes it"
+        elif name in self.meta_fields:
             what = f"which is a meta field, one value an episode, and comes along with batches by itself; {expected}"
         elif name in self.fields:
             kind = "per-timestep field" + (" without final=True" if self.final_names >= set(names) else "")
@@ -389,8 +392,19 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
 def declared(where: str, given: Any, example: object = "float") -> Mapping[str, Any]:
     """The declaration that was given. Raises SchemaError unless it is a dict."""
     if not isinstance(given, Mapping):
-        raise SchemaError(f"{where}: got {given!r}, expected a dict by name, such as {{'reward': {example!r}}}")
+        like = f"such as {{'reward': {example!r}}}"
+        raise SchemaError(f"{where}: got {given!r}, expected a dict by name, {like}{_of_space(given)}")
     return given
+
+
+def _of_space(given: Any) -> str:
+    """What declares the fields of a space of Gymnasium, for an error; "" where it is none."""
+    if not all(hasattr(given, name) for name in ("contains", "sample", "seed", "dtype")):
+        return ""
+    return (
+        "; it is a space of Gymnasium: ReplayBuffer.for_env(env, …) declares the fields of an environment, and "
+        "(space.dtype, space.shape) is one of them"
+    )
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -60,7 +60,7 @@ def test_every_spelling_of_a_field_means_the_same_as_the_full_one(
     [
         ((), r"got \(\), expected a dtype, \(dtype, shape\) or \(dtype, shape, default\)"),
         (("float", 2, 0.0, True), "expected a dtype"),
-        ("object", "dtype: got 'object', expected one of bool"),
+        ("object", "dtype: got 'object', expected one of float, int, bool"),
         (object, "objects cannot be mapped"),
         (None, "dtype: got None"),
         (("float", "3"), "shape: got '3', expected an int or a tuple"),

@@ -389,5 +389,5 @@ def _expand(name: str, field: Field, value: Any, single: bool, lead: tuple[int, 
             raise SchemaError(f"got shape {array.shape}")
         return encode(np.broadcast_to(array, own + field.shape), field.dtype, field.shape, n)
     except (SchemaError, ValueError) as error:
-        axes = ", ".join(("episodes", "time")[:n])
-        raise SchemaError(f"update, field {name!r}: {error}; expected ({axes}, *{field.shape})") from None
+        axes = ", ".join(map(str, (*("episodes", "time")[:n], *field.shape)))
+        raise SchemaError(f"update, field {name!r}: {error}; expected ({axes})") from None

@@ -19,7 +19,6 @@ from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
-from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
 from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, form_of, sample
 from memmap_buffer.loading.option_keys import key_of, key_of_dicts
@@ -304,7 +303,8 @@ class Readable:
                 shuffled within that window. With `prioritized` every batch is drawn by priority, with replacement, in
                 this process: workers only read.
             drop_last: leave out an incomplete last batch.
-            seed: fixes the order; None draws a seed from torch's generator.
+            seed: fixes the order; None draws a seed from torch's generator. Of ranks that are given as `rank` all need
+                the same, by `seed` or in a state that is loaded before an epoch begins.
             shuffle_window: with "block": how many items the window has; default: as many as take 256 MiB. The
                 system's page cache must hold two windows, this one and the next; nothing else grows with it. From a URL
                 `cache_bytes` that cannot hold several makes them smaller, which the log says.
@@ -346,14 +346,15 @@ class Readable:
             raise SchemaError(f"device: got {device!r} with format='numpy'; arrays stay where they are; leave one out")
         ranks = ranks_of(rank, world_size)
         reader.require(reader.index(refresh=True))
-        if seed is None:
-            _require_seed_for(ranks, reader, shuffle)
+        if seed is None and not (ranks.need_seed and (shuffle or reader.selection.random)):
             seed = torch_seed(loader_options.get("generator"))
-        check_count("seed", seed, 0)
+        if seed is not None:
+            check_count("seed", seed, 0)
+            seed = int(seed)
         draws = self._make_sampler(reader)
         sampler: PrioritizedSampler | EpochSampler
         # `state_dict` tells the numbers in those of Python.
-        sizes: dict[str, Any] = {"batch_size": int(batch_size), "drop_last": drop_last, "seed": int(seed)}
+        sizes: dict[str, Any] = {"batch_size": int(batch_size), "drop_last": drop_last, "seed": seed}
         if isinstance(draws, PrioritizedDraws):
             sampler = PrioritizedSampler(draws, **sizes, ranks=ranks, tail=tail)
         else:
@@ -606,12 +607,6 @@ class Readable:
     def _close_priorities(self) -> None:
         while self._priorities:
             self._priorities.popitem()[1].close()
-
-
-def _require_seed_for(ranks: Ranks, reader: BatchReader, shuffle: Shuffle) -> None:
-    """Raise SchemaError where ranks that were given would each draw a seed of their own."""
-    if type(ranks) is Ranks and ranks.world_size > 1 and (shuffle or reader.selection.random):
-        raise SchemaError("seed: got None, and the ranks that were given cannot agree on one; give all the same")
 
 
 def _position(i: Any) -> list[int]:

@@ -442,9 +442,7 @@ class Folder:
     def require(self) -> None:
         if not self.exists("schema.json"):
             if not self._place.is_dir():
-                moved = self.path.parent / PUBLISHED / self.path.name
-                hint = f"; {PUBLISHED_HINT.format(moved)}" if moved.is_dir() else "; check the path"
-                raise NotABufferError(f"{self.path}: there is no such folder{hint}", path=self.path)
+                raise NotABufferError(f"{self.path}{self._why_no_folder()}", path=self.path)
             raise NotABufferError(f"{self.path} is not a buffer: {self._what_it_is()}", path=self.path)
         if self.exists(MIRROR):
             raise NotABufferError(
@@ -452,6 +450,14 @@ class Folder:
                 "or `pull` that into a folder",
                 path=self.path,
             )
+
+    def _why_no_folder(self) -> str:
+        """What stands at a path that is no folder, and what to do."""
+        if self._place.exists():
+            remedy = f"give {self.path.parent}" if self.path.name == "schema.json" else "check the path"
+            return f" is a file, and a buffer is a folder; {remedy}"
+        moved = self.path.parent / PUBLISHED / self.path.name
+        return f": there is no such folder; {PUBLISHED_HINT.format(moved) if moved.is_dir() else 'check the path'}"
 
     def _what_it_is(self) -> str:
         """What a folder is that holds no buffer, and what to do."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -44,50 +45,83 @@ def matches(column: Array, condition: Any, name: str) -> BoolArray:
     if flat.shape[1] != 1:
         raise SchemaError(f"filter {name!r}: it has shape {column.shape[1:]}; give a callable from the column to bools")
     values = flat[:, 0]
+    if values.dtype == bool:
+        values = values.view(np.uint8)
     if hasattr(condition, "tolist"):
         condition = condition.tolist()  # a numpy or torch array, or scalar
     several = isinstance(condition, (tuple, set, frozenset, list, range))
-    _require_alike(values, condition if several else [condition], condition, name)
-    with np.errstate(over="ignore"):  # 1e300 is infinite as a float32, and so it compares
-        if isinstance(condition, tuple):
-            return _in_range(values, condition, name)
-        return _is_member(values, list(condition)) if several else np.asarray(values == condition)
+    among = [each.item() if hasattr(each, "item") else each for each in (condition if several else [condition])]
+    if isinstance(condition, tuple):
+        return _in_range(values, among, condition, name)
+    _require_alike(values, among, condition, name)
+    return _is_member(values, among)
 
 
-def _require_alike(values: Array, among: Iterable[Any], condition: Any, name: str) -> None:
+def _require_alike(values: Array, among: list[Any], condition: Any, name: str) -> None:
     """Raise SchemaError where a condition and a column are not both text or both numbers."""
     text = values.dtype.kind == "U"
-    if isinstance(condition, tuple):
-        among = [end for end in among if end is not None]
-    if not all(_is_alike(each, text) for each in among):
+    if not all(isinstance(each, str if text else Number) for each in among):
         held = "text" if text else f"numbers ({values.dtype})"
         raise SchemaError(f"filter {name!r}: got {condition!r}, but it holds {held}; give such, or a callable")
-
-
-def _is_alike(value: Any, text: bool) -> bool:
-    number = isinstance(value, Number) or hasattr(value, "item")  # a numpy or torch scalar
-    return isinstance(value, str) if text else number and not isinstance(value, str)
+    if text and any(each.endswith("\0") for each in among):
+        raise SchemaError(f"filter {name!r}: got {condition!r}; no text that is stored ends in NUL, so strip it")
 
 
 def _is_member(values: Array, members: list[Any]) -> BoolArray:
+    if values.dtype.kind in "biuf":  # others would be compared as the floats that both can be
+        real = [_rounded(each.real, values.dtype) for each in members if not each.imag]
+        exact = [least for each in real if (least := _least_from(each, values.dtype)) == each]
+        members = [each for each in exact if values.dtype.kind == "f" or isinstance(each, int)]
     if not members:
         return np.zeros(len(values), np.bool_)
-    wanted = np.asarray(members)
-    if values.dtype.kind == "f":
-        wanted = wanted.astype(values.dtype)  # 0.1 means the float32 next to it, as it does to `==`
-    return np.isin(values, wanted)
+    wanted = np.array(members) if values.dtype.kind == "U" else np.array(members, values.dtype)
+    return np.isin(values, wanted) if len(wanted) > 1 else np.asarray(values == wanted[0])
 
 
-def _in_range(values: Array, condition: tuple[Any, ...], name: str) -> BoolArray:
-    if len(condition) != 2:
+def _in_range(values: Array, ends: list[Any], condition: tuple[Any, ...], name: str) -> BoolArray:
+    if len(ends) != 2:
         raise SchemaError(f"filter {name!r}: got {condition!r}; a tuple is (low, high), use a set or list for members")
-    low, high = (end.item() if hasattr(end, "item") else end for end in condition)
+    given = [end for end in ends if end is not None]
+    _require_alike(values, given, condition, name)
+    if values.dtype.kind == "c" or any(isinstance(end, complex) for end in given):
+        raise SchemaError(
+            f"filter {name!r}: got {condition!r}, and complex numbers have no order; give a callable from the column "
+            "to bools"
+        )
+    if values.dtype.kind != "U":
+        ends = [None if end is None else _least_from(_rounded(end, values.dtype), values.dtype) for end in ends]
+    low, high = ends
     keep = np.ones(len(values), np.bool_)
     if low is not None:
         keep &= values >= low
     if high is not None:
         keep &= values < high
     return keep
+
+
+def _rounded(number: Any, dtype: np.dtype[Any]) -> Any:
+    """A float as a column of floats would hold it: 0.1 means the float32 next to it; other numbers as they are."""
+    if dtype.kind != "f" or not isinstance(number, float):
+        return number
+    with np.errstate(over="ignore"):  # 1e300 is infinite as a float32, and so it compares
+        return float(dtype.type(number))
+
+
+def _least_from(number: Any, dtype: np.dtype[Any]) -> Any:
+    """The smallest number of a dtype that is not below one given: x < that one where, and only where, x < this one.
+
+    It is Python's own, as numpy rounds an int before it compares it with a float; infinite where each is below it.
+    """
+    if isinstance(number, float) and (dtype.kind == "f" or not math.isfinite(number)):
+        return number
+    if dtype.kind != "f":
+        least = max(math.ceil(number), int(np.iinfo(dtype).min))
+        return least if least <= np.iinfo(dtype).max else math.inf
+    try:
+        near = _rounded(float(number), dtype)
+    except OverflowError:
+        near = math.inf if number > 0 else -math.inf
+    return near if near >= number else float(np.nextafter(dtype.type(near), dtype.type(math.inf)))
 
 
 def filtered(runs: Runs, storage: Storage, filters: Mapping[str, Any], stride: int) -> Runs:

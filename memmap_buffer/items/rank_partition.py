@@ -40,6 +40,19 @@ class Ranks:
         return self
 
     @property
+    def need_seed(self) -> bool:
+        """Whether each would draw a seed of its own, as they can agree on none."""
+        return self.world_size > 1 and not self.connected
+
+    def require_seed(self, seed: int | None) -> int:
+        """The seed of an epoch that begins. Raises SchemaError where there is none."""
+        if seed is None:
+            raise SchemaError(
+                "seed: got None, and the ranks that were given cannot agree on one; give all the same, or load a state"
+            )
+        return seed
+
+    @property
     def connected(self) -> bool:
         """Whether `agree` reaches the other ranks."""
         return False

@@ -76,10 +76,10 @@ class Selection:
         _check_number("weight_by", _weighing(self.weight_by)[0], schema)
         for name in self.filter_meta:
             if name not in EPISODE_COLUMNS and name not in schema.meta_fields:
-                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, *EPISODE_COLUMNS])
+                raise schema.unknown(name, "filter_meta", [*schema.meta_fields, *EPISODE_COLUMNS], "filter_fields")
         for name in self.filter_fields.keys() - {START}:
             if name not in schema.fields:
-                raise schema.unknown(name, "filter_fields", [*schema.fields, START])
+                raise schema.unknown(name, "filter_fields", [*schema.fields, START], "filter_meta")
             if schema.fields[name].shape not in ((), (1,)):
                 raise SchemaError(
                     f"filter_fields: {name!r} has shape {schema.fields[name].shape}; filter by a scalar field"
@@ -113,7 +113,7 @@ class Selection:
     def describe(self) -> str:
         """The view and the options that narrow it, for an error."""
         least = f"min_episode_len={self.min_episode_len}"
-        return ", ".join([f"view {type(self.view).__name__}", least, *self.narrowed])
+        return ", ".join([f"view {described(self.view)}", least, *self.narrowed])
 
     @property
     def narrowed(self) -> list[str]:
@@ -415,16 +415,17 @@ class _Parts(NamedTuple):
     ended: BoolArray
 
     def anchors(self, view: View, schema: Schema, episodes: Runs, has_final: BoolArray, ended: BoolArray) -> Runs:
-        """The anchors of each part, as if it were an episode; none lies before its part, unless it is the first."""
+        """The anchors of each part, as if it were an episode; behind other steps the first of them begins the part."""
         parts = episodes.where(self.number).replaced(count=self.stop - self.begin)
         final = has_final[self.number] & self.is_last
         terminated = np.where(self.is_last, ended[self.number], self.ended)
         runs = view.anchors(schema, parts, final, terminated)
         early = np.where(self.begin > 0, np.maximum(-runs.first, 0), 0)
-        skipped = np.minimum(-(-early // view.stride), runs.count)
-        first = runs.first + skipped * view.stride + self.begin
-        last = None if runs.last is None else runs.last + self.begin
-        return Runs(runs.slot, runs.serial, first, runs.count - skipped, last)
+        first, last = runs.first + early + self.begin, None if runs.last is None else runs.last + self.begin
+        if early.any():  # as many as if so many steps less were padded in front, and one where there is any
+            fewer = view.anchors(schema, parts.replaced(count=parts.count - early), final, terminated)
+            runs = runs.replaced(count=np.maximum(fewer.count, np.minimum(runs.count, 1)))
+        return Runs(runs.slot, runs.serial, first, runs.count, last)
 
 
 def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, ends: Ends) -> _Parts:

@@ -23,7 +23,15 @@ from memmap_buffer.loading.options import Output, parse, selection_of
 from memmap_buffer.loading.read_ahead import ANSWER_SECONDS, Disk
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.views.anchors import Anchors, BoolArray
-from memmap_buffer.views.batch_builder import BatchBuilder, BFloat16Bits, Columns, cut, find_following, placed
+from memmap_buffer.views.batch_builder import (
+    LENGTHS,
+    BatchBuilder,
+    BFloat16Bits,
+    Columns,
+    cut,
+    find_following,
+    placed,
+)
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.hindsight import HindsightBuilder
 from memmap_buffer.views.one_step import OneStep
@@ -170,7 +178,9 @@ class BatchReader:
     def nothing_to_read(self) -> NotEnoughDataError:
         """The error for an index without items, with the counts."""
         episodes = sum(len(table) for table in self.folders.tables)
-        why = f"none of {episodes} episodes has an item for {self.selection.describe()}" if episodes else "it is empty"
+        longest = max(int((table.length - table.start)[table.visible].max(initial=0)) for table in self.folders.tables)
+        what = f"none of {episodes} episodes has an item for {self.selection.describe()}"
+        why = f"{what}; the longest has {longest} timesteps" if episodes else "it is empty"
         text = f"{self.folders.storages[0].path}: nothing to read from this replay buffer: {why}"
         return NotEnoughDataError(text, episodes=episodes)
 
@@ -286,8 +296,11 @@ class BatchReader:
         anchors = Anchors(folder, none, none, none, chance=chance)
         if self.prioritized is not None:
             anchors = anchors._replace(weight=none.astype(np.float32), probability=none.astype(np.float64))
-        batch = self.read(anchors)
-        return {key: ArraySpec.of(key in self.output.ragged, batch_size, array) for key, array in batch.items()}
+        batch, of_any_length = self.read(anchors), {*self.output.ragged}
+        if self.selection.view.pads_to_longest:  # fields with `final` have an entry more than none
+            names = [self.output.rename.get(name, name) for name in self.folders.schema.fields]
+            of_any_length |= {*names, *(LENGTHS + name for name in names)}
+        return {key: ArraySpec.of(key in of_any_length, batch_size, array) for key, array in batch.items()}
 
     def _num_damaged(self) -> int:
         return sum(storage.num_damaged for storage in self.folders.storages)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array, all_of, decode, loaded_torch, to_numpy
+from memmap_buffer.dtypes import Array, all_of, decode, loaded_torch, of_mask, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.shuffle import draw_like
@@ -367,7 +367,7 @@ def batch_of(reader: BatchReader, indices: Any, device: Any) -> Any:
     if numbers.ndim not in (1, 2) or numbers.dtype.kind not in "iu" or not numbers.size:
         raise SchemaError(
             f"batch: got {shortly(indices)}, expected positions (B,) of items or their `_indices`, whole numbers, at "
-            "least one"
+            f"least one{of_mask(numbers)}"
         )
     data = ItemDataset(reader).at(numbers).whole
     return data if device is None else form_of(reader.output.format).move(data, device)

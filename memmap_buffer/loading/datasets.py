@@ -188,7 +188,7 @@ def check_loader_options(options: Mapping[str, Any], known: Iterable[str]) -> No
     """Raise SchemaError unless each is an argument of PyTorch's DataLoader that leaves the order to the library."""
     for name, value in options.items():
         if name not in _LOADER_OPTIONS:
-            raise unknown_option(name, [*known, *_LOADER_OPTIONS])
+            raise unknown_option(name, sorted({*known, *_LOADER_OPTIONS} - {"self", "options"}))
         if name in ("sampler", "batch_sampler") and value is not None:
             raise SchemaError(
                 f"{name}: the order is the library's here; give dataset() to a DataLoader of your own for another"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from keyword import iskeyword
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from memmap_buffer.choices import Format, OnStale, Padding, check_choice
+from memmap_buffer.choices import Format, OnStale, Padding, check_choice, closest, did_you_mean
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.priority.options import Prioritized
@@ -429,13 +429,10 @@ def _is_number(key: str, view: View, schema: Schema) -> bool:
     return key in NUMBERS if field is None else not field.shape and field.storage.kind != "U"
 
 
-def unknown_option(name: str, known: Sequence[str]) -> SchemaError:
+def unknown_option(name: str, known: Collection[str]) -> SchemaError:
     """The error for an option that does not exist."""
-    import difflib
-
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-    return SchemaError(f"option {name!r} is unknown; {hint}")
+    some = ", ".join(map(repr, closest(name, known, 4, 0)))
+    return SchemaError(f"option {name!r} is unknown; {did_you_mean(name, known) or f'the closest are {some}'}")
 
 
 def _split_by_field(schema: Schema, options: Parsed) -> dict[str, Any]:

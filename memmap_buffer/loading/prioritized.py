@@ -444,7 +444,8 @@ class PrioritizedSampler:
         draws: gives the anchors.
         batch_size: items a batch; every batch is full.
         drop_last: one batch less where the items do not divide.
-        seed: with the numbers of the epoch and the rank it fixes the random numbers; that of rank 0 counts.
+        seed: with the numbers of the epoch and the rank it fixes the random numbers; that of rank 0 counts. None: a
+            state that is loaded has it.
         ranks: the processes that share each epoch.
         tail: of items that do not divide by the ranks: "drop" counts them for no batch.
     """
@@ -458,7 +459,7 @@ class PrioritizedSampler:
         *,
         batch_size: int,
         drop_last: bool,
-        seed: int,
+        seed: int | None,
         ranks: Ranks | None = None,
         tail: str = "pad",
     ) -> None:
@@ -499,6 +500,7 @@ class PrioritizedSampler:
             SchemaError: a rank reads other data, or gives no batches.
         """
         ranks = self.ranks.now()
+        ranks.require_seed(self.seed)
         self.draws.share(ranks)
         epoch = self._agreed(ranks) if ranks.connected else self._loaded or self._new()
         epoch.partition = self._split(epoch, ranks)
@@ -586,7 +588,8 @@ class PrioritizedSampler:
     def _drawn(self, epoch: PrioritizedEpoch) -> Iterator[Anchors]:
         assert epoch.partition is not None
         part = () if epoch.begun == 0 else (epoch.begun,)  # the rest does not repeat the chance of the beginning
-        rng = np.random.default_rng((self.seed, epoch.number, self.ranks.now().rank, *part))
+        ranks = self.ranks.now()
+        rng = np.random.default_rng((ranks.require_seed(self.seed), epoch.number, ranks.rank, *part))
         self.epoch, self._loaded = epoch.number + 1, None
         for _ in range(len(epoch.partition)):
             drawn = self.draws.next(self.batch_size, rng, number=epoch.first + epoch.drawn)

@@ -80,7 +80,7 @@ class EpochSampler:
         drop_last: leave out an incomplete last batch.
         shuffle: False; True: without replacement, in an order of (seed, epoch); "block": see `BlockShuffle`.
         window: with "block", how many items are shuffled together; None: as many as take 256 MiB.
-        seed: fixes every epoch.
+        seed: fixes every epoch; None: a state that is loaded has it.
         weights: one per folder: each batch has exactly these shares, every folder going round in an order of its own;
             an epoch has as many items as without.
         ranks: the processes that share each epoch.
@@ -100,7 +100,7 @@ class EpochSampler:
         batch_size: int,
         shuffle: bool | str,
         drop_last: bool,
-        seed: int,
+        seed: int | None,
         weights: Sequence[float] | None = None,
         window: int | None = None,
         ranks: Ranks | None = None,
@@ -225,10 +225,11 @@ class EpochSampler:
 
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
+        seed = self.seed or 0  # of one without a seed the batches are counted, and no more
         if self.shuffle != "block":
-            return Epoch(self.seed, self.epoch, Shuffle(self.shuffle), index)
+            return Epoch(seed, self.epoch, Shuffle(self.shuffle), index)
         asked = Shuffle("block", self.window or _default_window(self.reader, index))
-        return Epoch(self.seed, self.epoch, self._fitted(asked, self._cache_use(index)), index)
+        return Epoch(seed, self.epoch, self._fitted(asked, self._cache_use(index)), index)
 
     def _cache_use(self, index: Index) -> CacheUse | None:
         """What an epoch in blocks takes in the cache; None where nothing is given back."""
@@ -255,6 +256,7 @@ class EpochSampler:
     def _agreed(self) -> Epoch:
         """The next epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
         ranks = self.ranks.now()
+        ranks.require_seed(self.seed)
         if not ranks.connected:
             return self._loaded or self._new()
         try:

@@ -234,6 +234,12 @@ def store_statistics(folder: Folder, found: Statistics, episodes: Mapping[str, i
 
 def _numeric(schema: Schema, names: Sequence[str] | None) -> tuple[str, ...]:
     numeric = [name for name, field in schema.all.items() if field.storage.kind in "biuf"]
+    for name in {*(names or ())} & schema.all.keys() - {*numeric}:
+        holds = {"O": "lists", "U": "text"}.get(schema.all[name].storage.kind, "complex numbers")
+        raise SchemaError(
+            f"statistics: field {name!r} holds {holds}, and only fields of real numbers of one shape have statistics; "
+            "leave it out"
+        )
     return tuple(numeric) if names is None else schema.require(names, "statistics", numeric)
 
 

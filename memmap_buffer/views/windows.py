@@ -131,7 +131,9 @@ class Window(View):
             its window just fits; "drop": only windows that lie inside; "continue": a window runs on into the episode
             that follows in its stream, and every start whose L steps exist there gives one.
         padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
-        pad_before: windows may begin this many steps before the episode, padded in front.
+        pad_before: windows may begin this many steps before the episode, padded in front; not where there were steps,
+            before what a ring has left of an episode and behind an end in its middle: there the first one begins with
+            the first step.
         pad_after: windows may end this many steps behind the episode; default: all but their first step.
         pad_in_front: a window that has fewer steps than L ends with them, behind its padding.
         allow_short: with "shift" and "repeat", whether an episode shorter than L gives a padded window, or an error
@@ -139,7 +141,8 @@ class Window(View):
         stream: with "continue", the meta field that names the environment of an episode. The next episode of the same
             one follows; without, that of the next serial. Only episodes that pass the filters count. A batch has
             `_is_first` (B, L), true where a window or an episode begins, and `_is_last` (B, L), where an episode ends.
-        burn_in: so many entries of a window only warm up a recurrent state: `_loss_mask` (B, L) leaves them out.
+        burn_in: so many entries of a window only warm up a recurrent state: `_loss_mask` (B, L) leaves them out; of a
+            window that is not padded in front, though others are, so many less.
         n_steps: n, with `gamma`: a batch has the returns and discounts of n steps from every entry on, as `NStep` gives
             them, `_return` (B, L) and `_discount` (B, L), and `n_step_lens` (B, L), k of each, 0 where no step has a
             successor. Fields with `final` show the final observation behind the last step, told by `_mask_<field>`, so
@@ -246,7 +249,8 @@ class Window(View):
         return self.length if self.boundary == CONTINUE else 0
 
     def ends(self, schema: Schema) -> Ends:
-        return Ends.of(schema, self.terminated, after=0 if self.continues else self.reach)
+        before = int(bool(self.burn_in and self.pad_before))  # whether an anchor begins what is there
+        return Ends.of(schema, self.terminated, before=before, after=0 if self.continues else self.reach)
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         stop = episodes.count - (self.length - 1)
@@ -283,8 +287,8 @@ class Window(View):
 
     def _put_learned(self, builder: BatchBuilder, steps: range, exists: BoolArray, finals: list[str]) -> None:
         """Put the returns of every entry, where fields with `final` exist, and which entries are learned from."""
-        entry = np.arange(self.length)
-        learned = exists & (entry >= self.burn_in)
+        entry, unpadded = np.arange(self.length), (builder.t == 0) & (np.asarray(builder.begin) > 0)
+        learned = exists & (entry >= self.burn_in - self.pad_before * unpadded[:, None])
         if self.n_steps:
             found = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward)
             builder.batch |= found

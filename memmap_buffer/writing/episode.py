@@ -488,8 +488,7 @@ class Episode(Block):
             return field.encode(value)
         except SchemaError as error:
             where = f"meta field {name!r}" if t is None else f"field {name!r}, timestep {t}"
-            hint = "; store one step, not a batch" if t is not None and "shape" in str(error) else ""
-            raise SchemaError(f"{where}: {error}{hint}", field=name, timestep=t) from None
+            raise SchemaError(f"{where}: {error}", field=name, timestep=t) from None
 
     def _completed(self, step: Mapping[str, Any], t: int) -> tuple[Any, ...]:
         """The values of a step that is nested, or leaves fields to their defaults, in the order of the schema."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array, to_numpy
+from memmap_buffer.dtypes import Array, of_mask, to_numpy
 from memmap_buffer.errors import EpisodeIndexError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Field, Schema
@@ -82,7 +82,8 @@ def positions_of(indices: Any, count: int) -> tuple[IntArray, bool]:
         return np.arange(*indices.indices(count)), False
     array = to_numpy(indices)
     if array.ndim > 1 or (array.dtype.kind not in "iu" and array.size):
-        raise SchemaError(f"episodes: got {array.dtype} {array.shape}, expected whole numbers, a slice or None")
+        got = f"got {array.dtype} {array.shape}"
+        raise SchemaError(f"episodes: {got}, expected whole numbers, a slice or None{of_mask(array)}")
     positions = np.atleast_1d(array).astype(np.int64)
     outside = (positions < -count) | (positions >= count)
     if outside.any():

@@ -198,3 +198,40 @@ def test_a_shuffled_epoch_of_10_to_the_9_steps_repeats_none_of_its_first_100000(
     number = serial * STEPS + t
     assert len(np.unique(number)) == 10**5
     assert abs(np.corrcoef(number[:-1], number[1:])[0, 1]) < 0.02  # nor are they in any order: 6 standard deviations
+
+
+# A draw after each step that is recorded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *DRAWS.values(),
+        pytest.param(
+            {"view": Window(16, boundary="continue")},
+            marks=pytest.mark.xfail(
+                strict=True, reason="which episode follows which is found anew for all of them after each change"
+            ),
+        ),
+    ],
+    ids=[*DRAWS, "windows that run on"],
+)
+def test_a_draw_after_a_step_that_is_added_allocates_no_more_for_100_times_the_episodes(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (batch_reader, read_ahead):
+        monkeypatch.setattr(module, "ANSWER_SECONDS", math.inf)
+    most = {}
+    for episodes in (20, 2_000):
+        with ReplayBuffer.from_folder(forge(tmp_path / str(episodes), episodes, 20, FIELDS), publish="step") as buffer:
+            buffer.delete(0)  # for the slot of the episode that is recorded
+            step = {"x": np.zeros(4, np.float32), "reward": 0.0}
+            for _ in range(3):  # the first of an episode, and what is kept for the next draws
+                buffer.add(**step)
+                buffer.sample(BATCH, **options)
+            peaks = []
+            for _ in range(3):
+                buffer.add(**step)
+                peaks.append(peak(lambda b=buffer: b.sample(BATCH, **options))[1])
+            most[episodes] = min(peaks)
+    assert most[2_000] <= 1.1 * most[20] + 4096  # of other threads

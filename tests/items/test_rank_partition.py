@@ -83,8 +83,6 @@ def buffer(tmp_path):
         ({"rank": 0, "seed": 1}, "rank, world_size: got 0, None; give both"),
         ({"rank": 3, "world_size": 2, "seed": 1}, "0 ≤ rank < world_size"),
         ({"tail": "keep"}, "tail: got 'keep', expected one of 'pad', 'drop', 'uneven'"),
-        ({"rank": 0, "world_size": 2, "shuffle": True}, "seed: got None, and the ranks that were given cannot agree"),
-        ({"rank": 0, "world_size": 2, "window_length": 2}, "seed: got None"),
         ({"shuffle": "blocks"}, "shuffle: got 'blocks', expected one of False, True, 'block'"),
         ({"shuffle_window": 3}, "shuffle_window: got 3 with shuffle=False"),
         ({"shuffle": "block", "shuffle_window": 0}, "shuffle_window: got 0"),
@@ -95,6 +93,18 @@ def buffer(tmp_path):
 def test_options_of_the_order_that_cannot_be_are_refused(buffer, options, text):
     with pytest.raises(SchemaError, match=text):
         buffer.dataloader(2, **{"timestep_level": "window_length" not in options, **options})
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": "block"}, {"window_length": 2}], ids=str)
+def test_ranks_that_would_each_draw_a_seed_of_their_own_begin_no_epoch_without_one(buffer, options):
+    loader = buffer.dataloader(2, timestep_level="window_length" not in options, rank=0, world_size=2, **options)
+    for begin in (loader.__iter__, lambda: next(iter(loader.batch_sampler))):
+        with pytest.raises(
+            SchemaError, match=r"seed: got None, and the ranks .* cannot agree on one; give .*, or load"
+        ):
+            begin()
+    in_order = buffer.dataloader(2, timestep_level=True, rank=0, world_size=2)
+    assert sum(len(batch["x"]) for batch in in_order) == 5
 
 
 def test_ranks_without_a_batch_each_are_told_so(buffer):

@@ -241,6 +241,7 @@ class TestElements:
             {"n_steps": 2, "gamma": 0.5, "sequence_fields": FIELDS, "prioritized": True},
             {"n_steps": 2, "stack": {"camera": 3}, "expand_scalars": True},
             {"return_mask": True},
+            {"view": Trajectory(return_mask=True, final_observation=True), "fieldname_map": {"observation": "seen"}},
             {"slice_by_episode_len": False},
             {"window_length": 3, "fieldname_map": {"reward": "r"}},
             {"view": Offsets(observation=(-1, 0), t=range(3))},
@@ -269,6 +270,9 @@ class TestElements:
         assert buffer.batch_spec(8, timestep_level=True)["observation"] == ((8, 3), "float32")
         assert buffer.batch_spec(8, view=Window(4))["half"] == ((8, 4), "bfloat16")
         assert buffer.batch_spec(8, slice_by_episode_len=False)["text"] == ((8, 12), "str")
+        final = Trajectory(final_observation=True)
+        assert buffer.batch_spec(8, view=final)["observation"] == ((8, None, 3), "float32")
+        assert buffer.batch_spec(8, view=Trajectory(to_length=20, final_observation=True))["observation"].shape[1] == 21
 
     def test_sequences_may_be_longer_than_the_whole_folder(self, recorded):
         spec = recorded((), max_episodes=1, max_timesteps=3).batch_spec(8, n_steps=100, sequence_fields="t")

@@ -152,6 +152,17 @@ def test_a_state_from_before_the_first_batch_begins_the_epoch(recorded):
     assert_same_batches(again, loader)
 
 
+@pytest.mark.parametrize("order", [{"shuffle": True}, {"shuffle": "block"}])
+def test_ranks_take_their_seed_from_the_state(recorded, order):
+    """Also one between two epochs, in which nothing was handed out."""
+    options = {**order, **STEPS, "rank": 1, "world_size": 2}
+    loader = recorded.dataloader(4, seed=5, **options)
+    for state, rest in ((loader.state_dict(), list(loader)), stopped(loader, 2)):
+        again = recorded.dataloader(4, **options)
+        assert_same_batches(resumed(again, state), rest)
+        assert again.state_dict()["seed"] == 5
+
+
 def test_after_the_last_batch_the_next_epoch_is_next(recorded):
     loader = recorded.dataloader(4, shuffle=True, seed=5, **STEPS)
     states = [loader.state_dict() for _ in loader]

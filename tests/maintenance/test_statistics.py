@@ -242,7 +242,7 @@ def test_what_cannot_be_described_is_refused(buffer, tmp_path):
     empty = ReplayBuffer(tmp_path / "empty", 2, 2, {"x": "float"})
     with empty, pytest.raises(NotEnoughDataError, match="there are no episodes to describe"):
         empty.statistics()
-    for names, text in ((["text"], "statistics: got 'text'"), (["rewrad"], "did you mean 'reward'")):
+    for names, text in ((["text"], "statistics: field 'text' holds text"), (["rewrad"], "did you mean 'reward'")):
         with pytest.raises(SchemaError, match=text):
             buffer.statistics(names)
     with pytest.raises(SchemaError, match=r"quantiles: got .*numbers from 0 to 1"):

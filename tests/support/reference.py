@@ -6,6 +6,7 @@ Every view gives its items as {(serial, t): item}, in the order in which an unsh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -98,13 +99,20 @@ class Reference:
             out = [episode for episode in out if episode in best]
         return out
 
-    def items(self, cut, filter_fields=None, **choice):
-        """cut(episode) -> {t: item}; a step that does not exist passes no filter."""
+    def parts(self, episode, ends=("terminated", "truncated")):
+        """What lies between two ends, each as an episode by itself of which the steps before are forgotten."""
+        ended = [any(np.any(episode.steps[name][t]) for name in ends) for t in range(episode.length)]
+        cuts = [0, *(t + 1 for t in range(episode.length - 1) if ended[t]), episode.length]
+        for begin, stop in pairwise(cuts):
+            steps = {name: rows[begin:stop] for name, rows in episode.steps.items()}
+            final = episode.final if stop == episode.length else {}
+            yield replace(episode, steps=steps, final=final, forgotten=episode.forgotten + begin)
+
+    def items(self, cut, filter_fields=None, parted=False, **choice):
+        """cut(episode) -> {t: item}; a step that does not exist passes no filter. `parted`: by `parts`."""
         out = {}
-        for episode in self.chosen(**choice):
+        for episode in (p for e in self.chosen(**choice) for p in (self.parts(e) if parted else [e])):
             for t, item in cut(episode).items():
-                if t < 0 < episode.forgotten:
-                    continue  # there were timesteps; nothing is padded before what is left of them
                 asked = dict(filter_fields or {})
                 starts = holds(t + episode.forgotten, asked.pop("_start", (None, None)))
                 if starts and all(t >= 0 and holds(episode.steps[n][t], c) for n, c in asked.items()):
@@ -168,10 +176,15 @@ class Reference:
         pad_before=0,
         pad_after=None,
         front=False,
+        burn_in=0,
+        n_steps=0,
     ):
-        starts = list(range(-pad_before, episode.length, stride))
+        last = episode.length - 1
         if pad_after is not None:  # how far a window may reach beyond the end
-            starts = [t for t in starts if t + length <= episode.length + pad_after]
+            last = min(last, episode.length + pad_after - length)
+        starts = list(range(-pad_before, last + 1, stride))
+        if pad_before and episode.forgotten:  # nothing is padded before it, as there were steps: the first begins it
+            starts = list(range(0, last + 1, stride)) or [0] * bool(starts)
         if boundary != "pad":
             inside = [t for t in range(episode.length) if t + length <= episode.length]
             starts = spread(inside, stride, [0], boundary)
@@ -181,7 +194,7 @@ class Reference:
             first = start - missing  # of a window whose padding stands in front
             steps = range(first, first + length)
             if missing:
-                left = replace(episode, steps={n: rows[start:] for n, rows in episode.steps.items()})
+                left = replace(episode, forgotten=0, steps={n: rows[start:] for n, rows in episode.steps.items()})
                 cut = self.windows(left, length, fields, padding=padding, pad_before=missing)[-missing]
                 items[start] = {**cut, "_start": np.int64(first)}
                 continue
@@ -189,7 +202,17 @@ class Reference:
             mask = np.array([0 <= t < episode.length for t in steps])
             item |= {"_mask": mask, "_lens": np.int64(mask.sum()), "_start": np.int64(start)}
             items[start] = {**item, "_reaches_episode_end": np.bool_(start + length >= episode.length)}
+            if burn_in or n_steps:
+                # Behind a head that is not there, steps that padding would have warmed up are learned from, too.
+                warm = burn_in - pad_before * (start == 0 < episode.forgotten)
+                alike = [warm <= k < length - n_steps and 0 <= t < episode.length for k, t in enumerate(steps)]
+                follows = [not n_steps or t < episode.length - 1 or self.ended(episode) for t in steps]
+                items[start]["_loss_mask"] = np.array(alike) & np.array(follows)
         return items
+
+    def ended(self, episode, terminated="terminated"):
+        """Whether something is known to follow the last step: an observation, or that nothing does."""
+        return bool(episode.final) or bool(np.any(episode.steps[terminated][-1]))
 
     def continued(self, length, fields, stream=None, filter_fields=None, **choice):
         """{(serial, t): item} of windows that go on in the next episode, of the same value of `stream` where given."""

@@ -272,7 +272,7 @@ BAD_STEPS = {
     "unknown field": (step(1, reward_=2), SchemaError, "'reward_'.*did you mean 'reward'"),
     "missing field": ({"obs": [1, 2]}, SchemaError, "'reward'.*timestep 1.*missing.*no default"),
     "wrong shape": (step(1, obs=[1, 2, 3]), SchemaError, r"'obs'.*timestep 1.*\(3,\).*declared \(2,\)"),
-    "a batch": (step(1, obs=np.zeros((4, 2))), SchemaError, "store one step, not a batch"),
+    "a batch": (step(1, obs=np.zeros((4, 2))), SchemaError, "store one entry, not a batch"),
     "fraction": (step(1, action=2.9), SchemaError, "'action'.*2.9.*not a whole number"),
     "overflow": (step(1, pixels=300), SchemaError, "'pixels'.*300.*out of range 0 … 255"),
     "negative": (step(1, pixels=np.int64(-1)), SchemaError, "'pixels'.*-1.*out of range"),
