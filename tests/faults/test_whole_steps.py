@@ -173,6 +173,25 @@ def failing(at: int, work: Callable[[], Any]) -> tuple[int, OSError | None]:
     return seen.count, error
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("interrupt", [failing, lambda at, work: interrupted(work, 37 * at)], ids=["ENOSPC", "signal"])
+def test_after_a_step_that_was_interrupted_a_ring_still_forgets_the_oldest_first(
+    tmp_path: Path, interrupt: Callable[..., Any], again: bool
+) -> None:
+    program = Program(tmp_path, "step", skips_resets=False, following=True, capacity=6 * SIZE)
+    added: list[set[tuple[int, ...]]] = []
+    for at in range(1, 60):
+        step = program.environments.step(ENDS["end" if at % 5 == 0 else "plain"])
+        rows = {tuple(row) for row in step["observation"].tolist()}
+        for _ in range(1 + again):
+            if not rows <= steps_in(program.buffer):
+                interrupt(at % 20, partial(program.buffer.add, **step)) if at % 3 == 0 else program.buffer.add(**step)
+        if rows <= steps_in(program.buffer):
+            added.append(rows)
+        assert steps_in(tmp_path) == set().union(*added[-6:])
+    assert len(added) > 40
+
+
 SIGNALLED = """
     import random, signal, sys
     from pathlib import Path
