@@ -260,7 +260,7 @@ class Recording(Editing):
             priority_name: of the `Prioritized` that draws by them.
             step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
                 counts. `next_<field>` of fields with `final`: the observation after the step, kept where an episode
-                ends or is cut.
+                ends or is cut. One warning tells where it seems to be that of a reset.
 
         Raises:
             MemmapBufferError: as `one_episode` and `store` raise it, or B is another one. No environment got the step.

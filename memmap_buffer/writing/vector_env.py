@@ -6,6 +6,7 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from threading import get_ident
@@ -27,6 +28,20 @@ from memmap_buffer.writing.writer import Writer
 log = logging.getLogger("memmap_buffer")
 NEXT = "next_"
 _GIVEN = "fields", "meta", "following"  # of `Steps`
+LOOKS = 100  # ends of episodes at which it is looked whether what was given as seen next can be right
+SAME = 3  # ends one behind the other at which it is the observation of a reset, until that is said
+FORGOTTEN = (
+    "add: where an episode ended, `next_observation` is what the next step begins with, {count} times one behind the "
+    "other: it seems to be of the reset, and truncated episodes would bootstrap from it. Give what was seen "
+    'last: of AutoresetMode.SAME_STEP that is `infos["final_obs"][i]`. It is right only if episodes begin where the '
+    "last one ended."
+)
+RESET = (
+    "add: the step after the end of an episode does not begin with its `next_observation`, so it is no reset by "
+    "AutoresetMode.NEXT_STEP, as which it is left out, and steps before it may lead to those behind it. Call "
+    "end_episodes() before you reset the environments yourself; if they reset in another mode, create the buffer with "
+    "skips_resets=False."
+)
 
 
 class EpisodeGroup(Block):
@@ -164,6 +179,9 @@ class EpisodeStream(EpisodeGroup):
         self._following: dict[str, Array] = {}  # what was seen after the last step
         self._missing: object = None  # steps that were given, and may not all be stored
         self._before: list[tuple[Episode, int]] = []  # staged episodes with the lengths that they go back to
+        self._looks = LOOKS  # at ends, still to come
+        self._linked: bool | None = None  # whether what is seen next is what follows, within an episode
+        self._seen_again: list[Any] = []  # at ends one behind the other, what was seen next and then again
         # By environment, an episode that was cut without its final observation, and that, once it was seen.
         self._cut: dict[int, tuple[Episode, dict[str, Array]]] = {}
 
@@ -187,7 +205,7 @@ class EpisodeStream(EpisodeGroup):
             if self._missing not in (None, steps):
                 self._cut_off(steps)
             over, following, start = self.over.copy(), self._following, steps.done
-            self._missing, self.over, self._following = self, over | steps.ends[-1], {}
+            self._missing, self.over = self, over | steps.ends[-1]
             try:
                 self._extend(steps, over, before)
             except (MemmapBufferError, OSError) as error:
@@ -221,6 +239,9 @@ class EpisodeStream(EpisodeGroup):
             self._see(steps)
             self._begin_where_needed()
             start, steps.recorded = steps.done, self._recorded(over)
+            if self._looks and self._following and (self._linked is None or over.any()):
+                self._look(steps, over)
+            self._following = {}
             try:
                 self._append_some(steps, before)
             finally:  # also after an error, where the step is stored
@@ -232,6 +253,25 @@ class EpisodeStream(EpisodeGroup):
         if not (self._cut or over.any()) and all(episode.state == "open" for episode in self.episodes):
             self._round = self._writer.round_of(self.episodes)
 
+    def _look(self, steps: Steps, over: Array) -> None:
+        """Warn, once, where what was given as seen next cannot be right: at ends, as elsewhere the next step has it."""
+        first = self._linked is None
+        for i in np.flatnonzero(over != first).tolist():
+            seen = _bytes(self._following, i)
+            same = seen == _bytes({name: steps.fields[name] for name in self._following}, (steps.done, i))
+            if first:
+                self._linked = same and self._linked is not False
+                continue
+            self._looks -= 1
+            self._seen_again = [*self._seen_again, seen] if same else []
+            forgotten = len(self._seen_again) >= SAME and any(one != seen for one in self._seen_again)
+            if not same if self._skips_resets else forgotten:
+                self._looks = 0
+                text = RESET if self._skips_resets else FORGOTTEN.format(count=len(self._seen_again))
+                warnings.warn(text, UserWarning, stacklevel=2)
+                return
+        self._looks *= self._linked is not False  # of who gives something else as seen next nothing is known
+
     def _append_some(self, steps: Steps, before: Round | None) -> None:
         """Append timesteps up to the next end: for all environments or for none."""
         if self._writer.how.publish == "step":
@@ -241,7 +281,8 @@ class EpisodeStream(EpisodeGroup):
 
     def go_on(self, step: Mapping[str, Any]) -> bool:
         """Append one timestep that is given as it is to be stored; False where that is not so, and nothing was done."""
-        if self._skips_resets and not self._cut and self._missing is None and all_of(self.over):
+        looks = self._looks and self._following
+        if self._skips_resets and not (self._cut or looks) and self._missing is None and all_of(self.over):
             self.over[:], self._following = False, {}  # a reset of every environment, which is no timestep
             return True
         columns = self._encoded(step)
@@ -422,6 +463,10 @@ class EpisodeStream(EpisodeGroup):
             episode.update({name: values[at, i] for name, values in steps.meta.items()})
         if steps.following and (episode.ended or episode.length == self._limit):
             episode.final(**{name: rows[at, i] for name, rows in steps.following.items()})
+
+
+def _bytes(columns: Mapping[str, Array], at: Any) -> list[bytes]:
+    return [np.asarray(rows[at]).tobytes() for rows in columns.values()]
 
 
 def _of(columns: Mapping[str, Array], chosen: IntArray) -> dict[str, Array]:
