@@ -582,6 +582,8 @@ def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
 
 def _encode(schema: Schema, name: str, value: Any, lead: int, time: bool) -> Array:
     """(T, B, *field) of a field as it was given."""
+    if not lead and schema.all[name].is_list:
+        value, lead = [value], 1  # of one environment: encoded with its axis, as a list's own tells nothing
     rows = schema.encode(name, value, lead)
     axes, shape = rows.shape[:lead], rows.shape[lead:]
     return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *shape))

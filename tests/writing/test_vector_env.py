@@ -157,6 +157,23 @@ def test_one_environment_needs_no_axis_for_it_and_tensors_and_lists_are_taken(tm
         ]
 
 
+@pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
+def test_one_environment_needs_no_axis_for_it_where_there_are_lists_either(tmp_path, how):
+    fields = {"ids": Field("int", (None,), final=True), "boxes": ("float", (None, 2)), "reward": "float"}
+    lists = [[1, 2, 3], [], [5], np.array([7, 8])]
+    with make(tmp_path, fields=fields | {"terminated": "bool"}, meta_fields={}, **how) as buffer:
+        for t, ids in enumerate(lists):
+            buffer.add(ids=ids, boxes=[[t, t]] * t, reward=t, terminated=t == 3, next_ids=[9])
+        batch = buffer.batch(timestep_level=True, format="numpy")
+    assert [row[:n].tolist() for row, n in zip(batch["ids"], batch["_lens_ids"], strict=True)] == [
+        [1, 2, 3],
+        [],
+        [5],
+        [7, 8],
+    ]
+    assert batch["_lens_boxes"].tolist() == [0, 1, 2, 3] and batch["boxes"][3].tolist() == [[3, 3]] * 3
+
+
 def bad_steps():
     ok = at(steps_of([[0, 0]]), 0)
     return {
