@@ -70,18 +70,24 @@ class Editing:
             slots, single = self._slots_of(indices)
             self._replace(slots, _values_of(self._storage, slots, single, data))
 
-    def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
-        """Overwrite one timestep of one field of a published episode.
+    def store_datapoint(self, episode_index: int, timestep_index: Any, name: str, datapoint: Any) -> None:
+        """Overwrite one timestep of one field of a published episode, or several at once.
+
+        A call costs a pass over the field of that episode, for its checksum, however many timesteps it changes.
 
         Args:
             episode_index: its position.
-            timestep_index: the timestep.
+            timestep_index: the timestep, or (n,) of them.
             name: the field.
-            datapoint: (*field).
+            datapoint: (*field), or (n, *field).
+
+        Raises:
+            SchemaError: there is no such field or timestep, or a value does not fit.
+            EpisodeIndexError: there is no such episode; an IndexError.
         """
         with self._turn:
             slots, _ = self._slots_of([episode_index])
-            self._replace(slots, {name: [_with_step(self._storage, slots[0], timestep_index, name, datapoint)]})
+            self._replace(slots, {name: [_with_steps(self._storage, slots[0], timestep_index, name, datapoint)]})
 
     def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one meta field of a published episode.
@@ -296,14 +302,19 @@ def _stored(storage: Storage, slot: int, name: str, stop: int | None = None) -> 
     return storage.read_rows(name, rows, slot, storage.table.serial[slot]).copy()
 
 
-def _with_step(storage: Storage, slot: int, t: int, name: str, value: Any) -> Array:
-    """The entries of a field up to timestep `t`, which is `value` now."""
-    schema, length = storage.layout.schema, int(storage.table.length[slot])
+def _with_steps(storage: Storage, slot: int, t: Any, name: str, value: Any) -> Array:
+    """The entries of a field up to timestep `t`, which is `value` now, or up to the last of several."""
+    schema, length, steps = storage.layout.schema, int(storage.table.length[slot]), to_numpy(t)
     schema.require([name], "store_datapoint", schema.fields)
-    if not 0 <= t < length:
+    if steps.ndim > 1 or steps.dtype.kind not in "iu" or not steps.size:
+        raise SchemaError(f"store_datapoint: got timesteps {t!r}, expected a whole number, or (n,) of them")
+    if steps.min() < 0 or steps.max() >= length:
         raise SchemaError(f"store_datapoint: timestep {t}, the episode has {length}")
-    rows = _stored(storage, slot, name, t + 1)
-    rows[t] = schema.fields[name].encode(value)
+    values = schema.encode(name, value, steps.ndim, ", store_datapoint")
+    if steps.ndim and len(values) != len(steps):
+        raise SchemaError(f"store_datapoint: got {len(values)} values of {name!r} for {len(steps)} timesteps")
+    rows = _stored(storage, slot, name, int(steps.max()) + 1)
+    rows[steps if steps.ndim else int(steps)] = values
     return rows
 
 

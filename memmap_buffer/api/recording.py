@@ -260,16 +260,20 @@ class Recording(Editing):
             priority_name: of the `Prioritized` that draws by them.
             step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
                 counts. `next_<field>` of fields with `final`: the observation after the step, kept where an episode
-                ends or is cut.
+                ends or is cut. One warning tells where it seems to be that of a reset.
 
         Raises:
             MemmapBufferError: as `one_episode` and `store` raise it, or B is another one. No environment got the step.
             BufferLockedError: errors are given, and another process owns their priorities. Likewise.
-            OSError: the disk is full, say. What could not be written is kept, and written by the next call: by the same
-                one again, bit by bit, which stores nothing twice, or by one with the next step, which some
-                environments then have after a step that they lack.
+            OSError: the disk is full, say. All environments have the step or none, as after Ctrl-C; where it may be
+                missing, the next call ends the episodes before it, and begins others. What could not be published is
+                published by the next call.
         """
-        self._extend(step, priority, priority_name, time=False)
+        try:  # first of all: of what comes before it nobody could know
+            self._extend(step, priority, priority_name, time=False)
+        except BaseException as error:
+            self._missed(error, step)
+            raise
 
     def extend(self, *, priority: Any = None, priority_name: str = "td", **steps: Any) -> None:
         """Append T timesteps of each of B environments, as so many calls of `add`.
@@ -284,7 +288,11 @@ class Recording(Editing):
             MemmapBufferError: as `add` raises it.
             OSError: as `add` raises it.
         """
-        self._extend(steps, priority, priority_name, time=True)
+        try:  # first of all: of what comes before it nobody could know
+            self._extend(steps, priority, priority_name, time=True)
+        except BaseException as error:
+            self._missed(error, steps)
+            raise
 
     def end_episodes(self) -> None:
         """Publish the episodes that `add` has open, flagged as cut short; `close` does so, too."""
@@ -303,45 +311,51 @@ class Recording(Editing):
             priority = self._priority(priority, given)
             self._writer.require_writable()
             steps = Steps(self._storage.layout.schema, given, time=time)
-            count, size = steps.ends.shape
-            errors = self._errors_given(priority, name, (count, size)[not time :], "(T, B)" if time else "(B)")
-            if self._stream is None:
-                self._stream = self._new_stream(size)
-            if len(self._stream) != size:
-                count_given = f"{size} environment" + "s" * (size > 1)
-                raise SchemaError(
-                    f"got {count_given}, expected the {len(self._stream)} that run; call end_episodes() before others"
-                )
-            steps = self._stream.resumed(steps)
-            if errors is None or steps.done == count:
-                self._stream.extend(steps)
-            else:
-                self._add_with_errors(self._stream, steps, errors.reshape(-1, size), name)
+            try:
+                axes = "(T, B)" if time else "(B)"
+                errors = self._errors_given(priority, name, steps.ends.shape[not time :], axes)
+                self._append(self._stream_of(steps.num_envs), steps, errors, name)
+            except OSError:
+                if self._stream is not None and steps.done < len(steps.ends):
+                    self._stream.interrupt(steps.ends[-1])
+                raise
             self._finish_shard_if_due()
 
-    def _add_with_errors(self, stream: EpisodeStream, steps: Steps, errors: FloatArray, name: str) -> None:
-        """Append timesteps one by one, and give what was stored of each its priorities."""
-        try:
-            for t in range(steps.done, len(errors)):
-                step = steps if len(errors) == 1 else steps.part(t)
-                self._add_step_with_errors(stream, step, errors[t], name)
-                steps.done = t + 1
-        except OSError:
-            if step is not steps:
-                steps.done, steps.have = t + step.done, step.have
-            stream.keep(steps)
-            raise
+    def _stream_of(self, size: int) -> EpisodeStream:
+        if self._stream is None:
+            self._stream = self._new_stream(size)
+        if len(self._stream) != size:
+            count_given = f"{size} environment" + "s" * (size > 1)
+            raise SchemaError(
+                f"got {count_given}, expected the {len(self._stream)} that run; call end_episodes() before others"
+            )
+        return self._stream
 
-    def _add_step_with_errors(self, stream: EpisodeStream, step: Steps, errors: FloatArray, name: str) -> None:
-        recorded = stream.recorded()
-        recorded = recorded[~step.have[recorded]]
-        try:
-            stream.extend(step)
-        finally:
-            stored = recorded if step.done else recorded[step.have[recorded]]
-            episodes = [stream.episodes[i] for i in stored]
-            self._errors.add(name, episodes, [episode.length - 1 for episode in episodes], errors[stored].tolist())
-            self._settle_errors()
+    def _missed(self, error: BaseException, given: Mapping[str, Any]) -> None:
+        """Steps that were given may be missing, unless the error is of themselves; the last may have ended episodes."""
+        stream, schema = self._stream, self._storage.layout.schema
+        if stream is not None and not isinstance(error, (MemmapBufferError, OSError)):
+            stream.interrupt(False)
+            flat = schema.flatten(given)
+            for name in schema.ends:
+                with suppress(ValueError):  # of steps that would have been refused
+                    stream.interrupt(np.reshape(to_numpy(flat.get(name, False)), (-1, len(stream)))[-1] != 0)
+
+    def _append(self, stream: EpisodeStream, steps: Steps, errors: FloatArray | None, name: str) -> None:
+        """Append timesteps; where there are errors one by one, as what was stored of each gets its priorities."""
+        if errors is None:
+            stream.extend(steps)
+            return
+        for t, given in enumerate(errors.reshape(-1, len(stream))):
+            step = steps.part(t)
+            try:
+                stream.extend(step)
+            finally:
+                steps.done += step.done
+                stored = step.recorded if step.done else step.recorded[:0]
+                episodes = [stream.episodes[i] for i in stored.tolist()]
+                self._errors.add(name, episodes, [episode.length - 1 for episode in episodes], given[stored].tolist())
+                self._settle_errors()
 
     def _priority(self, priority: Any, given: dict[str, Any]) -> Any:
         """The errors that were given, unless `priority` is a field."""

@@ -279,6 +279,7 @@ class SlotWriter:
         given: whether its episode was given up to be published, by itself or with others.
         room: before which timestep there is room on the disk for stores into maps.
         round: of the next record: in which its last step was published, or its first one if it is OPEN; see `slots`.
+        appends: whether its record stands, and what is shown next are only more of its timesteps.
     """
 
     def __init__(self, files: WriteHandles, slot: int) -> None:
@@ -293,7 +294,7 @@ class SlotWriter:
         self._sums, self._summed = dict.fromkeys(files.layout.schema.fields, EMPTY), 0
         self._final_sums: dict[str, Sums] | None = None
         self._sealed = b""  # the last record
-        self.given = False
+        self.given = self.appends = False
         self.round = self.room = 0
         words = files.storage.maps.words
         generation, extent = words.item(slot, GENERATION), words.item(slot, EXTENT)
@@ -347,13 +348,6 @@ class SlotWriter:
             if add:
                 self._sums, self._summed = sums, stop
 
-    def append(self, columns: Mapping[str, Array], base: int, stop: int) -> None:
-        """Write timesteps of an episode that is shown already, and show them, too."""
-        self.write(columns, base, stop, add=False)
-        self.files.barriers(*self.files.layout.keys_of_steps)
-        self.files.write_shown(self.slot, self.start, stop)
-        self.files.barriers("/episodes")
-
     def write_final(self, final: Mapping[str, Array]) -> None:
         """Write the observation after the last action behind the last step, for every field with `final`."""
         if final:
@@ -391,14 +385,26 @@ class SlotWriter:
         )
         self._sealed = record
 
-    def show(self) -> None:
-        """Write the record that was last sealed: the commit."""
-        self.files.write_record(self.slot, self._sealed, first=self.published)
+    def show(self, stop: int) -> None:
+        """Show the timesteps before `stop`, by the record that was last sealed or beside the one that stands."""
+        if self.appends:
+            self.files.write_shown(self.slot, self.start, stop)
+        else:
+            self.files.write_record(self.slot, self._sealed, first=self.published)
+
+    def shows(self, stop: int) -> bool:
+        """Whether what `show` writes stands on the disk."""
+        return bool(self._words.item(SHOWN) >> 32 == stop and (self.appends or self._is_sealed))
+
+    @property
+    def _is_sealed(self) -> bool:
+        """Whether the record that was last sealed stands on the disk."""
+        return bool(self._words[CHECK].tobytes() == self._sealed[8 * CHECK :])
 
     def settle(self) -> None:
         """Whatever went wrong: if the record that was last sealed stands on the disk, that much is published."""
         words = self._words
-        if words[CHECK].tobytes() == self._sealed[8 * CHECK :]:
+        if self._is_sealed:
             self.published = True
         if self.published and words[GENERATION] % 2 == 0:
             self._generation = int(words[GENERATION]) - 1  # a redo file may have moved it on
@@ -428,7 +434,7 @@ class SlotWriter:
 
 
 def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
-    """Make what was written episodes, with one barrier per file for all. Readers are still to be told.
+    """Make what was written episodes, or timesteps of them, with one barrier per file for all. Readers are to be told.
 
     Args:
         files: the open files.
@@ -437,23 +443,29 @@ def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
     Raises:
         OSError: what is not `published` now did not become visible; a failed barrier poisons the lock.
     """
-    new = [one.serial for one in slot_writers if not one.published]
-    for one in slot_writers:
+    sealed = [one for one in slot_writers if not one.appends]
+    new = [one.serial for one in sealed if not one.published]
+    for one in sealed:
         one.seal()
-    files.barriers(*files.layout.keys_of_episodes, "/checksums")
+    files.barriers(*((*files.layout.keys_of_episodes, "/checksums") if sealed else files.layout.keys_of_steps))
     try:
-        sector = None
-        for one in slot_writers:
-            # Sectors reach the disk in any order, and there must be no gap.
-            if sector not in (None, files.sector_of(one.slot)):
-                files.barriers("/episodes")
-            sector = files.sector_of(one.slot)
-            one.show()
-        files.barriers("/episodes")
+        show(files, [(one, one.length) for one in slot_writers])
     finally:
         for one in slot_writers:
             one.settle()
     if files.power and new:
         files.trust(new[0], new[-1] + 1)
-        if any(one.flags & OPEN for one in slot_writers):
+        if any(one.flags & OPEN for one in sealed):
             files.barriers("/state")  # it is by this that the steps are trusted that follow
+
+
+def show(files: WriteHandles, written: Sequence[tuple[SlotWriter, int]]) -> None:
+    """Show what was written and sealed, of each slot the timesteps before some one; twice is fine."""
+    sector = None
+    for one, stop in written:
+        # Sectors reach the disk in any order, and there must be no gap.
+        if not one.appends and sector not in (None, files.sector_of(one.slot)):
+            files.barriers("/episodes")
+        sector = files.sector_of(one.slot)
+        one.show(stop)
+    files.barriers("/episodes")

@@ -202,7 +202,7 @@ class Episode(Block):
                 break
         self.length = t + 1
         if self._shows_steps:
-            self.writer.append(self, self.columns, self.base, self.length)
+            self.writer.append([Appended(self, self.columns, self.base, self.length)])
         return self._made(values)
 
     def extend(self, **steps: Any) -> None:
@@ -236,11 +236,11 @@ class Episode(Block):
         Where every step is shown they are written as they are; of any other episode that is written in place as many
         are stored at a time as are staged.
         """
+        if self._shows_steps:
+            self.writer.append([self.to_append(rows, count)])
+            return
         if self._list_ends:
             self._count_lists(rows, 0, count)
-        if self._shows_steps:
-            self._show_rows(rows, count)
-            return
         if count > 1 and not self.staged:
             at = 0
             while at < count:
@@ -279,13 +279,15 @@ class Episode(Block):
         self.ended = next((name for _, name, flags in self._flags if flags.item(row)), "")
         self.length += count
 
-    def _show_rows(self, rows: Mapping[str, Array], count: int) -> None:
+    def to_append(self, rows: Mapping[str, Array], count: int = 1) -> Appended:
+        """The same timesteps as a writer takes them that shows every step."""
         if self.state != "open" or self.ended or self.finals:
             self._refuse()
         stop = self.length + count
         self._require_within(stop)
-        self.ended = next((name for name in self._schema.ends if rows[name].item(count - 1)), "")
-        self.writer.append(self, rows, self.length, stop)
+        if self._list_ends:
+            self._count_lists(rows, 0, count)
+        return Appended(self, rows, self.length, stop)
 
     def fill(self, columns: Mapping[str, Array], length: int) -> None:
         """Take whole encoded columns, (length, *field) each, as the episode's steps; views stop at each end in them."""
@@ -503,6 +505,18 @@ class Episode(Block):
                 if name not in full:
                     require_default(field, name, f"timestep {t}")
         return self._pick(full)
+
+
+class Appended(NamedTuple):
+    """Timesteps of an open episode that are to be shown.
+
+    Attributes: columns: field -> its rows from timestep `base` on. stop: as many timesteps it has then.
+    """
+
+    episode: Episode
+    columns: Mapping[str, Array]
+    base: int
+    stop: int
 
 
 def _clear(columns: Mapping[str, Any]) -> None:

@@ -76,7 +76,9 @@ def _slots_of(files: WriteHandles, table: EpisodeTable) -> SlotAllocator:
 
 def _rounds(records: Any) -> IntArray:
     """(slots,) the round of each record's last step; they are counted modulo 2**32, from the last episode back."""
-    rounds, serials = records["round"][:, 0], records["serial"][:, 0]
+    rounds, serials = records["round"][:, 0].copy(), records["serial"][:, 0]
+    growing = np.flatnonzero(records["flags"][:, 0] & OPEN)
+    rounds[growing] += records["stop"][growing, 0] - 1  # of an open one it is the round of its first step
     newest = rounds[np.argmax(np.where(serials < MAX_SERIAL, serials, 0))]
     behind: IntArray = (newest - rounds).astype(np.int32).astype(np.int64)
     return int(newest) + 2**32 - behind

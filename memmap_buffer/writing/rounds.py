@@ -116,6 +116,8 @@ class Round:
         maps: the same, mapped.
         episodes: published ones, still open.
         slot_writers: of each.
+
+    Attributes: left: timesteps up to the longest episode. room: how many there is room for on the disk.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class Round:
         self.files, self.maps = files, maps
         self._pairs = list(zip(episodes, slot_writers, strict=True))
         self.slots: IntArray = np.array([one.slot for one in slot_writers])
-        self._room = 0
+        self.room = 0
         self._fields = maps.fields_of(len(self._pairs))
         self._go_on()
 
@@ -150,18 +152,17 @@ class Round:
 
     def prepare(self) -> None:
         """Have room for the next timestep of each. Raises OSError: the disk is full; nothing has changed."""
-        if self._room <= 0:
-            for one in self.slot_writers:
-                if one.room <= one.length:
-                    one.room = self.maps.prepare(one.slot, one.length)
-            self._room = min(one.room - one.length for one in self.slot_writers)
+        for one in self.slot_writers:
+            if one.room <= one.length:
+                one.room = self.maps.prepare(one.slot, one.length)
+        self.room = min(one.room - one.length for one in self.slot_writers)
 
-    def store(self, columns: Mapping[str, Array]) -> None:
-        """Write the next timestep of each, field -> (B, *field), and show it. Readers are still to be told.
+    def write(self, columns: Mapping[str, Array]) -> None:
+        """Write the next timestep of each, field -> (B, *field).
 
-        Raises OSError: a wide row could not be written; none is shown.
+        Raises OSError: a wide row could not be written.
         """
-        following, shown = self._next, self.maps.shown
+        following = self._next
         for name, fd, header, size, final in self.maps.wide:
             rows, column = np.atleast_1d(following[final]).tolist(), np.ascontiguousarray(columns[name])
             for row, values in zip(rows, column, strict=True):
@@ -169,28 +170,32 @@ class Round:
         if len(self._pairs) == 1:
             for name, rows, _, final in self._fields:
                 rows[following[final]] = columns[name][0]
-            slot = self.slots.item()
-            shown[slot] = shown.item(slot) + STEP
         else:
             for name, rows, whole, final in self._fields:
                 column = columns[name]
                 rows[following[final]] = column if whole is None else bytes_of(column, whole)
+
+    def show(self) -> None:
+        """Show what was written, by one store for all. Readers are still to be told."""
+        following, shown = self._next, self.maps.shown
+        if len(self._pairs) == 1:
+            slot = self.slots.item()
+            shown[slot] = shown.item(slot) + STEP
+        else:
             shown[self.slots] += ONE_STEP
         following[0] += 1
         following[1] += 1
-        self._room -= 1
+        self.room -= 1
         self.left -= 1
         for episode, slot_writer in self._pairs:
             slot_writer.length = episode.base = episode.length = episode.length + 1
 
     def settle(self) -> None:
-        """Whatever interrupted `store`: what is shown is what was stored."""
-        for episode, slot_writer in self._pairs:
-            slot_writer.length = episode.base = episode.length = slot_writer.num_published
-        self._room = 0
+        """Whatever went wrong: go on from what is shown."""
+        self.room = 0
         self._go_on()
 
-    def show(self, slots: Any, words: Any) -> None:
+    def show_others(self, slots: Any, words: Any) -> None:
         """Show other steps of some slots: of each the first, and above it the end."""
         self.maps.shown[slots] = words
 

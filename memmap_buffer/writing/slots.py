@@ -127,7 +127,7 @@ class SlotAllocator:
 
         One that has left already does not come back, however long it grows.
 
-        Args: alone: each step is a round; otherwise the last one is of the round that `show_round` ends.
+        Args: alone: each step is a round; otherwise the last one is of a round that goes on.
         """
         if self._entry.item(slot) == -1 or self.serial.item(slot) != serial:
             if serial < self.next:
@@ -167,8 +167,8 @@ class SlotAllocator:
                 self._max_episodes,
             )
 
-    def show_round(self, slots: IntArray, *, ends: bool = True) -> None:
-        """Episodes, each in its slot, became longer by one timestep; whether that ends the round.
+    def show_round(self, slots: IntArray) -> None:
+        """Episodes, each in its slot, became longer by one timestep, which ends the round.
 
         Those that have left already do not come back.
         """
@@ -179,7 +179,7 @@ class SlotAllocator:
                 self._last[slot] = self.round
                 self.steps += 1
                 self._published(self._entry[slot : slot + 1])
-            self.round += ends
+            self.round += 1
             return
         entries = self._entry.take(slots)
         there = entries != -1
@@ -188,7 +188,7 @@ class SlotAllocator:
         self.stop[slots] += 1
         self._last[slots] = self.round
         self.steps += len(slots)
-        self.round += ends
+        self.round += 1
         self._published(entries)
 
     def hide(self, slot: int) -> None:

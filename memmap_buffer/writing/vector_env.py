@@ -6,8 +6,8 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from copy import copy
 from threading import get_ident
 from types import TracebackType
@@ -17,10 +17,10 @@ import numpy as np
 from numpy import ndarray
 
 from memmap_buffer.dtypes import Array, all_of, to_numpy
-from memmap_buffer.errors import EpisodeStateError, SchemaError
+from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Field, Schema
-from memmap_buffer.writing.episode import Block, Episode, Held
+from memmap_buffer.writing.episode import Appended, Block, Episode, Held
 from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.validation import require_default
 from memmap_buffer.writing.writer import Writer
@@ -28,6 +28,20 @@ from memmap_buffer.writing.writer import Writer
 log = logging.getLogger("memmap_buffer")
 NEXT = "next_"
 _GIVEN = "fields", "meta", "following"  # of `Steps`
+LOOKS = 100  # ends of episodes at which it is looked whether what was given as seen next can be right
+SAME = 3  # ends one behind the other at which it is the observation of a reset, until that is said
+FORGOTTEN = (
+    "add: where an episode ended, `next_observation` is what the next step begins with, {count} times one behind the "
+    "other: it seems to be of the reset, and truncated episodes would bootstrap from it. Give what was seen "
+    'last: of AutoresetMode.SAME_STEP that is `infos["final_obs"][i]`. It is right only if episodes begin where the '
+    "last one ended."
+)
+RESET = (
+    "add: the step after the end of an episode does not begin with its `next_observation`, so it is no reset by "
+    "AutoresetMode.NEXT_STEP, as which it is left out, and steps before it may lead to those behind it. Call "
+    "end_episodes() before you reset the environments yourself; if they reset in another mode, create the buffer with "
+    "skips_resets=False."
+)
 
 
 class EpisodeGroup(Block):
@@ -135,6 +149,9 @@ class EpisodeStream(EpisodeGroup):
     An episode that is cut where it is as long as it may be has what was seen next as its final observation: by `next_`
     of its last step, or else by the step that follows, which adds it.
 
+    A step is stored for all environments or for none. After one that was interrupted, and may not be there, the next
+    begins other episodes: no item leads from the step before it to the one behind.
+
     Args:
         writer: opens and publishes the episodes.
         size: B.
@@ -160,7 +177,11 @@ class EpisodeStream(EpisodeGroup):
         self._round: Round | None = None  # what appends to all episodes together, as long as none of them ends
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
         self._following: dict[str, Array] = {}  # what was seen after the last step
-        self._interrupted: Steps | None = None  # by an error of the system, when some of them were stored
+        self._missing: object = None  # steps that were given, and may not all be stored
+        self._before: list[tuple[Episode, int]] = []  # staged episodes with the lengths that they go back to
+        self._looks = LOOKS  # at ends, still to come
+        self._linked: bool | None = None  # whether what is seen next is what follows, within an episode
+        self._seen_again: list[Any] = []  # at ends one behind the other, what was seen next and then again
         # By environment, an episode that was cut without its final observation, and that, once it was seen.
         self._cut: dict[int, tuple[Episode, dict[str, Array]]] = {}
 
@@ -177,63 +198,109 @@ class EpisodeStream(EpisodeGroup):
 
         Raises:
             BufferFullError: there is no room for another episode; the timesteps before it are stored.
-            OSError: the disk is full, say; what could not be written is kept, and written by the next call.
+            OSError: the disk is full, say; `steps.done` tells how many are stored.
         """
         with self._writer.turn, self._writer.in_a_stream():
-            self._interrupted = None
+            before, self._round = self._round, None
+            if self._missing not in (None, steps):
+                self._cut_off(steps)
+            over, following, start = self.over.copy(), self._following, steps.done
+            self._missing, self.over = self, over | steps.ends[-1]
             try:
-                self._extend(steps)
-            except OSError:
-                self.keep(steps)
+                self._extend(steps, over, before)
+            except (MemmapBufferError, OSError) as error:
+                self._following = self._following or (following if steps.done == start else {})
+                if isinstance(error, MemmapBufferError) or steps.done == len(steps.ends):
+                    self._missing, self.over = None, over
+                else:
+                    self._missing = steps
                 raise
+            self._missing, self.over = None, over
 
-    def keep(self, steps: Steps) -> None:
-        """Know how far these timesteps were stored, should they be given again."""
-        self._interrupted = steps.copied() if steps.done or steps.have.any() else None
+    def interrupt(self, ends: Any) -> None:
+        """Know that a step was given, and may not be stored; and of which environments it ends an episode, (B,)."""
+        self._missing, self.over = self, self.over | ends
 
-    def resumed(self, steps: Steps) -> Steps:
-        """Timesteps that are given; as far as they are stored, if they are the same as those that were interrupted."""
-        before, self._interrupted = self._interrupted, None
-        return before if before is not None and before.is_same(steps) else steps
+    def _cut_off(self, steps: Steps) -> None:
+        """End all episodes, as a step may be missing behind them."""
+        self._take_back()
+        for episode in self.episodes:
+            if episode.state == "open":
+                self._writer.follow(episode)
+        self.complete()
+        self._cut.clear()
+        self.publish()
+        self._following = {}
+        self.over &= ~steps.ends[steps.done]  # a step that ends an episode is no reset
 
-    def _extend(self, steps: Steps) -> None:
-        count = len(steps.ends)
-        before, self._round = self._round, None
-        while steps.done < count:
+    def _extend(self, steps: Steps, over: Array, before: Round | None) -> None:
+        while steps.done < len(steps.ends):
             self._publish_what_ended()
             self._see(steps)
             self._begin_where_needed()
-            start, recorded = steps.done, self.recorded()
-            if all(episode.staged for episode in self.episodes):
-                self._append(steps, self._stop(steps, recorded), recorded)
-            else:
-                self._append_in_place(steps, recorded, before)
-            if steps.done > start:
-                self.over[:] = False
-                self.over[recorded] = steps.ends[steps.done - 1, recorded]
-                self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
+            start, steps.recorded = steps.done, self._recorded(over)
+            if self._looks and self._following and (self._linked is None or over.any()):
+                self._look(steps, over)
+            self._following = {}
+            try:
+                self._append_some(steps, before)
+            finally:  # also after an error, where the step is stored
+                if steps.done > start:
+                    over[:] = False
+                    over[steps.recorded] = steps.ends[steps.done - 1, steps.recorded]
+                    self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
         self._publish_what_ended()
-        if not (self._cut or self.over.any()) and all(episode.state == "open" for episode in self.episodes):
+        if not (self._cut or over.any()) and all(episode.state == "open" for episode in self.episodes):
             self._round = self._writer.round_of(self.episodes)
+
+    def _look(self, steps: Steps, over: Array) -> None:
+        """Warn, once, where what was given as seen next cannot be right: at ends, as elsewhere the next step has it."""
+        first = self._linked is None
+        for i in np.flatnonzero(over != first).tolist():
+            seen = _bytes(self._following, i)
+            same = seen == _bytes({name: steps.fields[name] for name in self._following}, (steps.done, i))
+            if first:
+                self._linked = same and self._linked is not False
+                continue
+            self._looks -= 1
+            self._seen_again = [*self._seen_again, seen] if same else []
+            forgotten = len(self._seen_again) >= SAME and any(one != seen for one in self._seen_again)
+            if not same if self._skips_resets else forgotten:
+                self._looks = 0
+                text = RESET if self._skips_resets else FORGOTTEN.format(count=len(self._seen_again))
+                warnings.warn(text, UserWarning, stacklevel=2)
+                return
+        self._looks *= self._linked is not False  # of who gives something else as seen next nothing is known
+
+    def _append_some(self, steps: Steps, before: Round | None) -> None:
+        """Append timesteps up to the next end: for all environments or for none."""
+        if self._writer.how.publish == "step":
+            self._append_shown(steps, before)
+        else:
+            self._append(steps, self._stop(steps) if self._writer.how.stage == "ram" else steps.done + 1)
 
     def go_on(self, step: Mapping[str, Any]) -> bool:
         """Append one timestep that is given as it is to be stored; False where that is not so, and nothing was done."""
-        if self._skips_resets and not self._cut and all_of(self.over):
+        looks = self._looks and self._following
+        if self._skips_resets and not (self._cut or looks) and self._missing is None and all_of(self.over):
             self.over[:], self._following = False, {}  # a reset of every environment, which is no timestep
             return True
-        columns = None if self._interrupted is not None else self._encoded(step)
+        columns = self._encoded(step)
         if columns is None:
             return False
         if (
             self._round is None
+            or self._missing is not None
             or self._round.left <= 1
             or any([np.count_nonzero(columns[end]) for end in self.schema.ends])
         ):
             self.extend(Steps.of(self.schema, columns))
             return True
+        self._missing, self._following = self, {}
         self._writer.append_round(self._round, columns)
         told = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in told}
+        self._missing = None
         return True
 
     def _encoded(self, step: Mapping[str, Any]) -> dict[str, Array] | None:
@@ -266,10 +333,9 @@ class EpisodeStream(EpisodeGroup):
 
     def _see(self, steps: Steps) -> None:
         """Keep what the next step begins with: the final observation of the episodes that were cut before it."""
-        if not steps.have.any():  # else some environments have that step already
-            for i, (episode, _) in self._cut.items():
-                names = self.schema.final_names
-                self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
+        for i, (episode, _) in self._cut.items():
+            names = self.schema.final_names
+            self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
 
     def _open(self) -> Episode:
         return self._writer.open({}) if self._begin is None else self._begin()
@@ -296,13 +362,13 @@ class EpisodeStream(EpisodeGroup):
                 if self.schema.final_names and not (episode.ended or episode.finals):
                     self._cut[i] = episode, {}
 
-    def recorded(self) -> IntArray:
+    def _recorded(self, over: Array) -> IntArray:
         """The environments whose next step is one of an episode."""
-        return np.flatnonzero(~self.over) if self._skips_resets else np.arange(self._size)
+        return np.flatnonzero(~over) if self._skips_resets else np.arange(self._size)
 
-    def _stop(self, steps: Steps, recorded: IntArray) -> int:
+    def _stop(self, steps: Steps) -> int:
         """Up to which timestep all can be stored at once: only the last of them may end an episode, or be left out."""
-        if len(recorded) < self._size:
+        if len(steps.recorded) < self._size:
             return steps.done + 1
         stop = min(len(steps.ends), steps.done + self._limit - max(episode.length for episode in self.episodes))
         ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
@@ -315,82 +381,80 @@ class EpisodeStream(EpisodeGroup):
             if episode.state != "open":
                 self.episodes[i] = self._open()
 
-    def _append(self, steps: Steps, stop: int, recorded: IntArray) -> None:
+    def _append(self, steps: Steps, stop: int) -> None:
         """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
-        before, start = [episode.length for episode in self.episodes], steps.done
-        for i in recorded:
+        start = steps.done
+        for i in steps.recorded:
             self.episodes[i].require_room(stop - start)
-        self._require_lists(steps, recorded, start, stop)
+        self._require_lists(steps, stop)
+        self._before = [(episode, episode.length) for episode in self.episodes]
         try:
-            for i in recorded:
+            for i in steps.recorded:
                 self._store(steps, i, start, stop)
             steps.done = stop
         except BaseException:
-            for episode, length in zip(self.episodes, before, strict=True):
-                episode.drop_last(episode.length - length)
-                episode.finals = {}
+            self._take_back()
             raise
+        self._before = []
 
-    def _require_lists(self, steps: Steps, chosen: IntArray, start: int, stop: int) -> None:
+    def _take_back(self) -> None:
+        """Drop the timesteps that were not stored for all environments."""
+        for episode, length in self._before:
+            episode.drop_last(episode.length - length)
+            episode.finals = {}
+        self._before = []
+
+    def _require_lists(self, steps: Steps, stop: int) -> None:
         """Raise EpisodeStateError where lists have no room, before any environment has a timestep."""
-        for i in chosen.tolist() if self.schema.lists else ():
-            self.episodes[i].require_lists({name: steps.fields[name][start:stop, i] for name in self.schema.lists})
+        for i in steps.recorded.tolist() if self.schema.lists else ():
+            rows = {name: steps.fields[name][steps.done : stop, i] for name in self.schema.lists}
+            self.episodes[i].require_lists(rows)
 
-    def _append_in_place(self, steps: Steps, recorded: IntArray, before: Round | None) -> None:
-        """Store one timestep. What was shown is not taken back: after an error some environments have it.
+    def _append_shown(self, steps: Steps, before: Round | None) -> None:
+        """Store one timestep, which is shown at once: for all environments or for none.
 
         Args: before: what appended to all episodes together until now.
         """
-        at, waiting = steps.done, recorded[~steps.have[recorded]]
-        for i in waiting.tolist() if self._writer.how.publish == "episode" else ():
-            self.episodes[i].require_room()
-        self._require_lists(steps, waiting, at, at + 1)
-        shown = np.array([self._writer.shows(self.episodes[i]) for i in waiting.tolist()], np.bool_)
-        with self._writer.one_round() if len(waiting) > 1 else nullcontext():
-            for i in waiting[~shown].tolist():
-                length = self.episodes[i].length
-                try:
-                    self._store(steps, i, at, at + 1)
-                finally:
-                    steps.have[i] = self.episodes[i].length > length
-            together = waiting[shown]
-            if len(together):
-                self._append_round(steps, together, before)
-        steps.done += 1
-        steps.have[:] = False
-
-    def _append_round(self, steps: Steps, chosen: IntArray, before: Round | None) -> None:
-        """Store one timestep of environments whose episodes are shown already."""
-        at, episodes = steps.done, [self.episodes[i] for i in chosen]
-        joint = before if before is not None and before.episodes == episodes else self._writer.round_of(episodes)
-        lengths = [episode.length for episode in episodes]
+        at, chosen = steps.done, steps.recorded
+        self._require_lists(steps, at + 1)
+        episodes = [self.episodes[i] for i in chosen.tolist()]
+        shown = np.array([self._writer.shows(episode) for episode in episodes], np.bool_)
+        joint, together = self._joint(chosen[shown], before), chosen[shown]
+        alone = [self._appended(steps, i) for i in (chosen if joint is None else chosen[~shown]).tolist()]
+        length = episodes[0].length if episodes else 0
         try:
-            if joint is None:
-                for i in chosen.tolist():
-                    self._store(steps, i, at, at + 1)
-                return
-            every = len(chosen) == self._size
-            columns = {name: rows[at] if every else rows[at, chosen] for name, rows in steps.fields.items()}
-            self._writer.append_round(joint, columns)
-            for i in chosen[steps.ends[at, chosen]].tolist():
-                ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
-                self.episodes[i].ended = next(ends)
-            for i in chosen.tolist() if steps.meta or steps.following else ():
-                self._tell(steps, i, at)
+            if joint is not None:
+                rows = {name: rows[at] for name, rows in steps.fields.items()}
+                every = len(together) == self._size
+                self._writer.append_round(joint, rows if every else _of(rows, together), alone)
+            elif alone:
+                self._writer.append(alone)
         finally:
-            for i, episode, length in zip(chosen.tolist(), episodes, lengths, strict=True):
-                steps.have[i] = episode.length > length
+            steps.done += not episodes or episodes[0].length > length
+        for i in chosen[steps.ends[at, chosen]].tolist():
+            ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
+            self.episodes[i].ended = next(ends)
+        for i in chosen.tolist() if steps.meta or steps.following else ():
+            self._tell(steps, i, at)
+
+    def _joint(self, chosen: IntArray, before: Round | None) -> Round | None:
+        """What appends to the episodes of these environments together, if that can be."""
+        episodes = [self.episodes[i] for i in chosen.tolist()]
+        if before is not None and before.episodes == episodes:
+            return before
+        return self._writer.round_of(episodes) if episodes else None
+
+    def _appended(self, steps: Steps, i: int) -> Appended:
+        """The next timestep of an environment, with the meta fields that its episode begins with."""
+        episode, at = self.episodes[i], steps.done
+        if steps.meta and not episode.length:  # it may be visible from its first timestep on
+            episode.update({name: values[at, i] for name, values in steps.meta.items()})
+        return episode.to_append({name: rows[at : at + 1, i] for name, rows in steps.fields.items()})
 
     def _store(self, steps: Steps, i: int, start: int, stop: int) -> None:
         """Store some timesteps of one environment, and what is known with the last of them."""
-        episode, length = self.episodes[i], self.episodes[i].length
-        if steps.meta and not length:  # it may be visible from its first timestep on
-            episode.update({name: values[stop - 1, i] for name, values in steps.meta.items()})
-        try:
-            episode.store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
-        finally:
-            if episode.length > length:  # it may have become visible before an error
-                self._tell(steps, i, stop - 1)
+        self.episodes[i].store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
+        self._tell(steps, i, stop - 1)
 
     def _tell(self, steps: Steps, i: int, at: int) -> None:
         """Tell an episode what is known with its last timestep, beside the fields."""
@@ -399,6 +463,15 @@ class EpisodeStream(EpisodeGroup):
             episode.update({name: values[at, i] for name, values in steps.meta.items()})
         if steps.following and (episode.ended or episode.length == self._limit):
             episode.final(**{name: rows[at, i] for name, rows in steps.following.items()})
+
+
+def _bytes(columns: Mapping[str, Array], at: Any) -> list[bytes]:
+    return [np.asarray(rows[at]).tobytes() for rows in columns.values()]
+
+
+def _of(columns: Mapping[str, Array], chosen: IntArray) -> dict[str, Array]:
+    """The rows of some environments."""
+    return {name: column[chosen] for name, column in columns.items()}
 
 
 def _has_room(episode: Episode, final: Mapping[str, Array]) -> bool:
@@ -426,7 +499,7 @@ class Steps:
         following: likewise, the observations after each step.
         ends: (T, B) bool, where an episode ends.
         done: how many of the timesteps a stream has stored.
-        have: (B,) bool, which environments have one more.
+        recorded: the environments of which the last of them was one of an episode.
 
     Raises:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
@@ -471,7 +544,7 @@ class Steps:
         return steps
 
     def _find_ends(self, schema: Schema) -> None:
-        self.have = np.zeros(self._axes[1], np.bool_)
+        self.recorded: IntArray = np.arange(self._axes[1])
         self.ends = np.zeros(self._axes, np.bool_)
         for name in schema.ends:
             if np.count_nonzero(self.fields[name]):
@@ -481,35 +554,13 @@ class Steps:
     def num_envs(self) -> int:
         return self._axes[1]
 
-    def copied(self) -> Steps:
-        """The same in arrays of their own."""
-        other = copy(self)
-        for name in _GIVEN:
-            setattr(other, name, {field: rows.copy() for field, rows in getattr(self, name).items()})
-        return other
-
-    def is_same(self, other: Steps) -> bool:
-        """Whether the same was given, bit by bit."""
-        pairs = [(getattr(self, name), getattr(other, name)) for name in _GIVEN]
-        return all(
-            one.keys() == two.keys() and all(_is_same(rows, two[field]) for field, rows in one.items())
-            for one, two in pairs
-        )
-
     def part(self, t: int) -> Steps:
         """One of the timesteps."""
         part, here = copy(self), slice(t, t + 1)
-        part.done, part.have = 0, self.have if t == self.done else np.zeros_like(self.have)
-        part._axes, part.ends = (1, self.num_envs), self.ends[here]
+        part.done, part._axes, part.ends = 0, (1, self.num_envs), self.ends[here]
         for name in _GIVEN:
             setattr(part, name, {field: rows[here] for field, rows in getattr(self, name).items()})
         return part
-
-
-def _is_same(one: Array, other: Array) -> bool:
-    if one.dtype.hasobject:
-        return one.shape == other.shape and all(map(np.array_equal, one.ravel(), other.ravel()))
-    return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
 def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
@@ -531,6 +582,8 @@ def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
 
 def _encode(schema: Schema, name: str, value: Any, lead: int, time: bool) -> Array:
     """(T, B, *field) of a field as it was given."""
+    if not lead and schema.all[name].is_list:
+        value, lead = [value], 1  # of one environment: encoded with its axis, as a list's own tells nothing
     rows = schema.encode(name, value, lead)
     axes, shape = rows.shape[:lead], rows.shape[lead:]
     return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *shape))

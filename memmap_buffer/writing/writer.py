@@ -27,8 +27,8 @@ from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import CUT, DELETED, FINAL, GENERATION, INNER_END, OPEN, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
-from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit
-from memmap_buffer.writing.episode import Episode, Held, Staging
+from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
+from memmap_buffer.writing.episode import Appended, Episode, Held, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
 from memmap_buffer.writing.rounds import MappedFiles, Round, mapped_files
 from memmap_buffer.writing.slots import SlotAllocator
@@ -118,10 +118,13 @@ class Writer:
         self._slot_writers: dict[ref[Episode], SlotWriter] = {}  # of open episodes
         self._last_cut: WeakKeyDictionary[Episode, SlotWriter] = WeakKeyDictionary()
         self._pending: list[SlotWriter] = []  # in the order of their serials
+        # Of a step of several episodes, once all its rows are written: each, and before which timestep it is shown.
+        self._showing: list[tuple[SlotWriter, int]] = []
+        self._joint: Round | None = None  # what appends to several episodes together
         self.staging = Staging()  # of all episodes
         self._settled = True
         self._closed = False
-        self._in_round = self._in_stream = False
+        self._in_stream = False
         self._given_up: list[int] = []  # slots whose space is given back once readers were told
         self._mapped: tuple[MappedFiles | None, ...] = ()  # once it was looked whether stores may go to maps
 
@@ -186,6 +189,9 @@ class Writer:
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
         redo.finish(files)
+        if any(one.shows(stop) for one, stop in self._showing):
+            show(files, self._showing)  # for some is for all
+        self._showing = []
         self._slots = count(files)
         if self._slots.surplus:
             self._forget(files)
@@ -196,6 +202,10 @@ class Writer:
         for episode, slot_writer in list(self._slot_writers.items()):
             if not (slot_writer.published or self.how.in_place):
                 self._slot_writers.pop(episode)  # it is staged still, and its slot is free
+            elif slot_writer.published and self.how.publish == "step":
+                self._follow(episode())
+        if self._joint is not None:
+            self._joint.settle()
         self._pending = [one for one in self._pending if one.given and not one.published]
         self._settled = True
 
@@ -311,7 +321,10 @@ class Writer:
             self._rewrite(redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta), files)
         else:
             slot_writer.write_final(episode.finals)
-            self._commit(slot_writer, episode, flags, at_once=slot_writer.published)
+            at_once, slot_writer.appends = slot_writer.published, False
+            self._prepare(slot_writer, episode, flags)
+            if at_once or len(self._pending) >= self.how.sync_every:
+                self._commit_pending(files)
         if slot_writer.published and self.storage.layout.capacity is not None:
             self._give_up_if_empty(files, slot_writer.slot)
             self._give_back(files)
@@ -393,40 +406,56 @@ class Writer:
         """The episodes that were published in this folder, those included that wait for others."""
         return self.storage.state("next") + len(self._pending)
 
-    def append(self, episode: Episode, columns: Mapping[str, Array], base: int, stop: int) -> None:
-        """Publish the timesteps before `stop` that are not yet. On an error those that are not visible are dropped.
+    def append(self, appended: Sequence[Appended]) -> None:
+        """Publish timesteps of some episodes that are not yet: those of all of them or of none.
 
-        Whatever happens, the episode ends behind the last step that is visible.
-
-        Args: columns: field -> the rows from timestep `base` on.
+        Whatever happens, each ends behind the last step of it that is visible.
         """
         try:
-            self._change(partial(self._show_steps, episode, columns, base, stop))
-            episode.base = episode.length = stop
+            self._change(partial(self._append, appended))
         except BaseException:
-            slot_writer = self._slot_writers.get(ref(episode))
-            if slot_writer is not None:
-                slot_writer.rewind()
-            visible = 0 if slot_writer is None else slot_writer.length
-            episode.length, episode.ended = visible, episode.ended if visible == stop else ""
+            for one in appended:
+                self._follow(one.episode)
             raise
 
-    def _show_steps(
-        self, episode: Episode, columns: Mapping[str, Array], base: int, stop: int, files: WriteHandles
-    ) -> None:
-        slot_writer = self._slot_writers.get(ref(episode))
-        # Steps that no record vouches for are trusted after a power cut only where their serial is.
-        trusted = not files.power or slot_writer is None or self.storage.state("synced") > slot_writer.serial
-        if slot_writer is None or not slot_writer.published or episode.ended or not trusted:
-            flags = OPEN | TERMINATED * self._terminated(episode)
+    def _append(self, appended: Sequence[Appended], files: WriteHandles) -> None:
+        self._write_steps(appended, files, together=len(appended) > 1)
+        self._commit_pending(files, together=len(appended) > 1)
+        for episode, _, _, stop in appended:
+            episode.base = episode.length = stop
+
+    def _write_steps(self, appended: Sequence[Appended], files: WriteHandles, *, together: bool) -> None:
+        """Write timesteps to the slots of their episodes, to be committed."""
+        for episode, columns, base, stop in appended:
+            episode.ended = next((name for name in self.schema.ends if columns[name].item(stop - 1 - base)), "")
             slot_writer = self._slot_writer_of(episode, files)
-            slot_writer.write(columns, base, stop)
-            self._commit(slot_writer, episode, flags, at_once=True)
+            # Steps that no record vouches for are trusted after a power cut only where their serial is.
+            trusted = not files.power or self.storage.state("synced") > slot_writer.serial
+            slot_writer.appends = slot_writer.published and trusted and not episode.ended
+            slot_writer.write(columns, base, stop, add=not slot_writer.appends)
+            self._prepare(slot_writer, episode, OPEN | TERMINATED * self._terminated(episode), together=together)
+
+    def follow(self, episode: Episode) -> None:
+        """Where every step is shown, take for an episode's steps those that are."""
+        if self.how.publish == "step":
+            self.begin()
+            self._follow(episode)
+
+    def _follow(self, episode: Episode | None) -> None:
+        """An episode has the steps that are shown, and ended where the last of them says so."""
+        if episode is None:
             return
-        self._slots.require_room(self.storage.path, 0, stop - slot_writer.num_published)
-        slot_writer.append(columns, base, stop)
-        self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=not self._in_round)
-        self._tell(files, [slot_writer.slot])
+        slot_writer, visible, ended = self._slot_writers.get(ref(episode)), 0, ""
+        if slot_writer is not None:
+            slot_writer.rewind()
+            visible = slot_writer.length
+            ended = next((name for name in self.schema.ends if visible and self._last(slot_writer, name).any()), "")
+        episode.base, episode.length, episode.ended = visible, visible, ended
+
+    def _last(self, slot_writer: SlotWriter, name: str) -> Array:
+        """What the last step of an open episode has of a field, (1, *field)."""
+        row = self.storage.start_of(name, slot_writer.slot) + slot_writer.length - 1
+        return self.storage.read_rows(name, slice(row, row + 1), slot_writer.slot, slot_writer.serial)
 
     # A timestep of several environments
 
@@ -444,18 +473,6 @@ class Writer:
         finally:
             self._in_stream = False
 
-    @contextmanager
-    def one_round(self) -> Iterator[None]:
-        """What is shown in the block is of one round, see `slots`."""
-        self._in_round = True
-        try:
-            yield
-        finally:
-            self._in_round = False
-        with self.turn:
-            if self._files is not None:
-                self._slots.round += 1
-
     def round_of(self, episodes: Sequence[Episode]) -> Round | None:
         """What appends to these open episodes together; None where they are not shown yet, or cannot be mapped."""
         if self.how.publish != "step":
@@ -467,23 +484,32 @@ class Writer:
                 return None
             if not self._mapped:
                 self._mapped = (mapped_files(files),)
-            return None if self._mapped[0] is None else Round(files, self._mapped[0], episodes, slot_writers)
+            maps = self._mapped[0]
+            self._joint = None if maps is None else Round(files, maps, episodes, slot_writers)
+            return self._joint
 
-    def append_round(self, joint: Round, columns: Mapping[str, Array]) -> None:
+    def append_round(self, joint: Round, columns: Mapping[str, Array], others: Sequence[Appended] = ()) -> None:
         """Append one timestep to several episodes, field -> (B, *field), and publish it: to all of them or to none.
 
         Who calls it has the turn.
+
+        Args: others: of the same step, those of episodes that it cannot be appended to like this.
         """
         if self._closed or joint.files is not self._files or joint.files.behind or not self._settled:
             self.begin()
         self.lock.glance(self.storage)
         slots = joint.slots
         self._slots.require_room(self.storage.path, 0, len(slots))
-        joint.prepare()
+        if joint.room <= 0:
+            joint.prepare()
         try:
             self._settled = False
-            joint.store(columns)
-            self._slots.show_round(slots, ends=not self._in_round)
+            joint.write(columns)
+            if others:
+                self._append_beside(joint, others)
+            else:
+                joint.show()
+            self._slots.show_round(slots)
             if self._slots.surplus:
                 slots = np.concatenate([slots, self._forget(joint.files, joint)])
             joint.tell(slots)
@@ -491,11 +517,16 @@ class Writer:
                 self._give_back(joint.files)
             self._settled = True
         except BaseException:
-            joint.settle()
             if self.lock.mine:
                 with suppress(OSError):
                     self._settle(joint.files)
             raise
+
+    def _append_beside(self, joint: Round, others: Sequence[Appended]) -> None:
+        self._write_steps(others, joint.files, together=True)
+        self._commit_pending(joint.files, joint, together=True)
+        for episode, _, _, stop in others:
+            episode.base = episode.length = stop
 
     def spill(self, episode: Episode) -> None:
         """Write the steps that are staged to the episode's slot, which makes room for others."""
@@ -518,30 +549,39 @@ class Writer:
             slot_writer = self._slot_writers[ref(episode)] = SlotWriter(files, slot)
         return slot_writer
 
-    def _commit(self, slot_writer: SlotWriter, episode: Episode, flags: int, *, at_once: bool) -> None:
-        """Publish what was written, or have it wait for others behind the same barriers."""
-        first = not slot_writer.published
-        added = slot_writer.length - slot_writer.num_published
-        self._slots.require_room(self.storage.path, len(self._pending) + first, added)
+    def _prepare(self, slot_writer: SlotWriter, episode: Episode, flags: int, *, together: bool = False) -> None:
+        """Have what was written be published by the next commit; `together`: what that publishes is one round."""
+        new = [one for one in self._pending if not one.published]
+        first, added = not slot_writer.published, slot_writer.length - slot_writer.num_published
+        waiting = sum(one.length - one.num_published for one in self._pending) if together else 0
+        self._slots.require_room(self.storage.path, len(new) + first, added + waiting)
         if first:
             slot_writer.write_meta(episode.meta)
-            slot_writer.serial = episode.serial = self._slots.next + len(self._pending)
-        slot_writer.flags, slot_writer.round = flags, self._slots.last_round(slot_writer.slot)
-        if added:
-            slot_writer.round = self._slots.round + sum(one.length for one in self._pending) + added - 1
-        if flags & OPEN:  # its last step is still to come
-            slot_writer.round -= slot_writer.length - 1
+            slot_writer.serial = episode.serial = self._slots.next + len(new)
+        if not slot_writer.appends:
+            slot_writer.flags, slot_writer.round = flags, self._slots.last_round(slot_writer.slot)
+            if added:
+                before = 0 if together else sum(one.length for one in self._pending)
+                slot_writer.round = self._slots.round + before + added - 1
+            if flags & OPEN:  # its last step is still to come
+                slot_writer.round -= slot_writer.length - 1
         self._pending.append(slot_writer)
-        if at_once or len(self._pending) >= self.how.sync_every:
-            self._commit_pending(slot_writer.files)
 
-    def _commit_pending(self, files: WriteHandles) -> None:
+    def _commit_pending(self, files: WriteHandles, joint: Round | None = None, *, together: bool = False) -> None:
+        """Publish what waits for it, and with it the step that was written of other episodes; together or not."""
         if self._pending:
+            if together:
+                self._showing = [(one, one.length) for one in self._pending]
+                for one in joint.slot_writers if joint is not None else ():
+                    one.appends = True
+                    self._showing.append((one, one.length + 1))
             commit(files, self._pending)
+            if joint is not None:
+                joint.show()
             for slot_writer in self._pending:
-                alone = not self._in_round
-                self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=alone)
-            shown, self._pending = [one.slot for one in self._pending], []
+                self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=not together)
+            self._slots.round += together and joint is None
+            shown, self._pending, self._showing = [one.slot for one in self._pending], [], []
             self._tell(files, shown)
 
     def _tell(self, files: WriteHandles, slots: list[int]) -> None:
@@ -567,7 +607,7 @@ class Writer:
         if joint is not None and len(moved) == 1:  # by plain numbers, in a third of the time
             slot = moved.item()
             first, end = self._slots.start.item(slot), self._slots.stop.item(slot)
-            joint.show(slot, first | end << 32)
+            joint.show_others(slot, first | end << 32)
             empty = [slot] if first == end else []
         else:
             start, stop = self._slots.start.take(moved), self._slots.stop.take(moved)
@@ -575,7 +615,7 @@ class Writer:
                 for slot, first, end in zip(moved.tolist(), start.tolist(), stop.tolist(), strict=True):
                     files.write_shown(slot, first, end)
             else:
-                joint.show(moved, (start | stop << 32).view(np.uint64))
+                joint.show_others(moved, (start | stop << 32).view(np.uint64))
             some = start != stop
             empty = [] if all_of(some) else moved[~some].tolist()
         files.barriers("/episodes")
@@ -684,7 +724,7 @@ class Writer:
         growing = [one for one in self._slot_writers.values() if one.published and not files.power]
         for one in growing:
             one.flags = self.storage.record(one.slot)["flags"] & (OPEN | TERMINATED)
-            one.round = self._slots.last_round(one.slot) - (one.length - 1)
+            one.round, one.appends = self._slots.last_round(one.slot) - (one.length - 1), False
         if growing:
             commit(files, growing)
             files.sync("/episodes")

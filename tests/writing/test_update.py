@@ -10,6 +10,7 @@ from fault_injection import Play, flags_of, in_child, operations_of, perform, sh
 
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, StaleEpisodeError, verify
 from memmap_buffer.format.records import FINAL, OPEN, TERMINATED
+from memmap_buffer.writing import redo
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,37 @@ def ys(source):
 
 
 OLD = [[0, 1, 2], [10, 11], [20, 21, 22, 23]]
+
+
+# Some timesteps of one field
+
+
+def test_several_timesteps_of_a_field_are_overwritten_by_one_call_that_sums_the_field_once(buffer, monkeypatch):
+    summed, add_rows = [], redo.add_rows
+    monkeypatch.setattr(redo, "add_rows", lambda sums, rows: summed.append(len(rows)) or add_rows(sums, rows))
+    buffer.store_datapoint(2, 1, "y", 7)
+    one = sum(summed)
+    buffer.store_datapoint(2, [3, 0, 2], "y", torch.tensor([43, 40, 42]))
+    assert one == LENGTHS[2] == sum(summed) - one
+    assert ys(buffer) == ys(buffer.folder) == [*OLD[:2], [40, 7, 42, 43]]
+    assert verify(buffer.folder) == []
+
+
+@pytest.mark.parametrize(
+    ("t", "value", "text"),
+    [
+        ([0, 2], [1, 1], "the episode has 2"),
+        ([-1], [1], "the episode has 2"),
+        ([0, 1], [1], "got 1 values of 'y' for 2 timesteps"),
+        ([0.5], [1], "expected a whole number"),
+        ([], [], "expected a whole number"),
+        ([0, 1], [1.5, 2], "'y', store_datapoint: .*not a whole number"),
+    ],
+)
+def test_timesteps_that_cannot_be_overwritten_are_refused_and_nothing_changes(buffer, t, value, text):
+    with pytest.raises(SchemaError, match=text):
+        buffer.store_datapoint(1, t, "y", value)
+    assert ys(buffer) == OLD
 
 
 # What it changes

@@ -157,6 +157,23 @@ def test_one_environment_needs_no_axis_for_it_and_tensors_and_lists_are_taken(tm
         ]
 
 
+@pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
+def test_one_environment_needs_no_axis_for_it_where_there_are_lists_either(tmp_path, how):
+    fields = {"ids": Field("int", (None,), final=True), "boxes": ("float", (None, 2)), "reward": "float"}
+    lists = [[1, 2, 3], [], [5], np.array([7, 8])]
+    with make(tmp_path, fields=fields | {"terminated": "bool"}, meta_fields={}, **how) as buffer:
+        for t, ids in enumerate(lists):
+            buffer.add(ids=ids, boxes=[[t, t]] * t, reward=t, terminated=t == 3, next_ids=[9])
+        batch = buffer.batch(timestep_level=True, format="numpy")
+    assert [row[:n].tolist() for row, n in zip(batch["ids"], batch["_lens_ids"], strict=True)] == [
+        [1, 2, 3],
+        [],
+        [5],
+        [7, 8],
+    ]
+    assert batch["_lens_boxes"].tolist() == [0, 1, 2, 3] and batch["boxes"][3].tolist() == [[3, 3]] * 3
+
+
 def bad_steps():
     ok = at(steps_of([[0, 0]]), 0)
     return {
@@ -227,80 +244,29 @@ def test_an_episode_that_a_full_disk_kept_back_is_published_by_the_next_call(tmp
     assert count > 10
 
 
-def copied(steps):
-    return {key: copied(value) if isinstance(value, dict) else value.copy() for key, value in steps.items()}
-
-
-def refill(given, steps):
-    """Give other steps in the same arrays, as an environment does that has one array for all of them."""
-    for key, value in steps.items():
-        refill(given[key], value) if isinstance(value, dict) else np.copyto(given[key], value)
-
-
-@pytest.mark.parametrize(
-    ("call", "how"), [("add", "ram"), ("extend", "disk"), ("add", "step"), ("extend", "step"), ("with errors", "step")]
-)
-def test_a_call_that_a_full_disk_interrupted_may_be_repeated_and_stores_each_step_once(tmp_path, how, call):
-    """Also where some environments have the step, and where several steps are stored of those that are given."""
+@pytest.mark.parametrize("call", ["add", "extend", "with errors"])
+def test_after_a_full_disk_the_number_of_steps_tells_which_are_to_be_given_again(tmp_path, call):
+    """Each is then stored once, in every environment; other episodes may have begun meanwhile."""
     steps, failed = steps_of([[0, 0], [1, 0], [0, 2], [0, 0]]), 0
-    parts = [slice(0, 1), slice(1, 4)] if call == "extend" else [slice(i, i + 1) for i in range(4)]
     for at_operation in range(1, 200, 3):
-        with make(tmp_path / f"{at_operation}", durability="power", **HOW[how] | {"spare_slots": 4}) as buffer:
+        with make(tmp_path / f"{at_operation}", durability="power", **HOW["step"] | {"spare_slots": 4}) as buffer:
             with system(at_operation, error=errno.ENOSPC, only=("pwrite",)) as seen:
-                for part in parts:
-                    given = at(steps, part)
+                while buffer.num_steps < 8:
+                    assert buffer.num_steps % 2 == 0
+                    t = buffer.num_steps // 2
+                    given = at(steps, slice(t, 4 if call == "extend" and t else t + 1))
                     if call == "with errors":
                         given["priority"] = np.ones(given["reward"].shape)
-                    for _ in range(3):
-                        try:
-                            buffer.extend(**given) if call == "extend" else buffer.add(**at(given, 0))
-                            break
-                        except OSError as error:
-                            assert error.errno == errno.ENOSPC
-                            failed += 1
+                    try:
+                        buffer.extend(**given) if call == "extend" else buffer.add(**at(given, 0))
+                    except OSError as error:
+                        assert error.errno == errno.ENOSPC
+                        failed += 1
             buffer.end_episodes()
-            assert sorted(found(buffer)) == sorted(slow([steps], end=True))
+            assert sorted(reward for rewards, *_ in found(buffer) for reward in rewards) == [n / 4 for n in range(8)]
         if seen.count < at_operation:
             break
     assert failed > 5
-
-
-def test_the_step_after_one_that_a_full_disk_interrupted_is_another_also_in_the_same_arrays(tmp_path):
-    steps, partial = steps_of([[0, 0], [0, 0], [0, 0]]), 0
-    for at_operation in range(1, 40):
-        with make(tmp_path / f"{at_operation}", publish="step", spare_slots=4, durability="power") as buffer:
-            given = copied(at(steps, 0))
-            with system(at_operation, error=errno.ENOSPC, only=("pwrite",)):
-                try:
-                    buffer.add(**given)
-                except OSError:
-                    stored = buffer.num_steps
-                    partial += stored == 1
-                    refill(given, at(steps, 1))
-                    buffer.add(**given)
-                    assert buffer.num_steps == stored + 2
-    assert partial
-
-
-def test_an_interruption_leaves_no_environment_a_step_ahead(tmp_path, monkeypatch):
-    from memmap_buffer.writing.episode import Episode
-
-    steps, store_rows = steps_of([[0, 0], [0, 0], [1, 1]]), Episode.store_rows
-    with make(tmp_path) as buffer:
-        buffer.add(**at(steps, 0))
-        calls = []
-
-        def interrupted(self, *arguments):
-            calls.append(self)
-            if len(calls) == 2:
-                raise KeyboardInterrupt("boom")
-            store_rows(self, *arguments)
-
-        monkeypatch.setattr(Episode, "store_rows", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="boom"):
-            buffer.add(**at(steps, 1))
-        buffer.extend(**at(steps, slice(1, 3)))
-        assert found(buffer) == slow([steps])
 
 
 def test_environments_in_place_need_a_spare_slot_each_and_a_read_only_buffer_none(tmp_path):

@@ -1,0 +1,244 @@
+"""A step of several environments that is interrupted anywhere: all of them have it or none, and all goes on rightly.
+
+What is drawn afterwards is judged by its successors, which each environment knows, not by what rows there are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from environments import FIELDS, Environments, require_true_successors, steps_in
+from fault_injection import system, without_barriers
+from interruptions import interrupted
+
+from memmap_buffer import ReplayBuffer, verify
+from memmap_buffer.writing import episode
+from memmap_buffer.writing.rounds import MappedFiles
+
+SIZE, LIMIT = 3, 4
+MODES: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "disk": {"stage": "disk"},
+    "step": {"publish": "step"},
+    "written": {"publish": "step"},
+    "power": {"publish": "step", "durability": "power"},
+}
+ENDS = {"plain": [0, 0, 0], "end": [1, 2, 0], "every": [2, 1, 1]}
+# What is given before the step that is interrupted, and with it.
+KINDS = {"plain": ["plain", "plain"], "end": ["plain", "end"], "first": ["end", "plain"], "limit": ["plain"] * 4}
+KINDS |= {"every": ["plain", "every"], "firsts": ["every", "plain"], "first that ends": ["end", "end"]}
+
+
+class Program:
+    """A program that adds what its environments do, and goes on with the next step whatever happened to one.
+
+    Args: following, errors: whether it gives `next_observation`, and TD errors.
+    """
+
+    def __init__(
+        self, folder: Path, mode: str, *, skips_resets: bool, following: bool, errors: bool = False, **options: Any
+    ) -> None:
+        self.folder, self.how = folder, MODES[mode]
+        options = {"circular": True, "spare_slots": SIZE, **self.how, **options}
+        self.buffer = ReplayBuffer(folder, 400, LIMIT, FIELDS, **options)
+        self.buffer._skips_resets = skips_resets  # as `for_env` sets it
+        self.environments = Environments(SIZE, skips_resets=skips_resets)
+        self.following, self.errors = following, errors
+        self.given: list[set[tuple[int, ...]]] = []
+
+    def step(self, kind: str) -> dict[str, Any]:
+        step = self.environments.step(ENDS[kind])
+        if not self.following:
+            del step["next_observation"]
+        return {**step, "priority": np.ones(SIZE)} if self.errors else step
+
+    def add(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.buffer.add(**self.step(kind))
+
+    def interrupted_add(self, kind: str, interrupt: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Add a step that is interrupted; what `interrupt` says."""
+        recorded = self.environments.recorded
+        step = self.step(kind)
+        self.given.append({tuple(row) for row in step["observation"][recorded].tolist()})
+        told = interrupt(partial(self.buffer.add, **step))
+        if self.how.get("publish") == "step":
+            self.require_whole_steps()
+        return told
+
+    def require_whole_steps(self) -> None:
+        """Every step that was interrupted is of all environments or of none, for all who look."""
+        found = steps_in(self.folder)
+        assert steps_in(self.buffer) == found
+        for step in self.given:
+            assert len(step & found) in (0, len(step)), (step & found, step)
+
+    def end(self) -> None:
+        self.buffer.end_episodes()
+        self.require_whole_steps()
+        assert require_true_successors(self.buffer, self.environments)
+        self.buffer.close()
+        assert verify(self.folder) == []
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_barriers(monkeypatch)
+    monkeypatch.setattr(episode, "CHUNK_BYTES", 100)  # so that what is staged is written out, too
+
+
+@pytest.fixture
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "written":
+        monkeypatch.setattr(MappedFiles, "may_be_used", staticmethod(lambda files: False))
+    return str(request.param)
+
+
+def programs(folder: Path, mode: str, **how: Any) -> Iterator[Program]:
+    """A program anew after some interruptions, so that what is looked at stays little."""
+    for i in count():
+        program = Program(folder / str(i), mode, **how)
+        for _ in range(20):
+            yield program
+        program.end()
+
+
+# The mode, whether a reset is a step, whether `next_observation` is given, how many lines lie between interruptions.
+SOME = [("ram", True, True, 307), ("disk", False, False, 307), ("step", False, True, 307), ("step", True, False, 307)]
+SOME += [("written", True, True, 503), ("power", False, False, 503)]
+MANY = [(mode, reset, following, 17) for mode in MODES for reset in (False, True) for following in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "skips_resets", "following", "stride"),
+    [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)],
+    indirect=["mode"],
+)
+def test_after_an_interruption_at_any_line_every_item_leads_to_what_followed(
+    tmp_path: Path, mode: str, skips_resets: bool, following: bool, stride: int
+) -> None:
+    some = programs(tmp_path, mode, skips_resets=skips_resets, following=following)
+    for number, (*before, kind) in enumerate(KINDS.values()):
+        for at in count(number * 31 % stride, stride):
+            program = next(some)
+            program.add(*before)
+            error = program.interrupted_add(kind, partial(interrupted, at=at))
+            program.add("plain", "plain")
+            if error is None:
+                break
+    program.end()
+
+
+@pytest.mark.parametrize(
+    ("mode", "skips_resets", "following", "errors"),
+    [("ram", False, True, False), ("disk", True, False, True), ("written", True, True, True), ("step", *3 * [False])],
+    indirect=["mode"],
+)
+def test_after_an_error_at_any_write_every_item_leads_to_what_followed(
+    tmp_path: Path, mode: str, skips_resets: bool, following: bool, errors: bool
+) -> None:
+    program = Program(tmp_path / "program", mode, skips_resets=skips_resets, following=following, errors=errors)
+    failed = 0
+    for *before, kind in KINDS.values():
+        for at in range(1, 200, 3):
+            program.add(*before)
+            written, error = program.interrupted_add(kind, partial(failing, at))
+            program.add("plain", "plain")
+            failed += error is not None
+            if written < at:
+                break
+    program.end()
+    assert failed > (3 if mode == "ram" else 10)
+
+
+def failing(at: int, work: Callable[[], Any]) -> tuple[int, OSError | None]:
+    """Do what finds a full disk at a write; how many were made, and the error."""
+    error = None
+    with system(at, error=errno.ENOSPC, only=("pwrite",)) as seen:
+        try:
+            work()
+        except OSError as raised:
+            error = raised
+    return seen.count, error
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("interrupt", [failing, lambda at, work: interrupted(work, 37 * at)], ids=["ENOSPC", "signal"])
+def test_after_a_step_that_was_interrupted_a_ring_still_forgets_the_oldest_first(
+    tmp_path: Path, interrupt: Callable[..., Any], again: bool
+) -> None:
+    program = Program(tmp_path, "step", skips_resets=False, following=True, capacity=6 * SIZE)
+    added: list[set[tuple[int, ...]]] = []
+    for at in range(1, 60):
+        step = program.environments.step(ENDS["end" if at % 5 == 0 else "plain"])
+        rows = {tuple(row) for row in step["observation"].tolist()}
+        for _ in range(1 + again):
+            if not rows <= steps_in(program.buffer):
+                interrupt(at % 20, partial(program.buffer.add, **step)) if at % 3 == 0 else program.buffer.add(**step)
+        if rows <= steps_in(program.buffer):
+            added.append(rows)
+        assert steps_in(tmp_path) == set().union(*added[-6:])
+    assert len(added) > 40
+
+
+SIGNALLED = """
+    import random, signal, sys
+    from pathlib import Path
+    from test_whole_steps import ENDS, Program
+
+    folder, mode, count, skips_resets = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
+    rng, hits, told = random.Random(count), 0, []
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+    def interrupted(add):
+        global hits
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))  # the last line on which nothing is given
+            add()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt as error:
+            hits += 1
+            told.append(error)  # with its frames
+            trace = error.__traceback__
+            while trace.tb_next is not None:
+                trace = trace.tb_next
+            code = trace.tb_frame.f_code
+            line = (trace.tb_lineno or code.co_firstlineno) - code.co_firstlineno
+            if (code.co_name, line) in (("add", 0), ("interrupted", 3)):
+                add()  # which nobody had given
+
+    for i in range(count // 20):
+        program = Program(folder / str(i), mode, skips_resets=skips_resets, following=i % 2 == 0, errors=i % 3 == 0)
+        for _ in range(20):
+            program.add(*rng.choices(list(ENDS), [5, 1, 1], k=rng.randrange(1, 3)))
+            program.interrupted_add(rng.choice(list(ENDS)), interrupted)
+        program.end()
+    print(hits)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "skips_resets", "times"),
+    [("ram", False, 40), ("step", True, 40)]
+    + [pytest.param(mode, resets, 1000, marks=pytest.mark.slow) for mode in MODES for resets in (False, True)],
+)
+def test_after_signals_every_item_leads_to_what_followed(
+    tmp_path: Path, mode: str, skips_resets: bool, times: int
+) -> None:
+    """Real ones, at any instruction; every traceback is kept."""
+    program = [sys.executable, "-c", textwrap.dedent(SIGNALLED), str(tmp_path), mode, str(times), str(skips_resets)]
+    paths = os.pathsep.join([*map(str, (Path(__file__).parent, Path(__file__).parents[1] / "support")), *sys.path])
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > times / 4
