@@ -118,6 +118,7 @@ class Priorities:
 
         Raises:
             OSError: the disk is full.
+            SchemaError: α is too large for the highest priority so far.
         """
         file = self._file
         if alpha in (None, file.alpha) and epsilon in (None, file.epsilon):

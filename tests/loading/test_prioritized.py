@@ -1397,6 +1397,32 @@ def test_errors_wait_for_the_barrier_that_publishes_their_episodes(tmp_path):
     np.testing.assert_allclose(got, [3**0.6, 2**0.6, 5**0.6], rtol=1e-5)
 
 
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+@pytest.mark.parametrize("publish", ["episode", "step"])
+def test_errors_that_come_with_their_steps_are_kept_by_a_first_draw_with_another_alpha(tmp_path, publish, alpha):
+    buffer, errors = of_envs(tmp_path, publish=publish), [1.0, 2, 3, 4, 5, 6]
+    buffer.store_episode(reward=[0, 0], terminated=[0, 1], priority=errors[:2])
+    buffer.add(reward=0, terminated=False, priority=errors[2])
+    buffer.extend(reward=[0, 0], terminated=[0, 1], priority=errors[3:5])
+    buffer.store_episode(reward=[0], terminated=[1])
+    buffer.update_priorities([[2, 0]], errors[5:])
+    buffer.sample(1, prioritized=Prioritized(alpha=alpha), **STEP)
+    given = buffer.priorities([[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [2, 0]])
+    np.testing.assert_allclose(given, np.array(errors) ** alpha, rtol=1e-5)
+
+
+def test_episodes_published_since_the_last_draw_keep_their_priorities_when_alpha_changes(tmp_path):
+    buffer = make(tmp_path, (1,), max_episodes=9)
+    buffer.sample(1, prioritized=Prioritized(alpha=1.0), **STEP)
+    for _ in range(5):
+        publish(buffer, 1)
+    steps, errors = [[serial, 0] for serial in range(6)], np.array([1.0, 2, 3, 4, 5, 85])
+    buffer.update_priorities(steps, errors)
+    for alpha in (0.5, 1.0, 2.0):
+        buffer.sample(1, prioritized=Prioritized(alpha=alpha), **STEP)
+        np.testing.assert_allclose(buffer.priorities(steps), errors**alpha, rtol=1e-5)
+
+
 @pytest.mark.parametrize("priority", [[1.0, 2], 1j, [[1.0]], [float("nan")], "x"])
 def test_errors_that_do_not_fit_are_refused_before_anything_is_stored(tmp_path, priority):
     buffer = of_envs(tmp_path, publish="step")
