@@ -37,7 +37,7 @@ from memmap_buffer.priority.anchor_priorities import (
     StepPriorities,
 )
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Priorities, SeveralPriorities
+from memmap_buffer.priority.priorities import Highest, Priorities, SeveralPriorities
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
@@ -66,6 +66,7 @@ class NamedPriorities:
         self.ranks = Ranks()
         self._opened: dict[Storage, Priorities] = {}
         self._several = SeveralPriorities()
+        self._highest = Highest()
         self._opening = Turn()  # threads open each once
 
     def of(self, storage: Storage) -> Priorities:
@@ -73,7 +74,8 @@ class NamedPriorities:
         with self._opening.lock:
             found = self._opened.get(storage)
             if found is None:
-                found = Priorities.open(storage, self._name, alpha=self._alpha, epsilon=self._epsilon)
+                how: dict[str, Any] = {"alpha": self._alpha, "epsilon": self._epsilon, "highest": self._highest}
+                found = Priorities.open(storage, self._name, **how)
                 self._opened[storage] = found
             return found
 

@@ -61,7 +61,9 @@ def publish(buffer, length):
 
 
 def opened(folder, name="td", read_only=False, **how):
-    return Priorities.open(Storage.open(folder, read_only=read_only), name, **(HOW | how))
+    priorities = Priorities.open(Storage.open(folder, read_only=read_only), name, **(HOW | how))
+    priorities.follow()
+    return priorities
 
 
 def content(priorities):
