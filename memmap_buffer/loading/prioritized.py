@@ -327,10 +327,10 @@ class PrioritizedDraws:
 
     @property
     def _by_step(self) -> bool:
-        """Whether an anchor has the priority of its step, and none lies before step 0."""
+        """Whether each anchor is another, has the priority of its step, and none lies before step 0."""
         view, how = self.reader.selection.view, self.how
-        by_step = not view.per_episode and not getattr(view, "pad_before", 0) and how.reduce in (None, "first")
-        return by_step and how.variant == "proportional" and how.weight_field is None
+        by_step = not (view.per_episode or view.repeats or int(getattr(view, "pad_before", 0)))
+        return by_step and how.reduce in (None, "first") and how.variant == "proportional" and how.weight_field is None
 
     def _draw(
         self, each_folder: list[AnyPriorities], batch_size: int, rng: np.random.Generator, alone: bool

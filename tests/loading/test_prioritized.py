@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from damage import packed
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -128,6 +130,7 @@ UNITS = [
     ({"view": Window(4)}, 4),
     ({"view": Window(4, stride=2, boundary="shift")}, 4),
     ({"view": Window(4, stride=3, boundary="drop")}, 4),
+    ({"view": Window(4, boundary="repeat")}, 4),
     ({"view": Window(4, pad_before=3)}, 4),
     ({"view": Offsets(reward=(-1, 0, 1), boundary="drop")}, 1),
     ({"view": Trajectory()}, 0),
@@ -182,21 +185,66 @@ def check_batch(buffer, options, slow, length, frequencies=False):
         for item in items:
             counts[item] = counts.get(item, 0) + 1
         if seed == 0:
-            check_weights(batch, np.array([expected[item] for item in items]), expected, slow.how)
+            check_weights(batch, np.array([expected[item] for item in items]), expected, slow.how, len(anchors))
     assert counts.keys() <= expected.keys()
     if frequencies:
-        assert improbable(counts, {item: p * 64 * batches for item, p in expected.items()}) < 5
+        assert improbable(counts, {item: p * anchors.count(item) * 64 * batches for item, p in expected.items()}) < 5
 
 
-def check_weights(batch, probabilities, expected, how):
+def check_weights(batch, probabilities, expected, how, num_items=None):
     np.testing.assert_allclose(batch["_probabilities"], probabilities, rtol=1e-12)
-    weights = (len(expected) * probabilities) ** -how.beta
+    num_items = num_items or len(expected)
+    weights = (num_items * probabilities) ** -how.beta
     if how.normalize == "batch":
         weights /= weights.max()
     if how.normalize == "buffer":
-        weights /= max((len(expected) * p) ** -how.beta for p in expected.values())
+        weights /= max((num_items * p) ** -how.beta for p in expected.values())
     np.testing.assert_allclose(batch["_weights"], weights, rtol=1e-6)
     assert batch["_weights"].dtype == torch.float32
+
+
+BOUNDARIES = ("pad", "shift", "repeat", "drop", "continue")
+WINDOWS = st.builds(
+    lambda boundary, length, stride, short: Window(
+        length, stride, boundary=boundary, allow_short=short or boundary not in ("shift", "repeat")
+    ),
+    *(st.sampled_from(BOUNDARIES), st.integers(1, 6), st.integers(1, 4), st.booleans()),
+)
+VIEWS = WINDOWS | st.sampled_from(
+    [
+        *[Timestep(), Trajectory(), NStep(1), NStep(3), Window(4, pad_before=3), Window(4, pad_after=1)],
+        *[Window(3, pad_in_front=True), *(Offsets(reward=(-2, 0, 1), boundary=b) for b in ("pad", "shift", "drop"))],
+    ]
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    view=VIEWS,
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    inner_end=st.integers(0, 9),
+    several=st.booleans(),
+)
+def test_without_errors_each_item_is_drawn_as_often_by_priority_as_it_is_given_without(
+    tmp_path_factory, view, lengths, inner_end, several
+):
+    """One draw in each segment of as many equal ones as there are items."""
+    folders = [ReplayBuffer(tmp_path_factory.mktemp("f"), 4, 9, FIELDS, circular=True) for _ in range(1 + several)]
+    for buffer in folders:
+        for length in lengths:
+            step = np.arange(length)
+            ends = {"terminated": (step == inner_end) | (step == length - 1), "reward": step}
+            buffer.store_episode(number=step, t=step, o=np.zeros((length, 2)), **ends)
+    buffer = ConcatBuffer(folders) if several else folders[0]
+    how = {"view": view, "prioritized": Prioritized(), "seed": 0}
+    try:
+        items = sorted(anchors_of(buffer, {"view": view}))
+    except NotEnoughDataError as error:
+        with pytest.raises(NotEnoughDataError, match=r"nothing to read|fewer than the"):
+            buffer.sample(72, **how)  # more than there are items, so that each is drawn
+        assert "nothing to read" in str(error) or not view.allow_short
+    else:
+        assert sorted(drawn(buffer.sample(len(items), **how))) == items
 
 
 # What the batch holds, and what an update takes
@@ -1478,10 +1526,10 @@ def test_of_a_ring_of_steps_exactly_the_items_that_are_left_are_drawn(tmp_path, 
         buffer.add(number=[0, 1], t=[0, 0], reward=[1, 1], terminated=ends, o=np.zeros(shape))
         if step % 5 in (1, 2) or step < 3:
             continue
-        items = set(anchors_of(buffer, options))
+        items = anchors_of(buffer, options)
         batch = buffer.sample(256, prioritized=how, **options)
-        assert set(drawn(batch)) <= items
-        assert len(set(drawn(batch))) > len(items) // 3
+        assert set(drawn(batch)) <= {*items}
+        assert len(set(drawn(batch))) > len({*items}) // 3
         sampler = next(sampler for sampler in buffer._samplers.values() if sampler.reader.prioritized is not None)
         (one,) = sampler._by_storage.values()
         assert one.count == len(items)
