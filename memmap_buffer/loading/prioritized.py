@@ -37,7 +37,7 @@ from memmap_buffer.priority.anchor_priorities import (
     StepPriorities,
 )
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Priorities, SeveralPriorities
+from memmap_buffer.priority.priorities import Highest, Priorities, SeveralPriorities
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
@@ -66,6 +66,7 @@ class NamedPriorities:
         self.ranks = Ranks()
         self._opened: dict[Storage, Priorities] = {}
         self._several = SeveralPriorities()
+        self._highest = Highest()
         self._opening = Turn()  # threads open each once
 
     def of(self, storage: Storage) -> Priorities:
@@ -73,7 +74,8 @@ class NamedPriorities:
         with self._opening.lock:
             found = self._opened.get(storage)
             if found is None:
-                found = Priorities.open(storage, self._name, alpha=self._alpha, epsilon=self._epsilon)
+                how: dict[str, Any] = {"alpha": self._alpha, "epsilon": self._epsilon, "highest": self._highest}
+                found = Priorities.open(storage, self._name, **how)
                 self._opened[storage] = found
             return found
 
@@ -325,10 +327,10 @@ class PrioritizedDraws:
 
     @property
     def _by_step(self) -> bool:
-        """Whether an anchor has the priority of its step, and none lies before step 0."""
+        """Whether each anchor is another, has the priority of its step, and none lies before step 0."""
         view, how = self.reader.selection.view, self.how
-        by_step = not view.per_episode and not getattr(view, "pad_before", 0) and how.reduce in (None, "first")
-        return by_step and how.variant == "proportional" and how.weight_field is None
+        by_step = not (view.per_episode or view.repeats or int(getattr(view, "pad_before", 0)))
+        return by_step and how.reduce in (None, "first") and how.variant == "proportional" and how.weight_field is None
 
     def _draw(
         self, each_folder: list[AnyPriorities], batch_size: int, rng: np.random.Generator, alone: bool

@@ -320,12 +320,14 @@ class AnchorPriorities:
         layout = storage.layout
         self.like_steps = (
             priorities is not None
-            and not (view.per_episode or self._before)
+            and not (view.per_episode or self._before or view.repeats)
             and (self._reduce, how.variant) == ("first", "proportional")
         )
         self._leaves_needed = (layout.rows or layout.slots * layout.max_timesteps) + layout.slots * self._before
         require_memory(storage, self._leaves_needed, "the tree of items that are drawn by priority,")
         self._tree = self._new_tree()
+        # Of each leaf the timestep of its anchor, where several items have the same one, and each has a leaf.
+        self._t = np.zeros(self._leaves_needed, np.int32) if view.repeats else None
         self.unfinished = False
         self._seen = 0
         if priorities is not None:
@@ -349,7 +351,7 @@ class AnchorPriorities:
     def row(self) -> Row | None:
         """As that of `StepPriorities`; the pairs are one that shows any step."""
         layout, serials = self._storage.layout, self._anchors.serial
-        if layout.rows is not None or self._tree.leaves < WIDTH or self._tree.minima:
+        if layout.rows is not None or self._tree.leaves < WIDTH or self._tree.minima or self._t is not None:
             return None
         at = address_of(serials) >> 3, 1, 0, address_of(EVERY_STEP) >> 3, 0
         return self._tree, (layout.max_timesteps + self._before, self._before, len(serials), *at), (serials,)
@@ -382,7 +384,7 @@ class AnchorPriorities:
         """The anchors at values of the cumulative sum."""
         leaves, priorities = self._tree.find(values)
         slots = self._slots_of(leaves)
-        return slots, self._anchors.serial[slots], leaves - self._leaves(slots, 0), priorities
+        return slots, self._anchors.serial[slots], self._anchor(leaves, leaves - self._leaves(slots, 0)), priorities
 
     def follow(self, runs: Runs | None, *, later: bool = False) -> bool:
         """Take in the changes of this folder's anchors, and of the priorities; returns True.
@@ -423,9 +425,16 @@ class AnchorPriorities:
         order = np.argsort(first, kind="stable")
         return np.asarray(slots[order][np.searchsorted(first[order], leaves, side="right") - 1])
 
+    def _anchor(self, leaves: IntArray, t: IntArray) -> IntArray:
+        """The timesteps of the anchors of leaves that lie at t."""
+        return t if self._t is None else self._t[leaves].astype(np.int64)
+
     def _each(self, runs: Runs) -> Iterator[tuple[IntArray, IntArray]]:
-        """(slot, t) of the anchors of runs, some 10⁶ at a time."""
-        if len(runs.slot) <= FEW and runs.last is None:
+        """(slot, t) of the leaves of the anchors of runs, some 10⁶ at a time.
+
+        These lie at their anchors; of several with the same anchor, as a run has them at its end, one behind another.
+        """
+        if len(runs.slot) <= FEW and runs.last is None and self._t is None:
             rows = list(zip(runs.slot.tolist(), runs.first.tolist(), runs.count.tolist(), strict=True))
             if sum(count for *_, count in rows) <= FEW:  # by plain numbers, in a fifth of the time
                 each = [(slot, first + i * self._view.stride) for slot, first, count in rows for i in range(count)]
@@ -437,10 +446,16 @@ class AnchorPriorities:
         for at in range(0, int(ends[-1]) if len(ends) else 0, BLOCK):
             i = np.arange(at, min(at + BLOCK, int(ends[-1])))
             place = np.searchsorted(ends, i, side="right")
-            t = runs.first[place] + (i - ends[place] + runs.count[place]) * self._view.stride
+            number, slot = i - ends[place] + runs.count[place], runs.slot[place]
+            t = runs.first[place] + number * self._view.stride
             if runs.last is not None:
                 t = np.minimum(t, runs.last[place])
-            yield runs.slot[place], t
+            if self._t is not None:
+                last = runs.first + (runs.count - 1) * self._view.stride if runs.last is None else runs.last
+                behind = np.maximum(number + (last - runs.first)[place] // -self._view.stride, 0)
+                self._t[self._leaves(slot, t + behind)] = t
+                t += behind
+            yield slot, t
 
     # Following
 
@@ -482,11 +497,15 @@ class AnchorPriorities:
         if self._view.per_episode:
             slots = np.unique(slots)
             t = np.zeros_like(slots)
-        elif self._reduce != "first" or self._before:
+        elif self._reduce != "first" or self._before or self._t is not None:
             reach = self._length - 1 if self._reduce != "first" else self._before
-            t = (t[:, None] + np.arange(-reach, 1)).reshape(-1)
-            slots = np.repeat(slots, reach + 1)
-            slots, t = slots[t >= -self._before], t[t >= -self._before]
+            after = self._length - 1 if self._t is not None else 0
+            t = (t[:, None] + np.arange(-reach, 1 + after)).reshape(-1)
+            slots = np.repeat(slots, reach + 1 + after)
+            inside = t >= -self._before
+            if self._t is not None and self.steps is not None:
+                inside &= t < self.steps.steps_of(slots)[1]
+            slots, t = slots[inside], t[inside]
         leaves = self._leaves(slots, t)
         held = self._tree.get(leaves)
         served = (held > 0) | np.signbit(held)
@@ -505,9 +524,11 @@ class AnchorPriorities:
         self._tree.put(self._leaves(slots, t), with_zeros(priorities))
 
     def _priority(self, slots: IntArray, t: IntArray) -> FloatArray:
-        """The priorities of anchors (B,); 0 where another episode is in the slot by now."""
+        """The priorities of anchors (B,) by their leaves; 0 where another episode is in the slot by now."""
         if self.steps is None:
             return self._by_weight_field(slots)
+        if self._t is not None:
+            t = self._anchor(self._leaves(slots, t), t)
         start = np.maximum(t, 0)
         if self._reduce == "first":
             found = self.steps.tree.get(self.steps.leaves(slots, start))

@@ -29,8 +29,9 @@ class Prioritized:
     """Draw items with replacement, each with P(i) = p_i / Σ p over the items that the view can serve.
 
     The priority of a step is (|δ| + ε)^α of the error that it was last given by `update_priorities`, and until then the
-    highest so far, 1 at first. A batch gains `_weights` (B,) float32, `_probabilities` (B,) float64 and `_indices`
-    (`_index` for whole episodes). An item whose episode was overwritten before it was read is replaced, and weighs 0.
+    highest in any folder of the buffer when it came, 1 at first. A batch gains `_weights` (B,) float32,
+    `_probabilities` (B,) float64 and `_indices` (`_index` for whole episodes). An item whose episode was overwritten
+    before it was read is replaced, and weighs 0.
 
     Where every step can be drawn, nothing but the tree on the disk is needed. Where some cannot (an n-step item without
     a successor, a filter, a stride), or the unit is not a step, a second tree is kept in memory, some 9 bytes an item,

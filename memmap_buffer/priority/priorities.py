@@ -1,7 +1,7 @@
 """Priorities that live on the disk with the data, under a name: one process owns them, the learner.
 
-They follow the episodes by themselves: the steps of an episode that appears get the maximum priority so far, the steps
-of one that goes are drawn no more. `tree_file` tells of the bytes.
+They follow the episodes by themselves: the steps of an episode that appears get the maximum priority so far in
+any folder of the buffer, the steps of one that goes are drawn no more. `tree_file` tells of the bytes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,19 @@ T = TypeVar("T")
 Row: TypeAlias = tuple[SumTree, tuple[int, ...], tuple[IntArray, ...]]
 
 
+class Highest:
+    """The highest |δ| + ε so far in all folders of a buffer, with which new steps enter each of them."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._turn = Turn()
+
+    def rise_to(self, value: float) -> None:
+        """It is at least this from now on."""
+        with self._turn.lock:
+            self.value = max(self.value, value)
+
+
 class Priorities:
     """The priorities of every step of one folder, under one name; made by `open`.
 
@@ -61,20 +74,28 @@ class Priorities:
         self.number = next(_numbers)
         _every.add(self)
         self._users = 0
+        self._highest: weakref.WeakSet[Highest] = weakref.WeakSet()
         self._episodes = VisibleEpisodes()
         self._unfinished = True  # whether some slots may still have leaves as they were before
 
     @classmethod
     def open(
-        cls, storage: Storage, name: str, *, alpha: float | None = None, epsilon: float | None = None
+        cls,
+        storage: Storage,
+        name: str,
+        *,
+        alpha: float | None = None,
+        epsilon: float | None = None,
+        highest: Highest | None = None,
     ) -> Priorities:
-        """The priorities of that name; they are closed as often as they were opened.
+        """The priorities of that name, without new steps until `follow`; closed as often as they were opened.
 
         Args:
             storage: the folder.
             name: of the tree.
             alpha, epsilon: the priority of a step is (|δ| + ε)^α; None for those of the tree, of a new one the defaults
                 of `Prioritized`. See `use`.
+            highest: of the folders that are drawn from with this one.
 
         Raises:
             BufferLockedError: another process owns them.
@@ -85,7 +106,12 @@ class Priorities:
         if not (name.isidentifier() and name.isascii() and len(name) <= 64) or name.startswith("_"):
             raise SchemaError(f"priorities: {name!r} cannot name a file; give an identifier of at most 64 characters")
         with _opening.lock:
-            return cls._found(storage, name, alpha, epsilon)
+            found = cls._found(storage, name, alpha, epsilon)
+            if highest is not None:
+                with found.lock:
+                    found._highest.add(highest)
+                    highest.rise_to(found._file.maximum)
+            return found
 
     @classmethod
     def _found(cls, storage: Storage, name: str, alpha: float | None, epsilon: float | None) -> Priorities:
@@ -118,6 +144,7 @@ class Priorities:
 
         Raises:
             OSError: the disk is full.
+            SchemaError: α is too large for the highest priority so far.
         """
         file = self._file
         if alpha in (None, file.alpha) and epsilon in (None, file.epsilon):
@@ -126,16 +153,17 @@ class Priorities:
             if epsilon is not None:
                 file.take_epsilon(epsilon)
             if alpha is not None and alpha != file.alpha:
-                self.checkpoint()
+                if not file.whole:
+                    self._load()
+                file.checkpoint()
                 self.stamp += 1
                 file.rescale(alpha)
                 self._all_changed()
-                self.follow()
 
     def _begin(self) -> None:
         self._file.own()
         try:
-            self.follow()
+            self._load()
         except BaseException:
             self._file.close()
             raise
@@ -353,9 +381,21 @@ class Priorities:
         with file.storing:
             powers = raw**file.alpha
             file.tree.put(leaves, powers if file.epsilon > 0 else with_zeros(powers))
-            file.raise_maximum(highest)
+            self._raise(highest)
             if self.changes.maxlen:  # before the end: of what is interrupted later nobody would be told
                 self._changed(*self._steps(leaves))
+
+    def _raise(self, highest: float) -> None:
+        if highest > self._file.maximum:
+            self._file.raise_maximum(highest)
+            for each in self._highest:
+                each.rise_to(highest)
+
+    def _priority_of_new(self) -> float:
+        """The priority of steps that enter now."""
+        for each in self._highest:
+            self._file.raise_maximum(each.value)
+        return self._file.default
 
     def row(self) -> Row | None:
         """For `Places`: where the pairs, the known serials and their slots lie, each as a number of eight bytes; the
@@ -419,7 +459,7 @@ class Priorities:
         leaves = np.array(gone + come)
         file.prepare(leaves)
         with file.storing:
-            self.tree.put(leaves, np.repeat([0.0, file.default], [len(gone), len(come)]))
+            self.tree.put(leaves, np.repeat([0.0, self._priority_of_new()], [len(gone), len(come)]))
             file.pairs[slots] = pairs
             file.put_pairs(slots)
         if self.changes.maxlen and come:
@@ -432,7 +472,7 @@ class Priorities:
             for leaves in file.blocks(*steps):
                 file.prepare(leaves)
         with file.storing:
-            for steps, priority in ((gone, 0.0), (come, file.default)):
+            for steps, priority in ((gone, 0.0), (come, self._priority_of_new())):
                 for leaves in file.blocks(*steps):
                     self.tree.put(leaves, np.full(len(leaves), priority))
             file.pairs[slots] = pairs
@@ -637,7 +677,7 @@ class SeveralPriorities:
             one._file.begin()
         trees.put(index, leaves, powers if file.epsilon > 0 else with_zeros(powers))
         for i in np.unique(of[raw > maxima.take(of)]).tolist():
-            mine[i]._file.raise_maximum(float(raw[of == i].max()))
+            mine[i]._raise(float(raw[of == i].max()))
         if any(one.changes.maxlen for one in mine.values()):
             order = np.argsort(of, kind="stable")
             slots, t = np.divmod(leaves, self._places.rows[:, -1].take(of))

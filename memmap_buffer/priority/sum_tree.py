@@ -25,6 +25,7 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import FloatArray, all_of, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.syscalls import address_of, bytes_at, memory
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.kernels import Kernels
@@ -36,6 +37,7 @@ KIND = 1  # the number of this arrangement; another TOP or STEP is another one
 MANY = 4096  # from here on it pays to visit a node above two changed ones only once
 MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
+_loading = Turn()
 
 
 def capacity_of(leaves: int) -> int:
@@ -356,8 +358,9 @@ class SumTrees:
 
 def load_loops() -> None:
     """Have all trees go by the compiled loops; the first time this may take some seconds."""
-    if SumTree.loops is None:
-        SumTree.loops = kernels.compiled()
+    with _loading.lock:  # two threads that load them at the same time may end the process
+        if SumTree.loops is None:
+            SumTree.loops = kernels.compiled()
 
 
 def with_zeros(priorities: FloatArray) -> FloatArray:

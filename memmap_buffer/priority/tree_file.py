@@ -11,7 +11,7 @@ the owner.
 
 The leaves are the truth: where the generation is odd, or the machine went down without `clean`, or α or the arrangement
 is another, or the file is a copy (which may have been taken while something was stored), they are copied into a new
-file, which then replaces the old one; but for leaves whose recorded serial is not the slot's.
+file, which then replaces the old one. Those of episodes that are gone are left to whoever follows the folder.
 """
 
 from __future__ import annotations
@@ -296,6 +296,7 @@ class TreeFile:
         Raises:
             CorruptBufferError: something in `priority/` is a link or no plain file.
             OSError: the disk is full.
+            SchemaError: α is too large for the highest priority so far.
             WriterLostError: in a forked child, which would make its parent's file anew.
         """
         if self._locks:
@@ -306,7 +307,12 @@ class TreeFile:
             self._map()
             why = self._distrusted()
         if why or not self._locks:
-            self._rebuild(why)
+            self._require_room_for(self.alpha)
+            self._rebuild(why, *self._kept())
+        self._begin_use()
+
+    def _begin_use(self) -> None:
+        """Say in the head whose file it is, and that it is in use."""
         if self._locks:
             boot = np.frombuffer(boot_id(), np.uint64)
             words = {
@@ -341,8 +347,10 @@ class TreeFile:
             close_all(fd)
         head = np.frombuffer(data[file.name], np.uint64).copy()
         maximum = float(head[MAXIMUM : MAXIMUM + 1].view(np.float64)[0])
-        start, stop = head[WORDS + 1 :: 2] & np.uint64(0xFFFFFFFF), head[WORDS + 1 :: 2] >> np.uint64(32)
-        if not 0 < maximum <= MAX_PRIORITY or (start > stop).any() or (stop > self.storage.layout.max_timesteps).any():
+        start, stop = steps_in(head[WORDS + 1 :: 2].view(np.int64))
+        first = self.storage.first_row(np.arange(len(stop)), False)
+        room = np.minimum(self.leaves - first, self.storage.layout.max_timesteps)
+        if not 0 < maximum <= MAX_PRIORITY or (start > stop).any() or (stop > room).any():
             return "its head is damaged"
         self._take_head(head)
         self.maximum = maximum
@@ -377,9 +385,8 @@ class TreeFile:
             return f"alpha was {alpha} and is {self.alpha}"
         return "" if 0 <= self.tree.total < np.inf else "its sums are damaged"
 
-    def _rebuild(self, why: str) -> None:
-        """A new tree of the leaves that are known to be right."""
-        kept = self._kept()
+    def _rebuild(self, why: str, *kept: Any) -> None:
+        """A new tree of leaves that are kept, as `_kept` gives them."""
         self._head[WORDS:] = 0
         self._head[MINIMA] = 0
         if not self._locks:
@@ -438,15 +445,29 @@ class TreeFile:
 
         Raises:
             OSError: the disk is full.
+            SchemaError: the highest priority would be too large; nothing was changed.
         """
-        before, self.alpha = self.alpha, alpha
-        if self._locks:
-            self.load(f"alpha was {before} and is {alpha}")
-            return
-        slots = np.flatnonzero(self.pairs[:, 1])
-        with self.storing:
-            for leaves in self.blocks(slots, *self.steps_of(slots)):
-                self.tree.put(leaves, self._scaled(self.tree.get(leaves), before))
+        self._require_room_for(alpha)
+        before, shown, self.alpha = self.alpha, self.pairs.copy(), alpha
+        slots = np.flatnonzero(shown[:, 1])
+        if self._nodes is not None:
+            self._require_process()
+            self.whole = False
+            self._rebuild(f"alpha was {before} and is {alpha}", slots, shown[slots], self._nodes.array)
+            self._begin_use()
+        else:
+            with self.storing:
+                for leaves in self.blocks(slots, *self.steps_of(slots)):
+                    self.tree.put(leaves, self._scaled(self.tree.get(leaves), before))
+        assert np.array_equal(self.pairs, shown)  # each step that was shown still has its leaf
+
+    def _require_room_for(self, alpha: float) -> None:
+        if alpha * np.log(self.maximum) > np.log(MAX_PRIORITY):
+            raise SchemaError(
+                f"{self.storage.path}: alpha: got {alpha}, and the highest |δ| + ε of the priorities {self.name!r} so "
+                f"far, {self.maximum:.3g}, would be a priority above {MAX_PRIORITY:.0e}; give a lower alpha or another "
+                "name"
+            )
 
     def _scaled(self, leaves: FloatArray, alpha: float) -> FloatArray:
         """Leaves that had α as those of now; the default where that cannot be known."""
@@ -458,29 +479,25 @@ class TreeFile:
             good &= leaves <= MAX_PRIORITY
         return with_zeros(np.where(good, leaves, self.default))
 
-    def _kept(self) -> tuple[IntArray, IntArray, IntArray, Array, float]:
-        """(slots, start, stop, the old nodes, their α) of the episodes whose leaves are right."""
-        file, table, nothing = self._nodes_file, self.storage.table, np.zeros(0, np.int64)
+    def _kept(self) -> tuple[IntArray, Array, FloatArray]:
+        """(slots, their pairs, the old nodes) of all leaves; whoever follows takes those out whose episode is gone."""
+        file = self._nodes_file
         try:
             old = self._folder.map(file.name, file.header, file.dtype, file.shape)
         except CorruptBufferError:  # missing or torn
-            return nothing, nothing, nothing, np.zeros(3), 1.0
-        alpha = float(old[0])
-        if not 0 < alpha < np.inf:  # with α = 0 all leaves are 1, and tell nothing
-            return nothing, nothing, nothing, old, 1.0
-        slots = table.visible[self.pairs[table.visible, 0] == (table.serial[table.visible] + 1).astype(np.uint64)]
-        start, stop = self.steps_of(slots)
-        stop = np.minimum(stop, table.length[slots])
-        return slots, np.minimum(np.maximum(start, table.start[slots]), stop), stop, old, alpha
+            return np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(3)
+        slots = np.flatnonzero(self.pairs[:, 0])
+        return slots, self.pairs[slots], old
 
-    def _restore(self, slots: IntArray, start: IntArray, stop: IntArray, old: FloatArray, alpha: float) -> None:
+    def _restore(self, slots: IntArray, pairs: Array, old: FloatArray) -> None:
         self.prepare(np.zeros(1, np.int64))
         if self._nodes is not None:
             self._nodes.array[0] = self.alpha
-        for leaves in self.blocks(slots, start, stop):
+        alpha = old.item(0) if 0 < old.item(0) < np.inf else 0.0
+        for leaves in self.blocks(slots, *steps_in(pairs[:, 1].view(np.int64))):
             self.prepare(leaves)
             self.tree.set(leaves, self._scaled(old.take(leaves + len(old) // 3), alpha))
-        self.pairs[slots] = np.stack([self.storage.table.serial[slots] + 1, start | stop << 32], axis=1)
+        self.pairs[slots] = pairs
 
 
 def require_memory(storage: Storage, leaves: int, what: str) -> None:

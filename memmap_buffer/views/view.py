@@ -88,6 +88,11 @@ class View(ABC):
         return 0
 
     @property
+    def repeats(self) -> bool:
+        """Whether several items of an episode may have the same anchor."""
+        return False
+
+    @property
     def continues(self) -> int:
         """How many timesteps an item has, where it runs on into the episodes that follow; 0: it stays in its own."""
         return 0

@@ -245,6 +245,10 @@ class Window(View):
         return self.length + (self.n_steps or 1) - 1
 
     @property
+    def repeats(self) -> bool:
+        return self.boundary == REPEAT
+
+    @property
     def continues(self) -> int:
         return self.length if self.boundary == CONTINUE else 0
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from damage import packed
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -128,6 +130,7 @@ UNITS = [
     ({"view": Window(4)}, 4),
     ({"view": Window(4, stride=2, boundary="shift")}, 4),
     ({"view": Window(4, stride=3, boundary="drop")}, 4),
+    ({"view": Window(4, boundary="repeat")}, 4),
     ({"view": Window(4, pad_before=3)}, 4),
     ({"view": Offsets(reward=(-1, 0, 1), boundary="drop")}, 1),
     ({"view": Trajectory()}, 0),
@@ -182,21 +185,66 @@ def check_batch(buffer, options, slow, length, frequencies=False):
         for item in items:
             counts[item] = counts.get(item, 0) + 1
         if seed == 0:
-            check_weights(batch, np.array([expected[item] for item in items]), expected, slow.how)
+            check_weights(batch, np.array([expected[item] for item in items]), expected, slow.how, len(anchors))
     assert counts.keys() <= expected.keys()
     if frequencies:
-        assert improbable(counts, {item: p * 64 * batches for item, p in expected.items()}) < 5
+        assert improbable(counts, {item: p * anchors.count(item) * 64 * batches for item, p in expected.items()}) < 5
 
 
-def check_weights(batch, probabilities, expected, how):
+def check_weights(batch, probabilities, expected, how, num_items=None):
     np.testing.assert_allclose(batch["_probabilities"], probabilities, rtol=1e-12)
-    weights = (len(expected) * probabilities) ** -how.beta
+    num_items = num_items or len(expected)
+    weights = (num_items * probabilities) ** -how.beta
     if how.normalize == "batch":
         weights /= weights.max()
     if how.normalize == "buffer":
-        weights /= max((len(expected) * p) ** -how.beta for p in expected.values())
+        weights /= max((num_items * p) ** -how.beta for p in expected.values())
     np.testing.assert_allclose(batch["_weights"], weights, rtol=1e-6)
     assert batch["_weights"].dtype == torch.float32
+
+
+BOUNDARIES = ("pad", "shift", "repeat", "drop", "continue")
+WINDOWS = st.builds(
+    lambda boundary, length, stride, short: Window(
+        length, stride, boundary=boundary, allow_short=short or boundary not in ("shift", "repeat")
+    ),
+    *(st.sampled_from(BOUNDARIES), st.integers(1, 6), st.integers(1, 4), st.booleans()),
+)
+VIEWS = WINDOWS | st.sampled_from(
+    [
+        *[Timestep(), Trajectory(), NStep(1), NStep(3), Window(4, pad_before=3), Window(4, pad_after=1)],
+        *[Window(3, pad_in_front=True), *(Offsets(reward=(-2, 0, 1), boundary=b) for b in ("pad", "shift", "drop"))],
+    ]
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    view=VIEWS,
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    inner_end=st.integers(0, 9),
+    several=st.booleans(),
+)
+def test_without_errors_each_item_is_drawn_as_often_by_priority_as_it_is_given_without(
+    tmp_path_factory, view, lengths, inner_end, several
+):
+    """One draw in each segment of as many equal ones as there are items."""
+    folders = [ReplayBuffer(tmp_path_factory.mktemp("f"), 4, 9, FIELDS, circular=True) for _ in range(1 + several)]
+    for buffer in folders:
+        for length in lengths:
+            step = np.arange(length)
+            ends = {"terminated": (step == inner_end) | (step == length - 1), "reward": step}
+            buffer.store_episode(number=step, t=step, o=np.zeros((length, 2)), **ends)
+    buffer = ConcatBuffer(folders) if several else folders[0]
+    how = {"view": view, "prioritized": Prioritized(), "seed": 0}
+    try:
+        items = sorted(anchors_of(buffer, {"view": view}))
+    except NotEnoughDataError as error:
+        with pytest.raises(NotEnoughDataError, match=r"nothing to read|fewer than the"):
+            buffer.sample(72, **how)  # more than there are items, so that each is drawn
+        assert "nothing to read" in str(error) or not view.allow_short
+    else:
+        assert sorted(drawn(buffer.sample(len(items), **how))) == items
 
 
 # What the batch holds, and what an update takes
@@ -1397,6 +1445,32 @@ def test_errors_wait_for_the_barrier_that_publishes_their_episodes(tmp_path):
     np.testing.assert_allclose(got, [3**0.6, 2**0.6, 5**0.6], rtol=1e-5)
 
 
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+@pytest.mark.parametrize("publish", ["episode", "step"])
+def test_errors_that_come_with_their_steps_are_kept_by_a_first_draw_with_another_alpha(tmp_path, publish, alpha):
+    buffer, errors = of_envs(tmp_path, publish=publish), [1.0, 2, 3, 4, 5, 6]
+    buffer.store_episode(reward=[0, 0], terminated=[0, 1], priority=errors[:2])
+    buffer.add(reward=0, terminated=False, priority=errors[2])
+    buffer.extend(reward=[0, 0], terminated=[0, 1], priority=errors[3:5])
+    buffer.store_episode(reward=[0], terminated=[1])
+    buffer.update_priorities([[2, 0]], errors[5:])
+    buffer.sample(1, prioritized=Prioritized(alpha=alpha), **STEP)
+    given = buffer.priorities([[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [2, 0]])
+    np.testing.assert_allclose(given, np.array(errors) ** alpha, rtol=1e-5)
+
+
+def test_episodes_published_since_the_last_draw_keep_their_priorities_when_alpha_changes(tmp_path):
+    buffer = make(tmp_path, (1,), max_episodes=9)
+    buffer.sample(1, prioritized=Prioritized(alpha=1.0), **STEP)
+    for _ in range(5):
+        publish(buffer, 1)
+    steps, errors = [[serial, 0] for serial in range(6)], np.array([1.0, 2, 3, 4, 5, 85])
+    buffer.update_priorities(steps, errors)
+    for alpha in (0.5, 1.0, 2.0):
+        buffer.sample(1, prioritized=Prioritized(alpha=alpha), **STEP)
+        np.testing.assert_allclose(buffer.priorities(steps), errors**alpha, rtol=1e-5)
+
+
 @pytest.mark.parametrize("priority", [[1.0, 2], 1j, [[1.0]], [float("nan")], "x"])
 def test_errors_that_do_not_fit_are_refused_before_anything_is_stored(tmp_path, priority):
     buffer = of_envs(tmp_path, publish="step")
@@ -1452,10 +1526,10 @@ def test_of_a_ring_of_steps_exactly_the_items_that_are_left_are_drawn(tmp_path, 
         buffer.add(number=[0, 1], t=[0, 0], reward=[1, 1], terminated=ends, o=np.zeros(shape))
         if step % 5 in (1, 2) or step < 3:
             continue
-        items = set(anchors_of(buffer, options))
+        items = anchors_of(buffer, options)
         batch = buffer.sample(256, prioritized=how, **options)
-        assert set(drawn(batch)) <= items
-        assert len(set(drawn(batch))) > len(items) // 3
+        assert set(drawn(batch)) <= {*items}
+        assert len(set(drawn(batch))) > len({*items}) // 3
         sampler = next(sampler for sampler in buffer._samplers.values() if sampler.reader.prioritized is not None)
         (one,) = sampler._by_storage.values()
         assert one.count == len(items)

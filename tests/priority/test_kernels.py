@@ -2,6 +2,9 @@
 
 import importlib
 import logging
+import subprocess
+import sys
+import textwrap
 import threading
 from contextlib import contextmanager
 
@@ -114,6 +117,36 @@ def test_machine_code_that_can_be_kept_nowhere_is_compiled_for_this_process_alon
 def test_the_loops_are_known_by_their_file_alone_as_the_kept_machine_code_is():
     names = {name for loop in LOOPS for name in loop.__code__.co_names}
     assert {name for name in names if hasattr(kernels, name)} <= {"np"}
+
+
+FIRST_DRAWS = """
+    import logging, sys, threading
+    from memmap_buffer import ReplayBuffer
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+    buffers = [ReplayBuffer(path, 2, 4, {"x": "int"}) for path in sys.argv[1:]]
+    together, sizes = threading.Barrier(len(buffers)), []
+
+    def draw(buffer):
+        buffer.store_episode(x=[0, 1, 2])
+        together.wait()
+        sizes.append(len(buffer.sample(8, prioritized=True, timestep_level=True, format="numpy")["x"]))
+
+    threads = [threading.Thread(target=draw, args=[buffer]) for buffer in buffers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sizes == [8, 8]
+"""
+
+
+def test_two_threads_that_make_the_first_draw_of_a_process_load_the_loops_once(tmp_path):
+    pytest.importorskip("numba")
+    code = [sys.executable, "-c", textwrap.dedent(FIRST_DRAWS), tmp_path / "a", tmp_path / "b"]
+    child = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.count("are loaded by numba") == 1
 
 
 def test_without_numba_there_are_none(monkeypatch):

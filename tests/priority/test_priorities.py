@@ -61,7 +61,9 @@ def publish(buffer, length):
 
 
 def opened(folder, name="td", read_only=False, **how):
-    return Priorities.open(Storage.open(folder, read_only=read_only), name, **(HOW | how))
+    priorities = Priorities.open(Storage.open(folder, read_only=read_only), name, **(HOW | how))
+    priorities.follow()
+    return priorities
 
 
 def content(priorities):
@@ -207,6 +209,17 @@ class Life(RuleBasedStateMachine):
     def go_by(self, loops):
         SumTree.loops = conftest.loops() if loops else None
 
+    @rule(alpha=st.sampled_from([0.25, ALPHA, 1.0]))
+    def use(self, alpha):
+        self.priorities.use(alpha=alpha, epsilon=None)
+        self.alpha = alpha
+
+    @rule(alpha=st.sampled_from([0.25, 1.0]))
+    def open_elsewhere(self, alpha):
+        """By another object of the process, whose table may be older or newer."""
+        opened(self.folder, alpha=alpha).close()
+        self.alpha = alpha
+
     @rule(alpha=st.sampled_from([None, 0.25, 1.0]))
     def reopen(self, alpha):
         self.priorities.close()
@@ -275,6 +288,33 @@ def test_priorities_of_zero_stay_zero_when_a_tree_is_made_anew(tmp_path, kind):
     priorities.close()
     set_head(tmp_path, 0, 5)
     assert content(opened(tmp_path, epsilon=0, alpha=1.0)) == {(0, 0): 0, (0, 1): pytest.approx(4), (0, 2): 1}
+
+
+def test_another_alpha_loses_nothing_where_the_files_were_removed(tmp_path, kind):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 0), (0, 1)], [0.75, 4])
+    shutil.rmtree(tmp_path / "priority")
+    (tmp_path / "priority").mkdir()
+    priorities.use(alpha=2.0, epsilon=None)
+    np.testing.assert_allclose([*consistent(priorities).values()], [(0.75 + EPSILON) ** 2, (4 + EPSILON) ** 2, 1])
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_an_alpha_that_is_too_large_for_the_highest_error_is_refused_and_changes_nothing(tmp_path, read_only):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path, read_only=read_only)
+    update(priorities, [(0, 0)], [1e6])
+    before = content(priorities)
+    match = r"alpha: got 100, and the highest .* so far, 1e\+06, would be a priority above 1e\+250; give a lower alpha"
+    with pytest.raises(SchemaError, match=match):
+        priorities.use(alpha=100, epsilon=None)
+    assert content(priorities) == before
+    priorities.close()
+    if not read_only:
+        with pytest.raises(SchemaError, match=match):
+            opened(tmp_path, alpha=100)
+        assert content(opened(tmp_path)) == before
 
 
 def test_a_folder_that_is_only_read_takes_another_alpha_in_memory(tmp_path):

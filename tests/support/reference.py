@@ -275,3 +275,27 @@ def holds(value, condition):
     if isinstance(condition, (set, frozenset, list)):
         return any(value == member for member in condition)
     return bool(value == condition)
+
+
+class SlowPriorities:
+    """|δ| + ε of every step of several folders, and the highest so far in each, 1 at first.
+
+    as_one: whether they are drawn from as one, so that a new step has the highest so far of all of them.
+    """
+
+    def __init__(self, num_folders, epsilon=1e-6):
+        self.epsilon, self.as_one = epsilon, False
+        self.raw, self.highest = [{} for _ in range(num_folders)], [1.0] * num_folders
+
+    def follow(self, folder, shown):
+        """The priorities look at a folder, which shows these steps, (serial, t): the moment at which new ones enter."""
+        raw = self.raw[folder]
+        if shown - raw.keys():
+            self.highest[folder] = max(self.highest) if self.as_one else self.highest[folder]
+        self.raw[folder] = {step: raw.get(step, self.highest[folder]) for step in shown}
+
+    def update(self, folder, steps, errors):
+        for step, error in zip(steps, errors, strict=True):
+            if step in self.raw[folder]:
+                self.raw[folder][step] = abs(error) + self.epsilon
+                self.highest[folder] = max(self.highest[folder], self.raw[folder][step])
