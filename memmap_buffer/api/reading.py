@@ -175,11 +175,11 @@ class Readable:
 
         Args:
             i: its position, 0 the oldest, -1 the newest.
-            fields: the fields that are drawn; default: all that can be.
+            fields: the fields that are drawn; default: all that can be, which text and lists cannot.
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
-            SchemaError: a name is unknown, or nothing can be drawn.
+            SchemaError: a name is unknown, a field that is named cannot be drawn, or none can.
             ImportError: the extra `plot` is not installed.
         """
         names = self.schema.require(fields or self.fieldnames, "fields", self.schema.fields)
@@ -188,7 +188,7 @@ class Readable:
         drawn = {name: self.schema.fields[name] for name in names}
         serial = np.atleast_1d(whole["_index"][0]).tolist()
         title = f"episode {', '.join(map(str, serial))}: {length} timesteps"
-        return picture_of(title, {name: values[:length] for name, values in data.items()}, drawn)
+        return picture_of(title, {name: values[:length] for name, values in data.items()}, drawn, named=fields or ())
 
     def _repr_html_(self) -> str:
         return table_of(repr(self), self.schema.fields, self.schema.meta_fields)
