@@ -175,7 +175,7 @@ def decode(array: Array, name: str) -> Array:
     """Stored values as numpy can compute with them: bfloat16 bits become float32, all else is as it is."""
     if name != "bfloat16":
         return array
-    return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return (array.astype(np.uint32, subok=False) << np.uint32(16)).view(np.float32)
 
 
 def _without_tensors(value: Any, torch: Any) -> Any:
@@ -278,10 +278,12 @@ def _cast_string(array: Array, name: str, target: np.dtype[Any]) -> Array:
 
 
 def _to_bfloat16(array: Array) -> Array:
-    """Round float32 to the nearest bfloat16, ties to even, and return its bits."""
+    """Round float32 to the nearest bfloat16, ties to even, and return its bits; of a NaN its own as far as they fit."""
     bits = array.view(np.uint32).astype(np.uint64)
     nearest = (bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
-    rounded = np.where(np.isnan(array), np.uint64(0x7FC0), nearest)
+    upper = bits >> np.uint64(16)
+    upper |= np.where(upper & np.uint64(0x7F) == 0, np.uint64(0x40), np.uint64(0))  # else it would be infinite
+    rounded = np.where(np.isnan(array), upper, nearest)
     overflow = ((rounded & np.uint64(0x7FFF)) == 0x7F80) & np.isfinite(array)
     if overflow.any():
         raise _lossy(array[overflow], "bfloat16", "it would become infinite")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -21,6 +21,8 @@ LEGEND = 10  # lines that a legend can tell from each other
 
 def is_image(field: Field) -> bool:
     """Whether a field looks like an image: (H, W), (H, W, channels) or (channels, H, W), of bytes, bools or floats."""
+    if field.is_list:
+        return False
     shape = field.shape
     if len(shape) == 3 and shape[2] not in CHANNELS:
         shape = (*shape[1:], shape[0])
@@ -93,29 +95,33 @@ class Picture:
         return out.getvalue()
 
 
-def picture_of(title: str, data: Mapping[str, Any], fields: Mapping[str, Field]) -> Picture:
+def picture_of(
+    title: str, data: Mapping[str, Any], fields: Mapping[str, Field], *, named: Collection[str] = ()
+) -> Picture:
     """The fields of an episode over time: frames spread over it of images, curves of numbers.
 
     Args:
         title: of the picture.
         data: dotted name -> (T, *field).
-        fields: those that are drawn.
+        fields: those that are drawn; others than images and numbers, such as text and lists, are left out.
+        named: those that are not left out.
 
     Raises:
-        SchemaError: none of them can be drawn.
+        SchemaError: none of them can be drawn, or not each that is named.
         ImportError: matplotlib is not installed.
     """
     with extra("plot"):
         from matplotlib.figure import Figure
     panels: dict[str, Array] = {}
     for name, field in fields.items():
-        values = data[name] if is_image(field) else lines_of(data[name])
+        values = data[name] if is_image(field) else None if field.is_list else lines_of(data[name])
         if values is not None:
             panels[name] = values
-    if not panels:
+    left_out = [name for name in fields if name not in panels]
+    if not panels or not {*named}.isdisjoint(left_out):
         raise SchemaError(
-            f"show: {', '.join(fields)}: no images, and no numbers of at most {MAX_LINES} entries a timestep; name "
-            "other fields"
+            f"show: {', '.join(left_out)}: no images, and no numbers of at most {MAX_LINES} entries a timestep; name "
+            "other fields, and look at these by episode(i)"
         )
     figure = Figure(figsize=(8, 1.8 * len(panels)), layout="constrained")
     figure.suptitle(title)

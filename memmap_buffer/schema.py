@@ -22,6 +22,7 @@ DEFAULT_BLOB = 2**32 - 1  # in the place of the length of a blob: the row is the
 MAX_BLOB = DEFAULT_BLOB - 1
 MEMBERS = 1024  # of a list, for which there is room on an average over an episode
 ENDS = ("terminated", "truncated")
+LENGTHS = "_lens_"  # before the key of lists that are padded: how long they are
 DECLARED = ""  # as the name of the field that ends an episode: whichever was declared to
 RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
 DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
@@ -315,11 +316,15 @@ class Schema:
         return tuple(name for name, field in self.fields.items() if field.is_list)
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Nested values under dotted names; what is a field itself is left as it is."""
+        """Nested values under dotted names, lists that come with their lengths without their padding."""
         known = self.all
         if values.keys() <= known.keys():
             return dict(values)
-        return dict(_flatten(values, "", lambda name: name in known))
+        flat = dict(_flatten(values, "", lambda name: name in known))
+        for name in self.lists:
+            if name in flat and LENGTHS + name in flat:
+                flat[name] = _without_padding(name, flat[name], flat.pop(LENGTHS + name))
+        return flat
 
     def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:
         """The values of a field as stored, (*lead dimensions, *field). Raises SchemaError naming the field."""
@@ -369,6 +374,27 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
         for group in groups:
             place = place.setdefault(group, {})
         place[leaf] = value
+    return out
+
+
+def _without_padding(name: str, padded: Any, lengths: Any) -> Array:
+    """(…) lists, each an array of its own, out of an array (…, L, *members) and their lengths (…)."""
+    values, counts = to_numpy(padded), to_numpy(lengths)
+    lead = counts.ndim
+    if (
+        counts.dtype.kind not in "iu"
+        or values.ndim <= lead
+        or values.shape[:lead] != counts.shape
+        or ((counts < 0) | (counts > values.shape[lead])).any()
+    ):
+        raise SchemaError(
+            f"{LENGTHS}{name}: got {counts.dtype} {counts.shape} beside {name!r} of shape {values.shape}, expected how "
+            "long each of its lists is, as a batch has both; or give the lists alone, without padding",
+            field=name,
+        )
+    out = np.empty(counts.shape, object)
+    for place, count in np.ndenumerate(counts):
+        out[place] = values[place][:count]
     return out
 
 

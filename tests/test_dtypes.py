@@ -190,6 +190,7 @@ def test_nan_and_infinity_stay_what_they_are(name: str) -> None:
 def test_a_signalling_nan_is_a_nan_like_any_other(name: str) -> None:
     signalling = np.array([0x7FF0000000000001], np.uint64).view(np.float64)
     assert np.isnan(accepted(signalling, name, (1,))).all()
+    assert np.isnan(accepted(np.array([0x7F800001, 0xFF800001], np.uint32).view(np.float32), name, (2,))).all()
 
 
 @pytest.mark.parametrize("value", [1j, 1 + 0j, np.array(2 + 0j), np.complex64(1j)])
@@ -296,13 +297,12 @@ def test_conjugate_and_negative_views_of_tensors_are_stored_as_their_values() ->
     assert encode(value.conj().imag, "float32", (2,)).tolist() == [-2.0, 4.0]
 
 
-def test_a_bfloat16_tensor_is_stored_to_the_bit() -> None:
+def test_bfloat16_is_stored_and_stored_again_to_the_bit_also_every_nan() -> None:
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     value = bits.view(torch.bfloat16)
     stored = encode(value, "bfloat16", (2**16,))
-    number = ~torch.isnan(value).numpy()
-    np.testing.assert_array_equal(stored[number], bits.numpy()[number])
-    assert np.isnan(decode(stored, "bfloat16")[~number]).all()
+    np.testing.assert_array_equal(stored, bits.numpy())
+    np.testing.assert_array_equal(encode(decode(stored, "bfloat16"), "bfloat16", (2**16,)), stored)
     assert encode([value[1], value[2]], "bfloat16", (2,)).tolist() == [1, 2]
 
 

@@ -34,7 +34,7 @@ from memmap_buffer.loading.prioritized import (
 from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
 from memmap_buffer.pictures import Picture, picture_of, table_of
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.schema import Schema, nest
+from memmap_buffer.schema import LENGTHS, Schema, nest
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.windows import Trajectory
 from memmap_buffer.writing.validation import positions_of
@@ -126,13 +126,14 @@ class Readable:
     # Whole episodes
 
     def episode(self, i: int) -> dict[str, Any]:
-        """One whole episode as numpy arrays.
+        """One whole episode as numpy arrays, which `store_episode` takes as they are.
 
         Args:
             i: its position, 0 the oldest, -1 the newest.
 
         Returns:
-            Fields (T, *field), those with `final` (T + 1, *field) if it has its final observation, and meta fields.
+            Fields (T, *field), those with `final` (T + 1, *field) if it has its final observation, and meta fields;
+            lists padded with zeros to the longest, and `_lens_<key>` (T,), or (T + 1,), how long each is.
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
@@ -143,6 +144,8 @@ class Readable:
         for name, field in self.schema.all.items():
             stop = batch["_lens"] + (field.final and batch["_has_final"])
             out[name] = decode(batch[name][:stop] if name in self.schema.fields else batch[name], field.dtype)
+            if field.is_list:
+                out[LENGTHS + name] = batch[LENGTHS + name][:stop]
         return nest(out)
 
     def episodes(
@@ -155,7 +158,8 @@ class Readable:
             options: those of `Options` for whole episodes, such as fields, filter_meta, split, part, return_indices.
 
         Returns:
-            Fields (E, Tmax, *field) padded with zeros, `_lens` (E,), meta fields (E, *field).
+            Fields (E, Tmax, *field) padded with zeros, `_lens` (E,), of lists `_lens_<key>` (E, Tmax), meta fields
+            (E, *field).
 
         Raises:
             SchemaError: an option is not for whole episodes.
@@ -170,11 +174,11 @@ class Readable:
 
         Args:
             i: its position, 0 the oldest, -1 the newest.
-            fields: the fields that are drawn; default: all that can be.
+            fields: the fields that are drawn; default: all that can be, which text and lists cannot.
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
-            SchemaError: a name is unknown, or nothing can be drawn.
+            SchemaError: a name is unknown, a field that is named cannot be drawn, or none can.
             ImportError: the extra `plot` is not installed.
         """
         names = self.schema.require(fields or self.fieldnames, "fields", self.schema.fields)
@@ -183,7 +187,7 @@ class Readable:
         drawn = {name: self.schema.fields[name] for name in names}
         serial = np.atleast_1d(whole["_index"][0]).tolist()
         title = f"episode {', '.join(map(str, serial))}: {length} timesteps"
-        return picture_of(title, {name: values[:length] for name, values in data.items()}, drawn)
+        return picture_of(title, {name: values[:length] for name, values in data.items()}, drawn, named=fields or ())
 
     def _repr_html_(self) -> str:
         return table_of(repr(self), self.schema.fields, self.schema.meta_fields)
@@ -209,7 +213,8 @@ class Readable:
             device: where to put them.
 
         Returns:
-            Fields (E, Tmax, *field), meta fields (E, *field); an empty dict where there are no episodes.
+            Fields (E, Tmax, *field), of lists `_lens_<key>` (E, Tmax), too, meta fields (E, *field); an empty dict
+            where there are no episodes.
 
         Raises:
             SchemaError: a name is unknown.
@@ -225,7 +230,8 @@ class Readable:
             return {}
         batch = self._read_whole(view=Trajectory(names))
         batch["episode_lens"] = batch.pop("_lens")
-        data = to_tensors({name: batch[name] for name in (*names, *meta)})
+        lengths = [LENGTHS + name for name in names if name in self.schema.lists]
+        data = to_tensors({name: batch[name] for name in (*names, *lengths, *meta)})
         return data if device is None else to_device(data, device)
 
     def _read_whole(self, positions: Any = None, **options: Unpack[Options]) -> dict[str, Array]:

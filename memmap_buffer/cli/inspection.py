@@ -289,11 +289,14 @@ def _histogram(name: str, values: Array) -> str:
 def _ranges(data: dict[str, Any]) -> dict[str, list[Any]]:
     """The columns of `show`, a row for each field."""
     arrays = {name: np.asarray(values) for name, values in data.items()}
-    numeric = {name: a for name, a in arrays.items() if a.dtype.kind in "biuf" and a.size}
+    lists = {name: np.concatenate([*a]) for name, a in arrays.items() if a.dtype == object}  # the members of all
+    entries = {name: lists.get(name, a) for name, a in arrays.items()}
+    numeric = {name: a for name, a in entries.items() if a.dtype.kind in "biuf" and a.size}
+    shapes = {name: (len(a), None, *lists[name].shape[1:]) if name in lists else a.shape for name, a in arrays.items()}
     return {
         "field": list(arrays),
-        "dtype": ["text" if a.dtype.kind == "U" else str(a.dtype) for a in arrays.values()],
-        "shape": [str(a.shape) for a in arrays.values()],
+        "dtype": ["text" if a.dtype.kind == "U" else str(a.dtype) for a in entries.values()],
+        "shape": [str(shape) for shape in shapes.values()],
         "min": [numeric[name].min() if name in numeric else None for name in arrays],
         "mean": [float(numeric[name].mean(dtype=np.float64)) if name in numeric else None for name in arrays],
         "max": [numeric[name].max() if name in numeric else None for name in arrays],

@@ -50,6 +50,8 @@ def plot(
     known = sorted(FigureCanvasBase.filetypes)
     if out.suffix.lower().removeprefix(".") not in known:
         raise Problem(f"--out {out}: expected a name that ends in one of {', '.join(f'.{end}' for end in known)}")
+    if field and episode is None:
+        raise Problem("--field: names fields of one episode; say which by --episode, or leave it out")
     with opened(folder) as buffer:
         title, panels = _panels_of_all(buffer, reward) if episode is None else _panels_of_one(buffer, episode, field)
     figure = Figure(figsize=(8, 2.4 * len(panels)), layout="constrained")
@@ -162,8 +164,11 @@ def _panels_of_one(
     data = read_episode(buffer, serial)
     lines = {name: lines_of(data[name]) for name in chosen}
     drawn = {name: values for name, values in lines.items() if values is not None}
-    if not drawn:
-        raise Problem(f"--field: {', '.join(chosen)}: no numbers of at most {MAX_LINES} entries a step; try `video`")
+    left_out = [name for name in chosen if name not in drawn]
+    if not drawn or not {*(fields or ())}.isdisjoint(left_out):
+        raise Problem(
+            f"--field: {', '.join(left_out)}: no numbers of at most {MAX_LINES} entries a step; try `video` or `head`"
+        )
     last = next(reversed(drawn))
 
     def panel(name: str, axes: Any) -> None:

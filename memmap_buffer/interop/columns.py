@@ -15,6 +15,7 @@ Array: TypeAlias = npt.NDArray[Any]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 VIEW_OPTIONS = ("view", "n_steps", "timestep_level", "window_length")
+LENGTHS = "_lens_"  # in a batch, before the key of lists: how long they are
 POSITION = ("_source", "_serial", "_t")
 
 
@@ -74,6 +75,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         path = f"{prefix}{name}"
         out |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return out
+
+
+def dtype_of(field: Field) -> np.dtype[Any]:
+    """The dtype of a field's columns: of bfloat16 that of float32."""
+    return np.dtype(np.float32) if field.dtype == "bfloat16" else field.entries
 
 
 def put(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
@@ -160,7 +166,8 @@ def columns_of(
         steps, ends = columns[lens], columns.pop(has_final)
         for name in columns.keys() & finals.keys():
             stops = (steps + (ends & finals[name])).tolist()
-            columns[name] = _objects([row[:stop] for row, stop in zip(batch[name], stops, strict=True)])
+            for key in {name, LENGTHS + name} & columns.keys():
+                columns[key] = objects([row[:stop] for row, stop in zip(batch[key], stops, strict=True)])
     for key, stop in (("_indices", 3), ("_index", 2)):
         if key in columns:
             numbers = columns.pop(key)
@@ -173,15 +180,27 @@ def as_episode(schema: Schema, order: str | None, steps: Mapping[str, Any]) -> d
     """The steps of an episode as one row."""
     count = len(next(iter(steps.values())))
     rows = np.arange(count) if order is None else np.argsort(steps[order], kind="stable")
-    columns = {name: steps[name][rows] for name in schema.fields if name in steps}
+    columns = {name: _steps(steps, name)[rows] for name in schema.fields if name in steps}
     finals = [name for name, field in schema.fields.items() if field.final]
     if all(f"next_{name}" in steps for name in finals):
         for name in finals:
-            columns[name] = np.concatenate([columns[name], steps[f"next_{name}"][rows[-1:]]])
+            columns[name] = np.concatenate([columns[name], _steps(steps, f"next_{name}")[rows[-1:]]])
     episode = {
-        name: _objects([column.tolist() if column.dtype == object else column]) for name, column in columns.items()
+        name: objects([column.tolist() if column.dtype == object else column]) for name, column in columns.items()
     }
     return episode | {name: steps[name][rows[:1]] for name in schema.meta_fields if name in steps}
+
+
+def unpadded(rows: Any, counts: Any) -> Any:
+    """Lists (n, L, …) of these lengths (n,) as objects, or lists of lists (n, T, L, …) by (n, T or more)."""
+    if not np.ndim(counts):
+        return rows[:counts]
+    return objects([unpadded(row, count) for row, count in zip(rows, counts, strict=False)])
+
+
+def _steps(steps: Mapping[str, Any], name: str) -> Any:
+    """A column (n, …); one of lists as objects, without their padding."""
+    return unpadded(steps[name], steps[LENGTHS + name]) if LENGTHS + name in steps else steps[name]
 
 
 def to_numpy(tensor: Any) -> Any:
@@ -191,11 +210,11 @@ def to_numpy(tensor: Any) -> Any:
 
 def _column(values: Any) -> Any:
     if isinstance(values, (list, np.ndarray)):
-        return _objects(values) if len(values) and isinstance(values[0], list) else np.asarray(values)
-    return _objects(list(values.unbind())) if values.is_nested else to_numpy(values)
+        return objects(values) if len(values) and isinstance(values[0], list) else np.asarray(values)
+    return objects(list(values.unbind())) if values.is_nested else to_numpy(values)
 
 
-def _objects(rows: Any) -> Any:
+def objects(rows: Any) -> Any:
     """A column of arrays, or lists of text, each of its own length."""
     out = np.empty(len(rows), object)
     for i, row in enumerate(rows):

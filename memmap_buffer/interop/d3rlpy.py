@@ -20,7 +20,7 @@ from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import Array, flatten, to_numpy
-from memmap_buffer.interop.episodes import opened, with_excluded
+from memmap_buffer.interop.episodes import opened, require_kinds, with_excluded
 from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Schema
 
@@ -94,6 +94,8 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
     ) -> None:
         self.disk: Any = opened(folder)
         schema: Schema = self.disk.schema
+        named = {*([observation] if isinstance(observation, str) else observation), action, reward}
+        require_kinds({name: schema.fields[name] for name in named & schema.fields.keys()}, "d3rlpy", "U")
         self._rows = _Rows(
             self.disk,
             (observation,) if isinstance(observation, str) else tuple(observation),

@@ -15,7 +15,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import as_text, flatten, with_final
+from memmap_buffer.interop.columns import as_text, dtype_of, flatten, with_final
 from memmap_buffer.interop.episodes import (
     ends_of,
     episode_bounds,
@@ -24,6 +24,7 @@ from memmap_buffer.interop.episodes import (
     read_extra,
     read_names,
     require_fields,
+    require_kinds,
 )
 from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
@@ -114,16 +115,18 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
     """Copy a buffer into a new file in D4RL's layout.
 
     The last step of every episode that did not terminate is a timeout; of the last episode only if it was truncated.
+    Of final observations that of the field `observation` has a place, and no other.
 
     Args:
         buffer: with the fields `observation` and `action`; fields that D4RL has no name for become infos.
         path: the file.
 
     Raises:
-        SchemaError: observations are nested, or only some episodes have their final one.
+        SchemaError: observations are nested, only some episodes have their final one, or a field is of text or lists.
         OSError: there is a file already.
     """
     require_fields(buffer, ("observation", "action"), "D4RL")
+    require_kinds(buffer.schema.fields, "D4RL", "U")
     keys = read_names(buffer)
     places = {name: f"infos/{keys.key(name, '/')}" for name in buffer.fieldnames if name not in buffer.schema.ends}
     places |= {name: "/".join(["infos", *map(str, keys.path(name)[1:])]) for name in places if name.startswith("info.")}
@@ -132,7 +135,7 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
     with h5py.File(path_of(path), "x") as file:
         for name, place in places.items():
             field = buffer.schema.fields[name]
-            file.create_dataset(place, (steps, *field.shape), field.storage)
+            file.create_dataset(place, (steps, *field.shape), dtype_of(field))
         for place in ENDS:
             file.create_dataset(place, (steps,), bool)
         for rows, episode in exported_episodes(buffer):

@@ -16,14 +16,15 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
-from memmap_buffer.interop.columns import BoolArray, flatten
+from memmap_buffer.interop.columns import BoolArray
 from memmap_buffer.interop.target import Target, origin_of
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.progress import progress
-from memmap_buffer.schema import Schema
+from memmap_buffer.schema import Field, Schema
 
 NAMES = "names"
+KINDS = {"U": "text", "c": "complex numbers"}  # of NumPy's dtypes
 SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
@@ -97,10 +98,13 @@ def _store(buffer: ReplayBuffer, episode: Mapping[str, Any] | Iterator[Mapping[s
 
 
 def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, Any]]]:
-    """(rows among the timesteps of all episodes, columns by dotted names) of each episode, the oldest first."""
+    """(rows among the timesteps of all episodes, columns by dotted names) of each episode, the oldest first.
+
+    A column of lists is of objects, an array for each.
+    """
     bounds = pairwise(accumulate(buffer.episode_lens.tolist(), initial=0))
     for i, (start, stop) in enumerate(bounds):
-        yield range(start, stop), flatten(buffer.episode(i))
+        yield range(start, stop), buffer.schema.flatten(buffer.episode(i))
 
 
 def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[BoolArray, BoolArray]:
@@ -124,6 +128,27 @@ def require_fields(buffer: ReplayBuffer, names: Iterable[str], format_name: str)
         if name not in buffer.schema.fields:
             raise SchemaError(
                 f"{buffer.folder}: it has no field {name!r}, which {format_name} needs flat; flatten or rename it"
+            )
+
+
+def require_kinds(fields: Mapping[str, Field], format_name: str, kinds: str = "", *, lists: bool = False) -> None:
+    """Raise SchemaError where a format has no place for a field.
+
+    Args:
+        fields: those that would be written.
+        format_name: for the error.
+        kinds: those of NumPy's dtypes that it lacks: "U" text, "c" complex numbers.
+        lists: whether it has lists of any length.
+    """
+    for name, field in fields.items():
+        what = (
+            "lists" if field.is_list and not lists else KINDS[field.entries.kind] if field.entries.kind in kinds else ""
+        )
+        if what:
+            raise SchemaError(
+                f"field {name!r}: got {field.dtype} {field.shape}, and {format_name} has no {what}; export a copy "
+                "without it (`snapshot`, then `drop_field`)",
+                field=name,
             )
 
 

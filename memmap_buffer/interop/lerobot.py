@@ -143,8 +143,8 @@ def export_lerobot(
 
     Raises:
         SchemaError: no `fps` is known, there is a data set already, there are no episodes, a field is of complex
-            numbers or has more than five axes, a `task_index` is of no task, a feature of `videos` is no image, the
-            codec takes no frames of that size, or the timestamps beside videos are not those of `fps`.
+            numbers or lists or has more than five axes, a `task_index` is of no task, a feature of `videos` is no
+            image, the codec takes no frames of that size, or the timestamps beside videos are not those of `fps`.
         ImportError: there are videos, and the extra `video` is not installed.
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
@@ -180,7 +180,7 @@ def _require_exportable(buffer: ReplayBuffer, root: Path, rate: float, vcodec: s
         raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
     if vcodec not in ENCODERS:
         raise SchemaError(f"vcodec: got {vcodec!r}, expected one of {', '.join(ENCODERS)}")
-    require_tables(buffer, buffer.schema.fields)
+    require_tables(buffer, buffer.schema.fields, "LeRobot")
     for name, field in buffer.schema.fields.items():
         if len(field.shape) > MAX_AXES:
             raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
@@ -574,7 +574,7 @@ def _stats(running: RunningStatistics, column: Any, frames: int) -> dict[str, An
     values |= {"min": result.min, "max": result.max}
     if is_image(column):  # LeRobot writes three channels for every image
         values = {which: np.broadcast_to(value, 3).reshape(3, 1, 1) for which, value in values.items()}
-    elif column.dtype.kind in "biu":
+    elif column.dtype.kind in "biu" and column.dtype != np.uint64:  # Arrow's whole numbers have a sign here
         values |= {which: values[which].astype(column.dtype) for which in ("min", "max")}
     return {which: value.tolist() for which, value in values.items()} | {"count": [frames]}
 

@@ -15,7 +15,7 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.interop.columns import Array, flatten
-from memmap_buffer.interop.episodes import opened, read_extra, read_names, with_excluded
+from memmap_buffer.interop.episodes import opened, read_extra, read_names, require_kinds, with_excluded
 from memmap_buffer.interop.lerobot import (
     COUNTERS,
     FeatureStatistics,
@@ -174,6 +174,7 @@ class DiskLeRobotMetadata:
         self.repo_id, self.root, self._disk = repo_id, disk.folder, disk
         imported = read_extra(disk, "lerobot") or {}
         rate = rate_of(disk, imported, fps)
+        require_kinds(disk.schema.fields, "LeRobot")
         if not disk.num_episodes:
             raise NotEnoughDataError(f"{disk.folder}: there are no episodes")
         self.serials, lengths = disk.serials, disk.episode_lens

@@ -17,7 +17,7 @@ from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.episodes import exported_episodes, import_episodes
+from memmap_buffer.interop.episodes import exported_episodes, import_episodes, require_kinds
 from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
 from memmap_buffer.interop.target import Target
 from memmap_buffer.paths import AnyPath, path_of
@@ -102,6 +102,7 @@ def export_memmap_replay_buffer(
     schema, count = buffer.schema, max_episodes or max(1, buffer.num_episodes)
     if count < buffer.num_episodes:
         raise SchemaError(f"max_episodes: got {count}, the buffer has {buffer.num_episodes} episodes; give more")
+    require_kinds(schema.all, "memmap-replay-buffer")
     kinds = {name: _kind_of(name, field) for name, field in schema.all.items()}
     told = {name: (kinds[name], field.shape, *_plain(field.default)) for name, field in schema.all.items()}
     config = {
@@ -113,6 +114,7 @@ def export_memmap_replay_buffer(
         "h5py_compression": compression,
         "h5py_compression_opts": None,
     }
+    _require_narrow(buffer)
     folder = path_of(path)
     folder.mkdir(parents=True)
     with h5py.File(folder / "data.h5", "x") as file:
@@ -126,9 +128,9 @@ def export_memmap_replay_buffer(
         for i, (rows, episode) in enumerate(exported_episodes(buffer)):
             length = rows.stop - rows.start
             for name in schema.fields:
-                file[f"data_{name}"][i, :length] = _narrowed(name, episode[name][:length], kinds[name])
+                file[f"data_{name}"][i, :length] = episode[name][:length].astype(KINDS[kinds[name]])
             for name in schema.meta_fields:
-                file[f"meta_{name}"][i] = _narrowed(name, episode[name], kinds[name])
+                file[f"meta_{name}"][i] = episode[name].astype(KINDS[kinds[name]])
             file[f"meta_{LENGTHS}"][i], file["meta__initted"][i] = length, True
         stored = buffer.num_episodes
         file.attrs.update({"num_episodes": stored, "episode_index": stored % count, "timestep_index": 0})
@@ -141,16 +143,26 @@ def _kind_of(name: str, field: Field) -> str:
     spelling = spelling or {"i": "int", "u": "int", "f": "float"}.get(field.storage.kind)
     if spelling is None or "." in name:
         raise SchemaError(
-            f"field {name!r}: got {field.dtype}, expected numbers, and no groups; leave it out by drop_field"
+            f"field {name!r}: got {field.dtype}, expected numbers, and no groups; export a copy without it "
+            "(`snapshot`, then `drop_field`)"
         )
     return spelling
 
 
-def _narrowed(name: str, values: Any, kind: str) -> Any:
-    array = np.asarray(values)
-    if kind == "int" and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
-        raise SchemaError(f"field {name!r}: got {array.min()} … {array.max()}, more than int32 holds")
-    return array.astype(KINDS[kind])
+def _require_narrow(buffer: ReplayBuffer) -> None:
+    """Raise SchemaError where a whole number is none of int32."""
+    wide = {name: field.storage for name, field in buffer.schema.all.items() if field.storage.kind in "iu"}
+    names = [name for name, dtype in wide.items() if not np.can_cast(dtype, np.int32)]
+    for i in range(len(buffer) if names else 0):
+        found = buffer.episodes([i], fields=[name for name in names if name in buffer.schema.fields])
+        for name in names:
+            low, high = found[name].min(), found[name].max()
+            if not -(2**31) <= low <= high < 2**31:
+                raise SchemaError(
+                    f"field {name!r}: got {low} … {high}, more than int32 holds, which memmap-replay-buffer has for "
+                    "whole numbers; export a copy without it (`snapshot`, then `drop_field`)",
+                    field=name,
+                )
 
 
 def _plain(default: Any) -> tuple[Any, ...]:

@@ -21,11 +21,18 @@ from memmap_buffer.environments import decode_space, encode_space, names_of, spa
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import InferredFields, as_text, flatten, put
-from memmap_buffer.interop.episodes import ends_of, import_episodes, read_extra, read_names, require_fields
+from memmap_buffer.interop.episodes import (
+    ends_of,
+    import_episodes,
+    read_extra,
+    read_names,
+    require_fields,
+    require_kinds,
+)
 from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.schema import Field
+from memmap_buffer.schema import Field, Schema
 
 with extra("minari"):
     import gymnasium
@@ -133,10 +140,12 @@ def export_minari(
         The new data set.
 
     Raises:
-        SchemaError: an episode has no final observation, there is no `reward`, no environment is known, or images are
-            to be stored by a Minari that can do so as JPEG only.
+        SchemaError: an episode has no final observation, there is no `reward`, no environment is known, a field is of
+            lists or is none that the format holds, or images are to be stored by a Minari that can do so as JPEG only.
     """
     require_fields(buffer, ("reward",), "Minari")
+    table = data_format != "hdf5"
+    _require_storable(buffer.schema, data_format, table=table)
     as_they_are = _as_they_are(buffer)
     imported: dict[str, Any] = read_extra(buffer, "minari") or {}
     made = gymnasium.make(env) if isinstance(env, str) else env
@@ -155,7 +164,7 @@ def export_minari(
     metadata |= {"dataset_id": dataset_id, "minari_version": minari.__version__}
     sets = {key: set(value) for key, value in metadata.items() if key in ("author", "author_email")}
     storage.update_metadata(metadata | sets)
-    names, table = read_names(buffer), data_format != "hdf5"
+    names = read_names(buffer)
     for i in range(len(buffer)):
         episode = buffer.episode(i)
         storage.update_episodes([_episode_buffer(buffer, episode, i, spaces, names, table=table)])
@@ -163,6 +172,25 @@ def export_minari(
         if given:
             storage.update_episode_metadata([given], [i])
     return MinariDataset(storage)
+
+
+def _require_storable(schema: Schema, data_format: str, *, table: bool) -> None:
+    """Raise SchemaError where a field is none that Minari stores, with `table` in a row for each observation."""
+    require_kinds(schema.fields, f"Minari's {data_format!r}", "c" if table else "")
+    for name, field in schema.fields.items():
+        if field.entries.kind == "U" and field.shape:
+            what = f"got {field.dtype} {field.shape}, and Minari has no arrays of text; export"
+        elif table and not field.final and name in _infos_of(schema):
+            what = f"got no `final`, and {data_format!r} has rows for observations; give data_format='hdf5', or export"
+        else:
+            continue
+        raise SchemaError(f"field {name!r}: {what} a copy without it (`snapshot`, then `drop_field`)", field=name)
+
+
+def _infos_of(schema: Schema) -> list[str]:
+    """The fields that become infos."""
+    own = {"reward", *schema.ends}
+    return [name for name in schema.fields if name not in own and name.split(".")[0] not in ("observation", "action")]
 
 
 def _as_they_are(buffer: ReplayBuffer) -> dict[str, bool]:
@@ -240,12 +268,10 @@ def _episode_buffer(
     if any(len(column) == length for column in flatten({"observation": episode["observation"]}).values()):
         raise SchemaError(f"episode {i}: it has no final observation, and Minari needs one; leave it out")
     columns = flatten(episode)
-    own = {"reward", *buffer.schema.ends, *(n for n in columns if n.split(".")[0] in ("observation", "action"))}
     infos: dict[str, Any] = {}
-    for name in buffer.schema.fields:
-        if name not in own:
-            path = names.path(name)
-            put(infos, path[1:] if path[0] == "info" else path, columns[name])
+    for name in _infos_of(buffer.schema):
+        path = names.path(name)
+        put(infos, path[1:] if path[0] == "info" else path, columns[name])
     values = _values(infos, lists=table)
     seed = int(episode.get("seed", -1)) if columns.get(f"{GIVEN}.seed", True) else -1
     terminations, truncations = ends_of(buffer.schema, columns, length)

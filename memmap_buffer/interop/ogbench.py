@@ -15,8 +15,8 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.interop.columns import Array
-from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names
+from memmap_buffer.interop.columns import Array, dtype_of
+from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names, require_kinds
 from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, path_of
@@ -49,7 +49,7 @@ def import_ogbench(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "err
     arrays = _read(path_of(path))
     ends = np.flatnonzero(arrays.pop("terminals"))
     names = Names(fixed=NAMES)
-    columns = names.ours(arrays)
+    columns = {names.named(key.split(".")): array for key, array in arrays.items()}
     count = len(columns["observation"])
     for name, array in columns.items():
         if array.ndim < 1 or len(array) != count:
@@ -82,7 +82,7 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
         path: the file.
 
     Raises:
-        SchemaError: a field is missing, or an episode has no final observation.
+        SchemaError: a field is missing or of lists, or an episode has no final observation.
     """
     schema = buffer.schema
     wanted = [name for name in schema.fields if name in schema.final_names or name in OF_ACTIONS]
@@ -91,8 +91,9 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
             f"{buffer.folder}: it has the fields {', '.join(schema.fields)}, expected `observation` with final=True, "
             "and `action`"
         )
+    require_kinds({name: schema.fields[name] for name in wanted}, "OGBench")
     count = buffer.num_steps + len(buffer)
-    out = {name: np.zeros((count, *schema.fields[name].shape), schema.fields[name].storage) for name in wanted}
+    out = {name: np.zeros((count, *schema.fields[name].shape), dtype_of(schema.fields[name])) for name in wanted}
     terminals = np.zeros(count, np.float32)
     for i, (rows, episode) in enumerate(exported_episodes(buffer)):
         if len(episode["observation"]) == len(rows):

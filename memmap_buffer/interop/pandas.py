@@ -8,7 +8,7 @@ import numpy as np
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import VIEW_OPTIONS, columns_of, flatten
+from memmap_buffer.interop.columns import LENGTHS, VIEW_OPTIONS, columns_of, flatten, unpadded
 
 with extra("pandas"):
     import pandas
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def to_dataframe(buffer: Readable, indices: Any = None, **options: Any) -> pandas.DataFrame:
     """Items as a table, one row each: a column for each field, by its dotted name, and the item's position.
 
-    Numbers are a column of their dtype (bfloat16: float32), arrays a column of objects. With `ragged=True` sequences
-    are arrays of each item's own length.
+    Numbers are a column of their dtype (bfloat16: float32), arrays a column of objects, lists one of arrays of each its
+    own length. With `ragged=True` sequences are arrays of each item's own length.
 
     Args:
         buffer: the source.
@@ -41,6 +41,9 @@ def to_dataframe(buffer: Readable, indices: Any = None, **options: Any) -> panda
     if not any(options.get(name) for name in VIEW_OPTIONS):
         options["timestep_level"] = True
     columns = columns_of(flatten(buffer.batch(indices, **{"return_indices": True, **options})))
+    for key in [key for key in columns if key.startswith(LENGTHS)]:
+        name = key.removeprefix(LENGTHS)
+        columns[name] = unpadded(columns[name], columns.pop(key))
     table = {name: column if column.ndim == 1 else list(column) for name, column in columns.items()}
     return pandas.DataFrame(table).rename(columns={"_serial": "_episode"})
 

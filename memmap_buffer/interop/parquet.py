@@ -11,7 +11,8 @@ import numpy as np
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.episodes import exported_episodes
+from memmap_buffer.interop.columns import objects
+from memmap_buffer.interop.episodes import exported_episodes, require_kinds
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.schema import Field
 
@@ -19,6 +20,7 @@ with extra("parquet"):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+PARQUET = "Parquet"
 EPISODES, STEPS = "episodes.parquet", "steps.parquet"
 GROUP_STEPS = 1 << 16  # a row group has as many timesteps at least, but for the last
 
@@ -29,7 +31,7 @@ def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
     `steps.parquet` has a row a timestep: `_episode`, the serial, `_t`, and the fields by their dotted names.
     `episodes.parquet` has a row an episode: `_episode`, `_length`, the meta fields, and `final.<field>` for fields that
     were declared with `final`, null where an episode has no final observation. Arrays become lists of a fixed size, but
-    for what may be null, bfloat16 becomes float32.
+    for what may be null, fields of lists lists of any, bfloat16 becomes float32.
 
     Args:
         buffer: the source.
@@ -77,7 +79,9 @@ def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:
     for name in rows[0]:
         values = [row[name] for row in rows]
         there = np.array([value is not None for value in values])
-        found = column_of(np.stack([value for value in values if value is not None])) if there.any() else None
+        shown = [value for value in values if value is not None]
+        is_list = name.removeprefix("final.") in buffer.schema.lists
+        found = column_of(objects(shown) if is_list else np.stack(shown)) if shown else None
         if found is None:
             columns[name] = pa.nulls(len(rows))
         else:
@@ -88,17 +92,18 @@ def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:
     return pa.table(columns)
 
 
-def require_tables(buffer: ReplayBuffer, fields: Mapping[str, Field]) -> None:
-    """Raise SchemaError unless there are episodes, whose fields can be written as tables."""
-    numbers = [name for name, field in fields.items() if field.storage.kind == "c"]
-    if numbers:
-        raise SchemaError(f"{', '.join(numbers)}: Parquet has no complex numbers; export a copy with real fields")
+def require_tables(buffer: ReplayBuffer, fields: Mapping[str, Field], format_name: str = PARQUET) -> None:
+    """Raise SchemaError unless there are episodes, of fields that the tables of a format hold: lists, Parquet's own."""
+    require_kinds(fields, format_name, "c", lists=format_name == PARQUET)
     if not len(buffer):
         raise SchemaError(f"{buffer.folder}: it has no episodes; record one first")
 
 
 def column_of(values: Any) -> Any:
-    """An array (n, …) as Arrow has it: text as strings, n arrays as lists of a fixed size."""
+    """An array (n, …) as Arrow has it: text as strings, n arrays as lists of a fixed size, objects as lists of any."""
+    if values.dtype == object:
+        ends = np.cumsum([0, *map(len, values)])
+        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), column_of(np.concatenate([*values])))
     if values.ndim == 1:
         return pa.array(values.tolist() if values.dtype.kind == "U" else values)
     flattened = values.reshape(-1)

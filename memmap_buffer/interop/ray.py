@@ -33,7 +33,7 @@ from memmap_buffer.errors import (
     SchemaError,
 )
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import VIEW_OPTIONS, as_episode, columns_of, flatten
+from memmap_buffer.interop.columns import LENGTHS, VIEW_OPTIONS, as_episode, columns_of, flatten
 from memmap_buffer.interop.episodes import import_episodes
 from memmap_buffer.interop.target import Target
 from memmap_buffer.paths import AnyPath, is_url, path_of
@@ -275,7 +275,8 @@ class _Shards(Datasink):  # type: ignore[misc]
 
 def _rows(schema: Schema, block: Any) -> Iterator[dict[str, Any]]:
     columns = BlockAccessor.for_block(block).to_numpy()
-    known = {name: columns[name] for name in schema.all if name in columns}
+    names = [*schema.all, *(LENGTHS + name for name in schema.lists)]
+    known = {name: columns[name] for name in names if name in columns}
     for i in range(BlockAccessor.for_block(block).num_rows()):
         yield {name: _text(column[i]) for name, column in known.items()}
 

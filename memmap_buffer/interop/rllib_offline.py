@@ -19,6 +19,7 @@ import numpy as np
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.interop.columns import put
+from memmap_buffer.interop.episodes import require_kinds
 from memmap_buffer.interop.rllib import ENDS, OURS
 from memmap_buffer.schema import Schema
 
@@ -143,6 +144,8 @@ def _names(schema: Schema, columns: Mapping[str, str], outputs: Sequence[str]) -
                 f"{column!r}: there is no field {name!r}, there are {[*schema.fields]}; "
                 f"name it by input_read_schema={{{column!r}: …}} (columns=)"
             )
+    members = {field for name in names.values() for field in _members(schema, name)}
+    require_kinds({field: schema.fields[field] for field in schema.fields if field in members}, "RLlib")
     return names
 
 

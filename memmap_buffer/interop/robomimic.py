@@ -28,6 +28,7 @@ from memmap_buffer.interop.episodes import (
     read_extra,
     read_names,
     require_fields,
+    require_kinds,
 )
 from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
@@ -107,6 +108,7 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
     """Copy a buffer into a new file in robomimic's layout.
 
     Demonstrations are named by the meta field `demo`, else `demo_0`, …; bool meta fields `mask.<name>` become masks.
+    Of final observations those of observations have a place, and no other.
 
     Args:
         buffer: with a field `action`. The fields that end its episodes become `dones`, if there is no `done`.
@@ -116,10 +118,11 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
             `env_args` names no environment: the file can be learned from, without rollouts.
 
     Raises:
-        SchemaError: there is no `action`.
+        SchemaError: there is no `action`, or a field is of text or lists.
         OSError: there is a file already.
     """
     require_fields(buffer, ("action",), "robomimic")
+    require_kinds(buffer.schema.fields, "robomimic", "U")
     imported: dict[str, Any] = read_extra(buffer, "robomimic") or {}
     attributes = dict(imported.get("attributes", {}))
     if env is not None or not imported:

@@ -20,7 +20,7 @@ from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.choices import IfExists
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import flatten, put, with_final
+from memmap_buffer.interop.columns import LENGTHS, flatten, put, with_final
 from memmap_buffer.interop.episodes import episode_bounds, import_episodes
 from memmap_buffer.interop.target import Target
 from memmap_buffer.names import Names
@@ -107,10 +107,11 @@ def import_torchrl(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "err
     Raises:
         NotABufferError: it is no such dump.
         CorruptBufferError: a file has not the size that the dump says.
-        SchemaError: an entry is no tensor, or "next" of an episode is not the entry that follows.
+        SchemaError: an entry is no tensor or of lists, or "next" of an episode is not the entry that follows.
     """
     target, root = Target.checked(folder, if_exists, options), path_of(path)
     root = root / "storage" if (root / "storage").is_dir() else root
+    _require_no_lists(root)
     length = int(_json(root / "storage_metadata.json")["len"])
     names = Names()
     arrays = flatten(names.ours(_arrays(root)))
@@ -175,6 +176,17 @@ def _json(path: Path) -> Any:
         raise NotABufferError(f"{path} is missing, so it is no dump of a LazyMemmapStorage", path=path) from None
     except ValueError as error:
         raise CorruptBufferError(f"{path}: {error}", path=path) from error
+
+
+def _require_no_lists(root: Path) -> None:
+    """Raise SchemaError where `to_tensordict` padded lists: a dump does not tell which entries are lists."""
+    for key in _json(root / "meta.json"):
+        if key.startswith(LENGTHS):
+            raise SchemaError(
+                f"{root}: got {key!r}, the lengths of lists that are padded; copy the folder that they come from "
+                "(`snapshot`, `pack`), or leave them out of the dump",
+                field=key.removeprefix(LENGTHS),
+            )
 
 
 def _arrays(folder: Path) -> dict[str, Any]:

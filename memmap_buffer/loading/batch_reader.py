@@ -22,9 +22,9 @@ from memmap_buffer.items.shuffle import crop, draw_like
 from memmap_buffer.loading.options import Output, parse, selection_of
 from memmap_buffer.loading.read_ahead import ANSWER_SECONDS, Disk
 from memmap_buffer.priority.options import Prioritized
+from memmap_buffer.schema import LENGTHS
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.batch_builder import (
-    LENGTHS,
     BatchBuilder,
     BFloat16Bits,
     Columns,

@@ -19,9 +19,9 @@ from memmap_buffer.loading.batch_reader import BatchReader, Splitter
 from memmap_buffer.loading.options import make_tuple
 from memmap_buffer.loading.prioritized import PrioritizedDraws
 from memmap_buffer.loading.samplers import UniformSampler
-from memmap_buffer.schema import nest
+from memmap_buffer.schema import LENGTHS, nest
 from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.batch_builder import LENGTHS, BFloat16Bits, Columns, RaggedRows, cut
+from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, RaggedRows, cut
 
 if TYPE_CHECKING:
     from typing_extensions import Self

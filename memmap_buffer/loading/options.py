@@ -16,8 +16,7 @@ from memmap_buffer.choices import Format, OnStale, Padding, check_choice, closes
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.schema import DECLARED, Schema
-from memmap_buffer.views.batch_builder import LENGTHS
+from memmap_buffer.schema import DECLARED, LENGTHS, Schema
 from memmap_buffer.views.hindsight import Hindsight
 from memmap_buffer.views.n_step import NStep
 from memmap_buffer.views.view import View, names_of

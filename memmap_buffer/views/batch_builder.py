@@ -23,7 +23,7 @@ from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPE
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import MOST_AT, bytes_at
 from memmap_buffer.remote.mirror import Rows, Taken, bring
-from memmap_buffer.schema import DECLARED, Field, Schema
+from memmap_buffer.schema import DECLARED, LENGTHS, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import EVERY, Folders, Found
 from memmap_buffer.views.memory_pool import SMALL, Pool
@@ -32,7 +32,6 @@ from memmap_buffer.views.row_ranges import LARGE, Further, RowRanges
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 INDEX_BYTES = 32  # memory that it takes to find one row
 ANCHOR = range(1)
-LENGTHS = "_lens_"  # before the key of lists: how long they are
 WIDE = 1 << 10  # bytes of a row: wider ones are copied folder by folder, into memory that is used again
 LOOK = 256  # timesteps that are looked at together for the end of an episode
 PADDINGS = get_args(Padding)

@@ -312,39 +312,33 @@ class Episode(Block):
             EpisodeStateError: no step was stored yet, or it was called before.
         """
         self.require_open()
+        fields, given = self._schema.fields, validation.whole_final(self._schema, observation)
+        self.set_final({name: self._encode(fields[name], name, value, self.length) for name, value in given.items()})
+
+    def set_final(self, stored: Mapping[str, Array]) -> None:
+        """Take the final observation, every field with `final` encoded already."""
+        self.require_open()
         if self.length == 0 or self.finals:
             what = "called before the first step" if self.length == 0 else "called twice"
             raise EpisodeStateError(f"final: {what}; call it once, after the last `store`")
-        self.finals = self._encode_final(observation)
+        self.require_lists({name: [row] for name, row in stored.items()})
+        self.finals = self._copied(stored)
 
-    def complete(self, **observation: Any) -> None:
+    def complete(self, stored: Mapping[str, Array]) -> None:
         """Add the final observation to an episode that was published without; to one that is gone meanwhile, nothing.
 
         Args:
-            observation: field -> (*field).
+            stored: every field with `final`, encoded already.
 
         Raises:
-            SchemaError: as `final` raises it.
             OSError: the disk is full, say; the next write adds it if this did not.
         """
         assert self.state == "published" and not self.finals
-        self.writer.complete(self, self._encode_final(observation))
+        self.writer.complete(self, self._copied(stored))
 
-    def _encode_final(self, observation: Mapping[str, Any]) -> dict[str, Array]:
-        names = self._schema.final_names
-        given = self._schema.flatten(observation)
-        for name in given:
-            if name not in names:
-                raise self._schema.unknown(name, "final (fields declared with final=True)", names)
-        missing = sorted(names - given.keys())
-        if missing:
-            raise SchemaError(
-                f"final: {', '.join(map(repr, missing))} missing; all fields with final=True belong together"
-            )
-        fields = self._schema.fields
-        finals = {name: self._encode(fields[name], name, value, self.length).copy() for name, value in given.items()}
-        self.require_lists({name: [row] for name, row in finals.items()})
-        return finals
+    def _copied(self, stored: Mapping[str, Array]) -> dict[str, Array]:
+        """Copies of entries that are encoded already; one of no axes may be a scalar."""
+        return {name: np.array(row, self._schema.all[name].entries, order="C") for name, row in stored.items()}
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set a meta field; it may be known only at the end."""
@@ -365,7 +359,12 @@ class Episode(Block):
         for name, value in self._schema.flatten(meta).items():
             if name not in known:
                 raise self._schema.unknown(name, "meta", known)
-            self.meta[name] = self._encode(known[name], name, value, None).copy()
+            self.set_meta({name: self._encode(known[name], name, value, None)})
+
+    def set_meta(self, stored: Mapping[str, Array]) -> None:
+        """Set meta fields that are encoded already."""
+        self.require_open()
+        self.meta |= self._copied(stored)
 
     # Ending
 

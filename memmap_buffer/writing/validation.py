@@ -55,6 +55,18 @@ def whole_episode(
     )
 
 
+def whole_final(schema: Schema, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A final observation by dotted names. Raises SchemaError unless it is of every field with `final`."""
+    flat, names = schema.flatten(given), schema.final_names
+    for name in flat:
+        if name not in names:
+            raise schema.unknown(name, "final (fields declared with final=True)", names)
+    missing = sorted(names - flat.keys())
+    if missing:
+        raise SchemaError(f"final: {', '.join(map(repr, missing))} missing; all fields with final=True belong together")
+    return flat
+
+
 def require_default(field: Field, name: str, where: str) -> Array:
     """The default of a field that was left out. Raises SchemaError where it has none."""
     if field.default is None:

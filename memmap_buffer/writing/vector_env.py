@@ -19,10 +19,10 @@ from numpy import ndarray
 from memmap_buffer.dtypes import Array, all_of, to_numpy
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.schema import Field, Schema
+from memmap_buffer.schema import LENGTHS, Field, Schema
 from memmap_buffer.writing.episode import Appended, Block, Episode, Held
 from memmap_buffer.writing.rounds import Round
-from memmap_buffer.writing.validation import require_default
+from memmap_buffer.writing.validation import require_default, whole_final
 from memmap_buffer.writing.writer import Writer
 
 log = logging.getLogger("memmap_buffer")
@@ -91,15 +91,15 @@ class EpisodeGroup(Block):
 
     def final(self, **batch: Any) -> None:
         """Store every episode's observation after the last action: field -> (B, *field)."""
-        columns = self._encode(self.schema.flatten(batch), self.schema.fields, "final")
+        columns = self._encode(whole_final(self.schema, batch), self.schema.fields, "final")
         for i, episode in enumerate(self.episodes):
-            episode.final(**{name: rows[i] for name, rows in columns.items()})
+            episode.set_final({name: rows[i] for name, rows in columns.items()})
 
     def update(self, meta: Mapping[str, Any]) -> None:
         """Set meta fields: name -> (B, *field)."""
         columns = self._encode(self.schema.flatten(meta), self.schema.meta_fields, "meta")
         for i, episode in enumerate(self.episodes):
-            episode.update({name: rows[i] for name, rows in columns.items()})
+            episode.set_meta({name: rows[i] for name, rows in columns.items()})
 
     def __setitem__(self, name: str, values: Any) -> None:
         self.update({name: values})
@@ -328,7 +328,7 @@ class EpisodeStream(EpisodeGroup):
             if episode.state == "open":
                 final = {name: rows[i] for name, rows in self._following.items()}
                 if episode.length and final and not (episode.ended or episode.finals) and _has_room(episode, final):
-                    episode.final(**final)
+                    episode.set_final(final)
                 episode.publish(cut=(cut or episode.length == self._limit) and not episode.ended)
 
     def _see(self, steps: Steps) -> None:
@@ -345,7 +345,7 @@ class EpisodeStream(EpisodeGroup):
         for i, (episode, final) in [*self._cut.items()]:
             if final:
                 if _has_room(episode, final):
-                    episode.complete(**final)
+                    episode.complete(final)
                 del self._cut[i]
         return not self._cut
 
@@ -448,7 +448,7 @@ class EpisodeStream(EpisodeGroup):
         """The next timestep of an environment, with the meta fields that its episode begins with."""
         episode, at = self.episodes[i], steps.done
         if steps.meta and not episode.length:  # it may be visible from its first timestep on
-            episode.update({name: values[at, i] for name, values in steps.meta.items()})
+            episode.set_meta({name: values[at, i] for name, values in steps.meta.items()})
         return episode.to_append({name: rows[at : at + 1, i] for name, rows in steps.fields.items()})
 
     def _store(self, steps: Steps, i: int, start: int, stop: int) -> None:
@@ -460,9 +460,9 @@ class EpisodeStream(EpisodeGroup):
         """Tell an episode what is known with its last timestep, beside the fields."""
         episode = self.episodes[i]
         if steps.meta:
-            episode.update({name: values[at, i] for name, values in steps.meta.items()})
+            episode.set_meta({name: values[at, i] for name, values in steps.meta.items()})
         if steps.following and (episode.ended or episode.length == self._limit):
-            episode.final(**{name: rows[at, i] for name, rows in steps.following.items()})
+            episode.set_final({name: rows[at, i] for name, rows in steps.following.items()})
 
 
 def _bytes(columns: Mapping[str, Array], at: Any) -> list[bytes]:
@@ -508,9 +508,10 @@ class Steps:
     def __init__(self, schema: Schema, given: Mapping[str, Any], *, time: bool) -> None:
         self.done = 0
         groups = {name.split(".")[0] for name in schema.all}
-        later = {name for name in given if name.startswith(NEXT) and name.split(".")[0] not in groups}
+        own = {name: name.removeprefix(LENGTHS) for name in given}
+        later = {name for name in given if own[name].startswith(NEXT) and own[name].split(".")[0] not in groups}
         flat = schema.flatten({name: value for name, value in given.items() if name not in later})
-        following = schema.flatten({name.removeprefix(NEXT): given[name] for name in later})
+        following = schema.flatten({name.replace(NEXT, "", 1): given[name] for name in later})
         if not flat:
             raise SchemaError("no field was given; give field=values for every environment")
         schema.require(flat, "timesteps")

@@ -232,7 +232,7 @@ def test_store_goes_on_where_a_full_disk_stopped_it_also_in_place(tmp_path, monk
     assert at_operation > 10
 
 
-INTERRUPTED = [("update", 4), ("update", 7), ("final", 0), ("final", 2), ("publish", 0), ("publish", 2)]
+INTERRUPTED = [("set_meta", 1), ("set_meta", 3), ("set_final", 0), ("set_final", 2), ("publish", 0), ("publish", 2)]
 
 
 @pytest.mark.parametrize(("where", "after"), INTERRUPTED, ids=str)

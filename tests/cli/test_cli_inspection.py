@@ -251,6 +251,20 @@ def test_head_gives_the_first_steps(case: Case, capsys: pytest.CaptureFixture[st
     ]
 
 
+def test_lists_are_shown_without_their_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ReplayBuffer(tmp_path, 2, 4, {"ids": ("int", (None,)), "boxes": ("float", (None, 2))}) as buffer:
+        buffer.store_episode(ids=[[5], [], [7, 9]], boxes=[np.full((1, 2), 2.5), [], []])
+        buffer.store_episode(ids=[[]], boxes=[[]])
+    boxes = [[[2.5, 2.5]], [], []]
+    assert json_of(capsys, "show", tmp_path, "0")["fields"] == {"ids": [[5], [], [7, 9]], "boxes": boxes}
+    rows = [line.split() for line in text_of(capsys, "show", tmp_path, "0").splitlines()[2:]]
+    assert rows[0] == ["ids", "int64", "(3,", "None)", "5", "7", "9", "[5]", "[7,", "9]"]
+    assert rows[1][:8] == ["boxes", "float32", "(3,", "None,", "2)", "2.5", "2.5", "2.5"]
+    lines = text_of(capsys, "head", tmp_path, "0", "--field", "ids").splitlines()
+    assert [line.strip().split(maxsplit=1) for line in lines[2:]] == [["0", "[5]"], ["1", "[]"], ["2", "[7, 9]"]]
+    assert "(1, None)" in text_of(capsys, "show", tmp_path, "last")
+
+
 @pytest.mark.parametrize("command", ["show", "head"])
 @pytest.mark.parametrize(
     ("episode", "complaint"),

@@ -15,7 +15,7 @@ from fault_injection import listing
 from matplotlib.figure import Figure
 from PIL import Image
 
-from memmap_buffer import Field, ReplayBuffer
+from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.cli import app, pictures
 from memmap_buffer.pictures import draw_lines
 
@@ -96,9 +96,48 @@ def test_several_lines_are_told_apart_by_a_legend(lines: int, named: int) -> Non
 def test_plot_says_what_cannot_be_drawn(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--episode", "4", "--field", "observation.pixels", "--out", tmp_path / "plot.png"]
     assert "try `video`" in error_of(capsys, "plot", case.folder, *arguments)
+    arguments = ["--episode", "4", "--field", "reward", "--field", "observation.pixels", "--out", tmp_path / "plot.png"]
+    assert "--field: observation.pixels: no numbers" in error_of(capsys, "plot", case.folder, *arguments)
+    arguments = ["--field", "reward", "--out", tmp_path / "plot.png"]
+    assert "--field: names fields of one episode; say which by --episode" in error_of(
+        capsys, "plot", case.folder, *arguments
+    )
     ReplayBuffer(tmp_path / "empty", 3, 4, {"x": "float"}).close()
     assert "no episode to draw" in error_of(capsys, "plot", tmp_path / "empty", "--out", tmp_path / "plot.png")
     assert not (tmp_path / "plot.png").exists()
+
+
+def test_lists_are_no_curves_and_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {
+        "ids": ("int", (None,)),
+        "boxes": ("float", (None, 4)),
+        "crops": ("uint8", (None, 9, 9)),
+        "reward": "float",
+    }
+    with ReplayBuffer(tmp_path / "buffer", 3, 4, fields) as buffer:
+        steps = {"ids": [[1], [2, 3]], "boxes": [np.ones((2, 4)), []], "crops": [[], np.ones((1, 9, 9))]}
+        buffer.store_episode(**steps, reward=[1, 2])
+        assert len(buffer.show(0).figure.axes) == 1
+        with pytest.raises(SchemaError, match=r"show: ids, boxes: no images, and no numbers .* by episode"):
+            buffer.show(0, ["ids", "boxes", "reward"])
+    out = tmp_path / "plot.png"
+    assert main("plot", tmp_path / "buffer", "--episode", "0", "--out", out) == 0
+    for name in ("ids", "boxes", "crops"):
+        assert f"--field: {name}: no numbers" in error_of(
+            capsys, "plot", tmp_path / "buffer", "--episode", "0", "--field", name, "--out", tmp_path / "other.png"
+        )
+        assert f"field '{name}': object () is no image" in error_of(
+            capsys, "video", tmp_path / "buffer", "0", "--field", name, "--out", tmp_path / "film.mp4"
+        )
+    assert "the fields that look like images are none" in error_of(capsys, "video", tmp_path / "buffer", "0")
+
+
+def test_a_picture_of_an_episode_leaves_out_no_field_that_is_named(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path, 3, 4, {"state": ("float", 2), "task": {"instruction": "U8"}}) as buffer:
+        buffer.store_episode(state=np.ones((2, 2)), task={"instruction": ["go", "stop"]})
+        assert len(buffer.show(0).figure.axes) == len(buffer.show(0, ["state"]).figure.axes) == 1
+        with pytest.raises(SchemaError, match=r"show: task\.instruction: no images, and no numbers"):
+            buffer.show(0, ["state", "task.instruction"])
 
 
 # video

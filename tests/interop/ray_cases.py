@@ -204,6 +204,29 @@ def test_steps_in_any_order_are_grouped_into_their_episodes(root, tmp_path):
             np.testing.assert_array_equal(episode["observation"], whole["observation"])
 
 
+def test_lists_keep_their_lengths_by_whole_episodes_and_by_steps(tmp_path):
+    fields = {"ids": Field("int16", (None,), final=True), "points": ("float32", (None, 2))}
+    given = {}
+    with ReplayBuffer(shard_folder(tmp_path / "root", 0), 3, 9, fields, {"number": "int"}) as buffer:
+        for number in range(3):
+            ids = [list(range(t % 3 * number)) for t in range(5)]
+            given[number] = ids, [np.full((t, 2), number).tolist() for t in range(4)]
+            buffer.store_episode(ids=ids, points=given[number][1], number=number)
+    whole = write_ray(read_ray(tmp_path / "root"), tmp_path / "whole", fields, {"number": "int"})
+    steps = read_ray(tmp_path / "root", n_steps=1, next_fields=["ids"], return_indices=True).random_shuffle(seed=3)
+    options = {"key": "_serial", "order": "_t", "num_shards": 2}
+    again = write_ray(steps, tmp_path / "again", fields, {"number": "int"}, **options)
+    for copied in (whole, again):
+        assert len(copied) == 3
+        for i in range(3):
+            episode = copied.episode(i)
+            found = [
+                [row[:n].tolist() for row, n in zip(episode[name], episode[f"_lens_{name}"], strict=True)]
+                for name in fields
+            ]
+            assert found == [*given[int(episode["number"])]]
+
+
 def test_a_root_that_holds_buffers_is_not_written_into(root):
     with pytest.raises(SchemaError, match="it holds buffers already"):
         write_ray(read_ray(root), root, FIELDS, META_FIELDS)

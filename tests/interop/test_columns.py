@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from memmap_buffer import ConcatBuffer, Field, Schema, Trajectory
+from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, Schema, Trajectory
 from memmap_buffer.interop.columns import as_episode, columns_of
 
 
@@ -54,3 +54,18 @@ def test_steps_in_any_order_become_the_episode_that_they_were(with_next):
     np.testing.assert_array_equal(episode["x"][0], x if with_next else x[:-1])
     assert episode["note"][0] == notes.tolist()
     assert episode["task"].tolist() == [3]
+
+
+def test_lists_keep_their_lengths_by_whole_episodes_and_by_steps(tmp_path):
+    schema = Schema({"ids": Field("int16", (None,), final=True)}, {"n": "int"})
+    buffer = ReplayBuffer(tmp_path, 2, 5, schema)
+    given = [[[1], [], [2, 3], [4]], [[], [5, 6, 7]]]
+    for n, ids in enumerate(given):
+        buffer.store_episode(ids=ids, n=n)
+    whole = columns_of(buffer.batch(view=Trajectory(final_observation=True)), {"ids": True})
+    for ids, rows, counts in zip(given, whole["ids"], whole["_lens_ids"], strict=True):
+        assert [row[:count].tolist() for row, count in zip(rows, counts, strict=True)] == ids
+    steps = columns_of(buffer.batch(n_steps=1, next_fields=["ids"], return_indices=True))
+    rows = {name: column[[2, 0, 1]] for name, column in steps.items()}
+    episode = as_episode(schema, "_t", rows)
+    assert [row.tolist() for row in episode["ids"][0]] == given[0]

@@ -208,8 +208,10 @@ def test_what_its_layout_does_not_hold_is_refused(tmp_path):
         buffer.store_episode(x=[2**40])
         with pytest.raises(SchemaError, match=r"field 'x': got 1099511627776 … 1099511627776, more than int32 holds"):
             export_memmap_replay_buffer(buffer, tmp_path / "out")
-        with pytest.raises(FileExistsError, match="out"):
-            export_memmap_replay_buffer(buffer, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        buffer.update(0, x=[1])
+        with pytest.raises(FileExistsError, match="a"):
+            export_memmap_replay_buffer(buffer, tmp_path / "a")
         with pytest.raises(SchemaError, match="max_episodes: got 1, the buffer has 2 episodes"):
             buffer.store_episode(x=[1])
             export_memmap_replay_buffer(buffer, tmp_path / "other", max_episodes=1)
@@ -218,6 +220,6 @@ def test_what_its_layout_does_not_hold_is_refused(tmp_path):
 @pytest.mark.parametrize("fields", [{"text": "U4"}, {"group": {"x": "float"}}, {"z": "complex64"}])
 def test_fields_that_its_layout_does_not_know_are_refused(tmp_path, fields):
     buffer = ReplayBuffer(tmp_path / "a", 4, 3, fields)
-    with pytest.raises(SchemaError, match="expected numbers, and no groups; leave it out by drop_field"):
+    with pytest.raises(SchemaError, match="expected numbers, and no groups; export a copy without it"):
         export_memmap_replay_buffer(buffer, tmp_path / "out")
     buffer.close()

@@ -166,6 +166,10 @@ def test_what_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
         DiskLeRobotDataset("some/name", folder, delta_timestamps={"action": [0.05]}, fps=FPS)
     with pytest.raises(SchemaError, match=r"'acton', expected one of .*action"):
         DiskLeRobotDataset("some/name", folder, delta_timestamps={"acton": [0.0]}, fps=FPS)
+    with ReplayBuffer(tmp_path / "lists", 2, 3, {"ids": ("int", (None,))}) as buffer:
+        buffer.store_episode(ids=[[1], []])
+        with pytest.raises(SchemaError, match=r"field 'ids': got .* LeRobot has no lists"):
+            DiskLeRobotDataset("some/name", buffer, fps=FPS)
     with ReplayBuffer(tmp_path / "c", max_timesteps=9, fields={"a": "int"}, capacity=9) as buffer:
         with pytest.raises(NotEnoughDataError, match="no episodes"):
             DiskLeRobotDataset("some/name", buffer, fps=FPS)

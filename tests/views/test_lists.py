@@ -161,6 +161,44 @@ def test_whole_episodes_and_several_environments_at_once(tmp_path):
     )
 
 
+def test_an_episode_tells_how_long_its_lists_are_and_is_stored_again_as_it_is(tmp_path):
+    buffer, truth = record(tmp_path / "a", 2)
+    for i in range(2):
+        again = ReplayBuffer(tmp_path / str(i), 1, 20, buffer.schema)
+        again.store_episode(**buffer.episode(i))
+        episode = again.episode(0)
+        assert episode.keys() == buffer.episode(i).keys() and [*episode][:2] == ["ids", "_lens_ids"]
+        check(episode["ids"], episode["_lens_ids"], truth[i])
+        check(episode["scores"], episode["_lens_scores"], [one / 2 for one in truth[i][:9]])
+        assert episode["_lens_points"].tolist() == [t % 3 if t % 2 else 0 for t in range(9)]
+    everything = buffer.get_all_data(fields=["ids"])
+    assert [*everything] == ["ids", "_lens_ids"]
+    assert everything["_lens_ids"].tolist() == [[len(one) for one in truth[i][:9]] for i in range(2)]
+
+
+def test_lengths_that_do_not_fit_their_lists_are_refused(tmp_path):
+    buffer, _ = record(tmp_path, 3)
+    episode = buffer.episode(0)
+    wide = episode["ids"].shape[1]
+    wrong = [
+        {"_lens_ids": episode["_lens_ids"][:-1]},
+        {"_lens_ids": np.full(10, wide + 1)},
+        {"_lens_ids": np.full(10, -1)},
+        {"_lens_ids": episode["_lens_ids"] / 1},
+        {"ids": 3},
+    ]
+    for change in wrong:
+        with pytest.raises(
+            SchemaError, match=r"_lens_ids: got .* beside 'ids'.* give the lists alone, without padding"
+        ):
+            buffer.store_episode(**{**episode, **change})
+    with pytest.raises(SchemaError, match="got '_lens_reward', which was not declared"):
+        buffer.store_episode(**episode, _lens_reward=np.ones(9, int))
+    del episode["ids"]
+    with pytest.raises(SchemaError, match="got '_lens_ids', which was not declared"):
+        buffer.store_episode(**episode)
+
+
 def test_folders_are_read_as_one(tmp_path):
     parts = [record(tmp_path / str(i), 3, seed=i) for i in range(3)]
     both = ConcatBuffer([buffer for buffer, _ in parts])

@@ -517,7 +517,7 @@ def complete(buffer: ReplayBuffer, held: dict[str, Any]) -> None:
 
 def add_final(buffer: ReplayBuffer, held: dict[str, Any]) -> None:
     data = episode_of(8, 3)
-    held["cut"].complete(frame=data["frame"][-1], state=data["state"][-1])
+    held["cut"].complete({name: data[name][-1] for name in ("frame", "state")})
 
 
 def update(buffer: ReplayBuffer, held: dict[str, Any]) -> None:

@@ -143,6 +143,22 @@ def test_without_the_next_observation_an_episode_has_no_final_one(tmp_path):
         assert [(reward, flags) for reward, *_, flags in found(buffer)] == [([0, 0.25], TERMINATED), ([0.5], CUT)]
 
 
+def test_final_observations_and_meta_fields_of_bfloat16_are_those_that_were_given(tmp_path):
+    fields = {"x": Field("bfloat16", final=True), "terminated": "bool"}
+    buffer = ReplayBuffer(tmp_path, 6, 4, fields, {"goal": "bfloat16", "name": "U3"})
+    meta, step = {"goal": [1.0, 2.0], "name": ["a", "bcd"]}, {"x": [3.0, 4.0], "terminated": [True, True]}
+    with buffer.batched_episode(2, **meta) as group:
+        buffer.store_batch(**step)
+        group.final(x=[5.0, 6.0])
+    buffer.add(**step, **meta, next_x=[5.0, 6.0])
+    with pytest.raises(SchemaError, match="'x' missing"), buffer.batched_episode(2) as group:
+        group.final()
+    for i, (first, last, goal, name) in enumerate([(3, 5, 1, "a"), (4, 6, 2, "bcd")] * 2):
+        episode = buffer.episode(i)
+        assert type(episode["x"]) is np.ndarray and episode["x"].tolist() == [first, last]
+        assert (episode["goal"], episode["name"]) == (goal, name)
+
+
 def test_one_environment_needs_no_axis_for_it_and_tensors_and_lists_are_taken(tmp_path):
     with make(tmp_path) as buffer:
         buffer.add(observation={"x": [1, 2], "y": 3}, reward=0.5, terminated=False)
