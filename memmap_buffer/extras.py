@@ -16,7 +16,7 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        missing = error.name or "a package"
-        raise ImportError(
-            f"{missing} cannot be imported; install it by: pip install 'memmap-buffer[{name}]'", name=error.name
-        ) from error
+        missing = f"{error.name or 'a package'} cannot be imported; install it by"
+        if not isinstance(error, ModuleNotFoundError):
+            missing = f"{error}; install a version that can be used by"
+        raise ImportError(f"{missing}: pip install 'memmap-buffer[{name}]'", name=error.name) from error

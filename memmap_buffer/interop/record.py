@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
     from memmap_buffer.writing.episode import Episode
 
+    AnyVectorWrapper = VectorWrapper[Any, Any, Any, Any, Any]
+else:
+    AnyVectorWrapper = VectorWrapper  # before Gymnasium 1.4 no generic class
+
 SUCCESS = ("success", "is_success")
 INFO = "info"
 GIVEN_SEED = "given.seed"
@@ -138,7 +142,7 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         super().close()
 
 
-class RecordVectorEpisodes(_Recorded, VectorWrapper[Any, Any, Any, Any, Any]):
+class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
     """Record every episode of a vector of environments.
 
     The published episodes are those that each environment would have given alone, in each autoreset mode of Gymnasium.
@@ -231,8 +235,9 @@ class RecordVectorEpisodes(_Recorded, VectorWrapper[Any, Any, Any, Any, Any]):
 
     def close(self, **kwargs: Any) -> None:
         """Close the environments, and the buffer if it was given as a folder."""
-        self._recorder.close()
-        super().close(**kwargs)
+        if "_recorder" in vars(self):  # before Gymnasium 1.4 a wrapper that was refused is closed when it goes
+            self._recorder.close()
+            super().close(**kwargs)
 
 
 def _opened(

@@ -91,6 +91,7 @@ class Readahead:
         # read, as the rest of a window is still checked and written when its last bytes have come.
         self._asked, self._windows = -1, 2 if folders.mirrored else 1
         self._is_first = folders.mirrored
+        self._waiting: dict[int, list[tuple[Storage, list[Rows]]]] = {}
 
     def asked(self, chunks: Iterable[IntArray]) -> Iterator[IntArray]:
         """The numbers of items (batches, items of a batch), cut where a window begins, which is asked for there."""
@@ -115,7 +116,10 @@ class Readahead:
             for low, high in self._shuffle.places(window):
                 self._ask(low, high, wanted)
             if wanted:
-                bring_later(list(wanted.items()))
+                self._waiting[window] = list(wanted.items())
+                bring_later(self._waiting[window])
+        for window in [each for each in self._waiting if each < first // self._shuffle.window]:
+            self._waiting.pop(window).clear()  # of a slow store: what was read by now would be fetched again
 
     def _ask(self, low: int, high: int, wanted: dict[Storage, list[Rows]]) -> None:
         """The rows of the anchors low … high - 1; where the guess is wrong they are read when they are needed."""

@@ -20,8 +20,9 @@ from range_server import RangeServer
 from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, Window, publish
 from memmap_buffer.cli import app
 from memmap_buffer.items.shuffle import BLOCKS, Shuffle
+from memmap_buffer.loading import read_ahead
 from memmap_buffer.loading.shuffle_window import CacheUse
-from memmap_buffer.remote.cache import WINDOWS
+from memmap_buffer.remote.cache import OFTEN, WINDOWS
 from memmap_buffer.remote.layout import BLOCK
 
 STEPS, EPISODES, SHARDS = 100, 15, 2
@@ -91,17 +92,29 @@ def test_every_block_is_fetched_about_once_and_the_log_and_info_say_so(
         sent = server.sent - asked
         assert sorted(given) == list(range(SHARDS * EPISODES * STEPS))
         assert given != sorted(given)
-        assert sent < 1.5 * size_of(far, *options.get("fields", ()))
+        most = 2.5 if "num_workers" in options else 1.5  # what is drawn for workers is several of these small windows
+        assert sent < most * size_of(far, *options.get("fields", ()))
         assert app.main(["info", server.url, "--cache", str(tmp_path), "--json"]) == 0
         told = read_json(capsys.readouterr().out)
     assert 0.98 * sent < told["fetched"] <= sent  # the digests of blocks come with them
     assert told["needed"] >= 0.9 * size_of(far, *options.get("fields", ()))
-    said = [record for record in caplog.records if "cache_bytes" in record.message or "were fetched" in record.message]
-    assert [record.levelno for record in said] == [logging.WARNING, logging.INFO]
+    said = [record for record in caplog.records if "has room" in record.message or "were fetched" in record.message]
+    often = told["fetched"] > OFTEN * told["needed"]
+    assert [record.levelno for record in said] == [logging.WARNING, logging.WARNING if often else logging.INFO]
     assert f"cache_bytes={BLOCKS_OF_CACHE * BLOCK} has room for windows of" in said[0].message
     ratio = told["fetched"] / told["needed"]
     assert f"epoch 0: {told['fetched'] / 1e6:.1f} MB were fetched for" in said[1].message
     assert f"each block {ratio:.2f} times" in said[1].message
+
+
+def test_a_window_that_was_read_before_its_turn_to_be_fetched_ahead_is_fetched_no_more(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(read_ahead, "bring_later", asked.append)
+    list(opened(far, tmp_path).dataloader(16, **OPTIONS))
+    assert len(asked) > 4
+    assert [bool(wanted) for wanted in asked] == [False] * (len(asked) - 1) + [True]
 
 
 def test_blocks_that_are_fetched_again_and_again_are_a_warning(
