@@ -523,7 +523,8 @@ class Readable:
         none yet, in this process or another, its defaults.
 
         Args:
-            indices: `_indices` or `_index` of the batch.
+            indices: `_indices` or `_index` of the batch. Where this buffer drew nothing but steps by these priorities,
+                numbers of one axis are refused; serials as a column, (B, 1), are whole episodes always.
             td_errors: (B,), or (B, L) for the L steps from each item's first on; (B,) of whole episodes is given to
                 every step.
             name: of the `Prioritized` that draws by them.
@@ -532,7 +533,7 @@ class Readable:
             How many items were dropped because they were overwritten, forgotten or cleared meanwhile.
 
         Raises:
-            SchemaError: shapes do not fit, or an error is no finite number.
+            SchemaError: shapes do not fit, numbers of one axis after draws of steps, or an error is no finite number.
             BufferLockedError: another process owns the priorities of the name.
 
         Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the

@@ -55,6 +55,7 @@ class NamedPriorities:
 
     Attributes:
         error_clip: see `Prioritized`.
+        drawn: of what items batches were drawn: whether of whole episodes, False for those of steps.
         ranks: that draw by them; new priorities of each are given to all.
     """
 
@@ -63,6 +64,7 @@ class NamedPriorities:
     ) -> None:
         self._folders, self._name, self._alpha, self._epsilon = folders, name, alpha, epsilon
         self.error_clip: tuple[float, float] | None = None
+        self.drawn: set[bool] = set()
         self.ranks = Ranks()
         self._opened: dict[Storage, Priorities] = {}
         self._several = SeveralPriorities()
@@ -114,6 +116,15 @@ class NamedPriorities:
             self.open()
             for one in before.values():
                 one.close()
+
+    def require_episodes(self, indices: Array) -> None:
+        """Raise SchemaError where numbers of one axis, which are serials, are rather positions of steps."""
+        if indices.ndim == 1 and self.drawn == {False}:
+            raise SchemaError(
+                f"update_priorities: got indices {indices.shape}, the serials of whole episodes, where only steps were "
+                f"drawn by the priorities {self._name!r}; give `_indices` (B, 2) of the batch as they are, or serials "
+                "as a column, serials[:, None], to give all steps of these episodes an error"
+            )
 
     def require(self, numbers: IntArray) -> None:
         """Raise SchemaError for the number of a folder that there can never have been; a shard may have come since."""
@@ -224,6 +235,7 @@ class PrioritizedDraws:
         with self._turn.lock:
             if self._priorities is not None:  # others of the name may have changed them
                 self._priorities.use(self.how)
+                self._priorities.drawn.add(self.reader.selection.view.per_episode)
             numbers, each_folder = self._follow()
             places, (slot, serial, t, priority), shares, shown_at = self._draw(each_folder, batch_size, rng, alone)
             probability = priority * shares[0 if places is None else places]
@@ -611,8 +623,8 @@ def gathered_errors(
             (B,) of whole episodes is given to every step.
 
     Raises:
-        SchemaError: shapes that do not fit, or an error that is no finite number; where ranks share the priorities, on
-            each of them, whatever failed on one.
+        SchemaError: shapes that do not fit, serials where only steps were drawn, or an error that is no finite number;
+            where ranks share the priorities, on each of them, whatever failed on one.
     """
     ranks, given, why = priorities.ranks, None, ""
     if not ranks.connected:
@@ -648,6 +660,7 @@ def _checked(priorities: NamedPriorities, indices: Any, td_errors: Any) -> tuple
     """The columns of items, and their errors as these count."""
     indices, td_errors = to_numpy(indices), to_numpy(td_errors)
     columns = _columns(priorities, indices, "update_priorities")
+    priorities.require_episodes(indices)
     if td_errors.shape[:1] != columns.shape[:1] or td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(
             f"update_priorities: got errors {td_errors.dtype} {td_errors.shape} of {len(columns)} items, expected (B,) "

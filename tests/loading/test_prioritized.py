@@ -68,10 +68,10 @@ def publish(buffer, length):
 
 
 class Slow:
-    """The priorities of one buffer as a dictionary, and what they say of draws."""
+    """The priorities of one folder as a dictionary, and what they say of draws; `every`: those of all folders."""
 
-    def __init__(self, how):
-        self.how, self.raw, self.highest = how, {}, 1.0
+    def __init__(self, how, every=None):
+        self.how, self.raw, self.highest, self.every = how, {}, 1.0, [self] if every is None else every
 
     def follow(self, buffer):
         steps = [
@@ -79,7 +79,8 @@ class Slow:
             for serial, length in zip(buffer.serials.tolist(), buffer.episode_lens.tolist(), strict=True)
             for t in range(length)
         ]
-        self.raw = {step: self.raw.get(step, self.highest) for step in steps}
+        highest = max(one.highest for one in self.every)
+        self.raw = {step: self.raw.get(step, highest) for step in steps}
 
     def update(self, indices, errors):
         for step, error in zip(map(tuple, indices), errors, strict=True):
@@ -277,13 +278,40 @@ def test_errors_of_several_steps_and_of_whole_episodes_reach_every_step_that_the
     how = Prioritized(alpha=1.0)
     buffer.sample(1, prioritized=how, **STEP)
     assert buffer.update_priorities([[0, 1], [9, 0], [1, -1]], np.arange(1, 13).reshape(3, 4)) == 1
-    assert buffer.update_priorities([2, 77], [20.0, 3]) == 1
+    assert buffer.update_priorities([[2], [77]], [20.0, 3]) == 1
     wanted = {(0, 0): 1, (0, 1): 1, (0, 2): 2, (1, 0): 10, (1, 1): 11, (1, 2): 12, (1, 3): 1, (1, 4): 1}
     wanted |= {(2, t): 20 for t in range(4)}
     batch = buffer.sample(512, prioritized=how, **STEP)
     for item, p in zip(drawn(batch), batch["_probabilities"].tolist(), strict=True):
         assert p * sum(wanted.values()) == pytest.approx(wanted[item], rel=1e-5)
     assert set(drawn(batch)) == set(wanted)
+
+
+def test_numbers_of_one_axis_are_no_serials_where_only_steps_were_drawn(tmp_path):
+    buffer, errors = make(tmp_path, (3, 5)), [20.0, 3.0]
+    for options in (STEP, {"n_steps": 2}, {"view": Window(3)}):
+        buffer.sample(4, prioritized=True, **options)
+        with pytest.raises(
+            SchemaError, match=r"got indices \(2,\), the serials of whole .* `_indices` \(B, 2\) of the batch"
+        ):
+            buffer.update_priorities([0, 1], errors)
+    assert set(buffer.priorities(serials_and_steps(buffer))) == {1}
+    assert buffer.update_priorities(np.array([0, 1])[:, None], errors) == 0
+    np.testing.assert_allclose(buffer.priorities([[0, 2], [1, 0]]), [20**0.6, 3**0.6], rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_length": 2}], ids=["episodes", "crops"])
+@pytest.mark.parametrize("steps_too", [False, True])
+def test_serials_are_taken_where_nothing_or_whole_episodes_were_drawn_by_that_name(tmp_path, options, steps_too):
+    buffer = make(tmp_path, (3, 5))
+    assert buffer.update_priorities([0], [7.0]) == 0
+    buffer.sample(4, prioritized=Prioritized(name="other"), **STEP)
+    assert buffer.update_priorities([1], [9.0]) == 0
+    batch = buffer.sample(4, prioritized=True, **options)
+    if steps_too:  # another reader, or another thread
+        buffer.sample(4, prioritized=True, **STEP)
+    assert buffer.update_priorities(batch["_index"], np.full(4, 5.0)) == 0
+    assert set(buffer.priorities([(serial, 0) for serial in batch["_index"].tolist()]).round(3)) == {round(5**0.6, 3)}
 
 
 @pytest.mark.parametrize(
@@ -836,7 +864,8 @@ def test_draws_and_updates_of_several_folders_are_those_of_arrays(tmp_path, opti
     """Rings, gaps of deleted episodes, steps that are gone: every batch is found in the plain sums of an array."""
     rng, how = np.random.default_rng(0), Prioritized(alpha=0.7, stratified=False)
     parts = [make(tmp_path / str(i), (5, 4), max_episodes=n) for i, n in enumerate(room)]
-    both, slows, known = ConcatBuffer(parts, weights), [Slow(how) for _ in parts], []
+    both, slows, known = ConcatBuffer(parts, weights), [], []
+    slows += [Slow(how, slows) for _ in parts]
     both.sample(1, prioritized=how, **options)
     for turn in range(8):
         for part, slow in zip(parts, slows, strict=True):
