@@ -9,8 +9,9 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 
@@ -47,6 +48,30 @@ if TYPE_CHECKING:
     from memmap_buffer.loading.prefetch import Device
 
 MAX_KEPT = 32  # sets of options whose sampler, with its index, is kept
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _retried(read: Callable[Concatenate[Readable, P], T]) -> Callable[Concatenate[Readable, P], T]:
+    """A method that is called again where another thread changes the columns meanwhile, with this object."""
+
+    @wraps(read)
+    def call(self: Readable, /, *arguments: P.args, **options: P.kwargs) -> T:
+        while True:
+            folders = self._folders
+            try:
+                found = read(self, *arguments, **options)
+            except SchemaMismatchError:
+                if self._settled() is folders:
+                    raise
+            except Exception:  # of names that are not those of the folders any more, say
+                if self._folders is folders:
+                    raise
+            else:
+                if self._folders is folders:
+                    return found
+
+    return call
 
 
 class Readable:
@@ -86,11 +111,13 @@ class Readable:
         return self.num_episodes
 
     @property
+    @_retried
     def num_episodes(self) -> int:
         """How many episodes are visible; not those of which a `capacity` has forgotten the first steps."""
         return sum(len(table.whole) for table in self._folders.refresh())
 
     @property
+    @_retried
     def num_steps(self) -> int:
         """How many timesteps are visible, those of trimmed episodes included."""
         return sum(table.steps for table in self._folders.refresh())
@@ -105,6 +132,7 @@ class Readable:
         """(episodes,) int64 the number of each episode, which it keeps for ever; oldest first."""
         return np.concatenate([table.serial[table.whole] for table in self._tables()])
 
+    @_retried
     def _tables(self) -> list[EpisodeTable]:
         """The tables as they are now, folder by folder."""
         return [table for _, _, table in self._folders.by_number(self._folders.refresh())]
@@ -119,12 +147,14 @@ class Readable:
         """The most timesteps of an episode."""
         return self._folders.max_timesteps
 
+    @_retried
     def refresh(self) -> None:
         """See what was published since; every property, `sample` and new epoch does so by itself."""
         self._folders.refresh()
 
     # Whole episodes
 
+    @_retried
     def episode(self, i: int) -> dict[str, Any]:
         """One whole episode as numpy arrays, which `store_episode` takes as they are.
 
@@ -148,6 +178,7 @@ class Readable:
                 out[LENGTHS + name] = batch[LENGTHS + name][:stop]
         return nest(out)
 
+    @_retried
     def episodes(
         self, indices: Sequence[int] | slice | int | None = None, **options: Unpack[Options]
     ) -> dict[str, Array]:
@@ -169,6 +200,7 @@ class Readable:
         known = self.schema.all
         return {key: decode(data[key], known[key].dtype) if key in known else data[key] for key in data}
 
+    @_retried
     def show(self, i: int = -1, fields: Sequence[str] | None = None) -> Picture:
         """A picture of one episode: frames of its images, curves of its numbers. A notebook shows it.
 
@@ -192,6 +224,7 @@ class Readable:
     def _repr_html_(self) -> str:
         return table_of(repr(self), self.schema.fields, self.schema.meta_fields)
 
+    @_retried
     def __getitem__(self, i: int) -> dict[str, Any]:
         """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
         from memmap_buffer.loading.tensors import to_tensors
@@ -199,6 +232,7 @@ class Readable:
         item: dict[str, Any] = Batch(to_tensors(self._read_whole(_position(i))), 1)[0]
         return item
 
+    @_retried
     def get_all_data(
         self,
         fields: Sequence[str] | None = None,
@@ -273,6 +307,10 @@ class Readable:
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there is nothing to read.
         """
+        return self._dataset(options)
+
+    @_retried
+    def _dataset(self, options: Mapping[str, Any]) -> ItemDataset:
         reader = BatchReader(self._folders, options)
         reader.require(reader.index(refresh=True))
         if reader.output.format == "numpy":
@@ -281,6 +319,7 @@ class Readable:
 
         return EpisodeDataset(reader, self._weights)
 
+    @_retried
     def dataloader(
         self,
         batch_size: int,
@@ -427,18 +466,19 @@ class Readable:
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there is nothing to draw from, or not so much.
         """
-        folders, sampler = self._folders, self._sampler_of(options)
-        check_count("batch_size", batch_size)
-        if seed is not None:
-            check_count("seed", seed, 0)
-            rng = np.random.default_rng(seed)
-        elif self._rng is None:
-            rng = self._rng = form_of(sampler.reader.output.format).rng()
-        else:
-            rng = self._rng
-        try:
+        folders = self._folders
+        try:  # as `_retried`, which takes 0.5 us
+            sampler = self._sampler_of(options)
+            check_count("batch_size", batch_size)
+            if seed is not None:
+                check_count("seed", seed, 0)
+                rng = np.random.default_rng(seed)
+            elif self._rng is None:
+                rng = self._rng = form_of(sampler.reader.output.format).rng()
+            else:
+                rng = self._rng
             return sample(sampler, batch_size, rng, device, seed is not None, replacement)
-        except SchemaMismatchError:  # perhaps by another thread, with this object
+        except SchemaMismatchError:
             if self._settled() is folders:
                 raise
         return self.sample(batch_size, seed=seed, device=device, replacement=replacement, **options)
@@ -476,8 +516,13 @@ class Readable:
         """
         if indices is not None and to_numpy(indices).ndim == 2:
             options = {**options, "on_stale": options.get("on_stale") or "raise"}
+        return self._batch(indices, device, options)
+
+    @_retried
+    def _batch(self, indices: Any, device: Device, options: Mapping[str, Any]) -> Any:
         return batch_of(self._sampler_of(options).reader, indices, device)
 
+    @_retried
     def batch_spec(self, batch_size: int | None = None, **options: Unpack[Options]) -> dict[str, ArraySpec]:
         """What a batch holds before it is transformed. Nothing is read.
 
@@ -567,8 +612,8 @@ class Readable:
         while True:
             folders = self._folders
             try:
-                return work(self._named(name))
-            except SchemaMismatchError:  # perhaps by another thread, with this object
+                return work(self._named(name))  # errors are given once, so this is no `_retried`
+            except SchemaMismatchError:
                 if self._settled() is folders:
                     raise
 

@@ -8,13 +8,15 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from fault_injection import fork, shown
+from fault_injection import fork, shown, without_barriers
+from interruptions import PACKAGE
 
 from memmap_buffer import (
     BufferLockedError,
@@ -238,6 +240,78 @@ def test_columns_are_changed_beside_threads_that_draw_by_priority(tmp_path):
     buffer.close()
     with ReplayBuffer.from_folder(tmp_path) as other:  # the tree was let go of
         assert other.sample(8, prioritized=Prioritized(alpha=0.5), **STEP)["x"].shape == (8, 3)
+
+
+class Meanwhile:
+    """Does something in another thread before the `at`-th line of the package that this one runs, and waits for it."""
+
+    def __init__(self, at: int, work: Callable[[], None]) -> None:
+        self._left, self._work, self.done = at, work, False
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE) or self.done:
+            return None
+        self._left -= event == "line"
+        if self._left < 0:
+            self.done = True
+            assert together(self._work) == []
+        return self
+
+
+def meanwhile(at: int, work: Callable[[], None], read: Callable[[], Any]) -> tuple[bool, Any]:
+    """Whether there is such a line, and what is read."""
+    traced, before = Meanwhile(at, work), sys.gettrace()
+    sys.settrace(traced)
+    try:
+        found = read()
+        return traced.done, found
+    finally:
+        sys.settrace(before)
+
+
+READ: dict[str, Callable[[ReplayBuffer], Any]] = {
+    "len": len,
+    "num_steps": lambda buffer: buffer.num_steps,
+    "serials": lambda buffer: buffer.serials.tolist(),
+    "max_timesteps": lambda buffer: buffer.max_timesteps,
+    "refresh": lambda buffer: buffer.refresh(),
+    "episode": lambda buffer: buffer.episode(1)["x"].tolist(),
+    "episodes": lambda buffer: buffer.episodes()["x"].tolist(),
+    "[]": lambda buffer: buffer[1]["x"].tolist(),
+    "get_all_data": lambda buffer: buffer.get_all_data()["x"].tolist(),
+    "sample": lambda buffer: buffer.sample(4, seed=0, format="numpy", timestep_level=True)["x"].tolist(),
+    "batch": lambda buffer: buffer.batch(format="numpy", n_steps=2)["x"].tolist(),
+    "batch_spec": lambda buffer: buffer.batch_spec(format="numpy", n_steps=2)["x"],
+    "dataset": lambda buffer: len(buffer.dataset(format="numpy")),
+    "dataloader": lambda buffer: buffer.dataloader(2).batch_size,
+}
+
+
+@pytest.mark.parametrize("door", READ)
+def test_whatever_is_read_is_read_again_where_another_thread_changes_the_columns_meanwhile(tmp_path, monkeypatch, door):
+    """At any of 8 moments of the call: one of the lines that it runs, from the first to the last."""
+    if door in ("[]", "get_all_data", "dataloader"):
+        pytest.importorskip("torch")
+    without_barriers(monkeypatch)
+    buffer, read = make(tmp_path), READ[door]
+    for number in range(3):
+        record(buffer, 0, number)
+    ways = cycle(
+        [
+            lambda: buffer.add_field("more", ("int", (), 1)),
+            lambda: buffer.rename_field("more", "other"),
+            lambda: buffer.drop_field("other"),
+        ]
+    )
+    wanted, lines = read(buffer), 0
+    while meanwhile(lines, lambda: None, lambda: read(buffer))[0]:
+        lines += max(1, lines // 4)
+    for at in {part * lines // 8 for part in range(8)}:
+        for way in islice(ways, 3):
+            done, found = meanwhile(at, way, lambda: read(buffer))
+            assert found == wanted
+            if not done:  # the call had fewer lines this time
+                way()
 
 
 def test_a_field_that_is_added_beside_a_thread_that_reads_is_known_at_once(tmp_path, monkeypatch):
