@@ -180,25 +180,29 @@ class Life:
         options = {**sizes, "overwrite": overwrite, **protocol.options}
         self.buffer = ReplayBuffer(self.folder, EPISODES, LONGEST, self.protocol.fields, META_FIELDS, **options)
 
-    def promise(self, *states: State | None, changing: int | None = None) -> None:
+    def promise(self, *states: State | None, changing: int | None = None) -> Promise:
         """From here on the folder is in one of these states."""
         for state in states:
             for serial, episode in (state or {}).items():
                 self.ever[serial].add(episode)
         always = {s: e for s, e in self.safe.items() if all((state or {}).get(s) == e for state in states)}
-        self.recorder.mark(Promise(list(states), always, dict(self.copies), changing))
+        promise = Promise(list(states), always, dict(self.copies), changing)
+        self.recorder.mark(promise)
+        return promise
 
     def do(
         self, action: Callable[[], Any], *states: State | None, safe: bool = False, changing: int | None = None
     ) -> None:
         """Do something that takes the folder through these states, the last of which stays."""
-        self.promise(self.now, *states, changing=changing)
+        promise = self.promise(self.now, *states, changing=changing)
         action()
         self.now = states[-1] or {} if states else self.now
         if self.exact:
             assert self.buffer.serials.tolist() == list(self.now)
         serials = self.buffer.serials.tolist()
         self.now = {serial: episode for serial, episode in self.now.items() if serial in serials}
+        for serial in promise.safe.keys() - serials:  # the ring was full of damaged ones, so this one left it
+            del promise.safe[serial]
         if safe or self.protocol.power:
             self.safe = dict(self.now)
         self.safe = {serial: episode for serial, episode in self.safe.items() if self.now.get(serial) == episode}
