@@ -391,11 +391,11 @@ class EpisodeStream(EpisodeGroup):
         try:
             for i in steps.recorded:
                 self._store(steps, i, start, stop)
-            steps.done = stop
         except BaseException:
             self._take_back()
             raise
-        self._before = []
+        self._before = []  # from here on all have them
+        steps.done = stop
 
     def _take_back(self) -> None:
         """Drop the timesteps that were not stored for all environments."""
