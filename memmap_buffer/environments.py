@@ -121,6 +121,11 @@ def resets_by_a_step(env: Any) -> bool:
     return False
 
 
+def resets_at_once(env: Any) -> bool:
+    """Whether the step that ends an episode gives the observation of the reset: Gymnasium's `SAME_STEP`."""
+    return isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+
+
 def _is_text(space: spaces.Tuple[Any]) -> bool:
     """Whether batching made it from a Text space: one string for each environment is a column, not a group."""
     return len(space.spaces) > 0 and all(isinstance(member, spaces.Text) for member in space.spaces)

@@ -284,7 +284,14 @@ class ReplayBuffer(Recording, Readable):
             ImportError: Gymnasium is not installed.
             SchemaError: a space has no fixed size, or there is no time limit.
         """
-        from memmap_buffer.environments import count_of, max_steps_of, resets_by_a_step, schema_of, spaces_of
+        from memmap_buffer.environments import (
+            count_of,
+            max_steps_of,
+            resets_at_once,
+            resets_by_a_step,
+            schema_of,
+            spaces_of,
+        )
 
         known = {**schema_of(*spaces_of(env), codec), **declared("fields", fields or {})}
         limit = max_timesteps or max_steps_of(env) or (None if capacity is None else WITHOUT_A_TIME_LIMIT)
@@ -296,7 +303,9 @@ class ReplayBuffer(Recording, Readable):
             spare_slots = count_of(env)
         options.update(capacity=capacity, spare_slots=spare_slots, publish=publish)
         options.setdefault("skips_resets", resets_by_a_step(env))
-        return cls(folder, max_episodes, limit, known, **options)
+        buffer = cls(folder, max_episodes, limit, known, **options)
+        buffer._resets_at_once = resets_at_once(env)
+        return buffer
 
     def _setup(self, writer: Writer, skips_resets: bool | None = None) -> None:
         super().__init__(Folders([writer.storage]))

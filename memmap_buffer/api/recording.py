@@ -18,7 +18,7 @@ from memmap_buffer.dtypes import FloatArray, check_count, to_numpy
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.writing import validation
-from memmap_buffer.writing.episode import Block, Episode, Held
+from memmap_buffer.writing.episode import Block, Episode, Held, left
 from memmap_buffer.writing.vector_env import EpisodeGroup, EpisodeStream, Steps
 from memmap_buffer.writing.writer import Writer
 
@@ -92,6 +92,7 @@ class Recording(Editing):
     """The writing half of `ReplayBuffer`."""
 
     _skips_resets: bool  # whether the step after an episode's end is the environment's reset
+    _resets_at_once = False  # whether it is known that the step that ends an episode gives the observation of the reset
 
     def _record_to(self, writer: Writer) -> None:
         self._storage, self._writer = writer.storage, writer
@@ -378,7 +379,8 @@ class Recording(Editing):
 
     def _new_stream(self, size: int) -> EpisodeStream:
         begin = None if self._publisher is None else partial(_begin_in_stream, ref(self))
-        return EpisodeStream(self._writer, size, skips_resets=self._skips_resets, begin=begin)
+        resets = {"skips_resets": self._skips_resets, "resets_at_once": self._resets_at_once}
+        return EpisodeStream(self._writer, size, **resets, begin=begin)
 
     # The shard, where it is published as it is full
 
@@ -464,7 +466,7 @@ def _begin_in_stream(held: ref[Recording]) -> Episode:
     """An episode of the buffer that holds the stream, which does not hold it."""
     buffer = held()
     assert buffer is not None
-    return buffer._writer_with_room().open({})
+    return buffer._writer_with_room().open({}, held=left)
 
 
 def _errors_of(given: Any, shape: tuple[int, ...], axes: str) -> FloatArray:

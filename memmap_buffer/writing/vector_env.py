@@ -20,7 +20,7 @@ from memmap_buffer.dtypes import Array, all_of, to_numpy
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import LENGTHS, Field, Schema
-from memmap_buffer.writing.episode import Appended, Block, Episode, Held
+from memmap_buffer.writing.episode import Appended, Block, Episode, Held, left
 from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.validation import require_default, whole_final
 from memmap_buffer.writing.writer import Writer
@@ -156,7 +156,10 @@ class EpisodeStream(EpisodeGroup):
         writer: opens and publishes the episodes.
         size: B.
         skips_resets: the step after an episode's end is the environment's reset, and is left out.
-        begin: opens an episode, after it gave the stream another writer if need be; None: the writer does.
+        resets_at_once: the step that ends an episode gives the observation of the reset, so what is given as seen next
+            there may be that, which is told.
+        begin: opens an episode that is nobody's, after it gave the stream another writer if need be; None: the writer
+            does.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class EpisodeStream(EpisodeGroup):
         size: int,
         *,
         skips_resets: bool = False,
+        resets_at_once: bool = False,
         begin: Callable[[], Episode] | None = None,
     ) -> None:
         super().__init__(writer.schema, [])
@@ -179,7 +183,7 @@ class EpisodeStream(EpisodeGroup):
         self._following: dict[str, Array] = {}  # what was seen after the last step
         self._missing: object = None  # steps that were given, and may not all be stored
         self._before: list[tuple[Episode, int]] = []  # staged episodes with the lengths that they go back to
-        self._looks = LOOKS  # at ends, still to come
+        self._looks = LOOKS if skips_resets or resets_at_once else 0  # at ends, still to come
         self._linked: bool | None = None  # whether what is seen next is what follows, within an episode
         self._seen_again: list[Any] = []  # at ends one behind the other, what was seen next and then again
         # By environment, an episode that was cut without its final observation, and that, once it was seen.
@@ -202,18 +206,19 @@ class EpisodeStream(EpisodeGroup):
         """
         with self._writer.turn, self._writer.in_a_stream():
             before, self._round = self._round, None
+            if self._missing is not None:
+                self._settle()
             if self._missing not in (None, steps):
                 self._cut_off(steps)
-            over, following, start = self.over.copy(), self._following, steps.done
-            self._missing, self.over = self, over | steps.ends[-1]
+            over = steps.over if self._missing is steps else self.over.copy()
+            following, start, steps.over = self._following, steps.done, over
+            self._missing, self.over = steps, over | steps.ends[-1]
             try:
                 self._extend(steps, over, before)
             except (MemmapBufferError, OSError) as error:
                 self._following = self._following or (following if steps.done == start else {})
                 if isinstance(error, MemmapBufferError) or steps.done == len(steps.ends):
                     self._missing, self.over = None, over
-                else:
-                    self._missing = steps
                 raise
             self._missing, self.over = None, over
 
@@ -221,12 +226,15 @@ class EpisodeStream(EpisodeGroup):
         """Know that a step was given, and may not be stored; and of which environments it ends an episode, (B,)."""
         self._missing, self.over = self, self.over | ends
 
-    def _cut_off(self, steps: Steps) -> None:
-        """End all episodes, as a step may be missing behind them."""
+    def _settle(self) -> None:
+        """Whatever interrupted a step: all environments have it or none."""
         self._take_back()
         for episode in self.episodes:
             if episode.state == "open":
                 self._writer.follow(episode)
+
+    def _cut_off(self, steps: Steps) -> None:
+        """End all episodes, as a step may be missing behind them."""
         self.complete()
         self._cut.clear()
         self.publish()
@@ -338,7 +346,7 @@ class EpisodeStream(EpisodeGroup):
             self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
 
     def _open(self) -> Episode:
-        return self._writer.open({}) if self._begin is None else self._begin()
+        return self._writer.open({}, held=left) if self._begin is None else self._begin()
 
     def complete(self) -> bool:
         """Give episodes that were cut their final observations; whether that of all of them was seen."""
@@ -375,11 +383,10 @@ class EpisodeStream(EpisodeGroup):
         return steps.done + int(ended[0]) + 1 if ended.size else stop
 
     def _begin_where_needed(self) -> None:
-        while len(self.episodes) < self._size:
-            self.episodes.append(self._open())
-        for i, episode in enumerate(self.episodes):
-            if episode.state != "open":
-                self.episodes[i] = self._open()
+        for i in range(self._size):
+            if i == len(self.episodes) or self.episodes[i].state != "open":
+                self.episodes[i : i + 1] = [self._open()]
+                self.episodes[i].held = None  # until it stands there it is nobody's, and dropped by the next call
 
     def _append(self, steps: Steps, stop: int) -> None:
         """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
@@ -391,11 +398,10 @@ class EpisodeStream(EpisodeGroup):
         try:
             for i in steps.recorded:
                 self._store(steps, i, start, stop)
-            steps.done = stop
         except BaseException:
             self._take_back()
             raise
-        self._before = []
+        steps.done, self._before = stop, []
 
     def _take_back(self) -> None:
         """Drop the timesteps that were not stored for all environments."""
@@ -500,6 +506,7 @@ class Steps:
         ends: (T, B) bool, where an episode ends.
         done: how many of the timesteps a stream has stored.
         recorded: the environments of which the last of them was one of an episode.
+        over: (B,) of which environments it ended one.
 
     Raises:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
@@ -546,6 +553,7 @@ class Steps:
 
     def _find_ends(self, schema: Schema) -> None:
         self.recorded: IntArray = np.arange(self._axes[1])
+        self.over = np.zeros(self._axes[1], np.bool_)
         self.ends = np.zeros(self._axes, np.bool_)
         for name in schema.ends:
             if np.count_nonzero(self.fields[name]):

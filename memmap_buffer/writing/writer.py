@@ -509,7 +509,7 @@ class Writer:
                 self._append_beside(joint, others)
             else:
                 joint.show()
-            self._slots.show_round(slots)
+                self._slots.show_round(slots)
             if self._slots.surplus:
                 slots = np.concatenate([slots, self._forget(joint.files, joint)])
             joint.tell(slots)
@@ -580,7 +580,10 @@ class Writer:
                 joint.show()
             for slot_writer in self._pending:
                 self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=not together)
-            self._slots.round += together and joint is None
+            if joint is not None:
+                self._slots.show_round(joint.slots)
+            elif together:
+                self._slots.round += 1
             shown, self._pending, self._showing = [one.slot for one in self._pending], [], []
             self._tell(files, shown)
 

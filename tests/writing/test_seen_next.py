@@ -8,14 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memmap_buffer import Field, ReplayBuffer
+from memmap_buffer import ReplayBuffer
 
-FIELDS = {
-    "observation": Field("float32", 2, final=True),
-    "reward": "float32",
-    "terminated": "bool",
-    "truncated": "bool",
-}
+gymnasium = pytest.importorskip("gymnasium")
+
 B = 3
 
 
@@ -26,7 +22,9 @@ def play(folder: Path, first, last, *, skips_resets: bool = False, resets: str =
         None where that of the reset is given in its place. resets: what is done at the end of an episode.
     """
     rng = np.random.default_rng(0)
-    buffer = ReplayBuffer(folder, 200, 10, FIELDS, skips_resets=skips_resets, circular=True)
+    mode = gymnasium.vector.AutoresetMode.NEXT_STEP if skips_resets else gymnasium.vector.AutoresetMode.SAME_STEP
+    env = gymnasium.make_vec("CartPole-v1", B, "sync", vector_kwargs={"autoreset_mode": mode})
+    buffer = ReplayBuffer.for_env(env, folder, max_episodes=200)
     t, observation = np.zeros(B, int), np.stack([first(rng) for _ in range(B)])
     over = np.zeros(B, bool)
     with warnings.catch_warnings(record=True) as caught, buffer:
@@ -34,13 +32,14 @@ def play(folder: Path, first, last, *, skips_resets: bool = False, resets: str =
         for _ in range(calls):
             t = np.where(over, 0, t + 1)
             ends = t >= [4, 5, 6]
-            begun, following = np.stack([first(rng) for _ in range(B)]), rng.random((B, 2))
+            begun, following = np.stack([first(rng) for _ in range(B)]), rng.random((B, 4))
             seen = following.copy()
             for i in np.flatnonzero(ends):
                 seen[i] = begun[i] if last is None else last(rng)
             seen[over] = begun[over]
             buffer.add(
                 observation=observation,
+                action=np.zeros(B, int),
                 reward=np.zeros(B),
                 terminated=ends & (t % 2 == 0),
                 truncated=ends & (t % 2 == 1),
@@ -60,11 +59,11 @@ def play(folder: Path, first, last, *, skips_resets: bool = False, resets: str =
 
 
 def anywhere(rng):
-    return rng.random(2)
+    return rng.random(4)
 
 
 def home(rng):
-    return np.zeros(2)
+    return np.zeros(4)
 
 
 def test_an_observation_of_the_reset_in_the_place_of_the_last_one_is_told_once_with_the_remedy(tmp_path):
