@@ -328,7 +328,9 @@ def test_stats_for_people_have_a_row_an_entry_and_one_for_images(
 def test_stats_of_nothing_end_with_2(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ReplayBuffer(tmp_path / "empty", 3, 4, {"x": "float"}).close()
     assert "there are no episodes to describe" in error_of(capsys, "stats", tmp_path / "empty")
-    assert "'name', which is a meta field" in error_of(capsys, "stats", case.folder, "--field", "name")
+    assert "field 'name' holds text, and only fields of real numbers" in error_of(
+        capsys, "stats", case.folder, "--field", "name"
+    )
     ReplayBuffer(tmp_path / "words", 3, 4, {"x": "U3"}).store_episode(x=["a"])
     assert "no field of numbers" in error_of(capsys, "stats", tmp_path / "words")
 
