@@ -75,6 +75,7 @@ class Learning(RuleBasedStateMachine):
             chosen = data.draw(st.lists(st.sampled_from(shown), min_size=1, max_size=6))
             errors = data.draw(st.lists(st.floats(-90, 90), min_size=len(chosen), max_size=len(chosen)))
             self.slow.as_one = True
+            self.slow.opened.update(range(len(self.parts)))
             for i in {i for i, *_ in chosen}:
                 self.follow(i)
             assert self.buffer.update_priorities(self.indices(chosen), errors) == 0
@@ -95,9 +96,8 @@ class Learning(RuleBasedStateMachine):
     @rule()
     def look(self):
         self.slow.as_one = True
-        for i, part in enumerate(self.parts):
-            if len(part):
-                self.follow(i)
+        for i in range(len(self.parts)):
+            self.follow(i)
         wanted = self.wanted()
         if wanted:
             got = self.buffer.priorities(self.indices([*wanted]))
@@ -106,12 +106,15 @@ class Learning(RuleBasedStateMachine):
     @rule()
     def reopen(self):
         self.buffer.flush()
+        for i in self.slow.opened:  # which look once more when they are closed
+            self.follow(i)
         for part in self.parts:
             part.close()
         del self.buffer
         gc.collect()  # a buffer of several folders has no `close`
         self.parts = [ReplayBuffer.from_folder(self.root / str(i)) for i in range(len(self.parts))]
         self.slow.as_one = False
+        self.slow.opened.clear()
         self.join()
 
     def follow(self, i):

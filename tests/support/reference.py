@@ -281,15 +281,17 @@ class SlowPriorities:
     """|δ| + ε of every step of several folders, and the highest so far in each, 1 at first.
 
     as_one: whether they are drawn from as one, so that a new step has the highest so far of all of them.
+    opened: the folders whose priorities are open.
     """
 
     def __init__(self, num_folders, epsilon=1e-6):
-        self.epsilon, self.as_one = epsilon, False
+        self.epsilon, self.as_one, self.opened = epsilon, False, set()
         self.raw, self.highest = [{} for _ in range(num_folders)], [1.0] * num_folders
 
     def follow(self, folder, shown):
         """The priorities look at a folder, which shows these steps, (serial, t): the moment at which new ones enter."""
         raw = self.raw[folder]
+        self.opened.add(folder)
         if shown - raw.keys():
             self.highest[folder] = max(self.highest) if self.as_one else self.highest[folder]
         self.raw[folder] = {step: raw.get(step, self.highest[folder]) for step in shown}

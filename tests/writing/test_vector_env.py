@@ -205,7 +205,7 @@ def bad_steps():
         "another": (at(steps_of([[0]]), 0), "got 1 environment, expected the 2 that run"),
         "shape": (
             {**ok, "observation": {**ok["observation"], "x": np.zeros((2, 3))}},
-            r"'observation.x': got shape \(2, 3\), expected \(\*, 2\)$",
+            r"'observation.x': got shape \(2, 3\), expected \(\*, 2\); give that shape, or declare the other$",
         ),
         "lossy": ({**ok, "observation": {**ok["observation"], "y": [0.5, 1]}}, "'observation.y'.*not a whole number"),
         "next of what has none": (
