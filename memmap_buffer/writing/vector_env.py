@@ -332,6 +332,8 @@ class EpisodeStream(EpisodeGroup):
 
     def publish(self, *, cut: bool = True) -> None:
         """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation."""
+        if self._missing is not None:
+            self._settle()  # an end that was shown counts, also where the program ends behind an interruption
         for i, episode in enumerate(self.episodes):
             if episode.state == "open":
                 final = {name: rows[i] for name, rows in self._following.items()}
