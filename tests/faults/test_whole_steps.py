@@ -114,6 +114,20 @@ def programs(folder: Path, mode: str, **how: Any) -> Iterator[Program]:
         program.end()
 
 
+@pytest.mark.parametrize("stride", [23, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["ram", "step", "written"], indirect=True)
+def test_where_the_episodes_are_ended_right_after_an_interruption_an_end_that_is_shown_counts(
+    tmp_path: Path, mode: str, stride: int
+) -> None:
+    for at in count(0, stride):
+        program = Program(tmp_path / str(at), mode, skips_resets=False, following=True)
+        program.add("plain", "plain")
+        error = program.interrupted_add("end", partial(interrupted, at=at))
+        program.end()
+        if error is None:
+            break
+
+
 # The mode, whether a reset is a step, whether `next_observation` is given, how many lines lie between interruptions.
 SOME = [("ram", True, True, 307), ("disk", False, False, 307), ("step", False, True, 307), ("step", True, False, 307)]
 SOME += [("written", True, True, 503), ("power", False, False, 503)]
@@ -197,9 +211,13 @@ SIGNALLED = """
     from pathlib import Path
     from test_whole_steps import ENDS, Program
 
+    from memmap_buffer.writing.rounds import MappedFiles
+
     folder, mode, count, skips_resets = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
     rng, hits, told = random.Random(count), 0, []
     signal.signal(signal.SIGALRM, signal.default_int_handler)
+    if mode == "written":
+        MappedFiles.may_be_used = staticmethod(lambda files: False)
 
     def interrupted(add):
         global hits
