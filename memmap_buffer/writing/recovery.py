@@ -53,11 +53,8 @@ def take_over(files: WriteHandles) -> SlotAllocator:
             files.write_state(name, int.from_bytes(text[8 * i : 8 * i + 8], "little"), word=i)
     files.sync("/state")
     device, inode = storage.state_file or (0, 0)
-    for name, value in {
-        "inode": inode,
-        "device": device,
-    }.items():  # behind the barrier: a copy is one until it is doubted
-        files.write_state(name, value)
+    files.write_state("inode", inode)  # behind the barrier: a copy is one until it is doubted
+    files.write_state("device", device)
     slots = _slots_of(files, storage.refresh())
     if files.storage.state("next") < slots.next:
         files.write_state("next", slots.next)  # before `base`, in the same sector: never `base` beyond what is known
