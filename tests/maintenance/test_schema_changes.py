@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from fault_injection import in_child, listing, shown, system, without_barriers
 from power import boot, cuts, recording
 
@@ -446,6 +445,7 @@ def test_what_is_left_of_another_schema_keeps_nobody_from_writing_and_costs_noth
 
 def test_loaders_made_after_a_change_give_the_new_field_in_workers_too(buffer):
     buffer.add_field("to_go", "float", to_go)
+    torch = pytest.importorskip("torch")
     loader = buffer.dataloader(8, timestep_level=True, num_workers=1)
     batch = next(iter(loader))
     alone = next(iter(buffer.dataloader(8, timestep_level=True)))
@@ -458,7 +458,7 @@ def test_loaders_made_after_a_change_give_the_new_field_in_workers_too(buffer):
 def test_set_valid_marks_timesteps_in_a_field_that_it_adds(buffer):
     before = shown(buffer)
     steps = {(1, 0): False, (2, 3): False, (2, 0): False}
-    assert set_valid(buffer, torch.tensor(list(steps))) == 0
+    assert set_valid(buffer, pytest.importorskip("torch").tensor(list(steps))) == 0
     assert set_valid(buffer, [[2, 0], [3, 0], [3, 0]], [True, True, False]) == 0
     steps |= {(2, 0): True, (3, 0): False}
     for (serial, episode), (_, old) in zip(shown(buffer), before, strict=True):

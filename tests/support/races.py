@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from memmap_buffer import (
     Field,
@@ -221,6 +220,8 @@ def _update(buffer: ReplayBuffer, truth: Truth, position: int, version: int) -> 
 
 def read(folder: Path, truth: Truth, until: Callable[[], bool]) -> Counter[str]:
     """Read through every view, by `sample`, by loaders and one by one, until told to stop; counts of what came."""
+    import torch
+
     torch.set_num_threads(1)
     buffer, seen, newest = ReplayBuffer.from_folder(folder, read_only=True), Counter[str](), 0
     while not until():

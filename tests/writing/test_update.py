@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from fault_injection import Play, flags_of, in_child, operations_of, perform, shown, state_of, system, without_barriers
 
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, StaleEpisodeError, verify
@@ -62,7 +61,7 @@ def test_several_timesteps_of_a_field_are_overwritten_by_one_call_that_sums_the_
     monkeypatch.setattr(redo, "add_rows", lambda sums, rows: summed.append(len(rows)) or add_rows(sums, rows))
     buffer.store_datapoint(2, 1, "y", 7)
     one = sum(summed)
-    buffer.store_datapoint(2, [3, 0, 2], "y", torch.tensor([43, 40, 42]))
+    buffer.store_datapoint(2, [3, 0, 2], "y", [43, 40, 42])
     assert one == LENGTHS[2] == sum(summed) - one
     assert ys(buffer) == ys(buffer.folder) == [*OLD[:2], [40, 7, 42, 43]]
     assert verify(buffer.folder) == []
@@ -94,7 +93,7 @@ def test_timesteps_that_cannot_be_overwritten_are_refused_and_nothing_changes(bu
         (None, 5, [[5, 1, 2], [5, 11], [5, 21, 22, 23]]),
         (None, [[7, 8, 9, 10]], [[7, 8, 9], [7, 8], [7, 8, 9, 10]]),
         (None, np.arange(6).reshape(3, 2), [[0, 1, 2], [2, 3], [4, 5, 22, 23]]),
-        ([0, 2], torch.tensor([[5], [6]]), [[5, 1, 2], [10, 11], [6, 21, 22, 23]]),
+        ([0, 2], np.array([[5], [6]]), [[5, 1, 2], [10, 11], [6, 21, 22, 23]]),
         ([2, 0], [[5, 5], [6, 6]], [[6, 6, 2], [10, 11], [5, 5, 22, 23]]),
         (1, [8, 9], [[0, 1, 2], [8, 9], [20, 21, 22, 23]]),
         (-1, [8], [[0, 1, 2], [10, 11], [8, 21, 22, 23]]),
@@ -181,8 +180,16 @@ def test_an_episode_that_cannot_be_read_is_never_replaced_by_another(buffer):
             continue
 
 
-def test_a_datapoint_is_one_timestep_of_one_field(buffer):
+def test_tensors_are_taken_as_arrays_are(buffer):
+    torch = pytest.importorskip("torch")
+    buffer.update([0, 2], y=torch.tensor([[5], [6]]))
+    buffer.store_datapoint(2, [3, 1], "y", torch.tensor([43, 41]))
     buffer.store_datapoint(0, 2, "y", torch.tensor(9))
+    assert ys(buffer) == ys(buffer.folder) == [[5, 1, 9], [10, 11], [6, 41, 22, 43]]
+
+
+def test_a_datapoint_is_one_timestep_of_one_field(buffer):
+    buffer.store_datapoint(0, 2, "y", 9)
     buffer.store_datapoint(2, 0, "x", [5, 6])
     buffer.store_meta_datapoint(1, "label", np.array([8]))
     expected = shown(buffer)
