@@ -4,17 +4,14 @@ import importlib.util
 import itertools
 import sys
 
+import parts
 import pytest
-from hypothesis import settings
 from s3_server import make_bucket, s3_server
 
 from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
-
-settings.register_profile("quick", max_examples=20)
-
 
 TORCH = importlib.util.find_spec("torch") is not None
 
@@ -43,10 +40,8 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-def pytest_configure(config):
-    """Fewer examples where the slow tests are left out, too."""
-    if config.option.markexpr:
-        settings.load_profile("quick")
+def pytest_addoption(pluginmanager):
+    pluginmanager.register(parts)
 
 
 FIELDS = {

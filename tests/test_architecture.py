@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import parts
 import pytest
 
 import memmap_buffer
 
+parse = cache(ast.parse)
 PACKAGE = Path(memmap_buffer.__file__).parent
 NAME = PACKAGE.name
 SYSTEM = {"os", "mmap", "fcntl", "posix"}
@@ -55,7 +58,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
 def imported_modules(source: str, modules: set[str]) -> set[str]:
     """The modules of the package that a source imports; of a subpackage, the module taken from it."""
     found = set()
-    for module, name in imports(ast.parse(source)):
+    for module, name in imports(parse(source)):
         if module == NAME or module.startswith(f"{NAME}."):
             inner = module.removeprefix(NAME).removeprefix(".")
             deeper = f"{inner}.{name}".removeprefix(".")
@@ -106,24 +109,22 @@ def _is_package(name: str, sources: dict[str, str]) -> bool:
 
 def top_level_imports(source: str) -> set[str]:
     """The first part of every import of something that is not the package; `os.PathLike` is no import of os."""
-    found = {(module.split(".")[0], name) for module, name in imports(ast.parse(source))}
+    found = {(module.split(".")[0], name) for module, name in imports(parse(source))}
     return {module for module, name in found if (module, name) != ("os", "PathLike")} - {NAME}
 
 
 def calls_of(source: str, *names: str) -> list[str]:
-    called = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    called = [node.func for node in ast.walk(parse(source)) if isinstance(node, ast.Call)]
     return [node.id for node in called if isinstance(node, ast.Name) and node.id in names]
 
 
 def methods_named(source: str, name: str) -> list[int]:
-    return [
-        node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == name
-    ]
+    return [node.lineno for node in ast.walk(parse(source)) if isinstance(node, ast.FunctionDef) and node.name == name]
 
 
 def unsafe_loads(source: str) -> list[str]:
     """Uses of numpy's and torch's loaders, and of `allow_pickle`."""
-    tree = ast.parse(source)
+    tree = parse(source)
     loads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "load"]
     found = [ast.unparse(n) for n in loads if ast.unparse(n.value) in ("np", "numpy", "torch")]
     return found + [n.arg for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "allow_pickle"]
@@ -132,7 +133,7 @@ def unsafe_loads(source: str) -> list[str]:
 # The package
 
 SOURCES = source_files()
-FLOORS = floors(ast.get_docstring(ast.parse(SOURCES[""]), clean=False) or "")
+FLOORS = floors(ast.get_docstring(parse(SOURCES[""]), clean=False) or "")
 each_module = pytest.mark.parametrize("name", SOURCES, ids=lambda name: name or NAME)
 
 
@@ -151,12 +152,12 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_the_folders_of_the_package_hold_no_code_of_their_own() -> None:
     for name, source in SOURCES.items():
         if name and _is_package(name, SOURCES):
-            assert len(ast.parse(source).body) == 1, f"{name}/__init__.py is more than a docstring"
+            assert len(parse(source).body) == 1, f"{name}/__init__.py is more than a docstring"
 
 
 @each_module
 def test_a_module_says_what_it_is(name: str) -> None:
-    assert ast.get_docstring(ast.parse(SOURCES[name]))
+    assert ast.get_docstring(parse(SOURCES[name]))
 
 
 @each_module
@@ -166,7 +167,7 @@ def test_only_the_modules_nearest_to_the_system_touch_it(name: str) -> None:
 
 def private_names(source: str, *allowed: str) -> list[str]:
     """The names that a source takes from the package and that are not public, but those of the allowed packages."""
-    taken = [(module, name) for module, name in imports(ast.parse(source)) if module.split(".")[0] == NAME]
+    taken = [(module, name) for module, name in imports(parse(source)) if module.split(".")[0] == NAME]
     modules = ("choices", "interop", "environments", "extras", "names", "paths", "pictures", "progress", *allowed)
     shared = tuple(f"{NAME}.{module}" for module in modules)
     theirs = [(module, name) for module, name in taken if not module.startswith(shared)]
@@ -308,3 +309,12 @@ def test_the_checks_of_single_modules_find_what_they_must() -> None:
     assert calls_of("def f():\n    print(1)", "print") == ["print"]
     assert private_names("from memmap_buffer.schema import Field, nest") == ["memmap_buffer.schema.nest"]
     assert methods_named("class A:\n    def __del__(self): ...", "__del__") == [2]
+
+
+@pytest.mark.parametrize("entry", [*parts.QUICK, *parts.LATER, *parts.LIGHT])
+def test_each_entry_of_the_parts_of_the_suite_names_tests(entry: str) -> None:
+    path, _, name = entry.partition("::")
+    names = name.partition("[")[0].split("::") if name else []
+    source = (parts.TESTS / path).read_text() if path.endswith(".py") else ""
+    assert (parts.TESTS / path).exists()
+    assert all(re.search(rf"^ *(class|def) {name}", source, re.MULTILINE) for name in names)

@@ -9,8 +9,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from fault_injection import fork
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies import Plan, assert_view, choices, items_of, joined, recorded, recordings
 
 from memmap_buffer import (
@@ -49,7 +50,7 @@ def shards(root, *counts, **how):
     return buffers
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.lists(recordings(how=HOW), min_size=1, max_size=3), choices(by_step=True))
 @example(TRIMMED, {"top_k": ("task_id", 1)})
 def test_every_view_reads_the_folders_one_after_another(drawn, choice):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from damage import count_of
 from fault_injection import KILLED, in_child, shown, system
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies import Plan, assert_view, recorded, recordings
 
 from memmap_buffer import Field, ReplayBuffer, StaleEpisodeError, verify
@@ -224,7 +225,7 @@ LEAVES = {"max_episodes": 2, "capacity": 2, "publish": "step", "stage": "ram"}  
 OPEN, CLOSED = Plan(2, how="open"), Plan(1)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @example(([CLOSED, CLOSED, OPEN, *[CLOSED] * 4, Plan(1, how="abort")], {**LEAVES, "codec": None}, "terminated"), False)
 @example(([CLOSED, Plan(1, how="abort"), OPEN, *[CLOSED] * 4], {**LEAVES, "codec": "zstd"}, "terminated"), False)
 @given(recordings(how=("block", "whole", "side", "open", "abort", "partial", "clear"), min_size=4), st.booleans())

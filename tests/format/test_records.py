@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import ReplayBuffer
 from memmap_buffer.format.records import (
@@ -353,7 +354,7 @@ def packed_at(slot: int, record: dict[str, Any], **more: int) -> bytes:
 
 
 @given(slots=st.lists(records, min_size=5, max_size=5), base=st.integers(0, 7))
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_what_is_visible_is_what_the_format_says(tmp_path_factory: Any, slots: Any, base: int) -> None:
     folder = tmp_path_factory.getbasetemp() / "table"
     if not folder.exists():
@@ -373,7 +374,7 @@ def test_what_is_visible_is_what_the_format_says(tmp_path_factory: Any, slots: A
     word=st.tuples(st.integers(0, 4), st.integers(0, 7), st.integers(0, 2**64 - 1)),
     spoilt=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_records_that_are_looked_at_one_by_one_say_what_a_table_of_them_says(
     slots: Any, word: tuple[int, int, int], spoilt: bool
 ) -> None:
@@ -394,7 +395,7 @@ def test_records_that_are_looked_at_one_by_one_say_what_a_table_of_them_says(
     older=st.lists(records, min_size=5, max_size=5),
     halves=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=5, max_size=5),
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_what_changed_since_is_found_whatever_half_of_a_record_was_read_before(
     slots: Any, older: Any, halves: Any
 ) -> None:

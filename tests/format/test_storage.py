@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import KILLED, in_child, listing, system
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies import MEMORY, Churn, churns
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
@@ -396,7 +397,7 @@ def test_after_a_crash_of_the_machine_what_it_spoilt_is_dropped_and_only_then(
 # Refreshing
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(churns, st.sampled_from([None, 20]))
 def test_a_table_that_is_refreshed_is_the_one_that_is_read_anew(operations: Any, capacity: int | None) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:

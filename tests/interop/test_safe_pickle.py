@@ -5,8 +5,9 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import SchemaError
 from memmap_buffer.interop.safe_pickle import array_loads, safe_dumps, safe_loads
@@ -21,7 +22,7 @@ TREES = st.recursive(
 
 
 @given(TREES, st.integers(2, pickle.HIGHEST_PROTOCOL))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_plain_values_are_what_unpickling_gives(tree, protocol):
     data = pickle.dumps(tree, protocol)
     assert safe_loads(data) == tree
@@ -52,7 +53,7 @@ def test_what_is_more_than_plain_values_is_refused_and_not_carried_out(tmp_path,
 
 
 @given(TREES, st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_pickle_that_is_cut_is_refused(tree, data):
     whole = pickle.dumps(tree)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
@@ -61,7 +62,7 @@ def test_a_pickle_that_is_cut_is_refused(tree, data):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_any_bytes_are_read_or_refused(data):
     try:
         safe_loads(b"\x80\x04" + data + b".")

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from reference import Episode, Reference
 from strategies import MEMORY, Churn, assert_view, choices, churns, few, recorded, recordings
 
@@ -474,7 +475,7 @@ class TestCost:
             view = Window(3, fields=("action",), **how)
             assert_view(buffer, items, view=view, filter_fields=conditions, **choice)
 
-    @settings(max_examples=50, deadline=None)
+    @examples(50)
     @given(
         st.lists(st.one_of(st.integers(0, 5), st.integers(0, 10**12)), min_size=1, max_size=40),
         st.integers(0, 2**32 - 1),
@@ -492,7 +493,7 @@ class TestCost:
         for column in ("slot", "serial", "t"):
             assert (getattr(many, column) == np.concatenate([getattr(part, column) for part in few])).all()
 
-    @settings(max_examples=50, deadline=None)
+    @examples(50)
     @given(st.lists(st.integers(0, 5), min_size=1, max_size=9))
     def test_locate_finds_the_run_of_every_anchor(self, counts):
         starts = np.concatenate([[0], np.cumsum(counts)])
@@ -646,7 +647,7 @@ class TestWeights:
         with pytest.raises(SchemaError, match="weight_by='score' draws at random"):
             buffer.dataloader(2, weight_by="score", shuffle=shuffle)
 
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(
         st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=9),
         st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=20),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import NotEnoughDataError, ReplayBuffer, SchemaError
 from memmap_buffer.items.rank_partition import RankPartition, Ranks
@@ -43,7 +44,7 @@ def splits(world, items, begin, batch_size, drop_last, tail):
     return [RankPartition(items, begin, batch_size, Ranks(rank, world), drop_last, tail) for rank in range(world)]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(chunk=st.integers(1, 100), **sizes)
 def test_each_rank_gives_the_batches_of_the_definition(chunk, world, **how):
     got = [[batch.tolist() for part in split.chunks(chunk) for batch in part] for split in splits(world, **how)]
@@ -51,7 +52,7 @@ def test_each_rank_gives_the_batches_of_the_definition(chunk, world, **how):
     assert [len(split) for split in splits(world, **how)] == [len(batches) for batches in got]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(**sizes)
 def test_what_all_ranks_have_given_is_the_beginning_of_the_epoch(world, **how):
     ranks = splits(world, **how)

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import NotEnoughDataError, RandomCrop, ReplayBuffer
 from memmap_buffer.items.shuffle import BlockShuffle, Permutation, Quota, uniform
@@ -55,7 +56,7 @@ class TestPermutation:
     def test_it_is_a_bijection_for_a_large_size(self, n):
         assert (np.bincount(order(n, 3), minlength=n) == 1).all()
 
-    @settings(max_examples=30, deadline=None)
+    @examples(30)
     @given(st.integers(10**7, 2**62), st.integers(0, 2**63 - 1), st.integers(0, 99))
     def test_no_two_positions_of_a_huge_size_meet(self, n, seed, epoch):
         positions = np.unique(np.linspace(0, n - 1, 5000).astype(np.int64).clip(0, n - 1))
@@ -125,12 +126,12 @@ def block_order(n, block, window, *seed):
 
 
 class TestBlockShuffle:
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(st.integers(1, 700), st.integers(1, 40), st.integers(1, 20), st.integers(0, 99))
     def test_it_is_a_bijection_for_every_size(self, n, block, blocks, seed):
         assert (np.sort(block_order(n, block, block * blocks, seed)) == np.arange(n)).all()
 
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(st.integers(1, 700), st.integers(1, 40), st.integers(1, 20), st.integers(0, 99))
     def test_a_window_comes_from_so_many_blocks_of_neighbours(self, n, block, blocks, seed):
         window = block * blocks
@@ -141,7 +142,7 @@ class TestBlockShuffle:
             at_the_end = bool(part[0] == 0 and part[-1] == n - 1)  # a block that begins there goes on at position 0
             assert len(gaps) + 1 <= blocks + at_the_end
 
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(st.integers(1, 700), st.integers(1, 40), st.integers(1, 20), st.integers(0, 99))
     def test_the_places_of_a_window_are_those_of_its_items(self, n, block, blocks, seed):
         shuffle = BlockShuffle(n, block, block * blocks, seed)
@@ -227,7 +228,7 @@ class TestUniform:
 
 
 class TestQuota:
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(
         st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=12),
         st.lists(st.integers(1, 40), min_size=1, max_size=60),
@@ -242,7 +243,7 @@ class TestQuota:
             total, begin = total + counts, begin + batch_size
             assert np.abs(total - shares * total.sum()).max() < 2
 
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 10**12), st.integers(1, 200))
     def test_every_item_is_of_one_source_and_has_its_number_there(self, weights, begin, count):
         quota = Quota(weights)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from damage import packed
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -219,7 +220,7 @@ VIEWS = WINDOWS | st.sampled_from(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     view=VIEWS,
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),

@@ -8,9 +8,9 @@ from pathlib import Path
 import conftest
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from profiles import examples
 from reference import SlowPriorities
 
 from memmap_buffer import ConcatBuffer, Prioritized, ReplayBuffer
@@ -134,7 +134,7 @@ class Learning(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
-Learning.TestCase.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+Learning.TestCase.settings = examples(15, stateful_step_count=12)
 TestLearning = Learning.TestCase
 
 

@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 from conftest import assert_same
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import ConcatBuffer, ReplayBuffer, SchemaError, StaleEpisodeError, Window
 from memmap_buffer.items.epoch import _ranges
@@ -197,7 +198,7 @@ def test_set_epoch_goes_on_with_the_same_epoch_and_drops_another(recorded):
         assert_same_batches(again, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     world=st.integers(1, 4),
     other=st.integers(1, 4),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, flat
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import default_collate
 
@@ -90,13 +91,13 @@ def assert_identical(got, expected):
 # Packing
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(BATCHES)
 def test_any_nested_batch_comes_out_as_it_went_in(batch):
     assert_identical(packed(batch)[0], batch)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(tensors(), min_size=1, max_size=6))
 def test_tensors_are_aligned_apart_from_each_other_and_from_the_first_bytes(batch):
     got, memory = packed(batch)
@@ -213,7 +214,7 @@ def shipments(tasks, carrier):
     return (carrier.__getitems__(task) for task in tasks)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.lists(st.integers(1, 60).filter(lambda n: n != 13), max_size=60), st.integers(0, 1000))
 def test_batches_arrive_in_order_and_none_that_is_held_is_overwritten(numbers, seed):
     carrier, tasks, chance, held = (

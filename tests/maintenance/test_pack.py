@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from damage import another_buffer, flip, header_size, rewrite_record, rewrite_state, rows_of
 from fault_injection import flags_of, listing, shown
-from hypothesis import given, settings
+from hypothesis import given
+from profiles import examples
 from strategies import MEMORY, assert_view, choices, flat, items_of, joined, recorded, recordings
 
 from memmap_buffer import (
@@ -284,7 +285,7 @@ def test_a_folder_that_holds_a_buffer_is_refused_and_left_alone(tmp_path: Path, 
 ALL = ("observation.pixels", "half", "note", "reward")
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(recordings(min_size=2), choices(by_step=True))
 def test_every_view_of_a_packed_folder_is_that_of_the_grid(drawn: Any, choice: Any) -> None:
     """Batch for batch; also read beside its grid as one, which is growing."""

@@ -22,10 +22,10 @@ import mounts
 import numpy as np
 import pytest
 from fault_injection import KILLED, fork, in_child, operations_of, system, without_barriers
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from mounts import fill, on_ext4, on_tmpfs
+from profiles import examples
 
 from memmap_buffer import (
     BufferLockedError,
@@ -241,7 +241,7 @@ class Life(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-Life.TestCase.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
+Life.TestCase.settings = examples(25, stateful_step_count=15)
 TestLife = Life.TestCase
 
 
@@ -394,7 +394,7 @@ class Ring(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-Ring.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Ring.TestCase.settings = examples(40, stateful_step_count=25)
 TestRing = Ring.TestCase
 
 

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 from conftest import COMPILED, LOOPS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from profiles import examples
 
 from memmap_buffer import NotEnoughDataError, SchemaError, SumTree
 from memmap_buffer.priority.sum_tree import MANY, SumTrees, num_nodes, spread, with_zeros
@@ -77,11 +78,11 @@ class Tree(RuleBasedStateMachine):
         assert self.tree.minimum == new.minimum == (positive.min() if len(positive) else 0)
 
 
-Tree.TestCase.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
+Tree.TestCase.settings = examples(60, stateful_step_count=12)
 TestStates = Tree.TestCase
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.sampled_from(SIZES), st.integers(0, 2**32))
 def test_a_value_finds_the_leaf_that_a_linear_search_finds(leaves, seed):
     rng = np.random.default_rng(seed)

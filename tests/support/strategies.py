@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from hypothesis import settings
 from hypothesis import strategies as st
+from profiles import examples
 from reference import Episode, Reference
 
 from memmap_buffer import Field, ReplayBuffer, Schema
@@ -22,7 +21,7 @@ from memmap_buffer.schema import nest
 
 MAX_TIMESTEPS = 8
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # creating a buffer waits for some twenty files
-few = settings(max_examples=50, deadline=None)
+few = examples(50)
 SHAPES = {
     "observation.pixels": (np.uint8, (2, 3)),
     "observation.state": (np.float32, (2,)),
@@ -255,6 +254,8 @@ def recorded(recording):
 
 def flat(batch, prefix=""):
     """Dotted name -> array; bfloat16 as float32, text as an array of str."""
+    import torch
+
     out = {}
     for name, value in batch.items():
         if isinstance(value, dict):

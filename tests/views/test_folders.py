@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -239,7 +240,7 @@ def test_a_field_that_one_shard_adds_is_not_missed_and_one_that_it_drops_is_told
 
 
 @example(word=EXTENT, value=DELETED << 32 | 1, slot=0, how="timesteps")
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     word=st.sampled_from([SERIAL, EXTENT, FIRST_ROW, SHOWN]),
     value=st.integers(0, 2**64 - 1) | st.integers(0, 60),

@@ -8,8 +8,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import ConcatBuffer
 from memmap_buffer.views.memory_pool import ALIGN, KEEP, SMALL, Pool
@@ -71,7 +72,7 @@ def test_a_copy_does_not_hold_memory():
     assert copies[0].max() == copies[1].max() == 1
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(0, 2**32), st.integers(0, 3 * 2**20))
 def test_no_held_array_ever_changes_whatever_is_dropped_in_between(seed, keep):
     pool, chance, held = Pool(keep), random.Random(seed), {}

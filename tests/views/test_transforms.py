@@ -7,8 +7,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import ReplayBuffer, Returns, Scale, SchemaError, Window, discounted_returns
 from memmap_buffer.views.transforms import n_step_return
@@ -25,7 +26,7 @@ def rewards_and_steps(draw):
     return rewards, rng.integers(1, n + 1, batch), rng.random(batch) < 0.5
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(rewards_and_steps(), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_the_return_is_the_sum_of_its_definition(drawn, gamma):
     """S4-21: R = r_t + γ r_{t+1} + … + γ^{k-1} r_{t+k-1}, and γ^k for what follows, 0 where nothing does"""
@@ -73,7 +74,7 @@ def test_the_rewards_are_left_as_they_are():
     assert rewards.tolist() == [[2, 2, 2]]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
     st.sampled_from([0.0, 0.5, 0.97, 1.0]),

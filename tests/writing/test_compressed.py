@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from conftest import assert_same
 from fault_injection import KILLED, in_child, shown, state_of, system, without_barriers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies import MEMORY
 
 from memmap_buffer import (
@@ -156,7 +157,7 @@ CHANGES = st.one_of(
 MODES = [{}, {"publish": "step"}, {"stage": "disk"}, {"durability": "power"}, {"capacity": 15}]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.lists(CHANGES, min_size=4, max_size=14), st.sampled_from(MODES), st.sampled_from([*VIEWS]))
 def test_whatever_is_done_compressed_and_raw_fields_hold_the_same(
     tmp_path_factory: Any, changes: list[Any], mode: dict[str, Any], view: str

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import KILLED, in_child, system, without_barriers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from reference import Episode, Reference
 from strategies import MEMORY, assert_indexed, assert_view
 
@@ -26,7 +27,7 @@ from memmap_buffer.format.storage import Storage
 
 FIELDS = {"id": "int", "terminated": ("bool", (), False), "truncated": ("bool", (), False)}
 LIMIT, SLOTS = 12, 60
-few = settings(max_examples=25, deadline=None)
+few = examples(25)
 
 
 @pytest.fixture(autouse=True)

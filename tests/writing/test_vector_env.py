@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import flags_of, shown, system
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from memmap_buffer import (
     BufferFullError,
@@ -108,7 +109,7 @@ def test_added_steps_become_episodes_that_end_where_each_environment_says(tmp_pa
         assert sorted(found(added)) == sorted(slow([steps], end=True))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     chunks=st.integers(1, 3).flatmap(
         lambda envs: st.lists(

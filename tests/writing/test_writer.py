@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from profiles import examples
 
 from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, verify
 from memmap_buffer.format import storage
@@ -483,5 +484,5 @@ class Interleaved(RuleBasedStateMachine):
 def test_any_interleaving_of_calls_shows_what_a_plain_model_says(monkeypatch):
     monkeypatch.setattr(episodes, "CHUNK_BYTES", 40)
     monkeypatch.setattr(commit, "PIECE", 16)  # two rows of a field
-    chosen = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None)
+    chosen = examples(60, stateful_step_count=30, derandomize=True, database=None)
     run_state_machine_as_test(Interleaved, settings=settings(chosen, suppress_health_check=list(HealthCheck)))
