@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Iterator
@@ -84,6 +85,8 @@ class Prefetched:
             target=_make, args=arguments, name="memmap_buffer prefetch", daemon=True
         )
         self._stop = weakref.finalize(self, _stop, self._thread, self._wanted, stopped)
+        self._stop.atexit = False
+        _every.add(self)
 
     def close(self) -> None:
         """End here; the item that the thread is making is waited for. Closing twice is fine."""
@@ -110,6 +113,15 @@ class Prefetched:
             raise error
         finally:
             del error  # its traceback refers to this frame
+
+
+_every: weakref.WeakSet[Prefetched] = weakref.WeakSet()
+
+
+@atexit.register  # after the import of PyTorch, so called before the workers are ended that a thread may wait for
+def _stop_all() -> None:
+    for ahead in list(_every):
+        ahead._stop()
 
 
 def _make(
