@@ -43,12 +43,10 @@ class Promises:
 
     def __init__(self) -> None:
         self.made: dict[int, tuple[int | None, int]] = {}
-        self.told = Counter[str]()
 
-    def add(self, mode: str, told: list[Any]) -> None:
+    def add(self, told: list[Any]) -> None:
         for serial, length, version in told:
             self.made[serial] = (length, version)
-        self.told[mode] += len(told)
 
     def check(self, buffer: ReplayBuffer, more: int) -> None:
         """Compare every visible episode; at most `more` things may be there that were not acknowledged."""
@@ -82,16 +80,18 @@ class Promises:
             assert length == last + 1 or (length is None and last == len(content(serial)["t"]))
 
 
-def kill_often(writers: Writers, folder: Path, times: int, seed: int, **made: Any) -> Counter[str]:
-    """Kill a writer again and again on one buffer; what was acknowledged, by mode."""
+def kill_often(writers: Writers, folder: Path, times: int, seed: int, **made: Any) -> None:
+    """Kill a writer again and again on one buffer; what was acknowledged is there each time.
+
+    Each mode in turn is killed while it opens the buffer, or takes it over; then twice after some acknowledgements.
+    """
     make(folder, **made).close()
     chance, promises, more = random.Random(seed), Promises(), 0
     for kill in range(times):
-        mode = list(MODES)[kill % len(MODES)]
-        job = {"durability": chance.choice(["process", "power"]), **MODES[mode]}
-        at_work = chance.random() < 0.7  # else it dies while it opens the buffer, or takes it over
-        told = writers.killed(chance.uniform(0, 0.03), at_work, folder=str(folder), **job)
-        promises.add(mode, told)
+        turn, mode = divmod(kill, len(MODES))
+        job = {"durability": chance.choice(["process", "power"]), **list(MODES.values())[mode]}
+        acknowledged = turn % 3 and 1 + kill % 7
+        promises.add(writers.killed(chance.uniform(0, 0.03), acknowledged, folder=str(folder), **job))
         more += job.get("sync_every", 1)
         if (folder / ".redo").exists() and chance.random() < 0.5:
             continue  # the next writer finishes the update; until then its episode is out of sight
@@ -102,29 +102,26 @@ def kill_often(writers: Writers, folder: Path, times: int, seed: int, **made: An
         buffer.store_episode(**content(following(buffer)))
         assert same(buffer.episode(-1), following(buffer) - 1)
     assert not [finding for finding in verify(folder) if finding.lost]
-    return promises.told
 
 
 def test_acknowledged_episodes_steps_and_updates_survive_kills_at_random_times(writers, tmp_path):
     """Faults 1 and 8: every mode and both durabilities take turns on one wrapped grid."""
-    told = kill_often(writers, tmp_path / "buffer", times=20, seed=1)
-    assert min(told[mode] for mode in MODES) >= 1, told
+    kill_often(writers, tmp_path / "buffer", times=20, seed=1)
 
 
 def test_compressed_fields_survive_kills_at_random_times(writers, tmp_path):
     """Faults 1 and 8, as above."""
-    told = kill_often(writers, tmp_path / "buffer", times=10, seed=3, fields=CODED)
-    assert min(told[mode] for mode in MODES) >= 1, told
+    kill_often(writers, tmp_path / "buffer", times=10, seed=3, fields=CODED)
 
 
 def publish_and_kill(writers: Writers, place: Path, times: int, seed: int) -> None:
     """Kill a recorder that publishes again and again; then every episode is at the URL once, and none is lost."""
     url, chance, told = f"file://{place}/url", random.Random(seed), dict[int, int]()
     for kill in range(times):
-        begin, delay = 10_000 * kill, chance.uniform(0, 0.4) * chance.random()
+        begin, after, delay = 10_000 * kill, 1 + chance.randrange(8), chance.uniform(0, 0.2) * chance.random()
         options = {"publish_every": chance.choice([1, 2, 5]), "keep_published": chance.choice([0, 1, None])}
         job = {"folder": str(place / "root"), "begin": begin, "url": url, **options}
-        told[begin] = len(writers.killed(delay, at_work=True, work="publish", **job)) - 1
+        told[begin] = len(writers.killed(delay, after, work="publish", **job)) - 1
     make(place / "root", circular=False, shard="auto", publish_to=url).close()
     data = ConcatBuffer.from_root(url, cache=place / "cache")
     numbers = Counter(int(data.episode(i)["serial"][0]) for i in range(len(data)))
@@ -134,7 +131,6 @@ def publish_and_kill(writers: Writers, place: Path, times: int, seed: int) -> No
         assert there == list(range(begin, begin + len(there)))
         assert len(there) in (count, count + 1)
     assert all(same(data.episode(i), int(data.episode(i)["serial"][0])) for i in range(len(data)))
-    assert sum(told.values()) > times
 
 
 def test_a_recorder_that_publishes_and_is_killed_loses_no_episode_and_doubles_none(writers, tmp_path):
@@ -152,8 +148,7 @@ def test_eighty_kills_of_a_recorder_that_publishes_lose_no_episode_and_double_no
 @pytest.mark.parametrize("fields", [FIELDS, CODED], ids=["raw", "compressed"])
 def test_acknowledged_episodes_steps_and_updates_survive_500_kills(writers, tmp_path, fields):
     """Faults 1 and 8, at the length that the issue asks for."""
-    told = kill_often(writers, tmp_path / "buffer", times=500, seed=2, fields=fields)
-    assert min(told[mode] for mode in MODES) > 200, told
+    kill_often(writers, tmp_path / "buffer", times=500, seed=2, fields=fields)
 
 
 # Creation

@@ -293,10 +293,12 @@ class Writers:
             told.append(message)
         return told, message["ended"]
 
-    def killed(self, delay: float, at_work: bool = False, **job: Any) -> list[Any]:
-        """What a job told before it was killed some seconds after its start, or after the first thing that it told."""
-        child = self.begin(**job)
-        first = [self.tell()] if at_work else []
+    def killed(self, delay: float, after: int = 0, **job: Any) -> list[Any]:
+        """What a job told before it was killed, some seconds after its start or after so many things that it told."""
+        child, first = self.begin(**job), list[Any]()
+        while len(first) < after:
+            first.append(self.tell())
+            assert not isinstance(first[-1], dict), first  # it has ended
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         told, status = self.ended()
