@@ -7,6 +7,7 @@ a row that is mixed, moved or half overwritten is seen. `wrong` is the check; it
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import time
 import traceback
@@ -301,18 +302,27 @@ def race(
 ) -> Counter[str]:
     """One writer and some readers, each a process, for a time; what they counted, all together.
 
-    They share two processors, where that can be said: so each is stopped in the middle of everything.
+    They share two processors, where that can be said: so each is stopped in the middle of everything. However slow they
+    are, the ring turns twice while each reader reads through every view.
     """
     turn(folder, truth, after(RING), **how)  # the ring is full when the readers begin
-    end = time.monotonic() + seconds
+    end, first = time.monotonic() + seconds, after(1)
+    shared = np.frombuffer(mmap.mmap(-1, 16), np.int64)  # the episodes that were written; whether the readers are done
 
-    def over() -> bool:
-        return time.monotonic() > end
+    def wrote() -> bool:
+        shared[0] += 1
+        return bool(shared[1])
+
+    def has_read() -> bool:
+        return first() and time.monotonic() > end and bool(shared[0] > 2 * RING)
 
     with _few_processors():
-        writer = Beside(lambda: turn(folder, truth, over, updates=updates, **how))
-        reading = [Beside(lambda: read(folder, truth, over)) for _ in range(readers)]
-    counts = sum((Counter(reader.result()) for reader in reading), Counter())
+        writer = Beside(lambda: turn(folder, truth, wrote, updates=updates, **how))
+        reading = [Beside(lambda: read(folder, truth, has_read)) for _ in range(readers)]
+    try:
+        counts = sum((Counter(reader.result()) for reader in reading), Counter())
+    finally:
+        shared[1] = 1
     counts["episodes"] = writer.result()
     return counts
 
