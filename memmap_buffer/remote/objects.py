@@ -152,7 +152,7 @@ class Objects:
                     raise found
                 yield i, found
         finally:
-            for future in asked:
+            for future in reversed(asked):  # one that waits for room before the one that has it
                 future.cancel()
 
     def write(self, path: str, data: bytes | Path) -> None:

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -51,13 +52,17 @@ def root(tmp_path_factory):
     return place
 
 
+MANY = 20  # tries: however busy the machine is, one of them is answered in time
+
+
 @pytest.fixture
 def quick(monkeypatch):
-    """A store is given up within a second."""
+    """A store that does not answer is asked again within a second."""
     defaults = objects.Objects.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "timeout", 0.5)
-    monkeypatch.setitem(defaults, "tries", 3)
+    monkeypatch.setitem(defaults, "tries", MANY)
     monkeypatch.setattr(objects, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(objects, "LONGEST_PAUSE", 0.1)
     monkeypatch.setattr(objects, "SLOWEST", 1 << 26)
 
 
@@ -92,28 +97,35 @@ def test_a_fault_that_passes_is_not_seen(root, tmp_path, quick, fault):
 @pytest.mark.parametrize("fault", ["500", "reset", "short", "wrong", "hang", "403"])
 def test_a_store_that_fails_is_an_error_and_training_goes_on_when_it_is_back(root, tmp_path, quick, fault):
     with RangeServer(root / "far") as server:
-        far = ConcatBuffer.from_root(f"{server.url}", cache=tmp_path)
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path)
+        (store,) = {storage.mirror.objects for storage in far._folders.storages}
+        store._tries = 3
         server.fail(fault, 1000, match="/data/")
         with pytest.raises(RemoteError, match=r"http://127.*/data/.*bytes \d+ to \d+") as caught:
             far.sample(16, **OPTIONS)
         assert caught.value.tries == (1 if fault == "403" else 3)
         server.heal()
+        store._tries = MANY
         compare(root, far)
 
 
-def test_a_server_that_is_gone_for_a_moment(root, tmp_path):
+def test_a_server_that_is_gone_for_a_moment(root, tmp_path, monkeypatch):
+    """It is back when the first request has failed."""
     server = RangeServer(root / "far")
     with server:
         far = ConcatBuffer.from_root(server.url, cache=tmp_path)
         port = server._http.server_address[1]
-    again = threading.Timer(0.3, lambda: started.append(RangeServer(root / "far", port=port).__enter__()))
-    started = []
-    again.start()
-    try:
+    started, may_pass = [], objects._may_pass
+    with ExitStack() as running:
+
+        def back(error):
+            if not started:
+                started.append(running.enter_context(RangeServer(root / "far", port=port)))
+            return may_pass(error)
+
+        monkeypatch.setattr(objects, "_may_pass", back)
         compare(root, far)
-    finally:
-        again.join()
-        started[0].__exit__()
+        assert started
 
 
 def test_an_epoch_goes_on_through_faults(root, tmp_path, quick):
@@ -161,7 +173,7 @@ def test_two_processes_fetch_each_block_once(root, tmp_path):
         for reader in readers:
             reader.start()
         for reader in readers:
-            reader.join(60)
+            reader.join()
         assert [reader.exitcode for reader in readers] == [0, 0], failed.get()
         asked = Counter()
         for request in server.requests:
@@ -220,14 +232,12 @@ def test_an_interruption_at_a_lock_leaves_it_to_others(root, tmp_path, monkeypat
     for run in (multiprocessing.get_context("fork").Process, threading.Thread):
         other = run(target=mirror.blocks.wait_for, args=(2,), daemon=True)
         other.start()
-        other.join(20)
+        other.join(60)
         assert not other.is_alive()
 
 
 def wait_for(done):
-    until = time.monotonic() + 60
     while not done():
-        assert time.monotonic() < until
         time.sleep(0.01)
 
 
@@ -421,7 +431,7 @@ def test_a_process_that_is_forked_while_its_parent_fetches_reads(root, tmp_path)
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(20)
+            signal.alarm(200)
             try:
                 torch.set_num_threads(1)  # as workers do: of a process that has used OpenMP no child may
                 far.refresh()
