@@ -113,9 +113,8 @@ def live_again(
         if not (path / "schema.json").exists():
             return
         found["lives"] += 1
-        second = Life(
-            path, life.protocol.other() if rng.random() < 0.5 else life.protocol, recorder, rng, (promise, life)
-        )
+        protocol = life.protocol if same else life.protocol.other()
+        second = Life(path, protocol, recorder, rng, (promise, life))
         state, differs = look(path, rng, read_only=True)
         found.update(differs + judge(state, promise, second))
         second.begin(state or {}, promise.safe)
