@@ -130,6 +130,7 @@ class Life:
         now: the episodes that are visible. ever: serial -> everything that its episode ever was.
         exact: whether nothing but `now` is visible: no writer was ever without its barriers.
         safe, copies: as in `Promise`.
+        taken: what holds once this one has taken over from the earlier life.
     """
 
     def __init__(
@@ -155,9 +156,14 @@ class Life:
             self.create()
             self.promise({})
         else:
-            recorder.mark(earlier[0])
+            self.taken = earlier[0]._replace(safe=dict(earlier[0].safe))
+            recorder.mark(self.taken)
             self.buffer = ReplayBuffer.from_folder(folder, **protocol.options)
+            is_full = protocol.capacity is not None and self.buffer.num_steps > protocol.capacity
             self.buffer._writer.begin()
+            if is_full:  # a deletion did not reach the disk, so the oldest left in the place of what is there again
+                for serial in self.taken.safe.keys() - set(self.buffer.serials.tolist()):
+                    del self.taken.safe[serial]
             self.next = self.buffer._writer._slots.next
             # a number that is given again must not show what it was before
             self.ever |= {serial: set(known) for serial, known in earlier[1].ever.items() if serial < self.next}
