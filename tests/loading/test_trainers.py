@@ -149,7 +149,7 @@ def in_two_processes(buffer, folder, how):
     """Of each rank what `trainer_ranks` writes down; there are 51 items."""
     add(buffer, 4, 3)
     buffer.close()
-    script = Path(__file__).with_name("trainer_ranks.py")
+    script = Path(__file__).parents[1] / "support" / "trainer_ranks.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     subprocess.run([*launch, str(folder / "b"), str(folder), how], check=True, capture_output=True, timeout=250)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
