@@ -131,11 +131,11 @@ def test_a_power_cut_leaves_no_packed_copy_or_all_of_it(full: Path) -> None:
     for at, operation in enumerate(recorder.log):
         disk.play(operation)
         for _ in range(20 if at == len(recorder.log) - 1 else 2):
-            disk.cut(number, place / "copy of it", rng)
+            disk.cut(number, rng).write(place / "copy of it")
             found.add(assert_absent_or_complete(place / "copy of it", whole))
             shutil.rmtree(place / "copy of it")
     for _ in range(20):
-        disk.cut(number, place / "copy of it", rng)
+        disk.cut(number, rng).write(place / "copy of it")
         assert assert_absent_or_complete(place / "copy of it", whole)
         shutil.rmtree(place / "copy of it")
     shutil.rmtree(place)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from power import Disk, Operation, Recorder, boot, cuts, recording
 from power_life import EPISODES, PROTOCOLS, Episode, Life
-from power_survey import Mutation, broken, cut_off, left, live_again, look, survey
+from power_survey import Cut, Mutation, broken, cut_off, left, live_again, look, new, survey
 from races import FIELDS, META_FIELDS
 
 from memmap_buffer import MemmapBufferError, NotABufferError, ReplayBuffer, repair
@@ -31,7 +31,7 @@ from memmap_buffer.writing import commit, recovery
 from memmap_buffer.writing import episode as episode_module
 from memmap_buffer.writing.commit import WriteHandles
 
-QUICK, ALL, PARTS = 120, 20_000, 8  # states
+QUICK, MANY, PARTS = 120, 2_000, 2  # cuts
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +70,13 @@ def test_no_power_cut_breaks_a_promise(place, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)  # half a minute, on a core of its own
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_no_power_cut_of_many_breaks_a_promise(place, name, part):
-    """Faults 10, 12: 20,000 states of each protocol, in parts that run side by side."""
-    found = survey(PROTOCOLS[name], ALL // PARTS, place, runs=10, seed=part + 1)
-    assert found["states"] == ALL // PARTS
+    """Faults 10, 12: each kind of state that thousands of cuts of many writers leave, in parts side by side."""
+    found = survey(PROTOCOLS[name], MANY, place, runs=20, seed=part + 1)
+    assert found["states"] > MANY / 4
     assert not broken(found)
 
 
@@ -294,29 +294,37 @@ def at_the_end(life: Life, recorder: Recorder, operations: int) -> Iterator[tupl
 
 def test_a_group_reaches_the_disk_in_the_order_of_its_serials(place):
     """Fault 10: no gap, wherever the records of its slots lie."""
-    found, rng = Counter[str](), random.Random(0)
+    found, seen, rng = Counter[str](), set[Any](), random.Random(0)
     with boot(1), recording() as recorder:
         life = Life(place / "ring", PROTOCOLS["power, groups of 3"], recorder, rng)
         for _ in range(9):  # the last three go to slots at the end and at the beginning of the table
             life.publish()
     for disk, folder in at_the_end(life, recorder, 20):
         for _ in range(20):
-            found.update(cut_off(disk, folder, life, place / "cut", rng))
+            if new(cut := Cut(disk, folder, rng), seen):
+                found.update(cut_off(cut, life, place / "cut", rng))
     assert not broken(found)
 
 
-@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(1000, 1040)))])
+@pytest.mark.parametrize(
+    "seeds",
+    [[3], *(pytest.param(range(first, first + 10), marks=pytest.mark.slow) for first in (1000, 1010, 1020, 1030))],
+)
 @pytest.mark.parametrize("last", ["open_steps", "update"])
-def test_a_writer_without_barriers_that_takes_over_loses_nothing_that_was_on_the_disk(place, last, seed):
-    """Fault 10: what it closes or finishes for a dead writer was there, and stays."""
-    found, rng = Counter[str](), random.Random(seed)
-    with boot(1), recording() as recorder:
-        life = Life(place / "ring", PROTOCOLS["power, by step"], recorder, rng)
-        life.by_step()
-        getattr(life, last)()
-    for disk, folder in at_the_end(life, recorder, 15):
-        for _ in range(8):
-            live_again(disk, folder, life, place / "again", rng, found, same=False)
+def test_a_writer_without_barriers_that_takes_over_loses_nothing_that_was_on_the_disk(place, last, seeds):
+    """Fault 10: what it closes or finishes for a dead writer was there, and stays; from each kind of state."""
+    found, seen = Counter[str](), set[Any]()
+    for seed in seeds:
+        rng = random.Random(seed)
+        with boot(1), recording() as recorder:
+            life = Life(place / f"ring{seed}", PROTOCOLS["power, by step"], recorder, rng)
+            life.by_step()
+            getattr(life, last)()
+        for disk, folder in at_the_end(life, recorder, 15):
+            for _ in range(8):
+                if new(cut := Cut(disk, folder, rng), seen):
+                    live_again(cut, life, place / "again", rng, found, same=False)
+    assert found["lives"]
     assert not broken(found)
 
 
@@ -331,7 +339,7 @@ def test_a_repair_does_not_make_damage_look_sound(place):
             log, folder = list(recorder.log), recorder.folder(life.folder)
             life.buffer.close()
         for disk in cuts(log, 4, rng):
-            with left(disk, folder, place / "cut", rng), suppress(NotABufferError):
+            with left(disk.cut(folder, rng), place / "cut"), suppress(NotABufferError):
                 repair(place / "cut")
                 if {*FIELDS, *META_FIELDS} == set(Storage(place / "cut").layout.schema.all):  # else one was lost
                     state, differs = look(place / "cut", rng)
@@ -366,7 +374,7 @@ def outcomes(place: Path, work: Callable[[Recorder, int], Any]) -> list[dict[str
         for operation in recorder.log:
             disk.play(operation)
         for seed in range(200):
-            disk.cut(recorder.folder(path), place / "cut", random.Random(seed))
+            disk.cut(recorder.folder(path), random.Random(seed)).write(place / "cut")
             found.append({file.name: file.read_bytes() for file in (place / "cut").iterdir()})
             shutil.rmtree(place / "cut")
     return found

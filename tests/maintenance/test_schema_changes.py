@@ -222,7 +222,7 @@ def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_columns(tmp_path, n
     seen = set()
     for i, disk in enumerate(cuts(recorder.log, 40, rng)):
         done = disk.marked  # then it lasts
-        disk.cut(folder, tmp_path / "cut", rng)
+        disk.cut(folder, rng).write(tmp_path / "cut")
         with boot(2):
             found = shown(ReplayBuffer.from_folder(tmp_path / "cut", verify="always"))
             assert found in ([] if done else [before]) + [expected(name, before)], i

@@ -168,9 +168,10 @@ class _File:
     def barrier(self) -> None:
         self.safe, self.sizes, self.pieces = bytes(self.now), [len(self.now)], {}
 
-    def after_cut(self, rng: random.Random) -> bytes:
+    def after_cut(self, rng: random.Random) -> tuple[bytes, str]:
+        """What is left, and how much that is of what was done since the barrier: "all", "none" or "some"."""
         if len(self.sizes) == 1 and not self.pieces:
-            return self.safe
+            return self.safe, "all"
         part = _part(rng)
         size = self.sizes[part(len(self.sizes) - 1)]
         content = bytearray(len(self.now))
@@ -178,7 +179,8 @@ class _File:
         for written in self.pieces.values():
             for offset, piece in written[: part(len(written))]:
                 content[offset : offset + len(piece)] = piece
-        return bytes(content[:size])
+        left = bytes(content[:size])
+        return left, "all" if left == self.now else "none" if left == self.safe else "some"
 
 
 class _Folder:
@@ -193,11 +195,12 @@ class _Folder:
             _rename(self.safe, operation)
         self.since = []
 
-    def after_cut(self, rng: random.Random) -> dict[str, int]:
-        names = dict(self.safe)
-        for operation in self.since[: _part(rng)(len(self.since))]:
+    def after_cut(self, rng: random.Random) -> tuple[dict[str, int], str]:
+        """The names that are left, and how much that is of what was done to them since."""
+        names, kept = dict(self.safe), _part(rng)(len(self.since))
+        for operation in self.since[:kept]:
             _rename(names, operation)
-        return names
+        return names, "all" if kept == len(self.since) else "some" if kept else "none"
 
 
 def _rename(names: dict[str, int], operation: Operation) -> None:
@@ -218,16 +221,27 @@ def _part(rng: random.Random) -> Callable[[int], int]:
 
 
 class Disk:
-    """Files and folders as they are written, a log played into them operation by operation."""
+    """Files and folders as they are written, a log played into them operation by operation.
+
+    Attributes:
+        marked: the last mark.
+        last: what was done last behind it, and to which file, or folder of files; nothing right behind it.
+    """
 
     def __init__(self) -> None:
         self.marked: Any = None
+        self.last: tuple[str, ...] = ()
+        self._names: dict[int, str] = {}  # of files and folders as they were made; in a folder's folder, of that
         self._files: dict[int, _File] = {}
         self._folders: dict[int, _Folder] = {}
 
     def play(self, operation: Operation) -> None:
+        name = self._names.get(operation.target) or operation.name
+        self.last = (operation.kind, name)
+        if operation.kind == "create":
+            self._names[abs(operation.other)] = name
         if operation.kind == "mark":
-            self.marked = operation.other
+            self.marked, self.last = operation.other, ()
         elif operation.kind in ("write", "size", "barrier"):
             file = self._files.setdefault(operation.target, _File())
             if operation.kind == "write":
@@ -243,14 +257,41 @@ class Disk:
             else:
                 folder.since.append(operation)
 
-    def cut(self, folder: int, path: Path, rng: random.Random) -> None:
-        """Write what may be left of a folder to `path`, which is made."""
-        path.mkdir()
-        for name, number in self._folders.get(folder, _Folder()).after_cut(rng).items():
+    def cut(self, folder: int, rng: random.Random) -> Left:
+        """What may be left of a folder."""
+        content: dict[str, bytes | Left] = {}
+        names, how = self._folders.get(folder, _Folder()).after_cut(rng)
+        kept = {"": how}
+        for name, number in names.items():
             if number < 0:
-                self.cut(-number, path / name, rng)
+                content[name] = inside = self.cut(-number, rng)
+                each = {*inside.kept.values()}
+                kept[name] = each.pop() if len(each) == 1 else "some"
             else:
-                (path / name).write_bytes(self._files.get(number, _File()).after_cut(rng))
+                content[name], kept[name] = self._files.get(number, _File()).after_cut(rng)
+        return Left(content, kept)
+
+
+class Left(NamedTuple):
+    """What a cut left of a folder.
+
+    Attributes:
+        content: name -> the bytes of a file, or what was left of a folder.
+        kept: name -> how much that is of what was done since the last barrier, of a folder to all that is in it; "" is
+            for the names.
+    """
+
+    content: dict[str, Any]
+    kept: dict[str, str]
+
+    def write(self, path: Path) -> None:
+        """Write it to `path`, which is made."""
+        path.mkdir()
+        for name, content in self.content.items():
+            if isinstance(content, Left):
+                content.write(path / name)
+            else:
+                (path / name).write_bytes(content)
                 if name == "state.npy":
                     _keep_inode(path / name)
 

@@ -105,12 +105,14 @@ class Promise(NamedTuple):
         safe: is there in any case.
         copies: the snapshots that were begun, by folder, and the states that each may be in.
         changing: the episode that is being changed in place; a reader may not see it before the next writer has come.
+        doing: what is being done, or was done last.
     """
 
     states: list[State | None]
     safe: State
     copies: dict[int, list[State | None]]
     changing: int | None = None
+    doing: str = ""
 
     @property
     def before_a_writer(self) -> list[State | None]:
@@ -148,6 +150,7 @@ class Life:
         self.copies: dict[int, list[State | None]] = {}
         self.waiting: list[Episode] = []
         self.next = 0
+        self.doing = "create"
         self.exact = protocol.power and (earlier is None or earlier[1].exact)
         self.ever: dict[int, set[Episode]] = defaultdict(set)
         if earlier is None:
@@ -192,7 +195,7 @@ class Life:
             for serial, episode in (state or {}).items():
                 self.ever[serial].add(episode)
         always = {s: e for s, e in self.safe.items() if all((state or {}).get(s) == e for state in states)}
-        promise = Promise(list(states), always, dict(self.copies), changing)
+        promise = Promise(list(states), always, dict(self.copies), changing, self.doing)
         self.recorder.mark(promise)
         return promise
 
@@ -220,7 +223,9 @@ class Life:
         work = [self.by_step] * 5 + [self.withdraw] if by_step else [self.publish] * 8
         work += [self.update] * 3 + [self.delete, self.clear, self.flush, self.reopen, self.copy, self.overwrite]
         for _ in range(steps):
-            self.rng.choice(work)()
+            done = self.rng.choice(work)
+            self.doing = done.__name__
+            done()
 
     # What is done
 

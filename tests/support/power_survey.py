@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from power import Disk, Operation, Recorder, boot, cuts, recording
+from power import Disk, Left, Operation, Recorder, boot, cuts, recording
 from power_life import EPISODES, LONGEST, SMALL, Episode, Life, Promise, Protocol, State
 from races import META_FIELDS, VIEWS, wrong
 
@@ -26,11 +26,13 @@ SHAPES = {"number": (), "step": (), "value": (9,), "observation": (4,)}
 def survey(
     protocol: Protocol, count: int, place: Path, *, runs: int = RUNS, seed: int = 0, mutate: Mutation = list
 ) -> Counter[str]:
-    """Cut the power of some writers in `count` states in all; how often which promise was broken.
+    """Cut the power of some writers `count` times in all; how often which promise was broken.
+
+    Each kind of state that the cuts leave is looked at once, and counted (see `Cut`).
 
     Args: mutate: what the disk is told instead of what was done.
     """
-    found = Counter[str]()
+    found, seen = Counter[str](), set[Any]()
     for run in range(runs):
         rng = random.Random(f"{seed}, {run}")
         place.mkdir(exist_ok=True)
@@ -40,10 +42,15 @@ def survey(
             log, folder = mutate(recorder.log), recorder.folder(life.folder)
             life.buffer.close()
         for disk in cuts(log, count // runs, rng):
-            found.update(cut_off(disk, folder, life, place / "cut", rng))
+            for copy in disk.marked.copies:
+                if new(cut := Cut(disk, copy, rng), seen):
+                    found.update(cut_off_copy(cut, disk.marked.copies[copy], life, place / "cut", rng))
+            if not new(cut := Cut(disk, folder, rng), seen):
+                continue
+            found.update(cut_off(cut, life, place / "cut", rng))
             if rng.random() < AGAIN:
                 try:
-                    live_again(disk, folder, life, place / "again", rng, found)
+                    live_again(cut, life, place / "again", rng, found)
                 except (MemmapBufferError, OSError, AssertionError) as error:
                     found[f"{type(error).__name__} in another life: {error}"] += 1
     return found
@@ -51,13 +58,37 @@ def survey(
 
 def broken(found: Counter[str]) -> dict[str, int]:
     """Of what a survey counted, the broken promises."""
-    return {kind: count for kind, count in found.items() if count and kind not in ("states", "lives")}
+    return {kind: count for kind, count in found.items() if count and kind not in ("states", "copies", "lives")}
+
+
+class Cut:
+    """A power cut: what was promised of a folder, or of a copy of it, and what is left.
+
+    Attributes:
+        kind: what was being done, or was done last; the last write, barrier or name of it; and of which files nothing,
+            some or all of what was done since their last barriers is left. Of one kind there are as many states as
+            there are episodes, and sectors that are some.
+    """
+
+    def __init__(self, disk: Disk, folder: int, rng: random.Random) -> None:
+        self.promise: Promise = disk.marked
+        self.left = disk.cut(folder, rng)
+        is_copy, doing = folder in self.promise.copies, self.promise.doing
+        during = () if is_copy and doing != "copy" else (doing, *disk.last)  # it has been made: all else is no matter
+        self.kind = is_copy, during, frozenset(self.left.kept.items())
+
+
+def new(cut: Cut, seen: set[Any]) -> bool:
+    """Whether no cut of this kind was seen before; then it is now."""
+    known = len(seen)
+    seen.add(cut.kind)
+    return len(seen) > known
 
 
 @contextmanager
-def left(disk: Disk, folder: int, path: Path, rng: random.Random, number: int = 2) -> Iterator[Recorder]:
+def left(cut: Left, path: Path, number: int = 2) -> Iterator[Recorder]:
     """What a cut left of a folder, at `path`, after the machine has started again."""
-    disk.cut(folder, path, rng)
+    cut.write(path)
     try:
         with boot(number), recording(path) as recorder:
             yield recorder
@@ -66,24 +97,27 @@ def left(disk: Disk, folder: int, path: Path, rng: random.Random, number: int = 
             shutil.rmtree(made)
 
 
-def cut_off(disk: Disk, folder: int, life: Life, path: Path, rng: random.Random) -> Counter[str]:
-    """Look at what is left, before a writer has come and behind it, and at one of the snapshots."""
-    found, promise = Counter(states=1), disk.marked
+def cut_off(cut: Cut, life: Life, path: Path, rng: random.Random) -> Counter[str]:
+    """Look at what is left, before a writer has come and behind it."""
+    found, promise = Counter(states=1), cut.promise
     trusting = "never" if life.exact else "always"
-    with left(disk, folder, path, rng):
+    with left(cut.left, path):
         state, differs = look(path, rng, read_only=True, verify=rng.choice(("auto", trusting, "read")))
         found.update(differs + judge(state, promise._replace(states=promise.before_a_writer), life))
         state, differs = look(path, rng, verify=rng.choice(("auto", trusting, "read")))
         found.update(differs + judge(state, promise, life))
         if state is None:
             found.update(begun_anew(path, life))
-    for copy, states in rng.sample(sorted(promise.copies.items()), k=min(1, len(promise.copies))):
-        with left(disk, copy, path, rng):
-            state, differs = look(path, rng)
-            strangers = life.strangers(state)
-            differs.update(wrong=strangers, lost=not strangers and state not in states)
-            found.update({f"{kind} in a copy": n for kind, n in differs.items()})
     return found
+
+
+def cut_off_copy(cut: Cut, states: list[State | None], life: Life, path: Path, rng: random.Random) -> Counter[str]:
+    """Look at what is left of a snapshot, which is in one of these states."""
+    with left(cut.left, path):
+        state, differs = look(path, rng)
+        strangers = life.strangers(state)
+        differs.update(wrong=strangers, lost=not strangers and state not in states)
+    return Counter(copies=1) + Counter({f"{kind} in a copy": n for kind, n in differs.items()})
 
 
 def begun_anew(path: Path, life: Life) -> Counter[str]:
@@ -95,8 +129,7 @@ def begun_anew(path: Path, life: Life) -> Counter[str]:
 
 
 def live_again(
-    disk: Disk,
-    folder: int,
+    cut: Cut,
     life: Life,
     path: Path,
     rng: random.Random,
@@ -108,8 +141,8 @@ def live_again(
 
     Args: same: whether it is of the same durability; None for either.
     """
-    promise, same = disk.marked, rng.random() < 0.5 if same is None else same
-    with left(disk, folder, path, rng) as recorder:
+    promise, same = cut.promise, rng.random() < 0.5 if same is None else same
+    with left(cut.left, path) as recorder:
         if not (path / "schema.json").exists():
             return
         found["lives"] += 1
@@ -126,7 +159,7 @@ def live_again(
         log, folder = list(recorder.log), recorder.folder(path)
         second.buffer.close()
     for later in cuts(log, 3, rng):
-        with left(later, folder, path, rng, number=3):
+        with left(later.cut(folder, rng), path, number=3):
             state, differs = look(path, rng)
             found.update(differs + judge(state, later.marked, second))
 
