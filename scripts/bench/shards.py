@@ -128,7 +128,7 @@ def memory(root: Path, episodes: int) -> Iterator[Row]:
     ours = sum(array.nbytes for array in held) / episodes
     tables = sum(
         array.nbytes
-        for t in reader.tables
+        for t in reader.folders.tables
         for array in (*t.columns, t.visible, t.shown)
         if isinstance(array, np.ndarray)
     )
