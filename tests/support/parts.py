@@ -17,7 +17,7 @@ from profiles import use
 
 TESTS = Path(__file__).resolve().parent.parent
 SHARES = 3
-QUICK_MARKS = "not rest"
+QUICK_MARKS = "not rest"  # as scripts/test says it
 QUICK = (
     *("api/", "format/", "items/", "priority/", "views/", "writing/"),
     *(f"loading/test_{name}.py" for name in ("batch_reader", "datasets", "foreign_batches", "option_keys", "options")),
@@ -126,9 +126,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (turn := config.option.turn) is not None:
-        others = [item for item in items if (zlib.crc32(item.nodeid.encode()) - turn) % SHARES]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        others = {item for item in items if (zlib.crc32(item.nodeid.encode()) - turn) % SHARES}
+        config.hook.pytest_deselected(items=[*others])
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -141,10 +141,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """What was left out, and how it is run."""
     if config.option.markexpr != QUICK_MARKS:
         return
-    files = sorted(name_of(path) for path in TESTS.rglob("test_*.py"))
-    folders = {name.partition("/")[0] for name in files} - {
-        entry.partition("::")[0].partition("/")[0] for entry in QUICK
-    }
+    some = {entry.partition("::")[0].partition("/")[0] for entry in QUICK}
+    folders = {name_of(path).partition("/")[0] for path in TESTS.rglob("test_*.py")} - some
     terminalreporter.write_line(
         f"Left out: {', '.join(sorted(folders))}, sweeps over faults, and what takes seconds. scripts/test --all runs "
         "everything; scripts/test tests/cli, say, all of a folder but for what is slow."
