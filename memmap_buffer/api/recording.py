@@ -315,7 +315,9 @@ class Recording(Editing):
             try:
                 axes = "(T, B)" if time else "(B)"
                 errors = self._errors_given(priority, name, steps.ends.shape[not time :], axes)
-                self._append(self._stream_of(steps.num_envs), steps, errors, name)
+                stream = self._stream_of(steps.num_envs)
+                stream.lead = steps.lead - time
+                self._append(stream, steps, errors, name)
             except OSError:
                 if self._stream is not None and steps.done < len(steps.ends):
                     self._stream.interrupt(steps.ends[-1])

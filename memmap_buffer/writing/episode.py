@@ -559,10 +559,11 @@ class Staging:
 
 
 class Scalars(NamedTuple):
-    """The numbers that fit a field without dimensions: those of `kinds` from `low` to `high`."""
+    """The numbers that fit a field without dimensions: any of the types `exact`, of `kinds` from `low` to `high`."""
 
     name: str
     field: Field
+    exact: frozenset[type]
     kinds: frozenset[type]
     low: Any
     high: Any
@@ -576,7 +577,8 @@ class Scalars(NamedTuple):
             low, high = float(np.finfo(field.storage).min), float(np.finfo(field.storage).max)  # type: ignore[assignment]
         elif kind in "iu":
             low, high = int(np.iinfo(field.storage).min), int(np.iinfo(field.storage).max)
-        return cls(name, field, frozenset(kinds), low, high)
+        exact = (kind for kind in kinds if kind is not int and np.can_cast(kind, field.storage))
+        return cls(name, field, frozenset(exact), frozenset(kinds), low, high)
 
 
 # A field's staged rows (capacity, *field), and which values can be assigned to one of them as they are: the dtype and
@@ -588,8 +590,7 @@ Column: TypeAlias = tuple[Array, np.dtype[Any], tuple[int, ...], frozenset[type]
 def column(name: str, field: Field, rows: Array) -> Column:
     """The column of a field that is staged in `rows`."""
     scalars = Scalars.of(name, field)
-    exact = (kind for kind in scalars.kinds if kind is not int and np.can_cast(kind, field.storage))
-    return rows, field.direct, field.shape, frozenset(exact), scalars
+    return rows, field.direct, field.shape, scalars.exact, scalars
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

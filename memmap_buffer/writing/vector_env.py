@@ -20,7 +20,7 @@ from memmap_buffer.dtypes import Array, all_of, to_numpy
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import LENGTHS, Field, Schema
-from memmap_buffer.writing.episode import Appended, Block, Episode, Held, left
+from memmap_buffer.writing.episode import Appended, Block, Episode, Held, Scalars, left
 from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.validation import require_default, whole_final
 from memmap_buffer.writing.writer import Writer
@@ -176,8 +176,13 @@ class EpisodeStream(EpisodeGroup):
         self._writer, self._size, self._limit, self._skips_resets = writer, size, writer.max_timesteps, skips_resets
         fields = writer.schema.fields
         known = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
-        # What a timestep may give: the field, and the dtype and shape of arrays that are stored as they are.
-        self._plan = {name: (field, field.direct, (size, *field.shape)) for name, field in known.items()}
+        # What a timestep may give, without the axis of environments and with it: the dtype and the shape of arrays that
+        # are stored as they are, and which numbers are.
+        self._plans = [
+            {name: (field.direct, (*axes, *field.shape), Scalars.of(name, field)) for name, field in known.items()}
+            for axes in ((), (size,))
+        ]
+        self.lead = 1  # axes that the last step had before those of a field
         self._round: Round | None = None  # what appends to all episodes together, as long as none of them ends
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
         self._following: dict[str, Array] = {}  # what was seen after the last step
@@ -313,20 +318,27 @@ class EpisodeStream(EpisodeGroup):
 
     def _encoded(self, step: Mapping[str, Any]) -> dict[str, Array] | None:
         """Every field of a timestep as (B, *field), and `next_<field>` where given; None where it is not so simple."""
-        columns, plan = {}, self._plan
+        columns, lead = {}, self.lead
+        plan = self._plans[lead]
         for name, value in step.items():
-            known = plan.get(name)
-            if known is None:
+            if name not in plan:
                 return None
-            field, dtype, shape = known
-            if type(value) is not ndarray or value.dtype != dtype or value.shape != shape:
-                try:
-                    value = field.encode(value, lead=1)
-                except SchemaError:
-                    return None  # there it is told in full
-                if value.shape != shape:
-                    return None
-            columns[name] = value
+            dtype, shape, numbers = plan[name]
+            kind = type(value)
+            if kind is not ndarray or value.dtype != dtype or value.shape != shape:
+                if not lead and (
+                    kind in numbers.exact or (kind in numbers.kinds and numbers.low <= value <= numbers.high)
+                ):
+                    value = np.array(value, dtype)
+                else:
+                    axes = np.ndim(value)
+                    try:
+                        value = numbers.field.encode(value, lead)
+                    except SchemaError:
+                        return None  # there it is told in full
+                    if value.shape != shape or axes != len(shape):
+                        return None
+            columns[name] = value if lead else value[None]
         complete = len(columns) == len(plan) or columns.keys() == self.schema.fields.keys()
         return columns if complete else None
 
@@ -502,6 +514,7 @@ class Steps:
         time: whether there is an axis of time.
 
     Attributes:
+        lead: the axes that were given before those of a field.
         fields: name -> (T, B, *field).
         meta: likewise.
         following: likewise, the observations after each step.
@@ -528,9 +541,9 @@ class Steps:
         if following and following.keys() != schema.final_names:
             missing = ", ".join(f"{NEXT}{name}" for name in sorted(schema.final_names - following.keys()))
             raise SchemaError(f"{missing} missing; all fields with final=True belong together")
-        lead = _leading(schema, {**{f"{NEXT}{name}": value for name, value in following.items()}, **flat}, time)
-        self.following = {name: _encode(schema, name, value, lead, time) for name, value in following.items()}
-        columns = {name: _encode(schema, name, value, lead, time) for name, value in flat.items()}
+        self.lead = _leading(schema, {**{f"{NEXT}{name}": value for name, value in following.items()}, **flat}, time)
+        self.following = {name: _encode(schema, name, value, self.lead, time) for name, value in following.items()}
+        columns = {name: _encode(schema, name, value, self.lead, time) for name, value in flat.items()}
         self._axes = _require_same_axes({**self.following, **columns})
         self.fields = {name: columns[name] for name in schema.fields if name in columns}
         self.meta = {name: columns[name] for name in schema.meta_fields if name in columns}
@@ -544,7 +557,7 @@ class Steps:
     def of(cls, schema: Schema, columns: Mapping[str, Array]) -> Steps:
         """One timestep, of every field as (B, *field), and `next_<field>` where given."""
         steps = cls.__new__(cls)
-        steps.done, steps.meta = 0, {}
+        steps.done, steps.lead, steps.meta = 0, 1, {}
         steps.fields = {name: columns[name][None] for name in schema.fields}
         steps.following = {
             name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()

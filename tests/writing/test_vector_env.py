@@ -336,3 +336,25 @@ def test_can_sample_counts_timesteps_and_episodes_of_all_sources(tmp_path):
     assert can_sample(both, min_steps=12, min_episodes=6) and not can_sample(both, min_steps=13)
     for buffer in buffers:
         buffer.close()
+
+
+NUMBERS = [1, -1, 0.5, 300, True, np.float64(1.5), np.float32(2), np.int64(7), np.uint8(9), np.bool_(True), 1e300]
+NUMBERS += [float("nan"), 2**70, "x", None, torch.tensor(3.0), np.array(4), np.array([5.0]), [6.0], np.array([[1.0]])]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=repr)
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int64", "bool", "bfloat16"])
+def test_a_number_of_one_environment_is_stored_as_with_an_axis_or_refused_as_at_its_first_step(tmp_path, dtype, number):
+    fields, observation = {"observation": ("float", 2), "number": dtype}, np.ones(2, "f4")
+    results = []
+    for before in (0, 1, 2):  # steps that were given like this
+        with ReplayBuffer(tmp_path / str(before), 4, 9, fields, circular=True, publish="step") as buffer:
+            for _ in range(before):
+                buffer.add(observation=observation, number=1)
+            try:
+                buffer.add(observation=observation, number=number)
+                results.append(buffer.episode(-1)["number"][-1:].tolist())
+            except SchemaError as error:
+                results.append(str(error))
+            assert buffer.num_steps == before + (not isinstance(results[-1], str))
+    assert repr(results[1:]) == repr(results[:1] * 2)
