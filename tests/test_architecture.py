@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,8 @@ NEAR_THE_SYSTEM = {"format.syscalls", "format.folder"}
 SLOW = {"torch", "gymnasium", "matplotlib", "pandas", "tqdm"}
 LATER = {"asyncio", "concurrent.futures", "difflib", "hashlib", "multiprocessing", "shutil", "ssl", "subprocess"}
 ROOF = {"", "__main__", "compat", "memmap_replay_buffer", "memmap_replay_datasets"}
+VAGUE = {"found", "one", "known", "given", "held", "told", "left"}  # of what, a name should say
+NO_THING = re.compile(r"(What|Which|Those|One|The same)\b")  # at the begin of a docstring
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 
@@ -231,6 +233,35 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
+def vague_names(tree: ast.AST) -> Iterator[str]:
+    """Names that are bound to something and do not say to what: of variables, attributes, arguments, functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            name = node.name
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        else:
+            continue
+        if name.lstrip("_") in VAGUE:
+            yield name
+
+
+def docstrings_without_a_thing(tree: ast.AST) -> Iterator[str]:
+    """Functions and classes whose docstring does not begin with a thing."""
+    for node in ast.walk(tree):
+        named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if named and NO_THING.match(ast.get_docstring(node) or ""):
+            yield node.name
+
+
+@pytest.mark.parametrize(("of_a_source", "count"), [(vague_names, 608), (docstrings_without_a_thing, 168)])
+def test_names_and_docstrings_say_of_what_they_are(of_a_source: Callable[[ast.AST], Iterator[str]], count: int) -> None:
+    """The numbers only go down: lower them where there are fewer."""
+    assert sum(len([*of_a_source(parse(source))]) for source in source_files().values()) == count
+
+
 # The checks themselves
 
 HOUSE = {
@@ -308,6 +339,10 @@ def test_the_checks_of_single_modules_find_what_they_must() -> None:
     assert unsafe_loads("json.load(f)") == []
     assert calls_of("def f():\n    print(1)", "print") == ["print"]
     assert private_names("from memmap_buffer.schema import Field, nest") == ["memmap_buffer.schema.nest"]
+    source = "def f(found, x):\n    self._one, y = x\n    print(known)\ndef told(): ..."
+    assert sorted(vague_names(parse(source))) == ["_one", "found", "told"]
+    source = "class A:\n    'What is.'\n    def f():\n        'One of.'\n    def g():\n        'Ones of.'"
+    assert [*docstrings_without_a_thing(parse(source))] == ["A", "f"]
     assert methods_named("class A:\n    def __del__(self): ...", "__del__") == [2]
 
 

@@ -220,14 +220,7 @@ class Recording(Editing):
             priority = self._priority(priority, arrays)
             columns, meta, finals, length = validation.whole_episode(self._storage.layout.schema, arrays)
             errors = self._errors_given(priority, priority_name, (length,), "(T,)")
-            episode = self._writer_with_room().open(meta)
-            try:
-                episode.fill(columns, length)
-                episode.finals = finals
-                episode.publish()
-            except BaseException:
-                episode.settle()  # it may be published already, and the oldest one gone for it
-                raise
+            episode = self._writer_with_room().store(columns, length, finals, meta)
             if errors is not None:
                 self._errors.add(priority_name, [episode], [np.arange(length)], [errors])
                 self._settle_errors()

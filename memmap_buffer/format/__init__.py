@@ -129,23 +129,24 @@ changes u8 | term u8 | pid u8 | time u8 | clean u8 | suspect u8 | boot u8[2] | h
 space of all files was taken at creation; no block of them is given back) | nonce u8 | unused u8[11] | journal u8[1024].
 The first two words of `unused` are `inode` and `device`: those of state.npy itself, as stat(2) has them; 0 where they
 were never written.
-Each word is written by its own aligned 8-byte write. `changes` is raised after every visible change, by the number of
-slots that it was of; the change number c is of the slot in entry c mod 1024 of the journal, written before, or of any
-slot, where that is 2^64 - 1. A reader that is not more than 512 changes behind, also after it has read the entries,
-may look at these slots alone. A row that was visible is changed only between two raises of `changes`. The next serial
-is the larger of `next` and the highest serial in any valid record + 1.
+Each word is written by its own aligned 8-byte write, or store into a map. `changes` is raised after every visible
+change, by the number of slots that it was of; the change number c is of the slot in entry c mod 1024 of the journal,
+written before, or of any slot, where that is 2^64 - 1. A reader that is not more than 512 changes behind, also after it
+has read the entries, may look at these slots alone. A row that was visible is changed only between two raises of
+`changes`. The next serial is the larger of `next` and the highest serial in any valid record + 1.
 
 Publishing
 ----------
-The writer holds `.lock` by flock(2) and has raised `term`; before each change it compares `term` with its own, and
-the folder and state.npy at its path with those that it has open, and stops if one differs. It names files only
-relative to the folder that it has open, and MUST NOT remove one that it could not make. A slot is chosen that is
-neither visible nor taken by an open episode. Then, in this order:
+The writer holds `.lock` by flock(2) and has raised `term`; before each change it compares `term` with its own, and the
+folder and state.npy at its path with those that it has open, and stops if one differs. Before a publication it MAY
+leave the look at the path out within 0.05 seconds of the last one. It names files only relative to the folder that it
+has open, and MUST NOT remove one that it could not make. A slot is chosen that is neither visible nor taken by an open
+episode. Then, in this order:
 
 1. the slot's generation, odd   2. data, blobs before their index, and meta   3. the slot's checksums
    (durability "power": a barrier on each of these files)
 4. the record with its even generation, in one write: the commit   ("power": a barrier)
-5. `next`, to the serial + 1; then `changes`
+5. the journal's entries; `next`, to the serial + 1; then `changes`
 
 The record lies in one sector and one page, and its check covers its generation, so no kill, power cut or concurrent
 read can take half of it for an episode. `start` and `stop` are one word, so neither is read without the other.
@@ -188,7 +189,8 @@ without `clean`) all of them, and all serials of a copy that is not `clean`, MUS
 before they are served (`verify="auto"`).
 
 Writes go through `pwrite`, never through a map: a store into a mapped hole of a full disk kills the process by SIGBUS
-where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Exceptions are steps that
-are appended to open records, whose blocks are allocated first (`writing.rounds`), and trees of priorities
+where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Exceptions are step 5 and
+steps that are appended to open records, both into blocks that are allocated first, on file systems that overwrite in
+place and not with durability "power" (`writing.commit`, `writing.rounds`), and trees of priorities
 (`priority.tree_file`).
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 from memmap_buffer.format.syscalls import machine_names
 
 IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
+ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in the order in which they were made
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # proc(5); what has none is asked by sysctl(8): macOS
 MEMORY_INFO = Path("/proc/meminfo")  # likewise
@@ -58,6 +59,11 @@ def file_system(path: Path) -> str:
 def overwrites_in_place(path: Path) -> bool:
     """Whether a store into a block that is written already needs no other block, so that none can fail."""
     return file_system(path) in IN_PLACE
+
+
+def stores_are_writes(path: Path) -> bool:
+    """Whether stores into a map of blocks that are there cannot fail, and are seen in their order, as writes are."""
+    return machine() in ORDERED and overwrites_in_place(path)
 
 
 def network_filesystem(path: Path) -> str:

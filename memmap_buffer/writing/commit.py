@@ -13,11 +13,11 @@ from contextlib import suppress
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.errors import EpisodeStateError
+from memmap_buffer.errors import CorruptBufferError, EpisodeStateError
 from memmap_buffer.format.blobs import contents_of, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.host import file_system
+from memmap_buffer.format.host import file_system, stores_are_writes
 from memmap_buffer.format.layout import BLOBS, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import (
@@ -38,11 +38,12 @@ from memmap_buffer.format.records import (
     seal,
 )
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import BLOCK, barrier, close_all, punch, write_all, write_word
+from memmap_buffer.format.syscalls import BLOCK, allocate, barrier, close_all, punch, write_all, write_word
 from memmap_buffer.schema import MEMBERS
 from memmap_buffer.writing.blob_column import BlobColumn
 
 MEMORY = ("tmpfs", "ramfs")
+_CHANGES, _JOURNAL, _NEXT = STATE_WORD["changes"], STATE_WORD["journal"], STATE_WORD["next"]
 BLOBS_AT_ONCE = 16 << 20  # bytes of timesteps whose blobs are written at once
 RECORDS_AT_ONCE = 1024  # records of which several are written with all between them
 PIECE = 1 << 18  # bytes that are written, then read for their checksum while the processor has them: 2/3 of the time
@@ -66,6 +67,8 @@ class WriteHandles:
         self.behind = False
         for key, array in arrays.items():
             self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
+        self.stores = not power and stores_are_writes(storage.path)
+        self._counters = self._mapped_counters()
         longest = self.layout.max_timesteps
         self._row = {
             name: (self.fd[name], len(arrays[name].header), size, longest + field.final, piece)
@@ -83,25 +86,54 @@ class WriteHandles:
         """Close the descriptors; twice is fine."""
         self._finalizer()
 
+    def map(self, key: str) -> Array:
+        """A file mapped so that stores reach it. Raises OSError, ValueError: it cannot be."""
+        array = self.layout.arrays[key]
+        fd, mapped = self.storage.folder.map_to_change(array.name, array.header, array.size, shared=True)
+        close_all({"": fd})
+        out: Array = np.frombuffer(mapped, array.dtype, offset=len(array.header)).reshape(array.shape)
+        return out
+
+    def _mapped_counters(self) -> Words | None:
+        """The words of state.npy for stores, at a tenth of the time of a write each; None where they are written."""
+        if not self.stores:
+            return None
+        try:
+            allocate(self.fd["/state"], 0, self.layout.arrays["/state"].size)  # a copy may have holes
+            return self.map("/state").view(np.uint64).reshape(-1)
+        except (OSError, ValueError, CorruptBufferError):  # no memory for another map, say
+            return None
+
     def write_state(self, name: str, value: int, word: int = 0) -> None:
         """Write one word of state.npy; `word` counts on within those of several words."""
         write_word(self.fd["/state"], value, self._state + 8 * (STATE_WORD[name] + word))
 
-    def changed(self, slots: Sequence[int] = (EVERY_SLOT,)) -> None:
-        """Tell readers and trees that something visible changed, in these slots."""
-        changes = self.storage.changes
+    def changed(self, slots: Sequence[int] | IntArray = (EVERY_SLOT,), following: int = 0) -> None:
+        """Tell readers and trees that something visible changed, in these slots; `following`: the next serial."""
+        state = self.storage.maps.state
+        changes, raised = state.item(_CHANGES), state.item(_NEXT) < following
         if len(slots) > JOURNAL // 8:
             slots = (EVERY_SLOT,)
-        for i, slot in enumerate(slots, changes + 1):
-            self.write_state("journal", slot, i % JOURNAL)
-        self.write_state("changes", (changes + len(slots)) % 2**64)
+        first, count, counters = (changes + 1) % JOURNAL, len(slots), self._counters
+        if counters is None:
+            for i, slot in enumerate(slots, first):
+                self.write_state("journal", int(slot), i % JOURNAL)
+            if raised:
+                self.write_state("next", following)
+            self.write_state("changes", (changes + count) % 2**64)
+            return
+        room = JOURNAL - first
+        counters[_JOURNAL + first : _JOURNAL + min(first + count, JOURNAL)] = slots[:room]
+        if count > room:
+            counters[_JOURNAL : _JOURNAL + count - room] = slots[room:]
+        if raised:
+            counters[_NEXT] = following
+        counters[_CHANGES] = (changes + count) % 2**64
 
     def announce(self, following: int, slots: Sequence[int] = (EVERY_SLOT,)) -> None:
         """Raise the next serial and tell readers. Should it fail, `catch_up` makes up for it: the episode stands."""
         self._following, self.behind = max(self._following, following), True
-        if self.storage.state("next") < self._following:
-            self.write_state("next", self._following)
-        self.changed(slots)
+        self.changed(slots, self._following)
         self.behind = False
 
     def catch_up(self) -> None:

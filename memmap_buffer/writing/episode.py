@@ -381,7 +381,7 @@ class Episode(Block):
         self.require_open()
         if self.length:
             self.writer.publish(self, cut=cut)
-            self._release()
+            self.release()
         else:
             self.abort()
 
@@ -389,7 +389,7 @@ class Episode(Block):
         """Drop the episode; steps that `publish="step"` had shown are withdrawn."""
         if self.state == "open":
             self.writer.withdraw(self)
-            self._release()
+            self.release()
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """The end of its block. After an error of the disk it is still open; an interruption ends it, either way."""
@@ -477,7 +477,7 @@ class Episode(Block):
         step = sum(field.itemsize for field in fields if field.codec is None or not self.staged) or 1
         return max(FIRST_CAPACITY if self.staged else 1, CHUNK_BYTES // step)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Give the memory back, unless the columns are a user's."""
         columns, own = self.columns, self._capacity
         self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0

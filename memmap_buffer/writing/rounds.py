@@ -16,18 +16,14 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.host import machine, overwrites_in_place
-from memmap_buffer.format.layout import ArrayFile
-from memmap_buffer.format.records import EVERY_SLOT, JOURNAL, SHOWN, STATE_WORD, WORDS
-from memmap_buffer.format.syscalls import BLOCK, allocate, close_all, write_all
+from memmap_buffer.format.records import SHOWN, WORDS
+from memmap_buffer.format.syscalls import BLOCK, allocate, write_all
 from memmap_buffer.schema import Field
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
 from memmap_buffer.writing.episode import Episode
 
-ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in the order in which they were made
 WIDE = 1 << 12  # bytes of a row from which a write costs half of the page faults that a store meets in fresh pages
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time
-_CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 STEP = 1 << 32
 ONE_STEP = np.uint64(STEP)
 # A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; its `final`.
@@ -35,7 +31,7 @@ Rows: TypeAlias = tuple[str, Array, np.dtype[Any] | None, bool]
 
 
 class MappedFiles:
-    """The files of timesteps, the records and the counters, mapped so that stores reach them.
+    """The files of timesteps and the records, mapped so that stores reach them.
 
     Args:
         files: the open files.
@@ -45,10 +41,8 @@ class MappedFiles:
         self._files = files
         layout = files.layout
         arrays = layout.arrays
-        self.words = self._mapped(arrays["/episodes"]).view(np.uint64).reshape(-1)
-        self.shown = self.words.reshape(-1, WORDS)[:, SHOWN]
-        self.state = self._mapped(arrays["/state"]).view(np.uint64).reshape(-1)
-        self.rows = {name: self._mapped(arrays[name]) for name in layout.schema.fields}
+        self.shown = files.map("/episodes").view(np.uint64).reshape(-1, WORDS)[:, SHOWN]
+        self.rows = {name: files.map(name) for name in layout.schema.fields}
         fields = layout.schema.fields.items()
         narrow = [(name, field) for name, field in fields if field.itemsize < WIDE]
         self._single, self._several = ([self._rows_of(*each, many) for each in narrow] for many in (False, True))
@@ -67,17 +61,13 @@ class MappedFiles:
         self._together = BLOCK // max([1, *(stride * itemsize for *_, stride, itemsize in self._small)])
         self._allocated: set[int] = set()  # so many slots of small fields each
 
-    @staticmethod
-    def may_be_used(files: WriteHandles) -> bool:
-        """Whether stores into maps are as good as writes here."""
-        in_place = overwrites_in_place(files.storage.path) and not files.layout.coded  # blobs are of any length
-        return in_place and machine() in ORDERED and not files.power
-
-    def _mapped(self, array: ArrayFile) -> Array:
-        fd, mapped = self._files.storage.folder.map_to_change(array.name, array.header, array.size, shared=True)
-        close_all({"": fd})
-        out: Array = np.frombuffer(mapped, array.dtype, offset=len(array.header)).reshape(array.shape)
-        return out
+    @classmethod
+    def of(cls, files: WriteHandles) -> MappedFiles | None:
+        """The files mapped for stores; None where these are not as good as writes, as blobs may be of any length."""
+        try:
+            return cls(files) if files.stores and not files.layout.coded else None
+        except (OSError, ValueError, CorruptBufferError):  # no memory for so many maps, say
+            return None
 
     def fields_of(self, num_rows: int) -> list[Rows]:
         """What so many rows are stored to at a time; those of wide fields are written."""
@@ -199,28 +189,7 @@ class Round:
         """Show other steps of some slots: of each the first, and above it the end."""
         self.maps.shown[slots] = words
 
-    def tell(self, slots: IntArray) -> None:
-        """Tell the readers which slots changed."""
-        state = self.maps.state
-        changes, count = state.item(_CHANGES), len(slots)
-        if count > JOURNAL // 8:
-            state[_JOURNAL + (changes + 1) % JOURNAL], count = EVERY_SLOT, 1
-        else:
-            first, room = (changes + 1) % JOURNAL, JOURNAL - (changes + 1) % JOURNAL
-            state[_JOURNAL + first : _JOURNAL + min(first + count, JOURNAL)] = slots[:room]
-            if count > room:
-                state[_JOURNAL : _JOURNAL + count - room] = slots[room:]
-        state[_CHANGES] = changes + count
-
 
 def bytes_of(column: Array, whole: np.dtype[Any]) -> Array:
     """A column (B, *field) as (B,) items of bytes."""
     return np.ndarray(len(column), whole, np.ascontiguousarray(column))
-
-
-def mapped_files(files: WriteHandles) -> MappedFiles | None:
-    """The files mapped for stores; None where these are not as good as writes."""
-    try:
-        return MappedFiles(files) if MappedFiles.may_be_used(files) else None
-    except (OSError, ValueError, CorruptBufferError):  # no memory for so many maps, say
-        return None

@@ -209,7 +209,7 @@ class EpisodeStream(EpisodeGroup):
             BufferFullError: there is no room for another episode; the timesteps before it are stored.
             OSError: the disk is full, say; `steps.done` tells how many are stored.
         """
-        with self._writer.turn, self._writer.in_a_stream():
+        with self._writer.turn:
             before, self._round = self._round, None
             if self._missing is not None:
                 self._settle()

@@ -9,8 +9,8 @@ interrupted too, by the next call: no line of a change needs to run for what com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -28,9 +28,9 @@ from memmap_buffer.format.records import CUT, DELETED, FINAL, GENERATION, INNER_
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
-from memmap_buffer.writing.episode import Appended, Episode, Held, Staging
+from memmap_buffer.writing.episode import Appended, Episode, Held, Staging, left
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
-from memmap_buffer.writing.rounds import MappedFiles, Round, mapped_files
+from memmap_buffer.writing.rounds import MappedFiles, Round
 from memmap_buffer.writing.slots import SlotAllocator
 
 T = TypeVar("T")
@@ -124,7 +124,6 @@ class Writer:
         self.staging = Staging()  # of all episodes
         self._settled = True
         self._closed = False
-        self._in_stream = False
         self._given_up: list[int] = []  # slots whose space is given back once readers were told
         self._mapped: tuple[MappedFiles | None, ...] = ()  # once it was looked whether stores may go to maps
 
@@ -133,8 +132,11 @@ class Writer:
         """See `WriterLock.turn`."""
         return self.lock.turn
 
-    def begin(self) -> WriteHandles:
+    def begin(self, *, publishing: bool = False) -> WriteHandles:
         """The open files, with nothing left half done; takes the lock at the first call.
+
+        Args: publishing: for episodes and timesteps alone. Before these the path is looked at 20 times a second
+            at most, but with durability "power" each time.
 
         Raises:
             ReadOnlyError: the buffer only reads.
@@ -143,19 +145,19 @@ class Writer:
             EpisodeStateError: it was closed.
         """
         with self.turn:
-            files = self._files
-            if files is None:
-                files = self._take_over()
-            else:
-                if self._in_stream:
-                    self.lock.glance(self.storage)
-                else:
-                    self.lock.check(self.storage)
-                files.catch_up()
-            if not self._settled:
-                self._settle(files)
-            self._end_what_was_left(files)
-            return files
+            return self._begin(publishing)
+
+    def _begin(self, publishing: bool) -> WriteHandles:
+        files = self._files
+        if files is None:
+            files = self._take_over()
+        else:
+            (self.lock.glance if publishing and not files.power else self.lock.check)(self.storage)
+            files.catch_up()
+        if not self._settled:
+            self._settle(files)
+        self._end_what_was_left(files)
+        return files
 
     def _take_over(self) -> WriteHandles:
         self.require_writable()
@@ -171,10 +173,10 @@ class Writer:
             self._change(partial(self._tell, slots=[]))
         return files
 
-    def _change(self, work: Callable[[WriteHandles], T]) -> T:
-        """Do a change in its turn. Whatever it ends with, what is on the disk then is what happened."""
+    def _change(self, work: Callable[[WriteHandles], T], *, publishing: bool = False) -> T:
+        """Do a change in its turn; see `begin`. Whatever it ends with, what is on the disk then is what happened."""
         with self.turn:
-            files = self.begin()
+            files = self._begin(publishing)
             try:
                 self._settled = False
                 done = work(files)
@@ -287,14 +289,8 @@ class Writer:
     def open(self, meta: Mapping[str, Any], *, keep_partial: bool = False, held: Held | None = None) -> Episode:
         """A new open episode. Raises BufferFullError or EpisodeStateError when it could not be published."""
         with self.turn:
-            self.begin()
-            others = self.lock.open_episodes
-            started = [self._slot_writers.get(ref(episode)) for episode in others]
-            waiting = sum(p is None or not p.published for p in started) + len(self._pending)
-            self._slots.require_room(self.storage.path, waiting + 1, 1)
-            in_place = len(others) + 1
-            if self.how.in_place and in_place > self.storage.layout.spare_slots:
-                self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
+            self._begin(publishing=True)
+            self._require_room_for_another()
             episode = Episode(self, meta, keep_partial=keep_partial, held=held)
             try:
                 self.lock.add(episode)
@@ -303,11 +299,46 @@ class Writer:
                 episode.state = "aborted"  # whoever asked for it never gets it
                 raise
 
+    def _require_room_for_another(self) -> None:
+        others = self.lock.open_episodes
+        started = [self._slot_writers.get(ref(episode)) for episode in others]
+        waiting = sum(p is None or not p.published for p in started) + len(self._pending)
+        self._slots.require_room(self.storage.path, waiting + 1, 1)
+        in_place = len(others) + 1
+        if self.how.in_place and in_place > self.storage.layout.spare_slots:
+            self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
+
+    def store(
+        self, columns: Mapping[str, Array], length: int, finals: Mapping[str, Array], meta: Mapping[str, Any]
+    ) -> Episode:
+        """Publish a whole episode. Raises as `open` and `publish` raise it.
+
+        Args:
+            columns: field -> (length, *field), encoded.
+            length: its timesteps.
+            finals: its final observation, encoded; empty if it has none.
+            meta: meta fields as given.
+        """
+        episode = Episode(self, meta, held=left)  # whatever interrupts this, nobody holds it
+        episode.fill(columns, length)
+        episode.finals = dict(finals)
+        try:
+            self._change(partial(self._store, episode), publishing=True)
+        except BaseException:
+            episode.settle()  # it may be published already, and the oldest one gone for it
+            raise
+        episode.release()
+        return episode
+
+    def _store(self, episode: Episode, files: WriteHandles) -> None:
+        self._require_room_for_another()
+        self._publish(episode, cut=False, files=files)
+
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
         with self.turn:
             if episode.writer is self:
-                self._change(partial(self._publish, episode, cut))
+                self._change(partial(self._publish, episode, cut), publishing=True)
             else:  # it was handed on while this thread waited for its turn
                 episode.writer.publish(episode, cut=cut)
 
@@ -346,7 +377,7 @@ class Writer:
 
     def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
         """Add the final observation to an episode that was published as cut short, if it is still there: atomic."""
-        self._change(partial(self._complete, episode, finals))
+        self._change(partial(self._complete, episode, finals), publishing=True)
 
     def _complete(self, episode: Episode, finals: Mapping[str, Array], files: WriteHandles) -> None:
         slot_writer = self._last_cut.get(episode)
@@ -412,7 +443,7 @@ class Writer:
         Whatever happens, each ends behind the last step of it that is visible.
         """
         try:
-            self._change(partial(self._append, appended))
+            self._change(partial(self._append, appended), publishing=True)
         except BaseException:
             for one in appended:
                 self._follow(one.episode)
@@ -438,7 +469,7 @@ class Writer:
     def follow(self, episode: Episode) -> None:
         """Where every step is shown, take for an episode's steps those that are."""
         if self.how.publish == "step":
-            self.begin()
+            self.begin(publishing=True)
             self._follow(episode)
 
     def _follow(self, episode: Episode | None) -> None:
@@ -464,26 +495,17 @@ class Writer:
         slot_writer = self._slot_writers.get(ref(episode))
         return slot_writer is not None and slot_writer.published
 
-    @contextmanager
-    def in_a_stream(self) -> Iterator[None]:
-        """In the block it is looked now and then only whether the folder is still at its path."""
-        self._in_stream = True
-        try:
-            yield
-        finally:
-            self._in_stream = False
-
     def round_of(self, episodes: Sequence[Episode]) -> Round | None:
         """What appends to these open episodes together; None where they are not shown yet, or cannot be mapped."""
         if self.how.publish != "step":
             return None
         with self.turn:
-            files = self.begin()
+            files = self._begin(publishing=True)
             slot_writers = list(filter(None, map(self._slot_writers.get, map(ref, episodes))))
             if len(slot_writers) < len(episodes) or not all(one.published for one in slot_writers):
                 return None
             if not self._mapped:
-                self._mapped = (mapped_files(files),)
+                self._mapped = (MappedFiles.of(files),)
             maps = self._mapped[0]
             self._joint = None if maps is None else Round(files, maps, episodes, slot_writers)
             return self._joint
@@ -496,7 +518,7 @@ class Writer:
         Args: others: of the same step, those of episodes that it cannot be appended to like this.
         """
         if self._closed or joint.files is not self._files or joint.files.behind or not self._settled:
-            self.begin()
+            self.begin(publishing=True)
         self.lock.glance(self.storage)
         slots = joint.slots
         self._slots.require_room(self.storage.path, 0, len(slots))
@@ -512,7 +534,7 @@ class Writer:
                 self._slots.show_round(slots)
             if self._slots.surplus:
                 slots = np.concatenate([slots, self._forget(joint.files, joint)])
-            joint.tell(slots)
+            joint.files.changed(slots)
             if self._given_up:
                 self._give_back(joint.files)
             self._settled = True
@@ -530,7 +552,7 @@ class Writer:
 
     def spill(self, episode: Episode) -> None:
         """Write the steps that are staged to the episode's slot, which makes room for others."""
-        self._change(partial(self._write, episode))
+        self._change(partial(self._write, episode), publishing=True)
 
     def _write(self, episode: Episode, files: WriteHandles) -> SlotWriter:
         """Write the steps that are staged to the episode's slot."""

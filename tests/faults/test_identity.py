@@ -27,6 +27,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.compat import set_valid
+from memmap_buffer.format import lock
 from memmap_buffer.format.folder import Folder
 
 FIELDS = {"x": "float", "reward": "float"}
@@ -81,6 +82,13 @@ CHANGES: dict[str, Callable[[ReplayBuffer], Any]] = {
 }
 
 
+@pytest.fixture
+def looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publications look at the path, too, which they do 20 times a second at most."""
+    monkeypatch.setattr(lock, "LOOK_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("looked_at_each_time")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("away", [moved, removed, emptied])
 def test_a_writer_whose_folder_went_away_never_touches_what_stands_at_its_path(
@@ -98,6 +106,39 @@ def test_a_writer_whose_folder_went_away_never_touches_what_stands_at_its_path(
     assert listing(folder) == before
 
 
+@pytest.mark.parametrize("power", [False, True])
+def test_what_is_published_looks_at_the_path_now_and_then_and_all_else_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power: bool
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(lock.time, "monotonic", lambda: now)
+    folder, elsewhere = tmp_path / "buffer", tmp_path / "elsewhere"
+    buffer = make(folder, 1, 2, durability="power" if power else "process")
+    moved(folder)
+    for publish in (CHANGES["one_episode"], CHANGES["store_episode"]):
+        if not power:  # to the folder that it has, as it would a moment before
+            publish(buffer)
+            assert listing(elsewhere)
+            assert not folder.exists()
+    assert len(shown(elsewhere)) == (2 if power else 4)
+    now = lock.LOOK_SECONDS + 0.001
+    with pytest.raises(WriterLostError, match="was moved"):
+        CHANGES["store_episode"](buffer)
+
+
+@pytest.mark.parametrize("change", list(CHANGES)[2:])
+def test_what_changes_episodes_looks_at_the_path_right_behind_a_publication(tmp_path: Path, change: str) -> None:
+    folder = tmp_path / "buffer"
+    buffer = make(folder, 1, 2)
+    CHANGES["store_episode"](buffer)
+    moved(folder)
+    before = listing(folder.with_name("elsewhere"))
+    with pytest.raises(WriterLostError, match="was moved"):
+        CHANGES[change](buffer)
+    assert listing(folder.with_name("elsewhere")) == before
+
+
+@pytest.mark.usefixtures("looked_at_each_time")
 @pytest.mark.parametrize("away", [moved, removed])
 def test_a_writer_whose_folder_went_away_makes_none_in_its_place(tmp_path: Path, away: Callable[[Path], None]) -> None:
     folder = tmp_path / "buffer"
@@ -130,6 +171,7 @@ def test_what_was_opened_before_another_was_put_in_its_place_never_writes_to_tha
     assert listing(folder) == before
 
 
+@pytest.mark.usefixtures("looked_at_each_time")
 def test_a_writer_whose_folder_was_moved_is_read_on_and_the_folder_is_written_on_where_it_is(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "buffer", tmp_path / "elsewhere"
     buffer = make(folder, 1, 2)

@@ -23,8 +23,7 @@ from fault_injection import system, without_barriers
 from interruptions import interrupted
 
 from memmap_buffer import ReplayBuffer, verify
-from memmap_buffer.writing import episode
-from memmap_buffer.writing.rounds import MappedFiles
+from memmap_buffer.writing import commit, episode
 
 SIZE, LIMIT = 3, 4
 MODES: dict[str, dict[str, Any]] = {
@@ -101,7 +100,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "written":
-        monkeypatch.setattr(MappedFiles, "may_be_used", staticmethod(lambda files: False))
+        monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
     return str(request.param)
 
 
@@ -212,13 +211,13 @@ SIGNALLED = """
     from test_whole_steps import ENDS, Program
 
     from memmap_buffer import ReplayBuffer
-    from memmap_buffer.writing.rounds import MappedFiles
+    from memmap_buffer.writing import commit
 
     folder, mode, count, skips_resets = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
     rng, hits, told = random.Random(count), 0, []
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     if mode == "written":
-        MappedFiles.may_be_used = staticmethod(lambda files: False)
+        commit.stores_are_writes = lambda path: False
 
     def interrupted(add):
         global hits

@@ -1,35 +1,12 @@
 """How many Python functions a batch passes through, and how often its way moves from one file to another."""
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+from ways import way_of
 
-import memmap_buffer
 from memmap_buffer import Field, ReplayBuffer
-
-PACKAGE = str(Path(memmap_buffer.__file__).parent)
-
-
-def way_of(function):
-    """(file, function) of each Python function of the package that is called, in order."""
-    way = []
-
-    def profile(frame, event, _):
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(PACKAGE) and not name.endswith("/cached.py"):  # as functools is left out
-            way.append((name.removeprefix(PACKAGE), frame.f_code.co_name))
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return way
-
 
 OPTIONS = {
     "timesteps": {"timestep_level": True},
@@ -50,11 +27,9 @@ def buffer(tmp_path):
 
 
 def require_short(way, what, most_calls, most_moves):
-    moves = sum(before != after for (before, _), (after, _) in pairwise(way))
-    lines = [f"{what}: {len(way)} calls, {moves} moves", *(f"  {file} {name}" for file, name in way)]
-    sys.stdout.write("\n".join(lines) + "\n")
-    assert len(way) <= most_calls
-    assert moves <= most_moves
+    moves = sum(before != after for (before, _), (after, _) in pairwise(way.functions))
+    assert len(way.functions) <= most_calls, f"{what}: {way}"
+    assert moves <= most_moves, f"{what}: {way}"
 
 
 @pytest.mark.parametrize(("name", "most_calls", "most_moves"), [("timesteps", 49, 24), ("n-step", 70, 32)])

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from fault_injection import counters_written
 
 from memmap_buffer.format import storage, syscalls
 from memmap_buffer.format.records import STATE, STATE_WORD
@@ -326,7 +327,8 @@ def recording(*folders: Path) -> Iterator[Recorder]:
         recorder.add(folder)
     real, syscalls.system = syscalls.system, recorder
     try:
-        yield recorder
+        with counters_written():
+            yield recorder
     finally:
         syscalls.system = real
 

@@ -16,10 +16,9 @@ from interruptions import interrupted
 
 from memmap_buffer import Field, ReplayBuffer, WriterLostError, verify
 from memmap_buffer.format import lock
-from memmap_buffer.format.host import machine, overwrites_in_place
-from memmap_buffer.writing import rounds
+from memmap_buffer.format.host import stores_are_writes
+from memmap_buffer.writing import commit, rounds
 from memmap_buffer.writing.commit import WriteHandles
-from memmap_buffer.writing.rounds import MappedFiles
 
 FIELDS = {
     "observation": Field("float32", (3,), final=True),
@@ -62,14 +61,14 @@ def contents(folder: Path) -> list[Any]:
 
 
 where_maps_are_stored_to = pytest.mark.skipif(
-    machine() not in rounds.ORDERED or not overwrites_in_place(Path(tempfile.gettempdir())),
+    not stores_are_writes(Path(tempfile.gettempdir())),
     reason="stores into maps are no writes on this file system or processor",
 )
 
 
 @pytest.fixture
 def never_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MappedFiles, "may_be_used", staticmethod(lambda files: False))
+    monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -77,12 +76,12 @@ def never_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_stored_at_once_is_what_is_written_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_envs: int, dtype: str
 ) -> None:
-    if not MappedFiles.may_be_used(created(tmp_path / "probe", 1)._writer.begin()):
+    if not stores_are_writes(tmp_path):
         pytest.skip("stores into maps are no writes on this file system or processor")
     together = 0
     for name in ("mapped", "written"):
         if name == "written":
-            monkeypatch.setattr(MappedFiles, "may_be_used", staticmethod(lambda files: False))
+            monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
         rng = np.random.default_rng(3)
         with created(tmp_path / name, num_envs) as buffer:
             for call in range(150):
@@ -194,7 +193,7 @@ def test_the_journal_names_the_slots_of_every_timestep(tmp_path: Path) -> None:
         joint, storage = buffer._writer.round_of(buffer._stream.episodes), buffer._storage
         for count in (1, 2, 5, 7, 120) * 40:  # round the journal several times, and across its end
             before, slots = storage.changes, np.random.default_rng(count).permutation(20)[:count]
-            joint.tell(slots)
+            joint.files.changed(slots)
             assert storage.changed_since(before).tolist() == sorted(slots.tolist())
 
 

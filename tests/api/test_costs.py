@@ -1,0 +1,149 @@
+"""What each way through the library costs at most: Python calls, writes, looks at the file system.
+
+The bounds are what was counted, and go down only. A call takes 0.1 to 0.5 microseconds and what it does; a write and a
+look some 2 to 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ways import Way, way_of
+
+from memmap_buffer import Field, ReplayBuffer, Window
+
+FIELDS = {
+    "observation": Field("float32", (17,), final=True),
+    "action": ("float32", 6),
+    "reward": "float32",
+    "terminated": "bool",
+    "truncated": "bool",
+}
+LENGTH = 1000
+TIMES = 16
+
+
+def steps(*axes: int) -> dict[str, np.ndarray]:
+    """Timesteps with these axes before those of each field."""
+    plain = {"action": np.ones((*axes, 6), "f4"), "reward": np.ones(axes, "f4")}
+    ends = {name: np.zeros(axes, np.bool_) for name in ("terminated", "truncated")}
+    return {"observation": np.ones((*axes, 17), "f4"), **plain, **ends}
+
+
+def episode() -> dict[str, np.ndarray]:
+    return {**steps(LENGTH), "observation": np.ones((LENGTH + 1, 17), "f4")}
+
+
+def one_step() -> dict[str, Any]:
+    """As environments give it: arrays, and plain numbers."""
+    return {**steps(), "reward": 1.0, "terminated": False, "truncated": False, "next_observation": np.ones(17, "f4")}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., ReplayBuffer]]:
+    made: list[ReplayBuffer] = []
+
+    def make(**options: Any) -> ReplayBuffer:
+        made.append(ReplayBuffer(tmp_path / str(len(made)), 8, LENGTH, FIELDS, circular=True, **options))
+        return made[-1]
+
+    yield make
+    for buffer in made:
+        buffer.close()
+
+
+def filled(buffer: ReplayBuffer) -> ReplayBuffer:
+    for _ in range(10):
+        buffer.store_episode(**episode())
+    return buffer
+
+
+def require(work: Callable[[], Any], calls: int, writes: int = 0, looks: int = 0) -> None:
+    """Do it many times; the bounds are for the mean, as now and then there is more to do."""
+    for _ in range(4):
+        work()
+    ways = [way_of(work) for _ in range(TIMES)]
+    mean = {
+        "calls": np.mean([len(way.functions) for way in ways]),
+        "writes": np.mean([way.writes for way in ways]),
+        "looks": np.mean([way.looks for way in ways]),
+    }
+    typical: Way = sorted(ways, key=lambda way: len(way.functions))[TIMES // 2]
+    assert mean["calls"] <= calls, str(typical)
+    assert mean["writes"] <= writes, str(typical)
+    assert mean["looks"] <= looks, str(typical)
+
+
+def test_a_whole_episode(make: Callable[..., ReplayBuffer]) -> None:
+    buffer, given = filled(make()), episode()
+    require(lambda: buffer.store_episode(**given), calls=180, writes=9, looks=1)
+
+
+def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
+    buffer, given = filled(make()), steps()
+
+    def record() -> None:
+        with buffer.one_episode():
+            buffer.store(**given)
+
+    require(record, calls=216, writes=8, looks=1)
+
+
+@pytest.mark.parametrize(("num_envs", "calls"), [(None, 37), (1, 37), (8, 42)])
+def test_a_step_of_environments_that_is_shown_at_once(
+    make: Callable[..., ReplayBuffer], num_envs: int | None, calls: int
+) -> None:
+    buffer = make(publish="step", capacity=4 * LENGTH, spare_slots=8)
+    given = one_step() if num_envs is None else {**steps(num_envs), "next_observation": np.ones((num_envs, 17), "f4")}
+    for _ in range(16):
+        buffer.add(**given)
+    require(lambda: buffer.add(**given), calls, writes=1, looks=1)
+
+
+@pytest.mark.parametrize(("num_envs", "calls"), [(None, 50), (1, 54)])
+def test_a_step_of_an_episode_in_memory(make: Callable[..., ReplayBuffer], num_envs: int | None, calls: int) -> None:
+    buffer = make()
+    given = one_step() if num_envs is None else {**steps(1), "next_observation": np.ones((1, 17), "f4")}
+    require(lambda: buffer.add(**given), calls)
+
+
+def test_a_step_and_a_batch_of_transitions(make: Callable[..., ReplayBuffer]) -> None:
+    buffer = make(publish="step", capacity=4 * LENGTH, spare_slots=8)
+    given = {**steps(8), "next_observation": np.ones((8, 17), "f4")}
+    for _ in range(16):
+        buffer.add(**given)
+
+    def learn() -> None:
+        buffer.add(**given)
+        buffer.sample(256, n_steps=1, gamma=0.99)
+
+    require(learn, calls=106, writes=1, looks=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "calls", "options"),
+    [
+        pytest.param(256, 38, {"timestep_level": True}, id="timesteps"),
+        pytest.param(256, 46, {"n_steps": 1, "gamma": 0.99}, id="transitions"),
+        pytest.param(256, 47, {"n_steps": 5, "gamma": 0.99}, id="5 steps"),
+        pytest.param(32, 52, {"view": Window(64)}, id="windows"),
+        pytest.param(16, 124, {}, id="whole episodes"),
+    ],
+)
+def test_a_batch(make: Callable[..., ReplayBuffer], size: int, calls: int, options: dict[str, Any]) -> None:
+    buffer = filled(make())
+    require(lambda: buffer.sample(size, **options), calls)
+
+
+def test_a_batch_by_priority_and_new_priorities(make: Callable[..., ReplayBuffer]) -> None:
+    buffer = filled(make())
+
+    def learn() -> None:
+        batch = buffer.sample(256, n_steps=1, gamma=0.99, prioritized=True)
+        buffer.update_priorities(batch["_indices"], np.ones(256))
+
+    require(learn, calls=176)
