@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -199,33 +199,19 @@ def fold_of(words: Sequence[int]) -> int:
     return fold
 
 
-def columns_since(words: Words, before: Columns, max_timesteps: int) -> Columns:
-    """`columns_of` a grid that said `before` when it was last read: what did not change is shared with that.
+def changed_records(words: Words, before: Columns) -> npt.NDArray[np.int64]:
+    """The slots of a grid whose records may say something else than `before`, when they were last read.
 
-    Only records with another check, generation or shown steps are looked at again; no writer changes one and leaves
-    all three. And those that held no episode though something was written there: half of the record may have been an
-    older one's when it was copied, its check and generation the new one's already.
+    Those with another check, generation or shown steps; no writer changes one and leaves all three. And those that held
+    no episode though something was written there: half of the record may have been an older one's when it was copied,
+    its check and generation the new one's already.
     """
     halves = words.view(np.uint32)
     changed = words[:, CHECK] != before.check
     changed |= words[:, GENERATION] != before.generation
     changed |= (halves[:, START] != before.start) | (halves[:, STOP] != before.length)
     changed |= (before.generation != 0) & ~before.valid
-    return columns_at(words, np.flatnonzero(changed), before, max_timesteps)
-
-
-def columns_at(words: Words, slots: npt.NDArray[np.int64], before: Columns, max_timesteps: int) -> Columns:
-    """The same, where it is known which slots of a grid changed; what did not change is shared."""
-    fresh = columns_of(words[slots], max_timesteps, None, slots)
-    return Columns(*(_patched(old, slots, new) for old, new in zip(before, fresh, strict=True)))
-
-
-def _patched(column: Any, at: npt.NDArray[np.int64], values: Any) -> Any:
-    if (column[at] == values).all():
-        return column
-    out = column.copy()
-    out[at] = values
-    return out
+    return np.flatnonzero(changed)
 
 
 def valid(words: Words, max_timesteps: int, rows: int | None) -> npt.NDArray[np.bool_]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -24,9 +23,10 @@ from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.blobs import CodedRows, Dictionary, sums_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
-from memmap_buffer.format.episode_table import EpisodeTable, IntArray, visible_slots
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import boot_id
+from memmap_buffer.format.journal import Journal
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.records import (
     CHECK,
@@ -41,15 +41,12 @@ from memmap_buffer.format.records import (
     OPEN,
     RECORD,
     SERIAL,
-    SHOWN,
     STATE_WORD,
     STOP,
     WORDS,
     Columns,
     Words,
-    columns_at,
     columns_of,
-    columns_since,
 )
 from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
@@ -275,6 +272,11 @@ class Storage:
         rows, coded = self.maps.rows[name][first:stop], self.maps.coded.get(name)
         return add_rows(sums, rows) if coded is None else sums_of(coded.contents(rows), sums)
 
+    @cached_property
+    def journal(self) -> Journal:
+        """The visible episodes, followed change by change."""
+        return Journal()
+
     def state(self, name: str) -> int:
         """A word of state.npy."""
         return self.maps.state.item(STATE_WORD[name])
@@ -286,23 +288,19 @@ class Storage:
 
     def refresh(self) -> EpisodeTable:
         """The episode table as it is now: one look at the change counter, then only what changed."""
-        changes, old = self.maps.state.item(_CHANGES), self._table
-        if old is not None and old.changes == changes:
-            return old
+        table = self._table
+        if table is not None and table.changes == self.maps.state.item(_CHANGES):
+            return table
         self.require_schema()
-        num_damaged, table = self.num_damaged, self._read_table(changes, old)
-        for _ in range(20):
-            # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
-            if old is None or not self._being_updated(table, old):
-                break
-            time.sleep(0.001)
-            table = self._read_table(changes, table)
-        self._table = table
-        return table if self.num_damaged == num_damaged else self.reread()  # another thread found more meanwhile
+        num_damaged = self.num_damaged
+        self._table = self.journal.at_once(self)
+        if self.num_damaged != num_damaged:  # another thread found more meanwhile
+            self._table = self.journal.at_once(self)
+        return self._table
 
     def reread(self) -> EpisodeTable:
         """The episode table from all records, without a look at the change counter."""
-        self._table = self._read_table(self.state("changes"))
+        self._table = self.journal.at_once(self, anew=True)
         return self._table
 
     @property
@@ -311,26 +309,9 @@ class Storage:
         table = self.table
         return max(int(table.serial.max(initial=-1, where=table.valid)), *self._void.values(), -1)
 
-    def _being_updated(self, new: EpisodeTable, old: EpisodeTable) -> bool:
-        if new.valid is old.valid:
-            return False
-        gone = old.visible[~new.valid[old.visible]]
-        words = self.maps.words[gone]
-        same = words[:, GENERATION] & np.uint64(1) == 1
-        same &= words[:, SHOWN] & np.uint64(2**32 - 1) < words[:, SHOWN] >> np.uint64(32)  # else a ring gave it up
-        return bool((same & (new.serial[gone] == old.serial[gone])).any())
-
-    def _read_table(self, changes: int, before: EpisodeTable | None = None) -> EpisodeTable:
-        """The table; of a grid that was read before, from the records that changed since."""
-        words, layout, base = self.maps.words, self.layout, self.state("base")
-        if before is None or layout.rows is not None:
-            columns = columns_of(words, layout.max_timesteps, layout.rows)
-        else:
-            slots = self.changed_since(before.changes)
-            if slots is None:
-                columns = columns_since(words, before.columns, layout.max_timesteps)
-            else:
-                columns = columns_at(words, slots, before.columns, layout.max_timesteps)
+    def columns(self) -> Columns:
+        """What all records say now, by slot, but for what is damaged or in doubt."""
+        columns = columns_of(self.maps.words, self.layout.max_timesteps, self.layout.rows)
         if self._doubts is not None:
             columns = self._cut_back(columns)
         if self._void:
@@ -338,17 +319,7 @@ class Storage:
             for slot, number in tuple(self._void.items()):  # at once: another thread may find more
                 good[slot] &= columns.serial[slot] != number
             columns = columns._replace(valid=good)
-        if before is not None and self._shows_the_same(columns, base, before):
-            return EpisodeTable(changes, base, *columns, before.visible)
-        return EpisodeTable(changes, base, *columns, visible_slots(columns, base, layout, self.path))
-
-    def _shows_the_same(self, columns: Columns, base: int, before: EpisodeTable) -> bool:
-        same = all(getattr(columns, name) is getattr(before, name) for name in ("valid", "serial", "flags", "start"))
-        if (
-            same and columns.length is not before.length
-        ):  # an open episode that a ring has emptied may have a step again
-            same = bool(((columns.start < columns.length) == (before.start < before.length)).all())
-        return same and base == before.base
+        return columns
 
     @property
     def changes(self) -> int:
@@ -548,7 +519,7 @@ class Storage:
             self._void[slot] = int(self.table.serial[slot])
             log.warning("%s: episode %d %s and is not served", self.path, self._void[slot], what)
         if damaged:
-            self._table = self._read_table(self.table.changes, self.table)
+            self.reread()
 
     def check_always(self) -> None:
         """With `verify="always"`, check everything, also what would come back in the place of damaged episodes."""

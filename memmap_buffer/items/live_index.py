@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.journal import FEW, Change
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Folders
 
 
 class LiveIndex:
-    """The anchors of the episodes that a folder shows, one run each: run r is of entry r of their `order`.
+    """The anchors of the episodes that a folder shows, one run each: run r is of entry r of the journal's `order`.
 
     Args:
         selection: the anchors that are wanted, of which `follows` is true.
@@ -27,13 +27,16 @@ class LiveIndex:
     Attributes:
         storage: the folder.
         made: how often it was made anew.
+        changes: the change counter to which it was followed.
     """
 
     def __init__(self, selection: Selection, folders: Folders) -> None:
         self.storage: Storage = folders.storages[0]
         self.made = 0
         self._selection = selection
-        self._episodes = VisibleEpisodes()
+        self._journal, self._mark = self.storage.journal, 0
+        self._order: IntArray  # of the journal, as of the last `follow`
+        self.changes = -1
         self._by_steps = selection.by_steps(folders.schema)
         self._whole = False
         self._stride = selection.view.stride
@@ -50,19 +53,16 @@ class LiveIndex:
     def __len__(self) -> int:
         return int(self._starts[self._high] - self._starts[self._low])
 
-    @property
-    def changes(self) -> int:
-        """The change counter to which it was followed."""
-        assert self._episodes.changes is not None
-        return self._episodes.changes
-
     def follow(self) -> bool:
         """Take in what changed; False where only an `Index` can tell."""
         whole, self._whole = self._whole, False  # until all is done: whatever interrupts it, it is made anew then
-        slots = self._episodes.follow(self.storage)
-        if whole and slots is not None:
-            whole = self._take_in_steps() or self._take_in(slots)
-        self._whole = (whole and slots is not None) or self._begin()
+        with self._journal.lock:
+            change = self._journal.follow(self.storage, self._mark)
+            self._order = self._journal.order
+            followed = whole and change.slots is not None
+            followed = followed and (self._take_in_steps(change) or self._take_in(change.slots))  # type: ignore[arg-type]
+            self._whole = followed or self._begin()
+            self._mark, self.changes = change.mark, self._journal.version  # type: ignore[assignment]
         return self._whole
 
     def draw(self, count: int, rng: np.random.Generator) -> Anchors:
@@ -81,12 +81,12 @@ class LiveIndex:
         if stride != 1:
             i *= stride
         i += self._first.take(run)
-        serials, slots = self._episodes.order
+        serials, slots = self._order
         return Anchors(None, slots.take(run), serials.take(run), i)
 
     def _begin(self) -> bool:
         """Make it of all visible episodes."""
-        episodes = self._episodes
+        episodes = self._journal
         room = episodes.order.shape[1]
         self._first, self._count, self._starts = (np.zeros(size, np.int64) for size in (room, room, room + 1))
         self._run_of = np.full(len(episodes.table.serial), -1)
@@ -94,9 +94,9 @@ class LiveIndex:
         self.made += 1
         return self._take_in(np.flatnonzero(episodes.shown))
 
-    def _take_in_steps(self) -> bool:
+    def _take_in_steps(self, change: Change) -> bool:
         """Take in steps that came or left, where each is an anchor; False where more may have changed."""
-        moved = self._episodes.moved
+        moved = change.moved
         if not self._by_steps or moved is None:
             return False
         first, count, starts = self._first, self._count, self._starts
@@ -124,7 +124,7 @@ class LiveIndex:
 
     def _take_in(self, slots: IntArray) -> bool:
         """Take in the slots that changed; False where an episode has more than one run."""
-        episodes = self._episodes
+        episodes = self._journal
         if not len(slots):
             return True
         changed = self._run_of.take(slots)
@@ -158,4 +158,4 @@ class LiveIndex:
             starts[new + 1 : high + 1] = starts[new] + self._count[new:high].cumsum()
         if old >= low:
             starts[low : old + 1] = starts[old + 1] - self._count[low : old + 1][::-1].cumsum()[::-1]
-        self._low = max(low, self._episodes.head)  # what has left before it counts nothing
+        self._low = max(low, self._journal.head)  # what has left before it counts nothing

@@ -17,9 +17,9 @@ import numpy as np
 from memmap_buffer.dtypes import FloatArray, all_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.journal import FEW, NO_SLOTS, Change, Journal
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, memory
-from memmap_buffer.format.visible_episodes import FEW, NO_SLOTS, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Places, Priorities, Row, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import WIDTH, SumTree, SumTrees, with_zeros
@@ -52,6 +52,7 @@ class SlotAnchors:
     Attributes:
         serial: (slots,) of the episode that the anchors are of, -1 for none.
         count: of all anchors.
+        num_steps: visible timesteps, where anchors are cut.
         num_cleared: how often `clear` made new arrays.
     """
 
@@ -60,7 +61,9 @@ class SlotAnchors:
     ) -> None:
         self._storage, self._stride, self._cut, self._by_content = storage, stride, cut, by_content
         self._by_steps = by_steps and stride == 1 and not by_content
-        self._episodes = VisibleEpisodes()
+        self._mark = 0  # of the journal
+        self._version: int | None = None  # likewise
+        self.num_steps = 0
         self._given: Runs | None = None
         self._inner_end = False
         self.num_cleared = 0
@@ -77,44 +80,46 @@ class SlotAnchors:
         self.num_cleared += 1
 
     @property
-    def num_steps(self) -> int:
-        """Visible timesteps, where anchors are cut."""
-        return self._episodes.num_steps
-
-    @property
     def shown_at(self) -> int | None:
         """The change counter at which all anchors were shown, each in an episode without a marked end before its last
         step; None where that is not known."""
-        return None if self._cut is None or self._inner_end or self._unfinished else self._episodes.changes
+        return None if self._cut is None or self._inner_end or self._unfinished else self._version
 
     def follow(self, given: Runs | None) -> tuple[Runs, Runs] | None:
         """Take in what changed; returns the anchors that went and those that came, None where nothing did."""
         if self._unfinished:
             self.clear()
         every, self._unfinished = self._unfinished, True
-        slots: IntArray | None
         if self._cut is None:
             assert given is not None
-            slots, runs, table = NO_SLOTS if given is self._given else None, given, self._storage.table
+            slots = np.arange(len(self.serial)) if every or given is not self._given else NO_SLOTS
             self._given = given
+            changed = self._take_in(slots, given, self._storage.table) if len(slots) else None
         else:
-            slots, table = self._episodes.follow(self._storage), self._episodes.table
-        if every or slots is None:
-            every, slots = True, np.arange(len(self.serial))
-        if self._cut is not None and (every or self._episodes.moved is None):
-            self._inner_end = self._episodes.has_inner_end(slots) or (self._inner_end and not every)
-        if not every and self._cut is not None and self._by_steps and not self._many and len(slots):
-            changed = self._take_steps()
-            if changed is not None:
-                self._unfinished = False
-                return changed
-        if self._cut is not None and len(slots):
-            runs = self._cut(table, slots[self._episodes.shown.take(slots)])
-        changed = self._take_few(slots, runs) if 0 < len(slots) <= FEW else None
-        if changed is None and len(slots):
-            changed = self._take(slots, runs, table.generation.take(slots).view(np.int64))
+            journal = self._storage.journal
+            with journal.lock:
+                change = journal.follow(self._storage, self._mark)
+                every |= change.slots is None
+                changed = self._take_change(change, journal, self._cut, every=every)
+                self._mark, self._version, self.num_steps = change.mark, journal.version, journal.num_steps
         self._unfinished = False
         return changed
+
+    def _take_change(self, change: Change, journal: Journal, cut: Cut, *, every: bool) -> tuple[Runs, Runs] | None:
+        slots = np.arange(len(self.serial)) if every or change.slots is None else change.slots
+        if every or change.moved is None:
+            self._inner_end = journal.has_inner_end(slots) or (self._inner_end and not every)
+        if not len(slots):
+            return None
+        if not every and self._by_steps and not self._many:
+            changed = self._take_steps(change, journal.table)
+            if changed is not None:
+                return changed
+        return self._take_in(slots, cut(journal.table, slots[journal.shown.take(slots)]), journal.table)
+
+    def _take_in(self, slots: IntArray, runs: Runs, table: EpisodeTable) -> tuple[Runs, Runs]:
+        changed = self._take_few(slots, runs) if len(slots) <= FEW else None
+        return self._take(slots, runs, table.generation.take(slots).view(np.int64)) if changed is None else changed
 
     def runs(self, slots: IntArray | None = None) -> Runs:
         """The runs of some slots, or of all."""
@@ -132,9 +137,9 @@ class SlotAnchors:
             plain = plain.replaced(last=plain.first + (plain.count - 1) * self._stride)
         return Runs.joined([plain, *parts])
 
-    def _take_steps(self) -> tuple[Runs, Runs] | None:
+    def _take_steps(self, change: Change, table: EpisodeTable) -> tuple[Runs, Runs] | None:
         """Take in steps that came or left, each of which is an anchor; None where more may have changed."""
-        moved, serials = self._episodes.moved, self._episodes.table.serial
+        moved, serials = change.moved, table.serial
         if moved is None or isinstance(moved[0], np.ndarray):
             return None
         gone, come = [], []

@@ -20,10 +20,10 @@ import numpy as np
 from memmap_buffer.dtypes import FloatArray, all_of, any_of
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.journal import Journal
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, after_fork, bytes_at, memory, process_id
-from memmap_buffer.format.visible_episodes import FEW, VisibleEpisodes
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, WIDTH, SumTree, SumTrees, with_zeros
 from memmap_buffer.priority.tree_file import TreeFile, steps_in
@@ -64,6 +64,8 @@ class Priorities:
         changes: (slots, t, or None for all their steps) of the last of `num_changes`, after `keep_changes`.
         number: of this object in the process; whoever takes several of the locks does so in this order.
         stamp: another one whenever the arrays may be others, or have others' steps.
+        followed_to: the change counter of the folder to which they were followed; None in the middle of it.
+        num_steps: steps that can be drawn.
     """
 
     def __init__(self, file: TreeFile) -> None:
@@ -75,7 +77,10 @@ class Priorities:
         _every.add(self)
         self._users = 0
         self._highest: weakref.WeakSet[Highest] = weakref.WeakSet()
-        self._episodes = VisibleEpisodes()
+        self._journal, self._mark = Journal(), 0  # of the storage, once they were followed
+        self._order: IntArray = np.empty((2, 0), np.int64)  # (2, n) serials, ascending, and slots; some may be gone
+        self.followed_to: int | None = None
+        self.num_steps = 0
         self._unfinished = True  # whether some slots may still have leaves as they were before
 
     @classmethod
@@ -205,16 +210,6 @@ class Priorities:
         """(start, stop) (B,): the steps start … stop - 1 of slots (B,) have a leaf."""
         return self._file.steps_of(slots)
 
-    @property
-    def followed_to(self) -> int | None:
-        """The change counter of the folder to which they were followed; None in the middle of it."""
-        return self._episodes.changes
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that can be drawn."""
-        return self._episodes.num_steps
-
     def leaves(self, slots: IntArray, t: IntArray) -> IntArray:
         """The leaves of steps (B,)."""
         return self.storage.first_row(slots, False) + t
@@ -275,14 +270,24 @@ class Priorities:
             WriterLostError: in a forked child.
             OSError: the disk is full.
         """
-        if self._unfinished or not self._file.whole or not self._episodes.is_current(self.storage):
+        storage = self.storage
+        journal = storage.journal
+        same = journal is self._journal and journal.is_current(storage, self._mark)
+        if not same or self._unfinished or not self._file.whole:
             with self.lock:
                 self.stamp += 1  # before anything is another, as it may be interrupted
                 if not self._file.whole:
                     self._load()
-                every, self._unfinished = self._unfinished, True
-                slots = self._episodes.follow(self.storage)
-                self._enter(np.arange(len(self._file.pairs)) if every or slots is None else slots)
+                every, self._unfinished, self.followed_to = self._unfinished, True, None
+                with journal.lock:
+                    change = journal.follow(storage, self._mark if journal is self._journal else 0)
+                    every |= change.slots is None
+                    slots = np.arange(len(self._file.pairs)) if every else change.slots
+                    pairs = journal.pairs(slots)  # type: ignore[arg-type]
+                    self._order = journal.order[:, journal.head : journal.tail]
+                    version, self.num_steps = journal.version, journal.num_steps
+                self._enter(slots, pairs)  # type: ignore[arg-type]
+                self._journal, self._mark, self.followed_to = journal, change.mark, version
                 self._unfinished = False
 
     def update(self, serials: IntArray, t: IntArray, td_errors: FloatArray) -> int:
@@ -311,14 +316,14 @@ class Priorities:
 
     def _leaves_of(self, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
         """(the leaves of the steps that are there; (B,) whether each is, None for all). Raises SchemaError."""
-        episodes, layout, loops = self._episodes, self.storage.layout, self.tree.loops
-        if loops is not None and layout.rows is None and episodes.gapless:
+        layout, loops = self.storage.layout, self.tree.loops
+        if loops is not None and layout.rows is None and self._gapless:
             leaves = np.empty(len(serials), np.int64)
-            known, visible = episodes.order[:, episodes.head : episodes.tail]
+            known, visible = self._order
             pairs, oldest = self._file.pair_words, known.item(0)
             if loops.leaves(serials, t, oldest, visible, pairs, layout.max_timesteps, leaves):
                 return leaves, None
-        slots, here = episodes.places(serials)
+        slots, here = self._places(serials)
         start, stop = self._file.steps_of(slots)
         t = np.maximum(t, 0)
         outside = here & (t >= stop)
@@ -329,11 +334,26 @@ class Priorities:
             slots, t = slots[here], t[here]
         return self.leaves(slots, t), here
 
+    @property
+    def _gapless(self) -> bool:
+        """Whether the serials of `_order` follow one another."""
+        known = self._order[0]
+        return len(known) > 0 and known.item(-1) - known.item(0) == len(known) - 1
+
+    def _places(self, serials: IntArray) -> tuple[IntArray, Any]:
+        """(slots, whether each episode (B,) has leaves there)."""
+        known, slots = self._order
+        if not len(known):
+            return np.zeros_like(serials), np.zeros(len(serials), np.bool_)
+        place = serials - known.item(0) if self._gapless else np.searchsorted(known, serials)
+        found = slots.take(place, mode="clip")
+        return found, self.serials_of(found) == serials
+
     def lengths_of(self, serials: IntArray) -> tuple[IntArray, Any]:
         """(the length of each episode (B,), 0 where it is gone; whether it is there)."""
         with self.lock:
             self.follow()
-            slots, here = self._episodes.places(serials)
+            slots, here = self._places(serials)
             return np.where(here, self._file.steps_of(slots)[1], 0), here
 
     def get(self, serials: IntArray, t: IntArray) -> FloatArray:
@@ -400,23 +420,18 @@ class Priorities:
     def row(self) -> Row | None:
         """For `Places`: where the pairs, the known serials and their slots lie, each as a number of eight bytes; the
         first of these serials, how many there are; the leaves of a slot."""
-        episodes = self._episodes
-        if not self.plain or episodes.head == episodes.tail:
+        known, slots = self._order
+        if not self.plain or not len(known):
             return None
-        known, slots = episodes.order[:, episodes.head : episodes.tail]
         arrays = self._file.pair_words, known, slots
         at = (address_of(array) >> 3 for array in arrays)
         return self.tree, (*at, known.item(0), len(known), self.storage.layout.max_timesteps), arrays
 
-    def _enter(self, slots: IntArray) -> None:
-        """Give leaves to the steps that slots show, and to no others of theirs."""
-        if not len(slots) or (len(slots) <= FEW and self._enter_few(slots)):
+    def _enter(self, slots: IntArray, shown: list[tuple[int, int]] | IntArray) -> None:
+        """Give leaves to the steps that slots show, and to no others of theirs; shown: `Journal.pairs`."""
+        if not len(slots) or (isinstance(shown, list) and self._enter_few(slots, shown)):
             return
-        episodes, file = self._episodes, self._file
-        table, shown = episodes.table, episodes.shown.take(slots)
-        pairs = np.empty((len(slots), 2), np.int64)
-        pairs[:, 0] = (table.serial.take(slots) + 1) * shown
-        pairs[:, 1] = (table.start.take(slots) | table.length.take(slots) << 32) * shown
+        file, pairs = self._file, np.asarray(shown)
         old = file.pair_words.reshape(-1, 2)[slots]
         differ = (old != pairs).any(axis=1)
         if not differ.any():
@@ -439,21 +454,19 @@ class Priorities:
             for leaves in file.blocks(slots[~whole], last[~whole], stop[~whole]):
                 self._changed(*self._steps(leaves))
 
-    def _enter_few(self, slots: IntArray) -> bool:
+    def _enter_few(self, slots: IntArray, pairs: list[tuple[int, int]]) -> bool:
         """`_enter` of slots that show a few steps more or fewer of the episodes that they had; False for others."""
-        table, file, shown = self._episodes.table, self._file, self._episodes.shown
+        file = self._file
         words, per_slot = file.pair_words, self.storage.layout.max_timesteps
         gone: list[int] = []
         come: list[int] = []
-        pairs = []
-        for slot in slots.tolist():
-            start, stop, old = table.start.item(slot), table.length.item(slot), words.item(2 * slot + 1)
+        for slot, (number, steps) in zip(slots.tolist(), pairs, strict=True):
+            old, start, stop = words.item(2 * slot + 1), steps & 0xFFFFFFFF, steps >> 32
             was, had, first = old & 0xFFFFFFFF, old >> 32 & 0xFFFFFFFF, slot * per_slot
-            if words.item(2 * slot) != table.serial.item(slot) + 1 or not (shown[slot] and was <= start <= had <= stop):
+            if not number or words.item(2 * slot) != number or not was <= start <= had <= stop:
                 return False
             gone += range(first + was, first + start)
             come += range(first + had, first + stop)
-            pairs.append((table.serial.item(slot) + 1, start | stop << 32))
         if not gone and not come:
             return True
         leaves = np.array(gone + come)

@@ -6,6 +6,8 @@ look some 2 to 5.
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,10 @@ import pytest
 from ways import Way, way_of
 
 from memmap_buffer import Field, ReplayBuffer, Window
+from memmap_buffer.format.episode_table import EpisodeTable
+from memmap_buffer.format.journal import Journal
+from memmap_buffer.items.live_index import LiveIndex
+from memmap_buffer.priority.sum_tree import SumTree
 
 FIELDS = {
     "observation": Field("float32", (17,), final=True),
@@ -147,3 +153,25 @@ def test_a_batch_by_priority_and_new_priorities(make: Callable[..., ReplayBuffer
         buffer.update_priorities(batch["_indices"], np.ones(256))
 
     require(learn, calls=176)
+
+
+def test_who_learns_by_several_sets_of_options_keeps_one_account_of_what_is_visible(
+    make: Callable[..., ReplayBuffer],
+) -> None:
+    before = {id(each) for each in gc.get_objects()}
+    buffer = make(publish="step", capacity=4 * LENGTH, spare_slots=8)
+    given = {**steps(8), "next_observation": np.ones((8, 17), "f4")}
+    learned = ({"timestep_level": True}, {"n_steps": 1}, {"n_steps": 5, "gamma": 0.99}, {"view": Window(16)})
+    for _ in range(20):
+        buffer.add(**given)
+    for _ in range(8):
+        buffer.add(**given)
+        for options in learned:
+            batch = buffer.sample(32, prioritized=True, return_indices=True, **options)
+            buffer.update_priorities(batch["_indices"], np.ones(32))
+            buffer.sample(32, **options)
+    made = Counter(type(each) for each in gc.get_objects() if id(each) not in before)
+    assert made[Journal] == 1
+    assert made[EpisodeTable] <= 3
+    assert made[SumTree] <= 3
+    assert made[LiveIndex] == len(learned)

@@ -22,7 +22,7 @@ from profiles import examples
 from strategies import MEMORY, Churn, churns
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
-from memmap_buffer.format import storage as storage_module
+from memmap_buffer.format import journal
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import STATE, STATE_WORD
@@ -458,7 +458,7 @@ def test_a_reader_does_not_wait_for_an_episode_that_a_ring_gave_up(
 ) -> None:
     """Its generation is odd for good, as that of one which is being updated is for a moment."""
     slept: list[float] = []
-    monkeypatch.setattr(storage_module.time, "sleep", slept.append)
+    monkeypatch.setattr(journal.time, "sleep", slept.append)
     fields = {"x": "float", "terminated": "bool"}
     with ReplayBuffer(tmp_path, max_timesteps=5, capacity=10, fields=fields) as buffer:
         reader = Storage.open(tmp_path, read_only=True)

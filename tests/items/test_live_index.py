@@ -10,7 +10,7 @@ import pytest
 from interruptions import interrupted
 
 from memmap_buffer import Field, NStep, Offsets, ReplayBuffer, Timestep, Trajectory, Window
-from memmap_buffer.format.visible_episodes import FEW
+from memmap_buffer.format.journal import FEW
 from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.loading.batch_reader import BatchReader
@@ -107,7 +107,7 @@ def test_many_environments_that_step_together_are_followed_in_one_pass(tmp_path:
         assert live.follow() and (call == 0 or live.made == made)
         folders.refresh()
         assert described(live) == described(selection.index(folders))
-        assert live._episodes.num_steps == buffer.num_steps
+        assert buffer._storage.journal.num_steps == buffer.num_steps
         assert buffer.sample(8, **prioritized)["_indices"].shape == (8, 2)
 
 

@@ -32,7 +32,7 @@ from memmap_buffer import (
     Window,
     compute_importance_weights,
 )
-from memmap_buffer.format import visible_episodes
+from memmap_buffer.format import journal
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading import prioritized
@@ -1413,7 +1413,7 @@ def test_a_draw_after_an_appended_step_looks_at_the_slots_that_changed_and_at_no
         buffer.add(**fields, t=[t, t], terminated=[False, False])
         with monkeypatch.context() as patch:
             patch.setattr(Storage, "refresh", None)
-            patch.setattr(visible_episodes, "columns_of", None)
+            patch.setattr(journal, "columns_of", None)
             _, (found,) = sampler._follow()
         assert found.count == len(anchors_of(buffer, options))
 
@@ -1519,7 +1519,7 @@ def test_a_field_named_priority_is_a_field(tmp_path):
 
 
 def test_a_tree_that_follows_steps_one_by_one_is_the_one_that_is_made_anew(tmp_path):
-    """Of a step that came or left, no anchors are cut: `VisibleEpisodes` tells by how many steps each slot moved."""
+    """Of a step that came or left, no anchors are cut: the journal tells by how many steps each slot moved."""
     buffer = ReplayBuffer(tmp_path, 30, 12, FIELDS, META, capacity=14, publish="step", spare_slots=2)
     rng, by_steps = np.random.default_rng(4), 0
     for step in range(80):

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from profiles import examples
 
 from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, verify
-from memmap_buffer.format import storage
+from memmap_buffer.format import journal
 from memmap_buffer.format.records import CUT, OPEN
 from memmap_buffer.writing import commit
 from memmap_buffer.writing import episode as episodes
@@ -257,8 +257,8 @@ def test_an_episode_that_leaves_while_it_is_open_ends_with_a_sound_record(tmp_pa
 
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_to_delete_many_episodes_takes_as_many_reads_and_writes_as_to_delete_one(tmp_path, monkeypatch, durability):
-    read, columns_since = [], storage.columns_since
-    monkeypatch.setattr(storage, "columns_since", lambda *a: read.append(a) or columns_since(*a))
+    read, columns_of = [], journal.columns_of
+    monkeypatch.setattr(journal, "columns_of", lambda *a: read.append(a) or columns_of(*a))
     costs = []
     for count in (1, 20):
         with make(tmp_path / str(count), 40, durability=durability) as buffer:

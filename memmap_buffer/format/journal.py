@@ -1,0 +1,365 @@
+"""What is visible in one folder: read of the records, then followed change by change.
+
+There is one `Journal` a folder that is open, and it is the only reader of the table of records. Whoever keeps something
+of the episodes follows it with a mark of its own, by which it is told what changed since; `EpisodeTable` is what it
+says of one moment. What one appended step costs depends on no count, as long as nobody asks for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+
+from memmap_buffer.dtypes import any_of
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray, visible_slots
+from memmap_buffer.format.records import (
+    CHECK,
+    DELETED,
+    GENERATION,
+    INNER_END,
+    OPEN,
+    SHOWN,
+    Columns,
+    changed_records,
+    columns_of,
+)
+from memmap_buffer.format.syscalls import after_fork
+
+if TYPE_CHECKING:
+    from memmap_buffer.format.storage import Storage
+
+NO_SLOTS: IntArray = np.empty(0, np.int64)
+FEW = 16  # slots: up to so many are looked at one by one, as a call of numpy takes as long as ten numbers
+FEWER = 8  # of which little more is looked at
+REMEMBERED = 256  # changes that whoever follows may be behind before it has to read all anew
+UPDATES = 20  # times a millisecond that an episode which is being updated is waited for
+LOW = 2**32 - 1
+_LOW, _HALF, _ODD = np.uint64(LOW), np.uint64(32), np.uint64(1)
+_STEPS = ("start", "length")
+Moved: TypeAlias = tuple[list[int], list[int], list[int]] | tuple[IntArray, IntArray, IntArray]
+
+
+class Change(NamedTuple):
+    """What changed since a mark.
+
+    Attributes:
+        mark: of now.
+        slots: whose record or visibility may have changed, each once; None where that may be any.
+        moved: where it is nothing but that episodes show other steps: (slots, by how many the `start` of each is
+            higher, by how many its `stop` is), lists where they are few; else None.
+    """
+
+    mark: int
+    slots: IntArray | None
+    moved: Moved | None
+
+
+NOTHING: Moved = [], [], []
+
+
+class Journal:
+    """The visible episodes of one folder; whoever reads its tables holds `lock` from `follow` on.
+
+    Attributes:
+        lock: of a thread that follows it.
+        mark: the number of changes that were taken in; another one whenever anything is another.
+        table: what the records said by slot, changed in place; only columns are to be read.
+        shown: (slots,) whether a slot holds a visible episode.
+        num_steps: visible timesteps.
+        version: the change counter of the folder to which they were followed; None in the middle of it.
+        order: (2, n) the serials and slots from `head` to `tail` are those of the episodes, by ascending serials, with
+            some that are gone. Entries behind them are added, and others taken off the front; another array takes its
+            place when all is read anew.
+    """
+
+    table: EpisodeTable
+    shown: npt.NDArray[np.bool_]
+    num_steps = 0
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.version: int | None = None
+        self.mark = 0
+        self._changes: deque[Change] = deque(maxlen=REMEMBERED)  # up to `mark`
+        self._num_damaged = 0
+        self._num_episodes = 0
+        self.order: IntArray = np.empty((2, 0), np.int64)
+        self.head = self.tail = 0
+        self._moved: Moved | None = None  # by what is being taken in
+        self._hidden = 0  # episodes of lower serials are not shown any more
+        self._moment: tuple[int, EpisodeTable] | None = None  # the mark of a table of one moment, and that
+        self._lent: frozenset[str] = frozenset()  # columns that such a table shares
+        self._visible: IntArray | None = None  # slots, by ascending serials; None where that is another
+        self._base = 0  # of the folder, as of then
+        self._followed = False  # whether what only followers need is there
+        _every.add(self)
+
+    def is_current(self, storage: Storage, mark: int) -> bool:
+        """Whether nothing has changed since `mark`."""
+        return mark == self.mark and storage.changes == self.version and storage.num_damaged == self._num_damaged
+
+    def follow(self, storage: Storage, mark: int) -> Change:
+        """Take in what changed in the folder, and tell what did since `mark`, 0 for who begins.
+
+        Who calls it holds `lock`, and goes on to hold it while it takes that in.
+        """
+        self._catch_up(storage)
+        if not self._followed:
+            self._begin_to_follow(storage)
+        behind = self.mark - mark
+        if not behind:
+            return Change(mark, NO_SLOTS, NOTHING)
+        if behind > len(self._changes):
+            return Change(self.mark, None, None)
+        if behind == 1:
+            return self._changes[-1]
+        parts = [one.slots for one in islice(self._changes, len(self._changes) - behind, None) if one.slots is not None]
+        return Change(self.mark, np.unique(np.concatenate(parts)), None)
+
+    def at_once(self, storage: Storage, *, anew: bool = False) -> EpisodeTable:
+        """The table of this moment; the same one as long as nothing has changed.
+
+        Args: anew: read all records, without a look at the change counter.
+        """
+        with self.lock:
+            if anew:
+                self.version = None
+            self._catch_up(storage)
+            moment = self._moment
+            if moment is None or moment[0] != self.mark:
+                if self._visible is None:
+                    serials, slots = self.order[:, self.head : self.tail]
+                    self._visible = slots[self.shown.take(slots) & (self.table.serial.take(slots) == serials)]
+                version: int = self.version  # type: ignore[assignment]
+                table = replace(self.table, changes=version, base=self._base, visible=self._visible)
+                self._lent = frozenset(Columns._fields)
+                moment = self._moment = self.mark, table
+            return moment[1]
+
+    def has_inner_end(self, slots: IntArray) -> bool:
+        """Whether one of the visible episodes in slots (B,) may have a marked end before its last step."""
+        shown = slots[self.shown.take(slots)]
+        return bool(np.bitwise_or.reduce(self.table.flags.take(shown), initial=0) & INNER_END)
+
+    def pairs(self, slots: IntArray) -> list[tuple[int, int]] | IntArray:
+        """(n, 2) of each slot the serial + 1 and which steps it shows, start | stop << 32; zeros where it shows none.
+
+        A list where they are few.
+        """
+        table, shown = self.table, self.shown
+        serial, start, stop = table.serial, table.start, table.length
+        if len(slots) <= FEW:
+            return [
+                (serial.item(slot) + 1, start.item(slot) | stop.item(slot) << 32) if shown.item(slot) else (0, 0)
+                for slot in slots.tolist()
+            ]
+        out = np.empty((len(slots), 2), np.int64)
+        out[:, 0], out[:, 1] = serial.take(slots) + 1, start.take(slots) | stop.take(slots) << 32
+        out *= shown.take(slots)[:, None]
+        return out
+
+    # Reading
+
+    def _catch_up(self, storage: Storage) -> None:
+        """Take in what changed in the folder."""
+        changes, before = storage.changes, self.version
+        if changes == before and storage.num_damaged == self._num_damaged:
+            return
+        self.version = self._moved = None  # until all is done
+        changed = None
+        if before is not None and self._may_be_followed(storage):
+            if not self._followed:
+                self._begin_to_follow(storage)
+            slots = storage.changed_since(before)
+            if slots is None:
+                slots = changed_records(storage.maps.words, self.table.columns)
+            changed = self._take_in(storage, slots)
+        if changed is None:
+            self._changes.clear()  # nobody can follow to what is read anew
+            self.mark += 1
+            changes = self._read(storage)
+        else:
+            self._changes.append(Change(self.mark + 1, changed, self._moved))
+            self.mark += 1
+        self.version = changes
+
+    def _may_be_followed(self, storage: Storage) -> bool:
+        """Whether what is visible follows from the records that change: not which episodes are damaged or in doubt."""
+        return storage.layout.rows is None and not storage.in_doubt and not storage.num_damaged
+
+    def _read(self, storage: Storage) -> int:
+        """All records; returns the change counter before they were read."""
+        before = self._moment
+        for _ in range(UPDATES + 1):
+            changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
+            columns = storage.columns()
+            # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
+            if before is None or not _being_updated(storage, columns, before[1]):
+                break
+            time.sleep(0.001)
+        visible, self._base = visible_slots(columns, base, storage.layout, storage.path), base
+        self._moment = self.mark, EpisodeTable(changes, base, *columns, visible)
+        self._followed = False
+        return changes
+
+    def _begin_to_follow(self, storage: Storage) -> None:
+        """Have what only those need who follow."""
+        table: EpisodeTable = self._moment[1]  # type: ignore[index]
+        self.shown, self.num_steps, self._visible = table.shown.copy(), table.steps, table.visible
+        self.head, self.tail, self._num_episodes = 0, len(table), len(table)
+        self.order = np.empty((2, len(table) + max(64, len(table.serial))), np.int64)
+        self.order[:, : self.tail] = table.serial[table.visible], table.visible
+        full = len(table) >= storage.layout.max_episodes
+        self._hidden = self.order.item(0, 0) if full else table.base
+        self.table, self._lent = replace(table, visible=NO_SLOTS), frozenset(Columns._fields)
+        self._most = np.zeros(len(self.shown), np.int64)
+        self._limit(np.flatnonzero(self.shown), storage)
+        self._followed = True
+
+    def _own(self, names: tuple[str, ...]) -> None:
+        """Have columns of its own that are to be changed."""
+        lent = self._lent.intersection(names)
+        if lent:
+            self.table = replace(self.table, **{name: getattr(self.table, name).copy() for name in lent})
+            self._lent -= lent
+
+    def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
+        """Look at the records of some slots again; None where these do not tell what is visible."""
+        show_others = self._few_show_others if len(slots) <= FEWER else self._show_others
+        if storage.state("base") <= self._hidden and show_others(storage, slots):
+            return slots
+        table, base = self.table, storage.state("base")
+        self._base = base
+        now = columns_of(storage.maps.words[slots], storage.layout.max_timesteps, None, slots)
+        self._hidden = max(self._hidden, base)
+        some = now.start < now.length
+        shown = now.valid & some & (now.flags & DELETED == 0) & (now.serial >= self._hidden)
+        was = self.shown[slots]
+        same = was & (now.serial == table.serial[slots])
+        if (same & some & ~now.valid).any():  # it is being rewritten, and will come back
+            return None
+        fresh = np.flatnonzero(shown & ~same)
+        if len(fresh) and not self._append(now.serial[fresh], slots[fresh]):
+            return None
+        self.num_steps -= int((table.length[slots] - table.start[slots])[was].sum())
+        self.num_steps += int((now.length - now.start)[shown].sum())
+        self._num_episodes += int(shown.sum()) - int(was.sum())
+        if self._num_episodes < storage.layout.max_episodes and self._hidden > base:
+            return None  # an older one may come back
+        for name, values in now._asdict().items():
+            if (getattr(table, name)[slots] != values).any():
+                self._own((name,))
+                getattr(self.table, name)[slots] = values
+        self.shown[slots], self._visible = shown, None
+        self._limit(slots, storage)
+        gone = self._retire(storage.layout.max_episodes)
+        return np.unique(np.concatenate([slots, gone])) if gone else slots
+
+    def _limit(self, slots: IntArray, storage: Storage) -> None:
+        """Up to which step slots may come to show theirs: an open episode grows, another stays, none shows nothing."""
+        table = self.table
+        most = np.where(table.flags[slots] & OPEN != 0, storage.layout.max_timesteps, table.length[slots])
+        self._most[slots] = most * self.shown[slots]
+
+    def _show_others(self, storage: Storage, slots: IntArray) -> bool:
+        """Where all are as they were but for the steps that they show, take these; False where they are not.
+
+        No writer changes what a record says and leaves its check and its generation.
+        """
+        table, words = self.table, storage.maps.words.take(slots, axis=0)
+        start, stop = (words[:, SHOWN] & _LOW).view(np.int64), (words[:, SHOWN] >> _HALF).view(np.int64)
+        left, added = start - table.start.take(slots), stop - table.length.take(slots)
+        other = words[:, CHECK] ^ table.check.take(slots)
+        other |= words[:, GENERATION] ^ table.generation.take(slots)
+        wrong = stop - start - 1  # below 0 where it shows no step, more than it may, or fewer than before
+        wrong |= self._most.take(slots) - stop
+        wrong |= added
+        if np.count_nonzero(other) or any_of(wrong < 0):
+            return False
+        self.num_steps += int(np.add.reduce(added - left))
+        self._own(_STEPS)
+        self.table.start[slots], self.table.length[slots] = start, stop
+        self._moved = slots, left, added
+        return True
+
+    def _few_show_others(self, storage: Storage, slots: IntArray) -> bool:
+        """The same, one by one."""
+        table, words, limit = self.table, storage.maps.words, storage.layout.max_timesteps
+        found = slots.tolist()
+        shown, left, added = [], [], []
+        for slot in found:
+            word = words.item(slot, SHOWN)  # before these, so that it is of the same episode
+            same = words.item(slot, CHECK) == table.check.item(slot)
+            if not (same and words.item(slot, GENERATION) == table.generation.item(slot) and self.shown.item(slot)):
+                return False
+            start, stop, before = word & LOW, word >> 32, table.length.item(slot)
+            if not start < stop <= limit or (stop != before and (stop < before or not table.flags.item(slot) & OPEN)):
+                return False
+            shown.append((slot, start, stop))
+            left.append(start - table.start.item(slot))
+            added.append(stop - before)
+        if self._lent:
+            self._own(_STEPS)
+        table = self.table
+        for slot, start, stop in shown:
+            table.start[slot], table.length[slot] = start, stop
+        self.num_steps += sum(added) - sum(left)
+        self._moved = found, left, added
+        return True
+
+    def _append(self, serials: IntArray, slots: IntArray) -> bool:
+        """Take in episodes that appeared; False where there is no room, or one is not newer than all the others."""
+        stop, order = self.tail + len(serials), np.argsort(serials)
+        last = self.order.item(0, self.tail - 1) if self.tail > self.head else -1
+        serials, slots = serials[order], slots[order]
+        if stop > self.order.shape[1] or serials[0] <= last or (serials[1:] == serials[:-1]).any():
+            return False
+        self.order[:, self.tail : stop] = serials, slots
+        self.tail = stop
+        return True
+
+    def _retire(self, max_episodes: int) -> list[int]:
+        """The oldest episodes leave where there are too many; returns their slots."""
+        gone = []
+        while self.head < self.tail:
+            serial, slot = self.order[:, self.head].tolist()
+            if self.shown[slot] and self.table.serial.item(slot) == serial:
+                if serial >= self._hidden and self._num_episodes <= max_episodes:
+                    break
+                self.shown[slot], self._most[slot] = False, 0
+                self.num_steps -= self.table.length.item(slot) - self.table.start.item(slot)
+                self._num_episodes -= 1
+                self._hidden = max(self._hidden, serial + 1)
+                gone.append(slot)
+            self.head += 1
+        return gone
+
+
+def _being_updated(storage: Storage, now: Columns, before: EpisodeTable) -> bool:
+    """Whether an episode that was visible is under an odd generation."""
+    gone = before.visible[~now.valid[before.visible]]
+    words = storage.maps.words[gone]
+    same = words[:, GENERATION] & _ODD == 1
+    same &= words[:, SHOWN] & _LOW < words[:, SHOWN] >> _HALF  # else a ring gave it up
+    return bool((same & (now.serial[gone] == before.serial[gone])).any())
+
+
+_every: WeakSet[Journal] = WeakSet()
+
+
+def _after_fork() -> None:
+    """Another thread may have been in the middle of following."""
+    for journal in list(_every):
+        journal.lock = threading.RLock()
+        journal.version = None
+
+
+after_fork(_after_fork)
