@@ -192,5 +192,6 @@ Writes go through `pwrite`, never through a map: a store into a mapped hole of a
 where `pwrite` raises ENOSPC. Mapped pages are only read, and only where rows were written. Exceptions are step 5 and
 steps that are appended to open records, both into blocks that are allocated first, on file systems that overwrite in
 place and not with durability "power" (`writing.commit`, `writing.rounds`), and trees of priorities
-(`priority.tree_file`).
+(`priority.tree_file`). Should such a file system be mounted read-only while it is stored to, as after an error of the
+disk, the process is killed; what it had published stays.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import DELETED, Columns, Words
 
 IntArray = npt.NDArray[np.int64]
-log = logging.getLogger("memmap_buffer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,27 +89,26 @@ class EpisodeTable:
         return int(self.of(self.length, self.visible).sum() - self.of(self.start, self.visible).sum())
 
 
-def visible_slots(columns: Columns, base: int, layout: Layout, path: object) -> IntArray:
-    """The slots of the episodes that are visible, oldest first (`format`, "episodes.npy")."""
+def visible_slots(columns: Columns, base: int, layout: Layout) -> tuple[IntArray, IntArray]:
+    """(the slots of the episodes that are visible, oldest first; serials that stand in two slots, which are not).
+
+    See `format`, "episodes.npy".
+    """
     serial, flags, valid = columns.serial, columns.flags, columns.valid
     shown = valid & (columns.start < columns.length)
-    slots = _by_serial(np.flatnonzero(shown & (serial >= base) if base else shown), serial, path)
+    slots, twice = _by_serial(np.flatnonzero(shown & (serial >= base) if base else shown), serial)
     if np.bitwise_or.reduce(flags) & DELETED:
         slots = slots[flags.take(slots) & DELETED == 0]
-    return slots[-layout.max_episodes :]
+    return slots[-layout.max_episodes :], twice
 
 
-def _by_serial(slots: IntArray, serial: IntArray, path: object) -> IntArray:
-    """Ascending slots in the order of their serials, without those whose serial stands in two slots."""
+def _by_serial(slots: IntArray, serial: IntArray) -> tuple[IntArray, IntArray]:
+    """Ascending slots in the order of their serials, without those whose serial stands in two slots; these serials."""
     successive = len(slots) and slots[-1] - slots[0] == len(slots) - 1
     serials = serial[slots[0] : slots[-1] + 1] if successive else serial.take(slots)
     if (serials[1:] > serials[:-1]).all():  # as long as no slot was written twice
-        return slots
+        return slots, slots[:0]
     order = np.argsort(serials, kind="stable")
     slots, serials = slots.take(order), serials.take(order)
-    twice = serials[1:] == serials[:-1]
-    if twice.any():
-        numbers = np.unique(serials[1:][twice])
-        log.warning("%s: serials %s stand in two slots each and are not served; see `verify`", path, numbers)
-        slots = slots[~np.isin(serials, numbers)]
-    return slots
+    twice = np.unique(serials[1:][serials[1:] == serials[:-1]])
+    return slots[~np.isin(serials, twice)] if len(twice) else slots, twice

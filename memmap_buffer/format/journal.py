@@ -7,13 +7,13 @@ says of one moment. What one appended step costs depends on no count, as long as
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +31,17 @@ from memmap_buffer.format.records import (
     changed_records,
     columns_of,
 )
-from memmap_buffer.format.syscalls import after_fork
+from memmap_buffer.format.syscalls import renew_after_fork
 
 if TYPE_CHECKING:
     from memmap_buffer.format.storage import Storage
 
+log = logging.getLogger("memmap_buffer")
+TWICE = "%s: serials %s stand in two slots each and are not served; see `verify`"
 NO_SLOTS: IntArray = np.empty(0, np.int64)
 FEW = 16  # slots: up to so many are looked at one by one, as a call of numpy takes as long as ten numbers
 FEWER = 8  # of which little more is looked at
-REMEMBERED = 256  # changes that whoever follows may be behind before it has to read all anew
+REMEMBERED = 1024  # changes that whoever follows may be behind before it has to read all anew
 UPDATES = 20  # times a millisecond that an episode which is being updated is waited for
 LOW = 2**32 - 1
 _LOW, _HALF, _ODD = np.uint64(LOW), np.uint64(32), np.uint64(1)
@@ -48,7 +50,7 @@ Moved: TypeAlias = tuple[list[int], list[int], list[int]] | tuple[IntArray, IntA
 
 
 class Change(NamedTuple):
-    """What changed since a mark.
+    """The changes since a mark.
 
     Attributes:
         mark: of now.
@@ -97,14 +99,19 @@ class Journal:
         self._hidden = 0  # episodes of lower serials are not shown any more
         self._moment: tuple[int, EpisodeTable] | None = None  # the mark of a table of one moment, and that
         self._lent: frozenset[str] = frozenset()  # columns that such a table shares
+        self._twice = self._untold = NO_SLOTS  # serials that stand in two slots; those of which the log does not tell
         self._visible: IntArray | None = None  # slots, by ascending serials; None where that is another
         self._base = 0  # of the folder, as of then
         self._followed = False  # whether what only followers need is there
-        _every.add(self)
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """In a forked child: another thread may have been following."""
+        self.lock, self.version = threading.RLock(), None
 
     def is_current(self, storage: Storage, mark: int) -> bool:
-        """Whether nothing has changed since `mark`."""
-        return mark == self.mark and storage.changes == self.version and storage.num_damaged == self._num_damaged
+        """Whether nothing has changed since `mark`, which is compared last: the version is another before it is."""
+        return storage.changes == self.version and storage.num_damaged == self._num_damaged and mark == self.mark
 
     def follow(self, storage: Storage, mark: int) -> Change:
         """Take in what changed in the folder, and tell what did since `mark`, 0 for who begins.
@@ -127,12 +134,13 @@ class Journal:
     def at_once(self, storage: Storage, *, anew: bool = False) -> EpisodeTable:
         """The table of this moment; the same one as long as nothing has changed.
 
-        Args: anew: read all records, without a look at the change counter.
+        Args: anew: read all records, without a look at the change counter or the schema.
         """
         with self.lock:
             if anew:
                 self.version = None
-            self._catch_up(storage)
+            self._catch_up(storage, anew=anew)
+            untold, self._untold = self._untold, NO_SLOTS
             moment = self._moment
             if moment is None or moment[0] != self.mark:
                 if self._visible is None:
@@ -142,7 +150,14 @@ class Journal:
                 table = replace(self.table, changes=version, base=self._base, visible=self._visible)
                 self._lent = frozenset(Columns._fields)
                 moment = self._moment = self.mark, table
-            return moment[1]
+        if len(untold):  # without the lock, as a handler may wait for somebody who shows a buffer
+            log.warning(TWICE, storage.path, untold)
+        return moment[1]
+
+    def doubt(self) -> None:
+        """Have all be read anew by the next call, as an episode is not to be shown any more."""
+        with self.lock:
+            self.version = None
 
     def has_inner_end(self, slots: IntArray) -> bool:
         """Whether one of the visible episodes in slots (B,) may have a marked end before its last step."""
@@ -168,17 +183,20 @@ class Journal:
 
     # Reading
 
-    def _catch_up(self, storage: Storage) -> None:
-        """Take in what changed in the folder."""
+    def _catch_up(self, storage: Storage, *, anew: bool = False) -> None:
+        """Take in what changed in the folder. Raises SchemaMismatchError where that may be the schema, as it was."""
         changes, before = storage.changes, self.version
         if changes == before and storage.num_damaged == self._num_damaged:
             return
+        may_be_followed = before is not None and self._may_be_followed(storage)
+        slots = storage.changed_since(before) if may_be_followed else None  # type: ignore[arg-type]
+        if slots is None and not anew:
+            storage.require_schema()
         self.version = self._moved = None  # until all is done
         changed = None
-        if before is not None and self._may_be_followed(storage):
+        if may_be_followed:
             if not self._followed:
                 self._begin_to_follow(storage)
-            slots = storage.changed_since(before)
             if slots is None:
                 slots = changed_records(storage.maps.words, self.table.columns)
             changed = self._take_in(storage, slots)
@@ -192,20 +210,24 @@ class Journal:
         self.version = changes
 
     def _may_be_followed(self, storage: Storage) -> bool:
-        """Whether what is visible follows from the records that change: not which episodes are damaged or in doubt."""
-        return storage.layout.rows is None and not storage.in_doubt and not storage.num_damaged
+        """Whether what is visible follows from the records that change: not what is spoilt or there twice."""
+        spoilt = storage.in_doubt or storage.num_damaged or len(self._twice)
+        return storage.layout.rows is None and not spoilt
 
     def _read(self, storage: Storage) -> int:
         """All records; returns the change counter before they were read."""
-        before = self._moment
+        shown, serials = (self.shown, self.table.serial) if self._followed else (None, None)
+        if self._moment is not None and not self._followed:
+            shown, serials = self._moment[1].shown, self._moment[1].serial
         for _ in range(UPDATES + 1):
             changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
             columns = storage.columns()
             # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
-            if before is None or not _being_updated(storage, columns, before[1]):
+            if shown is None or serials is None or not _being_updated(storage, columns, shown, serials):
                 break
             time.sleep(0.001)
-        visible, self._base = visible_slots(columns, base, storage.layout, storage.path), base
+        visible, self._twice = visible_slots(columns, base, storage.layout)
+        self._base, self._untold = base, self._twice
         self._moment = self.mark, EpisodeTable(changes, base, *columns, visible)
         self._followed = False
         return changes
@@ -233,10 +255,12 @@ class Journal:
 
     def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
         """Look at the records of some slots again; None where these do not tell what is visible."""
-        show_others = self._few_show_others if len(slots) <= FEWER else self._show_others
-        if storage.state("base") <= self._hidden and show_others(storage, slots):
-            return slots
         table, base = self.table, storage.state("base")
+        if base < self._base:  # by a repair
+            return None
+        show_others = self._few_show_others if len(slots) <= FEWER else self._show_others
+        if base <= self._hidden and show_others(storage, slots):
+            return slots
         self._base = base
         now = columns_of(storage.maps.words[slots], storage.layout.max_timesteps, None, slots)
         self._hidden = max(self._hidden, base)
@@ -285,8 +309,10 @@ class Journal:
         if np.count_nonzero(other) or any_of(wrong < 0):
             return False
         self.num_steps += int(np.add.reduce(added - left))
-        self._own(_STEPS)
-        self.table.start[slots], self.table.length[slots] = start, stop
+        self._own(("length",) if not np.count_nonzero(left) else _STEPS)
+        if np.count_nonzero(left):
+            self.table.start[slots] = start
+        self.table.length[slots] = stop
         self._moved = slots, left, added
         return True
 
@@ -306,11 +332,14 @@ class Journal:
             shown.append((slot, start, stop))
             left.append(start - table.start.item(slot))
             added.append(stop - before)
+        trimmed = any(left)
         if self._lent:
-            self._own(_STEPS)
+            self._own(_STEPS if trimmed else ("length",))
         table = self.table
         for slot, start, stop in shown:
-            table.start[slot], table.length[slot] = start, stop
+            table.length[slot] = stop
+            if trimmed:
+                table.start[slot] = start
         self.num_steps += sum(added) - sum(left)
         self._moved = found, left, added
         return True
@@ -343,23 +372,10 @@ class Journal:
         return gone
 
 
-def _being_updated(storage: Storage, now: Columns, before: EpisodeTable) -> bool:
-    """Whether an episode that was visible is under an odd generation."""
-    gone = before.visible[~now.valid[before.visible]]
+def _being_updated(storage: Storage, now: Columns, shown: npt.NDArray[np.bool_], serials: IntArray) -> bool:
+    """Whether an episode that was shown is under an odd generation."""
+    gone = np.flatnonzero(shown & ~now.valid)
     words = storage.maps.words[gone]
     same = words[:, GENERATION] & _ODD == 1
     same &= words[:, SHOWN] & _LOW < words[:, SHOWN] >> _HALF  # else a ring gave it up
-    return bool((same & (now.serial[gone] == before.serial[gone])).any())
-
-
-_every: WeakSet[Journal] = WeakSet()
-
-
-def _after_fork() -> None:
-    """Another thread may have been in the middle of following."""
-    for journal in list(_every):
-        journal.lock = threading.RLock()
-        journal.version = None
-
-
-after_fork(_after_fork)
+    return bool((same & (now.serial[gone] == serials[gone])).any())

@@ -97,6 +97,7 @@ class Storage:
         self.read_only = read_only
         self.verify = verify
         self.withdrawn = False
+        self.journal = Journal()  # the visible episodes, followed change by change
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
         self._stamp: tuple[int, int] | None = None
@@ -272,11 +273,6 @@ class Storage:
         rows, coded = self.maps.rows[name][first:stop], self.maps.coded.get(name)
         return add_rows(sums, rows) if coded is None else sums_of(coded.contents(rows), sums)
 
-    @cached_property
-    def journal(self) -> Journal:
-        """The visible episodes, followed change by change."""
-        return Journal()
-
     def state(self, name: str) -> int:
         """A word of state.npy."""
         return self.maps.state.item(STATE_WORD[name])
@@ -291,12 +287,10 @@ class Storage:
         table = self._table
         if table is not None and table.changes == self.maps.state.item(_CHANGES):
             return table
-        self.require_schema()
-        num_damaged = self.num_damaged
-        self._table = self.journal.at_once(self)
-        if self.num_damaged != num_damaged:  # another thread found more meanwhile
-            self._table = self.journal.at_once(self)
-        return self._table
+        num_damaged = -1
+        while num_damaged != self.num_damaged:  # another thread may find more meanwhile
+            num_damaged, self._table = self.num_damaged, self.journal.at_once(self)
+        return self._table  # type: ignore[return-value]
 
     def reread(self) -> EpisodeTable:
         """The episode table from all records, without a look at the change counter."""
@@ -310,7 +304,7 @@ class Storage:
         return max(int(table.serial.max(initial=-1, where=table.valid)), *self._void.values(), -1)
 
     def columns(self) -> Columns:
-        """What all records say now, by slot, but for what is damaged or in doubt."""
+        """The columns of all records as they are now, but for what is damaged or in doubt."""
         columns = columns_of(self.maps.words, self.layout.max_timesteps, self.layout.rows)
         if self._doubts is not None:
             columns = self._cut_back(columns)
@@ -519,7 +513,8 @@ class Storage:
             self._void[slot] = int(self.table.serial[slot])
             log.warning("%s: episode %d %s and is not served", self.path, self._void[slot], what)
         if damaged:
-            self.reread()
+            self.journal.doubt()
+            self._table = self.journal.at_once(self)
 
     def check_always(self) -> None:
         """With `verify="always"`, check everything, also what would come back in the place of damaged episodes."""

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -472,6 +472,29 @@ def after_fork(work: Callable[[], None]) -> None:
 
 
 after_fork(_fresh_range_locks)
+
+
+class Renewed(Protocol):
+    """An object with locks that another thread may hold when this process is forked."""
+
+    def renew(self) -> None:
+        """Have locks that nobody holds, and begin anew what may have been in the middle."""
+
+
+_renewed: weakref.WeakSet[Renewed] = weakref.WeakSet()
+
+
+def renew_after_fork(owner: Renewed) -> None:
+    """Have `owner` renewed in each process that is forked from this one, as long as it lives."""
+    _renewed.add(owner)
+
+
+def _renew() -> None:
+    for owner in list(_renewed):
+        owner.renew()
+
+
+after_fork(_renew)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import numpy as np
 from memmap_buffer.choices import OnStale, Tail, check_choice
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.host import host_name
+from memmap_buffer.format.syscalls import renew_after_fork
 from memmap_buffer.items.epoch import Epoch, EpochSnapshot, folder_states, require_same
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.live_index import LiveIndex
@@ -372,12 +373,17 @@ class UniformSampler:
         self._quota = None if weights is None else Quota(weights)
         self._one_by_one = not reader.reads_together
         self._drawn = 0
+        self._seen, self._calm = -1, CALM  # the change counter at the last batch; batches since it rose
+        self.renew()
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Begin anew what threads share; in a forked child another one may have been in the middle."""
+        self._turn = threading.RLock()
         self._of: tuple[object, int] | None = None  # what the group was drawn from
         self._group: BatchGroup | None = None
         self._waiting: list[PlannedBatch] = []
-        self._turn = threading.RLock()  # threads share the batches of a group, and what follows the folder
         self._live: LiveIndex | None = None  # once the folder was seen to be written to
-        self._seen, self._calm = -1, CALM  # the change counter at the last batch; batches since it rose
 
     def next(
         self, batch_size: int, rng: np.random.Generator, alone: bool = False

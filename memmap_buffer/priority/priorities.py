@@ -23,7 +23,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.journal import Journal
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import address_of, after_fork, bytes_at, memory, process_id
+from memmap_buffer.format.syscalls import address_of, bytes_at, memory, process_id, renew_after_fork
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, WIDTH, SumTree, SumTrees, with_zeros
 from memmap_buffer.priority.tree_file import TreeFile, steps_in
@@ -32,7 +32,6 @@ REMEMBERED = 4096  # changes that a tree of anchors may be behind
 
 # Within a process all objects share one tree of a name: a second lock on its file would wait for the first for ever.
 _open: weakref.WeakValueDictionary[tuple[tuple[int, int], str, int], Priorities] = weakref.WeakValueDictionary()
-_every: weakref.WeakSet[Priorities] = weakref.WeakSet()
 _opening = Turn()  # of all of them: two threads that draw for the first time share a tree
 _numbers = count()
 _NUMBER, _LOCK, _RELEASE = attrgetter("number"), attrgetter("lock"), methodcaller("release")
@@ -74,14 +73,19 @@ class Priorities:
         self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=0)
         self.num_changes = self.stamp = 0
         self.number = next(_numbers)
-        _every.add(self)
+        renew_after_fork(self)
         self._users = 0
         self._highest: weakref.WeakSet[Highest] = weakref.WeakSet()
-        self._journal, self._mark = Journal(), 0  # of the storage, once they were followed
+        self._journal: Journal | None = None  # of the storage, once they were followed
+        self._mark = 0  # likewise
         self._order: IntArray = np.empty((2, 0), np.int64)  # (2, n) serials, ascending, and slots; some may be gone
         self.followed_to: int | None = None
         self.num_steps = 0
         self._unfinished = True  # whether some slots may still have leaves as they were before
+
+    def renew(self) -> None:
+        """In a forked child: another thread may have been drawing, or updating."""
+        self.lock = threading.RLock()
 
     @classmethod
     def open(
@@ -504,15 +508,6 @@ class Priorities:
     def _changed(self, slots: IntArray, t: IntArray | None) -> None:
         self.changes.append((slots, t))
         self.num_changes += 1
-
-
-def _after_fork() -> None:
-    """Another thread may have been drawing, or updating."""
-    for one in list(_every):
-        one.lock = threading.RLock()
-
-
-after_fork(_after_fork)
 
 
 def in_turn(each: Iterable[Priorities]) -> list[Priorities]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchE
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import CHECK, GENERATION, RECORD, SERIAL, STATE_WORD, WORDS
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import address_of, after_fork, bytes_at
+from memmap_buffer.format.syscalls import address_of, bytes_at, renew_after_fork
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.memory_pool import Pool
 
@@ -266,7 +265,7 @@ class Folders:
         self.mirrored = False
         self.numbers = np.empty(0, np.int64)
         self._lock = threading.Lock()
-        _every.add(self)
+        renew_after_fork(self)
         self._looked = True
         self._found: Mapping[int, Storage] = {}
         self._places: tuple[tuple[Storage, ...], IntArray | None] = (), None  # see `_place`
@@ -274,6 +273,10 @@ class Folders:
         self._changes: list[int] = []
         self._reached: Reach | None = None
         self._take_in(found)
+
+    def renew(self) -> None:
+        """In a forked child: another thread may have been looking for shards, for as long as a request takes."""
+        self._lock = threading.Lock()
 
     @classmethod
     def of_root(cls, shards: Any) -> Folders:
@@ -457,18 +460,6 @@ class Folders:
         if reach is None or reach.storages is not storages or reach.tables != tables:
             reach = self._reached = Reach(storages, tables, reach)
         return reach
-
-
-_every: WeakSet[Folders] = WeakSet()
-
-
-def _after_fork() -> None:
-    """Another thread may have been looking for shards, at a URL for as long as a request takes."""
-    for folders in list(_every):
-        folders._lock = threading.Lock()
-
-
-after_fork(_after_fork)
 
 
 def id_of(storage: Storage) -> str:

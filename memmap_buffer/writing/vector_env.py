@@ -27,6 +27,7 @@ from memmap_buffer.writing.writer import Writer
 
 log = logging.getLogger("memmap_buffer")
 NEXT = "next_"
+PLAIN = (bool, int, float)
 _GIVEN = "fields", "meta", "following"  # of `Steps`
 LOOKS = 100  # ends of episodes at which it is looked whether what was given as seen next can be right
 SAME = 3  # ends one behind the other at which it is the observation of a reset, until that is said
@@ -331,12 +332,13 @@ class EpisodeStream(EpisodeGroup):
                 ):
                     value = np.array(value, dtype)
                 else:
-                    axes = np.ndim(value)
+                    if not lead and kind not in PLAIN and getattr(value, "ndim", None) != len(shape):
+                        return None  # it may have an axis of environments, or have none
                     try:
                         value = numbers.field.encode(value, lead)
                     except SchemaError:
                         return None  # there it is told in full
-                    if value.shape != shape or axes != len(shape):
+                    if value.shape != shape:
                         return None
             columns[name] = value if lead else value[None]
         complete = len(columns) == len(plan) or columns.keys() == self.schema.fields.keys()
@@ -557,7 +559,7 @@ class Steps:
     def of(cls, schema: Schema, columns: Mapping[str, Array]) -> Steps:
         """One timestep, of every field as (B, *field), and `next_<field>` where given."""
         steps = cls.__new__(cls)
-        steps.done, steps.lead, steps.meta = 0, 1, {}
+        steps.done, steps.meta = 0, {}
         steps.fields = {name: columns[name][None] for name in schema.fields}
         steps.following = {
             name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()

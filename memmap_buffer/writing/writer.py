@@ -176,17 +176,19 @@ class Writer:
     def _change(self, work: Callable[[WriteHandles], T], *, publishing: bool = False) -> T:
         """Do a change in its turn; see `begin`. Whatever it ends with, what is on the disk then is what happened."""
         with self.turn:
-            files = self._begin(publishing)
-            try:
-                self._settled = False
-                done = work(files)
-                self._settled = True
-                return done
-            except BaseException:
-                if self.lock.mine:
-                    with suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
-                        self._settle(files)
-                raise
+            return self._carry_out(work, self._begin(publishing))
+
+    def _carry_out(self, work: Callable[[WriteHandles], T], files: WriteHandles) -> T:
+        try:
+            self._settled = False
+            done = work(files)
+            self._settled = True
+            return done
+        except BaseException:
+            if self.lock.mine:
+                with suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
+                    self._settle(files)
+            raise
 
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
@@ -322,17 +324,16 @@ class Writer:
         episode = Episode(self, meta, held=left)  # whatever interrupts this, nobody holds it
         episode.fill(columns, length)
         episode.finals = dict(finals)
-        try:
-            self._change(partial(self._store, episode), publishing=True)
-        except BaseException:
-            episode.settle()  # it may be published already, and the oldest one gone for it
-            raise
+        with self.turn:
+            files = self._begin(publishing=True)
+            self._require_room_for_another()
+            try:
+                self._carry_out(partial(self._publish, episode, False), files)
+            except BaseException:
+                episode.settle()  # it may be published already, and the oldest one gone for it
+                raise
         episode.release()
         return episode
-
-    def _store(self, episode: Episode, files: WriteHandles) -> None:
-        self._require_room_for_another()
-        self._publish(episode, cut=False, files=files)
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
@@ -349,6 +350,7 @@ class Writer:
         slot_writer = self._write(episode, files)
         if slot_writer.published and self._meta_changed(slot_writer, episode):
             slot_writer.round = self._slots.last_round(slot_writer.slot)
+            self.lock.check(self.storage)  # it is a change of what is visible
             self._rewrite(redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta), files)
         else:
             slot_writer.write_final(episode.finals)
@@ -377,7 +379,7 @@ class Writer:
 
     def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
         """Add the final observation to an episode that was published as cut short, if it is still there: atomic."""
-        self._change(partial(self._complete, episode, finals), publishing=True)
+        self._change(partial(self._complete, episode, finals))
 
     def _complete(self, episode: Episode, finals: Mapping[str, Array], files: WriteHandles) -> None:
         slot_writer = self._last_cut.get(episode)

@@ -358,3 +358,17 @@ def test_a_number_of_one_environment_is_stored_as_with_an_axis_or_refused_as_at_
                 results.append(str(error))
             assert buffer.num_steps == before + (not isinstance(results[-1], str))
     assert repr(results[1:]) == repr(results[:1] * 2)
+
+
+@pytest.mark.parametrize(
+    "how", [list, lambda rows: [np.array(row) for row in rows], lambda rows: [*map(torch.tensor, rows)]]
+)
+def test_lists_of_several_environments_are_taken_at_every_step_and_a_bad_one_refused(tmp_path, how):
+    fields = {"x": Field("float32", (None,)), "k": "int64"}
+    with ReplayBuffer(tmp_path, 4, 9, fields, circular=True) as buffer:
+        for t in range(4):
+            buffer.add(x=[how([1.0, 2.0]), how([3.0])], k=np.array([t, -t]))
+            with pytest.raises(SchemaError, match="rectangular"):
+                buffer.add(x=[how([1.0, 2.0]), how([3.0])], k=[[1, 2], [3]])
+        buffer.end_episodes()
+        assert buffer.episode_lens.tolist() == [4, 4]

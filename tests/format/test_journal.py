@@ -1,0 +1,343 @@
+"""The one account of what is visible: who follows it is told of every change, whoever else does so in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from damage import rewrite_record, rewrite_state
+from fault_injection import fork
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from profiles import examples
+
+from memmap_buffer import ReplayBuffer, SchemaMismatchError, repair
+from memmap_buffer.format.journal import REMEMBERED
+from memmap_buffer.format.storage import Storage
+
+LENGTH = 4
+
+
+def make(folder: Path, count: int = 0, **options: Any) -> ReplayBuffer:
+    options = {"max_episodes": 6, "max_timesteps": LENGTH, "circular": True, **options}
+    buffer = ReplayBuffer(folder, fields={"x": "float"}, **options)
+    for value in range(count):
+        store(buffer, value)
+    return buffer
+
+
+def store(buffer: ReplayBuffer, value: float, length: int = LENGTH) -> None:
+    buffer.store_episode(x=np.full(length, value))
+
+
+def shown_by(storage: Storage) -> list[tuple[int, int, int]]:
+    """(serial, start, stop) of what a folder shows."""
+    table = storage.refresh()
+    columns = (table.serial, table.start, table.length)
+    return list(zip(*(column[table.visible].tolist() for column in columns), strict=True))
+
+
+class Follower:
+    """What keeps (serial + 1, steps) of each slot, by the changes that it is told of."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage, self.mark = storage, 0
+        self.pairs: dict[int, tuple[int, int]] = {}
+
+    def follow(self) -> None:
+        journal = self.storage.journal
+        with journal.lock:
+            change = journal.follow(self.storage, self.mark)
+            slots = np.arange(self.storage.layout.slots) if change.slots is None else change.slots
+            told = np.asarray(journal.pairs(slots)).reshape(-1, 2)
+            if change.moved is not None:
+                for slot, left, added in zip(*change.moved, strict=True):
+                    (serial, steps), i = self.pairs[slot], slots.tolist().index(slot)
+                    start, stop = (steps & 0xFFFFFFFF) + left, (steps >> 32) + added
+                    assert (serial, start | stop << 32) == tuple(told[i].tolist())
+            self.pairs.update(zip(slots.tolist(), map(tuple, told.tolist()), strict=True))
+            self.mark = change.mark
+
+    def shown(self) -> list[tuple[int, int, int]]:
+        pairs = sorted(pair for pair in self.pairs.values() if pair[0])
+        return [(serial - 1, steps & 0xFFFFFFFF, steps >> 32) for serial, steps in pairs]
+
+
+class Life(RuleBasedStateMachine):
+    """A folder that is changed in every way; followers, however far behind, come to know what a new reader reads.
+
+    One object follows beside the writer, another one is of another reader.
+    """
+
+    @initialize(kind=st.sampled_from(["episodes", "steps", "packed tight"]))
+    def create(self, kind: str) -> None:
+        self.folder = Path(os.environ["TEST_JOURNAL"]) / str(time.monotonic_ns())
+        sizes = {"capacity": 15} if kind == "steps" else {"max_episodes": 3} if kind == "packed tight" else {}
+        self.buffer = make(self.folder, publish="step", spare_slots=3, **sizes)
+        self.beside = Storage.open(self.folder, read_only=True)
+        self.followers = [Follower(storage) for storage in (self.buffer._storage, self.beside) for _ in range(3)]
+        self.value = 0
+
+    @rule(length=st.integers(1, LENGTH), again=st.sampled_from([1, 1, 2, 9]))
+    def store(self, length: int, again: int) -> None:
+        for _ in range(again):
+            self.value += 1
+            store(self.buffer, self.value, length)
+
+    @rule(size=st.integers(1, 3), again=st.sampled_from([1, 2, 30]))
+    def add(self, size: int, again: int) -> None:
+        if self.buffer._stream is not None and len(self.buffer._stream) != size:
+            self.buffer.end_episodes()
+        for _ in range(again):
+            self.buffer.add(x=np.full(size, self.value))
+
+    @rule(place=st.integers(0, 20))
+    @precondition(lambda self: self.buffer.num_episodes > 0)
+    def delete(self, place: int) -> None:
+        self.buffer.end_episodes()
+        if self.buffer.num_episodes:
+            self.buffer.delete(place % self.buffer.num_episodes)
+
+    @rule(place=st.integers(0, 20))
+    @precondition(lambda self: self.buffer.num_episodes > 0)
+    def update(self, place: int) -> None:
+        self.buffer.end_episodes()
+        if self.buffer.num_episodes:
+            self.buffer.update(place % self.buffer.num_episodes, x=-1.0)
+
+    @rule()
+    def clear(self) -> None:
+        self.buffer.end_episodes()
+        self.buffer.clear()
+
+    @rule()
+    def many_changes(self) -> None:
+        """More than the folder's journal names."""
+        for _ in range(12):
+            self.buffer._writer.begin().changed(np.zeros(100, np.int64))
+
+    @rule(which=st.integers(0, 5))
+    def follow(self, which: int) -> None:
+        self.followers[which].follow()
+
+    @rule()
+    def find_damage(self) -> None:
+        """Each object of its own: what one finds damaged the other shows."""
+        table = self.beside.refresh()
+        if len(table) > 1 and not self.beside.num_damaged:
+            self.beside.void([(table.visible.item(0), "is taken for damaged")])
+
+    @invariant()
+    def all_know_the_same(self) -> None:
+        if not hasattr(self, "buffer"):
+            return
+        expected = shown_by(Storage.open(self.folder, read_only=True))
+        assert shown_by(self.buffer._storage) == expected
+        if not self.beside.num_damaged:
+            assert shown_by(self.beside) == expected
+
+    def teardown(self) -> None:
+        if hasattr(self, "buffer"):
+            for follower in self.followers:
+                follower.follow()
+                assert follower.shown() == shown_by(follower.storage)
+            self.buffer.close()
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_JOURNAL", str(tmp_path))
+
+
+TestLife = Life.TestCase
+TestLife.settings = examples(60)
+
+
+def test_tables_that_others_hold_stay_as_they_were(tmp_path: Path) -> None:
+    buffer = make(tmp_path, publish="step", spare_slots=2, capacity=9)
+    tables: list[tuple[Any, list[Any]]] = []
+    for step in range(60):
+        buffer.add(x=np.full(2, step))
+        if step % 3 == 0:
+            table = buffer._storage.refresh()
+            tables.append((table, [table.visible.tolist(), *(column.tolist() for column in table.columns)]))
+        for table, before in tables[-5:]:
+            assert [table.visible.tolist(), *(column.tolist() for column in table.columns)] == before
+
+
+def test_who_is_many_steps_behind_follows_to_where_others_are(tmp_path: Path) -> None:
+    buffer = make(tmp_path, publish="step", spare_slots=2, max_timesteps=5000)
+    follower = Follower(buffer._storage)
+    buffer.add(x=0.0)
+    follower.follow()
+    for step in range(REMEMBERED):
+        buffer.add(x=float(step))
+        assert buffer.num_steps == step + 2
+    journal = buffer._storage.journal
+    with journal.lock:
+        assert journal.follow(buffer._storage, follower.mark).slots is not None
+    follower.follow()
+    assert follower.shown() == [(0, 0, REMEMBERED + 1)]
+
+
+@pytest.mark.parametrize("change", ["drop_field", "rename_field"])
+@pytest.mark.parametrize("options", [{}, {"prioritized": True}, {"n_steps": 1}], ids=str)
+def test_a_reader_whose_schema_was_changed_is_told_and_gets_no_rows_of_others(
+    tmp_path: Path, change: str, options: dict[str, Any]
+) -> None:
+    buffer = ReplayBuffer(tmp_path, 4, LENGTH, {"x": "float", "y": "float"}, circular=True)
+    for value in range(4):
+        buffer.store_episode(x=np.full(LENGTH, value), y=np.full(LENGTH, value))
+    reader = ReplayBuffer.from_folder(tmp_path)
+    draw: dict[str, Any] = {"timestep_level": True, **options} if "n_steps" not in options else options
+    reader.sample(4, **draw)
+    buffer.drop_field("y") if change == "drop_field" else buffer.rename_field("y", "z")
+    for value in range(10, 14):
+        given = {} if change == "drop_field" else {"z": np.full(LENGTH, value)}
+        buffer.store_episode(x=np.full(LENGTH, value), **given)
+        with pytest.raises(SchemaMismatchError, match="y"):
+            reader.sample(4, **draw)
+
+
+def test_a_base_that_a_repair_lowers_is_taken_in(tmp_path: Path) -> None:
+    make(tmp_path, 3).close()
+    rewrite_state(tmp_path, base=10**6)
+    reader = Storage.open(tmp_path, read_only=True)
+    follower = Follower(reader)
+    follower.follow()
+    assert shown_by(reader) == follower.shown() == []
+    repair(tmp_path)
+    follower.follow()
+    assert [serial for serial, *_ in shown_by(reader)] == [serial for serial, *_ in follower.shown()] == [0, 1, 2]
+
+
+def test_an_episode_whose_serial_stood_in_two_slots_comes_back_when_it_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = make(tmp_path, 3)
+    reader = Storage.open(tmp_path, read_only=True)
+    follower = Follower(reader)
+    files = buffer._writer.begin()
+    for serial, expected in ((0, [1]), (7, [0, 1, 7])):
+        rewrite_record(tmp_path, 2, serial=serial)
+        files.changed([2])
+        follower.follow()
+        assert [serial for serial, *_ in follower.shown()] == expected
+        assert [serial for serial, *_ in shown_by(reader)] == expected
+    assert "serials [0] stand in two slots each" in caplog.text
+
+
+def test_the_log_is_told_of_nothing_while_the_journal_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler may hold a lock of its own, and wait for who shows a buffer, which reads the journal."""
+    buffer = make(tmp_path, 3)
+    rewrite_record(tmp_path, 2, serial=0)
+    buffer._writer.begin().changed([2])
+    free: list[bool] = []
+
+    def warning(*_: Any) -> None:
+        other = threading.Thread(target=lambda: free.append(buffer._storage.journal.lock.acquire(timeout=5)))
+        other.start()
+        other.join()
+
+    monkeypatch.setattr("memmap_buffer.format.journal.log.warning", warning)
+    assert len(buffer) == 1
+    assert free == [True]
+
+
+def test_who_finds_nothing_new_had_seen_all_that_was_published_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another thread follows just while it looks."""
+    buffer = make(tmp_path, 1)
+    storage = buffer._storage
+    draw = {"timestep_level": True, "prioritized": True}
+    buffer.sample(2, **draw)
+    store(buffer, 1)
+    changes, seen = Storage.changes.fget, []
+
+    def followed_meanwhile(self: Storage) -> Any:
+        if not seen:
+            seen.append(0)
+            other = threading.Thread(target=storage.refresh)
+            other.start()
+            other.join()
+        return changes(self)  # type: ignore[misc]
+
+    monkeypatch.setattr(Storage, "changes", property(followed_meanwhile))
+    assert buffer.update_priorities([[1, 0]], [5.0]) == 0
+    assert seen
+
+
+def test_an_update_is_waited_for_by_who_only_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the steps of the episode would come anew, with the priority of new ones."""
+    buffer = make(tmp_path, 1)
+    reader = ReplayBuffer.from_folder(tmp_path)
+    draw = {"timestep_level": True, "prioritized": True, "return_indices": True}
+    reader.sample(2, **draw)
+    store(buffer, 1)
+    reader.sample(2, **draw)
+    reader.update_priorities([[0, 0], [1, 0]], [0.5, 0.25])
+    before = reader.priorities([[0, 0], [1, 0]])
+    files = buffer._writer.begin()
+    barriers, waiting = files.barriers, []
+
+    def in_the_middle(*keys: str) -> None:
+        if keys == ("/episodes",) and not waiting:
+            waiting.append(threading.Thread(target=lambda: reader.sample(2, **draw)))
+            waiting[0].start()
+            time.sleep(0.008)
+        barriers(*keys)
+
+    monkeypatch.setattr(files, "barriers", in_the_middle)
+    buffer.update(1, x=np.ones(LENGTH))
+    waiting[0].join()
+    assert np.array_equal(reader.priorities([[0, 0], [1, 0]]), before)
+
+
+def test_a_full_buffer_that_refuses_an_episode_tells_nobody_of_a_change(tmp_path: Path) -> None:
+    buffer = make(tmp_path, 6, circular=False)
+    before = buffer._storage.changes
+    with pytest.raises(ValueError, match="is full"):
+        store(buffer, 7)
+    assert buffer._storage.changes == before
+
+
+def test_a_forked_child_follows_whatever_other_threads_were_doing(tmp_path: Path) -> None:
+    buffer = make(tmp_path, 7)
+    before, run = sys.getswitchinterval(), [True]
+
+    def repeat(work: Callable[[], Any]) -> None:
+        while run:
+            work()
+
+    def learn() -> None:
+        buffer.sample(4, format="numpy", timestep_level=True)
+        buffer.refresh()
+
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in (lambda: store(buffer, 1), learn, learn)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            pid = fork()
+            if pid == 0:
+                signal.alarm(20)  # of a lock that nobody gives back
+                learn()
+                os._exit(0 if buffer.num_episodes else 1)
+            assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        run.clear()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
