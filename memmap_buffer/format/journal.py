@@ -188,7 +188,9 @@ class Journal:
         changes, before = storage.changes, self.version
         if changes == before and storage.num_damaged == self._num_damaged:
             return
-        may_be_followed = before is not None and self._may_be_followed(storage)
+        # Not of packed folders, where nothing changes, nor of what does not follow from the records that changed.
+        spoilt = storage.in_doubt or storage.num_damaged or len(self._twice)
+        may_be_followed = before is not None and storage.layout.rows is None and not spoilt
         slots = storage.changed_since(before) if may_be_followed else None  # type: ignore[arg-type]
         if slots is None and not anew:
             storage.require_schema()
@@ -208,11 +210,6 @@ class Journal:
             self._changes.append(Change(self.mark + 1, changed, self._moved))
             self.mark += 1
         self.version = changes
-
-    def _may_be_followed(self, storage: Storage) -> bool:
-        """Whether what is visible follows from the records that change: not what is spoilt or there twice."""
-        spoilt = storage.in_doubt or storage.num_damaged or len(self._twice)
-        return storage.layout.rows is None and not spoilt
 
     def _read(self, storage: Storage) -> int:
         """All records; returns the change counter before they were read."""
