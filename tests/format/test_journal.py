@@ -21,6 +21,7 @@ from profiles import examples
 
 from memmap_buffer import ReplayBuffer, SchemaMismatchError, repair
 from memmap_buffer.format.journal import REMEMBERED
+from memmap_buffer.format.records import DELETED
 from memmap_buffer.format.storage import Storage
 
 LENGTH = 4
@@ -233,6 +234,20 @@ def test_an_episode_whose_serial_stood_in_two_slots_comes_back_when_it_does_not(
         assert [serial for serial, *_ in follower.shown()] == expected
         assert [serial for serial, *_ in shown_by(reader)] == expected
     assert "serials [0] stand in two slots each" in caplog.text
+
+
+def test_an_older_episode_that_comes_back_is_shown_again(tmp_path: Path) -> None:
+    """No writer of ours lets one, as it raises the base before; another one may."""
+    buffer = make(tmp_path, 7)
+    reader = Storage.open(tmp_path, read_only=True)
+    follower = Follower(reader)
+    follower.follow()
+    slot = int(reader.table.visible[-1])
+    rewrite_record(tmp_path, slot, flags=reader.record(slot)["flags"] | DELETED)
+    buffer._writer.begin().changed([slot])
+    follower.follow()
+    assert follower.shown() == shown_by(reader) == shown_by(Storage.open(tmp_path, read_only=True))
+    assert [serial for serial, *_ in follower.shown()] == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_log_is_told_of_nothing_while_the_journal_is_locked(

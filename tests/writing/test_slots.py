@@ -50,6 +50,24 @@ def test_a_fresh_buffer_fills_from_slot_0_and_a_full_ring_goes_round(tmp_path):
     assert slots == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
+def test_slots_that_are_freed_together_are_each_taken_once_and_none_that_shows_an_episode(tmp_path):
+    rng, shown, value = np.random.default_rng(0), [], 0
+    for number in range(150):
+        if number % 5 == 0:  # a new writer finds few that are free
+            buffer = ReplayBuffer(tmp_path, 12, 2, {"x": "int"}, circular=True, spare_slots=2)
+        for _ in range(rng.integers(1, 6)):
+            buffer.store_episode(x=[value, value])
+            shown, value = [*shown, value][-12:], value + 1
+        if rng.random() < 0.1:
+            buffer.clear()
+            shown = []
+        else:
+            gone = rng.permutation(len(shown))[: rng.integers(0, 9)]
+            buffer.delete(gone)
+            shown = [each for i, each in enumerate(shown) if i not in gone]
+        assert [buffer.episode(i)["x"].tolist() for i in range(len(buffer))] == [[each] * 2 for each in shown]
+
+
 # Which steps leave
 
 
