@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from damage import rewrite_record, rewrite_state
-from fault_injection import fork
+from fault_injection import in_child
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from profiles import examples
@@ -339,18 +339,20 @@ def test_a_forked_child_follows_whatever_other_threads_were_doing(tmp_path: Path
         buffer.sample(4, format="numpy", timestep_level=True)
         buffer.refresh()
 
+    def forked(tell: Callable[[Any], None]) -> None:
+        signal.alarm(20)  # of a lock that nobody gives back
+        learn()
+        tell(buffer.num_episodes)
+
     threads = [threading.Thread(target=repeat, args=(work,)) for work in (lambda: store(buffer, 1), learn, learn)]
+    learn()  # what is imported at first use is, as a child would wait for another thread's import, too
     sys.setswitchinterval(1e-5)
     try:
         for thread in threads:
             thread.start()
         for _ in range(20):
-            pid = fork()
-            if pid == 0:
-                signal.alarm(20)  # of a lock that nobody gives back
-                learn()
-                os._exit(0 if buffer.num_episodes else 1)
-            assert os.waitpid(pid, 0)[1] == 0
+            child = in_child(forked)
+            assert child == (0, [6]), child.told[-1]
     finally:
         run.clear()
         for thread in threads:
