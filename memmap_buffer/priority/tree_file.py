@@ -505,7 +505,7 @@ def require_memory(storage: Storage, leaves: int, what: str) -> None:
 
     Pages that no step lies in take none. A system that gives more memory than it has would end the process later.
     """
-    table, available = storage.table, available_memory()
+    table, available = storage.refresh(), available_memory()
     needed = min(NODE_BYTES * leaves, NODE_BYTES * table.steps + PAGE * len(table))
     if available is not None and needed > available:
         raise SchemaError(
