@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -260,6 +261,14 @@ def docstrings_without_a_thing(tree: ast.AST) -> Iterator[str]:
 def test_names_and_docstrings_say_of_what_they_are(of_a_source: Callable[[ast.AST], Iterator[str]], count: int) -> None:
     """The numbers only go down: lower them where there are fewer."""
     assert sum(len([*of_a_source(parse(source))]) for source in source_files().values()) == count
+
+
+def test_lines_of_code_are_counted_without_docstrings_comments_and_empty_lines() -> None:
+    count = runpy.run_path(str(PACKAGE.parent / "scripts" / "size"))["lines_of_code"]
+    code = ["x = 1  # one", "def f(a,", "      b):", "    return (a,", "        b)"]
+    source = ['"""Of a module,', 'in two lines."""', "", code[0], "# none", "", *code[1:3], '    "none"', *code[3:], ""]
+    assert count("\n".join(source)) == len(code)
+    assert count("x = '''two\nlines'''\n") == 2
 
 
 # The checks themselves

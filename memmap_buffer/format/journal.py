@@ -128,8 +128,9 @@ class Journal:
             return Change(self.mark, None, None)
         if behind == 1:
             return self._changes[-1]
-        parts = [one.slots for one in islice(self._changes, len(self._changes) - behind, None) if one.slots is not None]
-        return Change(self.mark, np.unique(np.concatenate(parts)), None)
+        later = islice(self._changes, len(self._changes) - behind, None)
+        slots: list[IntArray] = [change.slots for change in later]  # type: ignore[misc]  # of a kept one they are known
+        return Change(self.mark, np.unique(np.concatenate(slots)), None)
 
     def at_once(self, storage: Storage, *, anew: bool = False) -> EpisodeTable:
         """The table of this moment; the same one as long as nothing has changed.
@@ -213,14 +214,17 @@ class Journal:
 
     def _read(self, storage: Storage) -> int:
         """All records; returns the change counter before they were read."""
-        shown, serials = (self.shown, self.table.serial) if self._followed else (None, None)
-        if self._moment is not None and not self._followed:
+        if self._followed:
+            shown, serials = self.shown, self.table.serial
+        elif self._moment is not None:
             shown, serials = self._moment[1].shown, self._moment[1].serial
+        else:
+            shown, serials = np.zeros(storage.layout.slots, np.bool_), NO_SLOTS
         for _ in range(UPDATES + 1):
             changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
             columns = storage.columns()
             # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
-            if shown is None or serials is None or not _being_updated(storage, columns, shown, serials):
+            if not _being_updated(storage, columns, shown, serials):
                 break
             time.sleep(0.001)
         visible, self._twice = visible_slots(columns, base, storage.layout)
@@ -230,7 +234,7 @@ class Journal:
         return changes
 
     def _begin_to_follow(self, storage: Storage) -> None:
-        """Have what only those need who follow."""
+        """Make what is kept for followers alone of the table that was read."""
         table: EpisodeTable = self._moment[1]  # type: ignore[index]
         self.shown, self.num_steps, self._visible = table.shown.copy(), table.steps, table.visible
         self.head, self.tail, self._num_episodes = 0, len(table), len(table)
@@ -306,8 +310,9 @@ class Journal:
         if np.count_nonzero(other) or any_of(wrong < 0):
             return False
         self.num_steps += int(np.add.reduce(added - left))
-        self._own(("length",) if not np.count_nonzero(left) else _STEPS)
-        if np.count_nonzero(left):
+        trimmed = np.count_nonzero(left) > 0
+        self._own(_STEPS if trimmed else ("length",))
+        if trimmed:
             self.table.start[slots] = start
         self.table.length[slots] = stop
         self._moved = slots, left, added

@@ -35,7 +35,7 @@ class LiveIndex:
         self.made = 0
         self._selection = selection
         self._journal, self._mark = self.storage.journal, 0
-        self._order: IntArray  # of the journal, as of the last `follow`
+        self._order = self._journal.order  # as of the last `follow`
         self.changes = -1
         self._by_steps = selection.by_steps(folders.schema)
         self._whole = False

@@ -27,7 +27,7 @@ from memmap_buffer.writing.writer import Writer
 
 log = logging.getLogger("memmap_buffer")
 NEXT = "next_"
-PLAIN = (bool, int, float)
+NUMBERS = (bool, int, float)  # of Python, which have no axes
 _GIVEN = "fields", "meta", "following"  # of `Steps`
 LOOKS = 100  # ends of episodes at which it is looked whether what was given as seen next can be right
 SAME = 3  # ends one behind the other at which it is the observation of a reset, until that is said
@@ -326,20 +326,21 @@ class EpisodeStream(EpisodeGroup):
                 return None
             dtype, shape, numbers = plan[name]
             kind = type(value)
-            if kind is not ndarray or value.dtype != dtype or value.shape != shape:
-                if not lead and (
-                    kind in numbers.exact or (kind in numbers.kinds and numbers.low <= value <= numbers.high)
-                ):
-                    value = np.array(value, dtype)
-                else:
-                    if not lead and kind not in PLAIN and getattr(value, "ndim", None) != len(shape):
-                        return None  # it may have an axis of environments, or have none
-                    try:
-                        value = numbers.field.encode(value, lead)
-                    except SchemaError:
-                        return None  # there it is told in full
-                    if value.shape != shape:
-                        return None
+            if kind is ndarray and value.dtype == dtype and value.shape == shape:
+                pass
+            elif lead == 0 and (
+                kind in numbers.exact or (kind in numbers.kinds and numbers.low <= value <= numbers.high)
+            ):
+                value = np.array(value, dtype)
+            elif lead == 0 and kind not in NUMBERS and getattr(value, "ndim", None) != len(shape):
+                return None  # it may have the axis that steps before it had not
+            else:
+                try:
+                    value = numbers.field.encode(value, lead)
+                except SchemaError:
+                    return None  # there it is told in full
+                if value.shape != shape:
+                    return None
             columns[name] = value if lead else value[None]
         complete = len(columns) == len(plan) or columns.keys() == self.schema.fields.keys()
         return columns if complete else None

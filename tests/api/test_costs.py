@@ -1,7 +1,7 @@
 """What each way through the library costs at most: Python calls, writes, looks at the file system.
 
-The bounds are what was counted, and go down only. A call takes 0.1 to 0.5 microseconds and what it does; a write and a
-look some 2 to 5.
+Of rings that are full, as they are for most of their time. The bounds are what was counted, and go down only. A call
+takes 0.1 to 0.5 microseconds and what it does; a write and a look some 2 to 5.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 from ways import Way, way_of
 
 from memmap_buffer import Field, ReplayBuffer, Window
+from memmap_buffer.format import lock
 from memmap_buffer.format.episode_table import EpisodeTable
 from memmap_buffer.format.journal import Journal
 from memmap_buffer.items.live_index import LiveIndex
@@ -50,7 +51,8 @@ def one_step() -> dict[str, Any]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., ReplayBuffer]]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayBuffer]]:
+    monkeypatch.setattr(lock, "LOOK_SECONDS", 1e9)  # what is counted is done within the time between two looks
     made: list[ReplayBuffer] = []
 
     def make(**options: Any) -> ReplayBuffer:
@@ -68,10 +70,19 @@ def filled(buffer: ReplayBuffer) -> ReplayBuffer:
     return buffer
 
 
-def require(work: Callable[[], Any], calls: int, writes: int = 0, looks: int = 0) -> None:
-    """Do it many times; the bounds are for the mean, as now and then there is more to do."""
+def ring(buffer: ReplayBuffer, given: dict[str, Any]) -> ReplayBuffer:
+    """A ring of steps that is full."""
+    while buffer.num_steps < (buffer._storage.layout.capacity or 0):
+        buffer.add(**given)
+    return buffer
+
+
+def require(buffer: ReplayBuffer, work: Callable[[], Any], calls: int, writes: int = 0) -> None:
+    """Do it many times; the bounds are for the mean, as now and then there is more to do. No look is taken."""
     for _ in range(4):
         work()
+    for sampler in buffer._samplers.values():
+        sampler.reader._disk.watches = False  # what is traced takes as long as what waits for a disk
     ways = [way_of(work) for _ in range(TIMES)]
     mean = {
         "calls": np.mean([len(way.functions) for way in ways]),
@@ -81,12 +92,12 @@ def require(work: Callable[[], Any], calls: int, writes: int = 0, looks: int = 0
     typical: Way = sorted(ways, key=lambda way: len(way.functions))[TIMES // 2]
     assert mean["calls"] <= calls, str(typical)
     assert mean["writes"] <= writes, str(typical)
-    assert mean["looks"] <= looks, str(typical)
+    assert mean["looks"] == 0, str(typical)
 
 
 def test_a_whole_episode(make: Callable[..., ReplayBuffer]) -> None:
     buffer, given = filled(make()), episode()
-    require(lambda: buffer.store_episode(**given), calls=180, writes=9, looks=1)
+    require(buffer, lambda: buffer.store_episode(**given), calls=176, writes=9)
 
 
 def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
@@ -96,53 +107,49 @@ def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
         with buffer.one_episode():
             buffer.store(**given)
 
-    require(record, calls=216, writes=8, looks=1)
+    require(buffer, record, calls=215, writes=8)
 
 
-@pytest.mark.parametrize(("num_envs", "calls"), [(None, 37), (1, 37), (8, 42)])
+@pytest.mark.parametrize(("num_envs", "calls"), [(None, 28), (1, 28), (8, 34)])
 def test_a_step_of_environments_that_is_shown_at_once(
     make: Callable[..., ReplayBuffer], num_envs: int | None, calls: int
 ) -> None:
-    buffer = make(publish="step", capacity=4 * LENGTH, spare_slots=8)
     given = one_step() if num_envs is None else {**steps(num_envs), "next_observation": np.ones((num_envs, 17), "f4")}
-    for _ in range(16):
-        buffer.add(**given)
-    require(lambda: buffer.add(**given), calls, writes=1, looks=1)
+    buffer = ring(make(publish="step", capacity=400, spare_slots=8), given)
+    require(buffer, lambda: buffer.add(**given), calls)
 
 
-@pytest.mark.parametrize(("num_envs", "calls"), [(None, 50), (1, 54)])
+@pytest.mark.parametrize(("num_envs", "calls"), [(None, 44), (1, 44)])
 def test_a_step_of_an_episode_in_memory(make: Callable[..., ReplayBuffer], num_envs: int | None, calls: int) -> None:
     buffer = make()
     given = one_step() if num_envs is None else {**steps(1), "next_observation": np.ones((1, 17), "f4")}
-    require(lambda: buffer.add(**given), calls)
+    require(buffer, lambda: buffer.add(**given), calls)
 
 
 def test_a_step_and_a_batch_of_transitions(make: Callable[..., ReplayBuffer]) -> None:
-    buffer = make(publish="step", capacity=4 * LENGTH, spare_slots=8)
     given = {**steps(8), "next_observation": np.ones((8, 17), "f4")}
-    for _ in range(16):
-        buffer.add(**given)
+    buffer = ring(make(publish="step", capacity=400, spare_slots=8), given)
 
     def learn() -> None:
         buffer.add(**given)
         buffer.sample(256, n_steps=1, gamma=0.99)
 
-    require(learn, calls=106, writes=1, looks=2)
+    require(buffer, learn, calls=98)
 
 
 @pytest.mark.parametrize(
     ("size", "calls", "options"),
     [
-        pytest.param(256, 38, {"timestep_level": True}, id="timesteps"),
-        pytest.param(256, 46, {"n_steps": 1, "gamma": 0.99}, id="transitions"),
-        pytest.param(256, 47, {"n_steps": 5, "gamma": 0.99}, id="5 steps"),
-        pytest.param(32, 52, {"view": Window(64)}, id="windows"),
-        pytest.param(16, 124, {}, id="whole episodes"),
+        pytest.param(256, 36, {"timestep_level": True}, id="timesteps"),
+        pytest.param(256, 45, {"n_steps": 1, "gamma": 0.99}, id="transitions"),
+        pytest.param(256, 46, {"n_steps": 5, "gamma": 0.99}, id="5 steps"),
+        pytest.param(32, 44, {"view": Window(64)}, id="windows"),
+        pytest.param(16, 122, {}, id="whole episodes"),
     ],
 )
 def test_a_batch(make: Callable[..., ReplayBuffer], size: int, calls: int, options: dict[str, Any]) -> None:
     buffer = filled(make())
-    require(lambda: buffer.sample(size, **options), calls)
+    require(buffer, lambda: buffer.sample(size, **options), calls)
 
 
 def test_a_batch_by_priority_and_new_priorities(make: Callable[..., ReplayBuffer]) -> None:
@@ -152,7 +159,7 @@ def test_a_batch_by_priority_and_new_priorities(make: Callable[..., ReplayBuffer
         batch = buffer.sample(256, n_steps=1, gamma=0.99, prioritized=True)
         buffer.update_priorities(batch["_indices"], np.ones(256))
 
-    require(learn, calls=176)
+    require(buffer, learn, calls=176)
 
 
 def test_who_learns_by_several_sets_of_options_keeps_one_account_of_what_is_visible(

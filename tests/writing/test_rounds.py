@@ -197,6 +197,35 @@ def test_the_journal_names_the_slots_of_every_timestep(tmp_path: Path) -> None:
             assert storage.changed_since(before).tolist() == sorted(slots.tolist())
 
 
+@pytest.mark.parametrize("why", ["no room", "no map", "another file system"])
+def test_counters_that_cannot_be_stored_to_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Of a copy `state.npy` may have holes: a store to one would end the process on a full disk."""
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    if why == "another file system":
+        monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
+    elif why == "no room":
+        monkeypatch.setattr(commit, "allocate", fails)
+    else:
+        monkeypatch.setattr(WriteHandles, "map", fails)
+    words: list[int] = []
+    written = commit.write_word
+    monkeypatch.setattr(commit, "write_word", lambda fd, value, at: words.append(value) or written(fd, value, at))
+    rng, reader = np.random.default_rng(0), None
+    with created(tmp_path, 2) as buffer:
+        for call in range(6):
+            before = buffer._storage.changes
+            buffer.add(**timestep(call, 2, rng))
+            reader = reader or ReplayBuffer.from_folder(tmp_path, read_only=True)
+            assert buffer._storage.changes > before
+            assert buffer._storage.changes in words
+            assert reader.num_steps == buffer.num_steps == 2 * (call + 1)
+
+
 def test_who_may_not_write_any_more_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "LOOK_SECONDS", 0.0)
     rng, plain = np.random.default_rng(0), {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
