@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -247,7 +248,7 @@ class Journal:
         self._limit(np.flatnonzero(self.shown), storage)
         self._followed = True
 
-    def _own(self, names: tuple[str, ...]) -> None:
+    def _own(self, names: Iterable[str]) -> None:
         """Have columns of its own that are to be changed."""
         lent = self._lent.intersection(names)
         if lent:
@@ -267,26 +268,27 @@ class Journal:
         self._hidden = max(self._hidden, base)
         some = now.start < now.length
         shown = now.valid & some & (now.flags & DELETED == 0) & (now.serial >= self._hidden)
-        was = self.shown[slots]
-        same = was & (now.serial == table.serial[slots])
-        if (same & some & ~now.valid).any():  # it is being rewritten, and will come back
+        was = self.shown.take(slots)
+        same = was & (now.serial == table.serial.take(slots))
+        if any_of(same & some & ~now.valid):  # it is being rewritten, and will come back
             return None
         fresh = np.flatnonzero(shown & ~same)
         if len(fresh) and not self._append(now.serial[fresh], slots[fresh]):
             return None
-        self.num_steps -= int((table.length[slots] - table.start[slots])[was].sum())
-        self.num_steps += int((now.length - now.start)[shown].sum())
-        self._num_episodes += int(shown.sum()) - int(was.sum())
+        before = (table.length.take(slots) - table.start.take(slots)) * was
+        self.num_steps += int(np.add.reduce((now.length - now.start) * shown - before))
+        self._num_episodes += int(np.count_nonzero(shown)) - int(np.count_nonzero(was))
         if self._num_episodes < storage.layout.max_episodes and self._hidden > base:
             return None  # an older one may come back
-        for name, values in now._asdict().items():
-            if (getattr(table, name)[slots] != values).any():
-                self._own((name,))
-                getattr(self.table, name)[slots] = values
+        each = now._asdict()
+        others = {name: values for name, values in each.items() if any_of(values != getattr(table, name)[slots])}
+        self._own(others)
+        for name, values in others.items():
+            getattr(self.table, name)[slots] = values
         self.shown[slots], self._visible = shown, None
         self._limit(slots, storage)
         gone = self._retire(storage.layout.max_episodes)
-        return np.unique(np.concatenate([slots, gone])) if gone else slots
+        return np.array(sorted({*slots.tolist(), *gone})) if gone else slots
 
     def _limit(self, slots: IntArray, storage: Storage) -> None:
         """Up to which step slots may come to show theirs: an open episode grows, another stays, none shows nothing."""
