@@ -220,7 +220,7 @@ class Journal:
         elif self._moment is not None:
             shown, serials = self._moment[1].shown, self._moment[1].serial
         else:
-            shown, serials = np.zeros(storage.layout.slots, np.bool_), NO_SLOTS
+            shown, serials = np.zeros(len(storage.maps.words), np.bool_), NO_SLOTS
         for _ in range(UPDATES + 1):
             changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
             columns = storage.columns()
