@@ -5,6 +5,7 @@ Every way to write ends here, in `commit`. The order of the writes is in `format
 
 from __future__ import annotations
 
+import errno
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,13 +96,18 @@ class WriteHandles:
         return out
 
     def _mapped_counters(self) -> Words | None:
-        """The words of state.npy for stores, at a tenth of the time of a write each; None where they are written."""
+        """The words of state.npy for stores, at a tenth of the time of a write each; None where they are written.
+
+        Raises: OSError: the disk is full or broken; nothing can be published on it by writes, either.
+        """
         if not self.stores:
             return None
         try:
             allocate(self.fd["/state"], 0, self.layout.arrays["/state"].size)  # a copy may have holes
             return self.map("/state").view(np.uint64).reshape(-1)
-        except (OSError, ValueError, CorruptBufferError):  # no memory for another map, say
+        except (OSError, ValueError, CorruptBufferError) as error:  # no memory for another map, say
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
             return None
 
     def write_state(self, name: str, value: int, word: int = 0) -> None:
