@@ -149,14 +149,23 @@ def in_the_middle(monkeypatch):
         def copied(self):
             if not left:
                 return copy(self)
-            batch = self.batch
+            batch = dict(field_by_field(self.batch))
             first = next((key for key, column in batch.items() if isinstance(column, RowGather)), None)
             self.batch = {first: batch[first]} if first is not None else {}
             columns = copy(self)
             left.pop()()
             self.batch = {key: column for key, column in batch.items() if key != first}
             columns |= copy(self)
+            self.batch = batch
             return {key: columns[key] for key in batch}
+
+        def field_by_field(batch):
+            for key, column in batch.items():
+                if not isinstance(column, RowGather):
+                    yield key, column
+                    continue
+                for one, name in zip(column.group.keys, column.group.names, strict=True):
+                    yield one, column._replace(group=column.group._replace(keys=(one,), names=(name,)))
 
         monkeypatch.setattr(BatchBuilder, "copy", copied)
 

@@ -21,7 +21,7 @@ from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatch
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
-from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, form_of, sample
+from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, finished, form_of, handed_out
 from memmap_buffer.loading.option_keys import key_of, key_of_dicts
 from memmap_buffer.loading.options import Options
 from memmap_buffer.loading.prioritized import (
@@ -469,7 +469,8 @@ class Readable:
         folders = self._folders
         try:  # as `_retried`, which takes 0.5 us
             sampler = self._sampler_of(options)
-            check_count("batch_size", batch_size)
+            if type(batch_size) is not int or batch_size < 1:
+                check_count("batch_size", batch_size)
             if seed is not None:
                 check_count("seed", seed, 0)
                 rng = np.random.default_rng(seed)
@@ -477,7 +478,10 @@ class Readable:
                 rng = self._rng = form_of(sampler.reader.output.format).rng()
             else:
                 rng = self._rng
-            return sample(sampler, batch_size, rng, device, seed is not None, replacement)
+            reader, alone = sampler.reader, seed is not None
+            columns = sampler.next(batch_size, rng, alone) if replacement else sampler.distinct(batch_size, rng)
+            data = finished(reader, columns, lambda: rng)
+            return data if device is None and not reader.output.tuple_names else handed_out(reader, data, device)
         except SchemaMismatchError:
             if self._settled() is folders:
                 raise

@@ -53,7 +53,7 @@ from memmap_buffer.schema import Field
 
 log = logging.getLogger("memmap_buffer")
 
-FEW = 4  # slots, of which numbers are quicker than arrays
+FEW = 16  # slots, of which numbers are quicker than arrays
 MAX_VIEWS = 256  # of several rows as one item, that are kept
 VERIFY = get_args(Verify)
 _DELETED_WORD = np.uint64(DELETED << 32)
@@ -100,6 +100,7 @@ class Storage:
         self.journal = Journal()  # the visible episodes, followed change by change
         self._table: EpisodeTable | None = None
         self._void: dict[int, int] = {}
+        self.num_damaged = 0  # episodes that were found damaged so far
         self._stamp: tuple[int, int] | None = None
         self._readable: tuple[int, int] | None = None  # a later schema, whose fields include those that are read
         self._state_file: tuple[int, int] | None = None
@@ -511,6 +512,7 @@ class Storage:
         """Serve the episodes of slots no more, as each is damaged in a way."""
         for slot, what in damaged:
             self._void[slot] = int(self.table.serial[slot])
+            self.num_damaged = len(self._void)
             log.warning("%s: episode %d %s and is not served", self.path, self._void[slot], what)
         if damaged:
             self.journal.doubt()
@@ -520,11 +522,6 @@ class Storage:
         """With `verify="always"`, check everything, also what would come back in the place of damaged episodes."""
         if self.verify == "always":
             self.check(np.flatnonzero(self.refresh().valid))
-
-    @property
-    def num_damaged(self) -> int:
-        """How many episodes were found damaged so far."""
-        return len(self._void)
 
     def damaged(self, slot: int) -> list[str]:
         """The fields of a slot that differ from their checksums, unless it was rewritten or appended to meanwhile."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.journal import FEW, Change
+from memmap_buffer.format.journal import Change
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.views.anchors import Anchors
@@ -27,20 +27,22 @@ class LiveIndex:
     Attributes:
         storage: the folder.
         made: how often it was made anew.
-        changes: the change counter to which it was followed.
+        num_anchors: how many there are.
+        mark: of the journal, up to which it was followed.
+        changes: the change counter to which it was followed, -1 in the middle of it.
     """
 
     def __init__(self, selection: Selection, folders: Folders) -> None:
         self.storage: Storage = folders.storages[0]
         self.made = 0
         self._selection = selection
-        self._journal, self._mark = self.storage.journal, 0
+        self._journal, self.mark = self.storage.journal, 0
         self._order = self._journal.order  # as of the last `follow`
         self.changes = -1
         self._by_steps = selection.by_steps(folders.schema)
         self._whole = False
         self._stride = selection.view.stride
-        self._low = self._high = 0  # the runs that count
+        self._low = self._high = self.num_anchors = 0  # the runs that count, and how many anchors they have
 
     @staticmethod
     def follows(selection: Selection, folders: Folders) -> bool:
@@ -48,31 +50,34 @@ class LiveIndex:
         if not selection.by_episode or selection.filter_fields or selection.mixes:
             return False
         storage = folders.storages[0]
-        return folders.single and storage.layout.writable and storage.tells_by_counter
+        return folders.single and storage.layout.writable and not folders.mirrored
 
     def __len__(self) -> int:
-        return int(self._starts[self._high] - self._starts[self._low])
+        return self.num_anchors
 
     def follow(self) -> bool:
         """Take in what changed; False where only an `Index` can tell."""
-        whole, self._whole = self._whole, False  # until all is done: whatever interrupts it, it is made anew then
+        if self.changes >= 0 and self._journal.is_current(self.storage, self.mark):
+            return self._whole
+        whole, self._whole, self.changes = self._whole, False, -1  # whatever interrupts it, it is made anew then
         with self._journal.lock:
-            change = self._journal.follow(self.storage, self._mark)
+            change = self._journal.follow(self.storage, self.mark)
             self._order = self._journal.order
             followed = whole and change.slots is not None
             followed = followed and (self._take_in_steps(change) or self._take_in(change.slots))  # type: ignore[arg-type]
             self._whole = followed or self._begin()
-            self._mark, self.changes = change.mark, self._journal.version  # type: ignore[assignment]
+            self.num_anchors = self._starts.item(self._high) - self._starts.item(self._low)
+            self.mark, self.changes = change.mark, self._journal.version  # type: ignore[assignment]
         return self._whole
 
     def draw(self, count: int, rng: np.random.Generator) -> Anchors:
         """`count` anchors drawn uniformly, with replacement: those that an `Index` would draw."""
         number = rng.random(count)
-        number *= len(self)  # below it for any number below 1
+        number *= self.num_anchors  # below it for any number below 1
         return self.locate(number.astype(np.int64))
 
     def locate(self, i: IntArray) -> Anchors:
-        """The anchors number `i`, (B,) int64 in [0, len)."""
+        """The anchors number `i`, (B,) int64 in [0, num_anchors)."""
         low, starts, stride = self._low, self._starts, self._stride
         i = i + starts.item(low)
         run = starts[low + 1 : self._high + 1].searchsorted(i, "right")
@@ -104,22 +109,25 @@ class LiveIndex:
             runs = self._run_of.take(moved[0])
             count[runs] += np.subtract(moved[2], moved[1])
             first[runs] += moved[1]
-            self._count_again(runs)
+            self._count_again(*self._ends_of(runs))
             return True
-        between = []
+        low, last = self._low, self._high - 1
+        middle, new, old = (low + last) // 2, last + 1, -1
         for slot, fewer, more in zip(*moved, strict=True):
             run = self._run_of.item(slot)
             count[run] = counted = count.item(run) + more - fewer
             if fewer:
                 first[run] = first.item(run) + fewer
-            if run == self._high - 1:
+            if run == last:
                 starts[run + 1] = starts.item(run) + counted
-            elif run == self._low:
+            elif run == low:
                 starts[run] = starts.item(run + 1) - counted
+            elif run > middle:
+                new = run if run < new else new
             else:
-                between.append(run)
-        if between:
-            self._count_again(np.array(between))
+                old = run if run > old else old
+        if new <= last or old >= 0:
+            self._count_again(new, old)
         return True
 
     def _take_in(self, slots: IntArray) -> bool:
@@ -140,20 +148,17 @@ class LiveIndex:
         changed = np.concatenate([changed[changed >= self._low], theirs])
         self._count[changed], self._first[theirs] = 0, episodes.table.start.take(shown)
         self._first[runs], self._count[runs] = found.first, found.count
-        self._count_again(changed)
+        self._count_again(*self._ends_of(changed))
         return True
 
-    def _count_again(self, runs: IntArray) -> None:
-        """Count the anchors again around runs that changed: towards the nearer end of the list."""
+    def _ends_of(self, runs: IntArray) -> tuple[int, int]:
+        """(the oldest in the newer half of the list, the newest in the older half) of some runs that changed."""
+        newer = runs > (self._low + self._high - 1) // 2
+        return int(runs.min(initial=self._high, where=newer)), int(runs.max(initial=-1, where=~newer))
+
+    def _count_again(self, new: int, old: int) -> None:
+        """Count the anchors again from a run on, and up to a run: towards the nearer end of the list."""
         low, high, starts = self._low, self._high, self._starts
-        middle = (low + high) // 2
-        if len(runs) <= FEW:
-            changed = runs.tolist()
-            new = min([run for run in changed if run >= middle], default=high)
-            old = max([run for run in changed if run < middle], default=-1)
-        else:
-            newer = runs >= middle
-            new, old = int(runs.min(initial=high, where=newer)), int(runs.max(initial=-1, where=~newer))
         if new < high:
             starts[new + 1 : high + 1] = starts[new] + self._count[new:high].cumsum()
         if old >= low:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,16 +28,13 @@ from memmap_buffer.views.batch_builder import (
     BatchBuilder,
     BFloat16Bits,
     Columns,
-    cut,
     find_following,
     placed,
 )
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.folders import Folders, Found
 from memmap_buffer.views.hindsight import HindsightBuilder
-from memmap_buffer.views.one_step import OneStep
 from memmap_buffer.views.view import described
 
-Splitter: TypeAlias = Callable[[Columns, int], list[dict[str, Any]]]  # columns (N, …) into batches of so many items
 PATIENCE = 30.0  # seconds in which nothing at all was read: no writer is so quick, so something else is wrong
 MAX_PAUSE = 0.05  # seconds
 
@@ -102,11 +99,10 @@ class BatchReader:
         self.prioritized = Prioritized.parse(options.get("prioritized"), folders.schema)
         self._has_text = any(field.storage.kind == "U" for field in folders.schema.all.values())
         self._is_plain = not self._has_text and not self.output.widened
+        self._plan = self.selection.view.plan(folders.schema)
         self._ends = self.selection.view.ends(folders.schema)
         if self.hindsight is not None:  # a goal may be from anywhere between two ends
             self._ends = self._ends._replace(before=folders.max_timesteps, after=folders.max_timesteps)
-        of_steps = self.hindsight is None and not self.output.meta and OneStep.reads(self.selection.view, folders)
-        self._one_step = OneStep(self.selection.view, folders) if of_steps else None  # type: ignore[arg-type]
         self._index: Index | None = None
         self._tables: tuple[EpisodeTable, ...] = ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
@@ -125,7 +121,7 @@ class BatchReader:
             "_has_text": self._has_text,
             "_is_plain": self._is_plain,
             "_ends": self._ends,
-            "_one_step": None,
+            "_plan": self._plan,
             "_index": self.index() if frozen or not self._by_anchors else None,
             "_tables": (),
             "_living": None,
@@ -163,8 +159,8 @@ class BatchReader:
 
     @property
     def reads_together(self) -> bool:
-        """Whether several batches may be read as one: not if an item's rows depend on the others of its batch, nor
-        where checksums are compared at every read."""
+        """Whether several batches may be read as one: not if an item depends on the others of its batch, nor where
+        checksums are compared at every read."""
         selection = self.selection
         if selection.random or selection.mixes or selection.view.pads_to_longest or self.output.lists:
             return False
@@ -188,50 +184,30 @@ class BatchReader:
         """Give items their chance, see `shuffle.crop`; a generator is made only where it is used."""
         return crop(self.selection, self.folders, anchors, rng()) if self.selection.random else anchors
 
-    def read(self, anchors: Anchors, make: Splitter = cut, since: int | None = None) -> dict[str, Any]:
+    def read(self, drawn: Anchors | Found) -> Columns:
         """The batch at some anchors.
 
         Args:
-            anchors: (B,).
-            make: makes batches of the columns.
-            since: the change counter of the one folder at which all of them were shown, if it is known.
+            drawn: (B,), perhaps with the records of their episodes.
 
         Returns:
-            key -> (B, …), fresh arrays of the stored dtypes, or as `make` gives them.
+            key -> (B, …), fresh arrays of the stored dtypes.
 
         Raises:
             StaleEpisodeError: an episode was overwritten meanwhile, and cannot or must not be drawn again.
         """
-        return make(self.columns(anchors, since), len(anchors.slot))[0]
-
-    def columns(self, anchors: Anchors, since: int | None = None) -> Columns:
-        """The same as arrays (B, …), of however many batches."""
-        found = None if since is None or self._one_step is None or self._disk.watches else self._steps(anchors, since)
-        if found is not None:
-            return found
-        builder, columns, fresh = self._try(anchors, since)
+        builder, columns, fresh = self._try(drawn)
         if fresh is not None and not fresh.all():
             columns = self._completed(builder, columns, fresh)
+        output = self.output
+        if output.rename:
+            columns = {output.rename.get(key, key): values for key, values in columns.items()}
         return columns if self._is_plain else self._finished(columns)
 
-    def _steps(self, anchors: Anchors, since: int) -> Columns | None:
-        """The columns of one-step transitions; None where they are to be tried."""
-        begun = perf_counter()
-        columns = self._one_step.columns(anchors, since)  # type: ignore[union-attr]
-        seconds = perf_counter() - begun
-        if seconds > ANSWER_SECONDS:
-            self._disk.took(seconds)
-        if columns is None:
-            return None
-        if self.output.indices or self.output.weights or anchors.weight is not None:
-            columns |= self._told(anchors)
-        if self.output.rename:
-            columns = {self.output.rename.get(key, key): column for key, column in columns.items()}
-        return columns if self._is_plain else self._finished(columns)
-
-    def _try(self, anchors: Anchors, since: int | None = None) -> tuple[BatchBuilder, Columns, BoolArray | None]:
+    def _try(self, drawn: Anchors | Found) -> tuple[BatchBuilder, Columns, BoolArray | None]:
         """(the builder of a batch; its columns; (B,) whether each item was copied as its anchor meant; None: all)."""
-        builder, disk, begun = self.build(anchors, since), self._disk, perf_counter()
+        disk, begun = self._disk, perf_counter()
+        builder = self.build(drawn)
         if disk.watches:
             disk.watch()
             if disk.slow:
@@ -268,20 +244,19 @@ class BatchReader:
             fresh = np.ones(len(chosen), np.bool_) if again is None else again
             size = max(1, size // 2) if 2 * np.count_nonzero(fresh) < len(fresh) else 2 * size
 
-    def build(self, anchors: Anchors, since: int | None = None) -> BatchBuilder:
+    def build(self, drawn: Anchors | Found) -> BatchBuilder:
         """The builder of a batch at these anchors, with all columns put, and few of them copied."""
         view, output = self.selection.view, self.output
+        found = self.folders.find(drawn) if isinstance(drawn, Anchors) else drawn
         if self.hindsight is None:
-            builder = BatchBuilder(self.folders, anchors, self._ends, since)
+            builder = BatchBuilder(self.folders, found, self._ends, self._plan)
         else:
-            builder = HindsightBuilder(self.folders, anchors, self._ends, self.hindsight, view.reach)
+            builder = HindsightBuilder(self.folders, found, self._ends, self.hindsight, view.reach, self._plan)
         view.cut(builder)
         if output.meta:
             builder.put_meta(output.meta)
-        if output.indices or output.weights or anchors.weight is not None:
+        if output.indices or output.weights or found.anchors.weight is not None:
             builder.batch |= self._told(builder.anchors)
-        if output.rename:
-            builder.batch = {output.rename.get(key, key): column for key, column in builder.batch.items()}
         return builder
 
     @cached_property

@@ -14,14 +14,11 @@ from memmap_buffer.dtypes import Array, all_of, decode, loaded_torch, of_mask, t
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.shuffle import draw_like
-from memmap_buffer.loading.batch_group import CurrentBatch, PlannedBatch
-from memmap_buffer.loading.batch_reader import BatchReader, Splitter
+from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.options import make_tuple
-from memmap_buffer.loading.prioritized import PrioritizedDraws
-from memmap_buffer.loading.samplers import UniformSampler
 from memmap_buffer.schema import LENGTHS, nest
 from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, RaggedRows, cut
+from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, RaggedRows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,13 +28,13 @@ class Form(NamedTuple):
     """What becomes of the columns of a batch.
 
     Attributes:
-        make: cuts columns into batches.
+        make: makes a batch of columns.
         unpadded: cuts sequences (B, T, …) to their lengths (B,).
         seed: draws a seed for what has none.
         move: brings a batch to a device.
     """
 
-    make: Splitter
+    make: Callable[[Columns], dict[str, Any]]
     unpadded: Callable[[Any, Any], Any]
     seed: Callable[[], int]
     move: Callable[[Any, Any], Any]
@@ -57,13 +54,12 @@ def form_of(format: str) -> Form:
     return Form(tensors.tensors_of, tensors.unpadded, tensors.torch_seed, prefetch.to_device)
 
 
-def arrays_of(columns: Columns, size: int) -> list[dict[str, Any]]:
-    """Columns (N, …) as arrays that numpy can compute with, cut into batches of `size` items."""
-    plain = {
+def arrays_of(columns: Columns) -> dict[str, Any]:
+    """Columns as arrays that numpy can compute with."""
+    return {
         key: decode(values.view(np.ndarray), "bfloat16") if isinstance(values, BFloat16Bits) else values
         for key, values in columns.items()
     }
-    return list(cut(plain, size))
 
 
 def numpy_seed() -> int:
@@ -81,18 +77,16 @@ def _stay(batch: Any, device: object) -> Any:
     )
 
 
-def read(
-    reader: BatchReader, anchors: Anchors | PlannedBatch | CurrentBatch, rng: Callable[[], np.random.Generator]
-) -> Any:
+def finished(reader: BatchReader, columns: Columns, rng: Callable[[], np.random.Generator]) -> Any:
     """A batch as (nested) arrays or tensors, ragged where the options say so, and transformed.
 
     Args:
-        reader: what reads it.
-        anchors: of its items.
+        reader: what read it.
+        columns: as it did.
         rng: makes the generator of the transforms that take one.
     """
     output, form = reader.output, form_of(reader.output.format)
-    flat = reader.read(anchors, form.make) if isinstance(anchors, Anchors) else anchors.read(form.make)
+    flat = form.make(columns)
     for key, lens in output.ragged.items():
         flat[key] = form.unpadded(flat[key], flat[lens].reshape(-1))
     for key in output.lists if output.jagged else ():
@@ -242,8 +236,9 @@ class ItemDataset:
         anchors = self._located(np.asarray(indices), indices)
         return self._read(self.reader.crop(anchors, form_of(self.reader.output.format).rng))
 
-    def _read(self, anchors: Anchors | PlannedBatch) -> Batch:
-        data, output = read(self.reader, anchors, partial(_rng_of, anchors)), self.reader.output
+    def _read(self, anchors: Anchors) -> Batch:
+        data = finished(self.reader, self.reader.read(anchors), partial(_rng_of, anchors))
+        output = self.reader.output
         return Batch(data, anchors.size, output.tuple_names, Item if output.format == "torch" else dict)
 
     def _located(self, numbers: Array, given: object) -> Anchors:
@@ -337,26 +332,17 @@ def _not_by_position(option: str, given: object, more: str = "") -> SchemaError:
     )
 
 
-def _rng_of(anchors: Anchors | PlannedBatch) -> np.random.Generator:
-    """The generator of a batch; batches of a group have none."""
-    assert isinstance(anchors, Anchors)
+def _rng_of(anchors: Anchors) -> np.random.Generator:
+    """The generator of a batch."""
     assert anchors.chance is not None
     return np.random.default_rng(anchors.chance[:1])
 
 
-def sample(
-    draws: UniformSampler | PrioritizedDraws,
-    batch_size: int,
-    rng: np.random.Generator,
-    device: Any,
-    alone: bool,
-    replacement: bool = True,
-) -> Any:
-    """One batch drawn at random, as a loader of the same options would give it."""
-    drawn = draws.next(batch_size, rng, alone) if replacement else draws.distinct(batch_size, rng)
-    data = read(draws.reader, drawn, lambda: rng)
-    data = named(data, draws.reader.output.tuple_names)
-    return data if device is None else form_of(draws.reader.output.format).move(data, device)
+def handed_out(reader: BatchReader, data: Any, device: Any) -> Any:
+    """A finished batch as a named tuple, and on a device, where these are asked for."""
+    if reader.output.tuple_names:
+        data = named(data, reader.output.tuple_names)
+    return data if device is None else form_of(reader.output.format).move(data, device)
 
 
 def batch_of(reader: BatchReader, indices: Any, device: Any) -> Any:

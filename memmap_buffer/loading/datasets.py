@@ -16,7 +16,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
-from memmap_buffer.loading.batch_group import BatchGroup, PlannedBatch
 from memmap_buffer.loading.batches import Batch, Item, ItemDataset
 from memmap_buffer.loading.distributed import Drawn, EpochBatches, anchors_of, samplers_of
 from memmap_buffer.loading.options import NamedBatch, make_tuple, unknown_option
@@ -50,7 +49,7 @@ default_collate_fn_map.update({Item: _default_of_items, NamedBatch: _default_of_
 class EpisodeDataset(ItemDataset, Dataset[dict[str, Any]]):
     """The same as PyTorch's `Dataset`, of which loaders of the library's take batches by the anchors of their items."""
 
-    def __getitems__(self, indices: Sequence[int] | Anchors | PlannedBatch | Drawn) -> Batch:
+    def __getitems__(self, indices: Sequence[int] | Anchors | Drawn) -> Batch:
         """Many items, read at once.
 
         Args:
@@ -62,15 +61,6 @@ class EpisodeDataset(ItemDataset, Dataset[dict[str, Any]]):
         """
         anchors = anchors_of(indices)
         return super().__getitems__(indices) if anchors is None else self._read(anchors)
-
-    def grouped(self, batches: Sequence[Anchors]) -> Sequence[Anchors | PlannedBatch]:
-        """Batches that are read one after another, as one group where that is possible."""
-        batches = [anchors_of(batch) for batch in batches]  # type: ignore[misc]
-        size = batches[0].size
-        even = all(batch.size == size for batch in batches[:-1]) and batches[-1].size <= size
-        if not even or not self.reader.reads_together:
-            return batches
-        return BatchGroup(self.reader, Anchors.joined(batches), size).batches()
 
 
 class EpisodeLoader(DataLoader[Any]):
@@ -108,7 +98,6 @@ class EpisodeLoader(DataLoader[Any]):
         self._drawn: EpochBatches | EpochSampler | PrioritizedSampler = (
             order if batch_sampler is None else batch_sampler
         )
-        order.plans = not self.num_workers and batch_sampler is None
         # Pinning would hold up the loop; PyTorch leaves it to a thread too, where there are workers.
         self._pinned = bool(self.num_workers and self.pin_memory and torch.cuda.is_available())
         self.prefetch = prefetch or int(self._pinned)

@@ -18,7 +18,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.rank_partition import Ranks
-from memmap_buffer.loading.batch_group import PlannedBatch
 from memmap_buffer.views.anchors import Anchors
 
 if TYPE_CHECKING:
@@ -83,22 +82,14 @@ class Drawn(Sequence[Anchors]):
     """A batch that is drawn and not read, for trainers that split, join or fill up batches: a sequence of its items.
 
     Args:
-        drawn: the batch.
+        anchors: of the batch.
     """
 
-    def __init__(self, drawn: Anchors | PlannedBatch) -> None:
-        self.drawn = drawn
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Drawn, (self.anchors,)  # a worker process reads it alone, without its group
-
-    @property
-    def anchors(self) -> Anchors:
-        """Its items' anchors."""
-        return self.drawn.anchors if isinstance(self.drawn, PlannedBatch) else self.drawn
+    def __init__(self, anchors: Anchors) -> None:
+        self.anchors = anchors
 
     def __len__(self) -> int:
-        return self.drawn.size
+        return self.anchors.size
 
     @overload
     def __getitem__(self, i: int) -> Anchors: ...
@@ -114,12 +105,12 @@ class Drawn(Sequence[Anchors]):
         return [*self, *others]
 
 
-def anchors_of(batch: Any) -> Anchors | PlannedBatch | None:
+def anchors_of(batch: Any) -> Anchors | None:
     """The anchors of a batch, as our sampler gave it or a trainer put it together; None for anything else."""
-    if isinstance(batch, (Anchors, PlannedBatch)):
+    if isinstance(batch, Anchors):
         return batch
     if isinstance(batch, Drawn):
-        return batch.drawn
+        return batch.anchors
     return Anchors.joined(batch) if type(batch) is list and batch and isinstance(batch[0], Anchors) else None
 
 
@@ -129,11 +120,11 @@ class BatchOrder(Protocol):
     batch_size: int
     drop_last: bool
 
-    def __iter__(self) -> Iterator[Anchors | PlannedBatch]: ...
+    def __iter__(self) -> Iterator[Anchors]: ...
     def __len__(self) -> int: ...
     def set_epoch(self, epoch: int) -> None: ...
     def num_batches(self, ranks: Ranks) -> int: ...
-    def whole(self) -> Iterator[Anchors | PlannedBatch]: ...
+    def whole(self) -> Iterator[Anchors]: ...
     def complete(self, batch_size: int, drop_last: bool) -> Self: ...
 
 

@@ -25,7 +25,6 @@ from memmap_buffer.items.epoch import Handing, folder_states, require_same
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.rank_partition import RankPartition, Ranks
 from memmap_buffer.items.shuffle import Quota
-from memmap_buffer.loading.batch_group import CurrentBatch
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.samplers import all_or_none
 from memmap_buffer.priority.anchor_priorities import (
@@ -40,6 +39,7 @@ from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Highest, Priorities, SeveralPriorities
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
+from memmap_buffer.views.batch_builder import Columns
 from memmap_buffer.views.folders import Folders, id_of
 
 _SETTLED, _NUM_DAMAGED = attrgetter("settled"), attrgetter("num_damaged")  # of many folders, in half the time
@@ -218,10 +218,16 @@ class PrioritizedDraws:
         self._current: tuple[tuple[Index, tuple[EpisodeTable, ...], list[int]] | None, list[AnyPriorities]] = None, []
         self._turn = Turn()
 
-    def next(
+    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Columns:
+        """The next batch; see `draw`."""
+        anchors, shown_at = self.draw(batch_size, rng, alone)
+        folders = self.reader.folders
+        return self.reader.read(folders.find(anchors) if shown_at is None else folders.at(anchors, shown_at))
+
+    def draw(
         self, batch_size: int, rng: np.random.Generator, alone: bool = False, number: int | None = None
-    ) -> Anchors | CurrentBatch:
-        """The next batch to be read.
+    ) -> tuple[Anchors, int | None]:
+        """The anchors of the next batch, and the change counter at which all were shown, if that is known.
 
         Args:
             batch_size: items.
@@ -245,15 +251,15 @@ class PrioritizedDraws:
         folder = None if places is None else numbers[places]
         anchors = Anchors(folder, slot, serial, t, weight.astype(np.float32), probability)
         if shown_at is not None:
-            return CurrentBatch(self.reader, anchors, shown_at)
-        return self.reader.crop(self.reader.index().followed(anchors), lambda: rng)
+            return anchors, shown_at
+        return self.reader.crop(self.reader.index().followed(anchors), lambda: rng), None
 
     def share(self, ranks: Ranks) -> None:
         """Have these ranks draw by the same priorities from now on."""
         if self._priorities is not None:
             self._priorities.ranks = ranks
 
-    def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
+    def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
         """Raises SchemaError: draws by priority are with replacement."""
         raise SchemaError("replacement=False: draws by priority are with replacement; leave one out")
 
@@ -606,9 +612,9 @@ class PrioritizedSampler:
         rng = np.random.default_rng((ranks.require_seed(self.seed), epoch.number, ranks.rank, *part))
         self.epoch, self._loaded = epoch.number + 1, None
         for _ in range(len(epoch.partition)):
-            drawn = self.draws.next(self.batch_size, rng, number=epoch.first + epoch.drawn)
+            drawn, _ = self.draws.draw(self.batch_size, rng, number=epoch.first + epoch.drawn)
             epoch.drawn += 1
-            yield drawn if isinstance(drawn, Anchors) else drawn.anchors  # read later, perhaps by another process
+            yield drawn
 
 
 def gathered_errors(

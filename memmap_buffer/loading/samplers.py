@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memmap_buffer.choices import OnStale, Tail, check_choice
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.format.host import host_name
 from memmap_buffer.format.syscalls import renew_after_fork
 from memmap_buffer.items.epoch import Epoch, EpochSnapshot, folder_states, require_same
@@ -26,14 +27,15 @@ from memmap_buffer.items.index import Index
 from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.rank_partition import RankPartition, Ranks
 from memmap_buffer.items.shuffle import BLOCKS, BlockShuffle, Order, Permutation, Quota, Shuffle
-from memmap_buffer.loading.batch_group import BatchGroup, CurrentBatch, PlannedBatch
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.read_ahead import Readahead
 from memmap_buffer.loading.shuffle_window import CacheUse, smallest_bound, steps_of, traffic_of
 from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.folders import where_of
+from memmap_buffer.views.batch_builder import Columns
+from memmap_buffer.views.folders import Found, where_of
 
-CALM = 8  # batches without a change in between, after which several are planned at once
+MOST = 32  # batches that are read as one: numpy's cost is calls, and there are as many for one batch as for all
+MOST_BYTES = 3 << 19  # and their memory, so that they lie in the second cache until they are asked for
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
 WINDOW_BYTES = 256 << 20  # items that `shuffle="block"` shuffles together unless told otherwise take so many
 SHUFFLES = (False, True, "block")
@@ -42,17 +44,6 @@ SMALLER = (
     "from %d; give more to mix more"
 )
 log = logging.getLogger("memmap_buffer")
-
-
-def grouped(reader: BatchReader, chunks: Iterator[tuple[Anchors, int]]) -> Iterator[PlannedBatch]:
-    """Batches of so many items, in groups that grow as they are read."""
-    count = 1
-    for anchors, size in chunks:
-        at = 0
-        while at < anchors.size:
-            group = BatchGroup(reader, anchors.where(slice(at, at + count * size)), size)
-            yield from group.batches()
-            at, count = at + count * size, group.next_count
 
 
 class EpochState(NamedTuple):
@@ -73,7 +64,7 @@ class EpochState(NamedTuple):
 
 
 class EpochSampler:
-    """A PyTorch batch sampler of `Anchors`, or parts of many; each epoch sees the episodes published since.
+    """A PyTorch batch sampler of `Anchors`; each epoch sees the episodes published since.
 
     Args:
         reader: reads the batches.
@@ -86,9 +77,6 @@ class EpochSampler:
             an epoch has as many items as without.
         ranks: the processes that share each epoch.
         tail: how items are shared that do not divide by the ranks, see `RankPartition`.
-
-    Attributes:
-        plans: whether batches are planned in groups, which this process reads itself; worker processes get anchors.
 
     Raises:
         SchemaError: options that contradict each other.
@@ -119,7 +107,6 @@ class EpochSampler:
         self.ranks = ranks or Ranks()
         self.tail = tail
         self.epoch = 0
-        self.plans = False
         self._on_stale = reader.on_stale
         self._loaded: Epoch | None = None
         self._begun: Epoch | None = None
@@ -143,12 +130,12 @@ class EpochSampler:
         split = self._split(self._loaded or self._new(), ranks)
         return split.before + len(split)
 
-    def __iter__(self) -> Iterator[Anchors | PlannedBatch]:
+    def __iter__(self) -> Iterator[Anchors]:
         epoch = self._begun if self._ready else None
         epoch, self._ready = epoch or self.begin(), False
-        yield from self._given(epoch, self.plans)
+        yield from self._batches_of(epoch)
 
-    def whole(self) -> Iterator[Anchors | PlannedBatch]:
+    def whole(self) -> Iterator[Anchors]:
         """All batches of the next epoch, for a trainer that shares them among the ranks itself.
 
         What it covers is fixed at once, as `begin` does, and all ranks must call it. `state_dict` does not count them.
@@ -156,8 +143,7 @@ class EpochSampler:
         epoch = self._agreed()
         epoch.partition = self._split(epoch, Ranks())
         self._begun, self._ready = None, False
-        # Of several ranks each throws away what the others take.
-        return self._given(epoch, self.plans and self.ranks.now().world_size == 1)
+        return self._batches_of(epoch)
 
     def complete(self, batch_size: int, drop_last: bool) -> EpochSampler:
         """Another of the same order of which no item is left out or repeated, to predict with."""
@@ -293,7 +279,7 @@ class EpochSampler:
     def _split(self, epoch: Epoch, ranks: Ranks) -> RankPartition:
         return RankPartition(len(epoch.index), epoch.begun, self.batch_size, ranks, self.drop_last, self.tail)
 
-    def _given(self, epoch: Epoch, plans: bool) -> Iterator[Anchors | PlannedBatch]:
+    def _batches_of(self, epoch: Epoch) -> Iterator[Anchors]:
         """The batches of an epoch, which counts from the first on: a DataLoader drops the first of two iterators."""
         self.epoch, self._loaded, self._on_stale = epoch.number + 1, None, self.reader.on_stale
         bounds: Sequence[int] = ()
@@ -301,9 +287,6 @@ class EpochSampler:
         if self.weights is not None:
             bounds, quota = folder_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
         order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
-        if plans and self.reader.reads_together:
-            yield from grouped(self.reader, self._chunks(epoch, order))
-            return
         for anchors, size in self._chunks(epoch, order):
             for at in range(0, anchors.size, size):
                 yield anchors.where(slice(at, at + size))
@@ -365,94 +348,130 @@ def _check_shuffle(shuffle: object, window: object, weight_by: object) -> None:
         raise SchemaError(f"weight_by={weight_by!r} draws at random, with replacement; give shuffle=True to the loader")
 
 
+@dataclass
+class Block:
+    """Several batches that were read as one.
+
+    Attributes:
+        of: what they were drawn from, an index or a mark of the journal, and the items of a batch.
+        columns: of all.
+        size: their items.
+        at: those that were handed out.
+    """
+
+    of: tuple[object, int] | None = None
+    columns: Columns = field(default_factory=dict)
+    size: int = 0
+    at: int = 0
+
+    def next(self, batch_size: int) -> Columns:
+        """The next batch."""
+        first, self.at = self.at, self.at + batch_size
+        return {key: values[first : self.at] for key, values in self.columns.items()}
+
+    def next_count(self, batch_size: int) -> int:
+        """How many batches the block after this one should have: twice as many, as long as that takes little memory."""
+        nbytes = sum(values.nbytes for values in self.columns.values()) * batch_size // self.size
+        return max(1, min(2 * self.size // batch_size, MOST, MOST_BYTES // max(1, nbytes)))
+
+
 class UniformSampler:
-    """Batches drawn with replacement, as `sample` gives them; the shares of weighted folders are exact."""
+    """Batches drawn with replacement, as `sample` gives them; the shares of weighted folders are exact.
+
+    As long as nothing changes several are drawn and read as one, and handed out in turn: each is what it would be if it
+    were read then.
+    """
 
     def __init__(self, reader: BatchReader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
         self._quota = None if weights is None else Quota(weights)
+        self._position = 0  # of the next item among all
+        may_follow = weights is None and not reader.frozen
+        self._may_follow = may_follow and LiveIndex.follows(reader.selection, reader.folders)
         self._one_by_one = not reader.reads_together
-        self._drawn = 0
-        self._seen, self._calm = -1, CALM  # the change counter at the last batch; batches since it rose
         self.renew()
         renew_after_fork(self)
 
     def renew(self) -> None:
         """Begin anew what threads share; in a forked child another one may have been in the middle."""
         self._turn = threading.RLock()
-        self._of: tuple[object, int] | None = None  # what the group was drawn from
-        self._group: BatchGroup | None = None
-        self._waiting: list[PlannedBatch] = []
-        self._live: LiveIndex | None = None  # once the folder was seen to be written to
+        self._live: LiveIndex | None = None
+        self._block = Block()
 
-    def next(
-        self, batch_size: int, rng: np.random.Generator, alone: bool = False
-    ) -> Anchors | PlannedBatch | CurrentBatch:
-        """The next batch to be read; `alone`: it does not depend on those before. Raises NotEnoughDataError."""
-        if alone or self._one_by_one:
-            return self._drawn_now(batch_size, rng, alone)
+    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Columns:
+        """The next batch.
+
+        Args:
+            batch_size: items.
+            rng: chance.
+            alone: the batch does not depend on those before.
+
+        Raises:
+            NotEnoughDataError: there is nothing to draw.
+            StaleEpisodeError: see `BatchReader.read`.
+        """
         with self._turn:
-            live = self._followed()
-            if live is not None and self._calm < CALM:
-                return CurrentBatch(self.reader, live.draw(batch_size, rng), live.changes)
-            of = (self._index() if live is None else live.changes), batch_size
-            if self._of != of:
-                self._drawn -= sum(batch.size for batch in self._waiting)  # so that shares go on where they stood
-                self._of, self._group, self._waiting = of, None, []
-            if not self._waiting:
-                count = 1 if self._group is None else self._group.next_count
-                self._group = BatchGroup(self.reader, self._drawn_now(count * batch_size, rng), batch_size)
-                self._waiting = self._group.batches()[::-1]
-            return self._waiting.pop()
+            live = self._followed() if self._may_follow else None
+            source = self.reader.index(refresh=True) if live is None else live
+            if alone:
+                of, count, records = None, 1, self._draw(source, batch_size, rng, 0)
+            else:
+                of, block = (source if live is None else live.mark, batch_size), self._block
+                if block.of == of and block.at < block.size:
+                    return block.next(batch_size)
+                count = 1 if block.of != of or self._one_by_one else block.next_count(batch_size)
+                self._position -= block.size - block.at  # so that shares go on where they stood
+                self._block = Block()
+                records = self._draw(source, count * batch_size, rng, self._position)
+                self._position += count * batch_size
+        return self._read(of, records, count, batch_size)
+
+    def _read(self, of: tuple[object, int] | None, records: Found, count: int, batch_size: int) -> Columns:
+        """The first of some batches; the others are kept for as long as what they were drawn `of` stands."""
+        try:
+            columns = self.reader.read(records)
+        except MemmapBufferError:  # perhaps of another of the batches: that one raises it in its turn
+            if count == 1:
+                raise
+            count, columns = 1, self.reader.read(records.anchors.where(slice(batch_size)))
+        if of is None:
+            return columns
+        block = Block(of, columns, count * batch_size)
+        first = block.next(batch_size) if count > 1 else columns
+        block.at = batch_size
+        with self._turn:
+            self._block = block
+        return first
+
+    def _draw(self, source: LiveIndex | Index, count: int, rng: np.random.Generator, position: int) -> Found:
+        """Anchors with the records of their episodes; the first has this position among all that were drawn."""
+        reader = self.reader
+        if isinstance(source, LiveIndex):
+            anchors = source.draw(count, rng)
+            anchors = reader.crop(anchors, lambda: rng) if reader.selection.random else anchors
+            return reader.folders.at(anchors, source.changes)
+        reader.require(source)
+        if self._quota is None:
+            return reader.folders.find(reader.crop(source.draw(count, rng), lambda: rng))
+        folder, _ = self._quota.turns(np.arange(position, position + count))
+        chosen = np.empty(count, np.int64)
+        for number, (low, high) in enumerate(pairwise(folder_bounds(reader, source, self._quota.folders))):
+            mine = np.flatnonzero(folder == number)
+            chosen[mine] = source.pick(rng.random(len(mine)), low, high)
+        return reader.folders.find(reader.crop(source.locate(chosen), lambda: rng))
 
     def _followed(self) -> LiveIndex | None:
-        """What there is now, at the cost of what changed, since the one folder was first seen to be written to.
-
-        None where only an index can tell, or where nothing is there.
-        """
-        reader = self.reader
-        if self._quota is not None or not reader.folders.single:
-            return None
-        before, (self._seen,) = self._seen, reader.folders.changes
-        self._calm = 0 if before not in (-1, self._seen) else self._calm + 1
-        live = self._live
-        if (live is None and self._calm >= CALM) or reader.frozen:
-            return None
-        if live is None or live.storage is not reader.folders.storages[0]:
-            if not LiveIndex.follows(reader.selection, reader.folders):
+        """The anchors of the one folder, at the cost of what changed; None where there are none, or an index tells."""
+        live, folders = self._live, self.reader.folders
+        if live is None:
+            folders.refresh()  # what is to be checked is told of the episodes that there are
+            if not folders.storages[0].tells_by_counter:
                 return None
-            live = self._live = LiveIndex(reader.selection, reader.folders)
-        return live if live.follow() and len(live) else None
+            live = self._live = LiveIndex(self.reader.selection, folders)
+        return live if live.follow() and live.num_anchors else None
 
-    def _index(self) -> Index:
-        """What there is now. Raises NotEnoughDataError."""
-        index = self.reader.index(refresh=True)
-        if not len(index):
-            raise self.reader.nothing_to_read()
-        return index
-
-    def _drawn_now(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Anchors:
-        reader = self.reader
-        with self._turn:
-            live = self._followed()
-            drawn = None if live is None else live.draw(batch_size, rng)
-        if drawn is not None:
-            return reader.crop(drawn, lambda: rng)
-        index = self._index()
-        if self._quota is None:
-            anchors = index.draw(batch_size, rng)
-            return reader.crop(anchors, lambda: rng) if reader.selection.random else anchors
-        begin = 0 if alone else self._drawn
-        folder, _ = self._quota.turns(np.arange(begin, begin + batch_size))
-        chosen = np.empty(batch_size, np.int64)
-        for number, (low, high) in enumerate(pairwise(folder_bounds(reader, index, self._quota.folders))):
-            mine = np.flatnonzero(folder == number)
-            chosen[mine] = index.pick(rng.random(len(mine)), low, high)
-        self._drawn += 0 if alone else batch_size
-        return reader.crop(index.locate(chosen), lambda: rng)
-
-    def distinct(self, batch_size: int, rng: np.random.Generator) -> Anchors:
-        """The anchors of one batch, no item of it twice. Raises NotEnoughDataError: there are not so many."""
+    def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
+        """A batch, no item of which is there twice. Raises NotEnoughDataError: there are not so many."""
         reader = self.reader
         index = reader.index(refresh=True)
         reader.require(index)
@@ -463,7 +482,7 @@ class UniformSampler:
             text = f"{path}: replacement=False: got batch_size {batch_size}, there are {len(index)} items; lower it"
             raise NotEnoughDataError(text, items=len(index))
         numbers = Permutation(len(index), int(rng.integers(2**63)))(np.arange(batch_size))
-        return reader.crop(index.locate(numbers), lambda: rng)
+        return reader.read(reader.crop(index.locate(numbers), lambda: rng))
 
 
 def folder_bounds(reader: BatchReader, index: Index, num_folders: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,12 @@ import torch
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.schema import nest
-from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, pieces
+from memmap_buffer.views.batch_builder import BFloat16Bits, Columns
 
 
 def torch_seed(generator: torch.Generator | None = None) -> int:
     """A seed drawn from torch's generator: so `manual_seed` fixes it, and every worker has another."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-
-
-def _maker(array: Array) -> Callable[[Array], Any]:
-    """The function that makes a tensor of each part of an array."""
-    return torch.from_numpy if array.dtype.kind != "U" and type(array) is np.ndarray else to_tensor
 
 
 def to_tensor(array: Array) -> Any:
@@ -42,19 +37,13 @@ def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
     return nest({key: to_tensor(array) for key, array in batch.items()})
 
 
-def tensors_of(columns: Columns, size: int) -> list[dict[str, Any]]:
-    """Columns (N, …) as tensors, cut into batches of `size` items, each in memory that is seen to end where it does."""
-    if len(next(iter(columns.values()), ())) <= size:
-        return [
-            {
-                key: torch.from_numpy(values)
-                if type(values) is np.ndarray and values.dtype.kind != "U"
-                else to_tensor(values)
-                for key, values in columns.items()
-            }
-        ]
-    parts = [map(_maker(values), pieces(values, size)) for values in columns.values()]
-    return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
+def tensors_of(columns: Columns) -> dict[str, Any]:
+    """Columns as tensors."""
+    from_numpy = torch.from_numpy
+    return {
+        key: from_numpy(values) if type(values) is np.ndarray and values.dtype.kind != "U" else to_tensor(values)
+        for key, values in columns.items()
+    }
 
 
 def unpadded(values: Any, lens: torch.Tensor) -> Any:

@@ -140,8 +140,7 @@ class Carrier(Dataset[Shipment]):
     """The dataset of the worker processes: a task in, a shipment out.
 
     Args:
-        dataset: plans batches by `grouped`, and reads each by `__getitems__`; a process that is started gets what its
-            `by_anchors` gives.
+        dataset: reads batches by `__getitems__`; a process that is started gets what its `by_anchors` gives.
         collate: the loader's collate function.
     """
 
@@ -161,18 +160,11 @@ class Carrier(Dataset[Shipment]):
         info = get_worker_info()
         number = 0 if info is None else info.id
         layout = Packing()
-        batches = [layout.add(self._made(anchors, number)) for anchors in self._grouped(task.batches)]
+        batches = [layout.add(self._made(anchors, number)) for anchors in task.batches]
         block, memory, new = self._blocks.take(layout.nbytes)
         layout.copy_to(memory)
         dropped = self._blocks.drop_spare()
         return Shipment(number, block, layout.nbytes, memory if new else None, dropped, batches)
-
-    def _grouped(self, batches: Sequence[Any]) -> Sequence[Any]:
-        try:
-            planned: Sequence[Any] = self.dataset.grouped(batches)
-        except Exception:  # raised again by the batch that causes it
-            return batches
-        return planned
 
     def _made(self, anchors: Any, worker: int) -> Any:
         try:

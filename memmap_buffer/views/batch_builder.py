@@ -7,7 +7,7 @@ copies all of them, and `fresh` tells whether every episode is still what it was
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, get_args
 
@@ -25,16 +25,15 @@ from memmap_buffer.format.syscalls import MOST_AT, bytes_at
 from memmap_buffer.remote.mirror import Rows, Taken, bring
 from memmap_buffer.schema import DECLARED, LENGTHS, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
-from memmap_buffer.views.folders import EVERY, Folders, Found
-from memmap_buffer.views.memory_pool import SMALL, Pool
+from memmap_buffer.views.folders import EVERY, INDEX_BYTES, FieldGroup, Folders, Found
+from memmap_buffer.views.memory_pool import SMALL
 from memmap_buffer.views.row_ranges import LARGE, Further, RowRanges
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
-INDEX_BYTES = 32  # memory that it takes to find one row
-ANCHOR = range(1)
 WIDE = 1 << 10  # bytes of a row: wider ones are copied folder by folder, into memory that is used again
 LOOK = 256  # timesteps that are looked at together for the end of an episode
 PADDINGS = get_args(Padding)
+NONE = np.empty(0, np.int64)
 
 
 class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):
@@ -73,12 +72,28 @@ class Ends(NamedTuple):
 
 
 class RowGather(NamedTuple):
-    """A field's rows, to be copied; `missing` (B,) or (B, K) of them do not exist, and get `padding`."""
+    """Rows to be copied of fields that all have them at the same places.
 
-    name: str
+    Attributes:
+        group: the fields.
+        rows: (B,), (B, K), or ranges.
+        missing: those that do not exist, and get `padding`, as a mask of the same shape, or by number; None for none.
+        padding: see `BatchBuilder.put`.
+    """
+
+    group: FieldGroup
     rows: IntArray | RowRanges
-    missing: BoolArray | None = None
+    missing: BoolArray | IntArray | None = None
     padding: str = "zero"
+
+    @property
+    def mask(self) -> BoolArray | None:
+        """The missing ones as a mask."""
+        if self.missing is None or self.missing.dtype == np.bool_:
+            return self.missing  # type: ignore[return-value]
+        mask = np.zeros(len(self.rows), np.bool_)  # type: ignore[arg-type]
+        mask[self.missing] = True
+        return mask
 
 
 class Following(NamedTuple):
@@ -106,7 +121,7 @@ class Following(NamedTuple):
         return Further(self.item[needed], row[needed], self.lead[needed], self.end[needed])
 
 
-Column: TypeAlias = Array | RowGather | RowRanges  # as it is; rows to copy; the mask of the rows that exist
+Column: TypeAlias = Array | RowGather | RowRanges  # as it is; rows to copy, by the first key; the mask of what exists
 Columns: TypeAlias = dict[str, Array]
 
 
@@ -115,21 +130,23 @@ class BatchBuilder:
 
     Args:
         folders: the folders that are read.
-        anchors: (B,) the timesteps at which items are cut.
+        records: of the timesteps (B,) at which items are cut.
         ends: how episodes end for the view.
+        plan: what the view found before.
 
     Attributes:
         folders: that are read.
-        batch: key -> `Column`, filled by the `put` methods and by views.
+        plan: see there.
+        batch: key -> `Column`, filled by the `put` methods and by views; fields whose rows lie alike are one, by the
+            key of the first.
         anchors: with the records of their episodes.
         t, length: (B,) int64 of each anchor and its episode, or of the part of it between two ends.
         begin: (B,) the timestep at which that part begins; 0 where there is none.
     """
 
-    def __init__(self, folders: Folders, anchors: Anchors, ends: Ends, since: int | None = None) -> None:
-        self.schema = folders.schema
-        self.found: Found = folders.find(anchors, since=since)
-        self.anchors = self.found.anchors
+    def __init__(self, folders: Folders, records: Found, ends: Ends, plan: Any = None) -> None:
+        self.schema, self.plan = folders.schema, plan
+        self.found, self.anchors, since = records, records.anchors, records.since
         self.batch: dict[str, Column] = {}
         self._pool, self.folders = folders.pool, folders
         self._following: Following | None = None
@@ -138,13 +155,15 @@ class BatchBuilder:
         self._broken: tuple[Storage, str, BoolArray] | None = None  # a field of which some items cannot be decoded
         words: Words = self.anchors.words  # type: ignore[assignment]
         halves: npt.NDArray[np.uint32] = words.view(np.uint32)
-        self.t, self.length = anchors.t, halves[:, STOP].astype(np.int64)
+        self.t, self.length = self.anchors.t, halves[:, STOP].astype(np.int64)
         self._flags = halves[:, FLAGS]
         self._first: IntArray = words.view(np.int64)[:, FIRST_ROW]
-        there = self.t < self.length
-        self._there: BoolArray | None = None if FALSE not in there.tobytes() else there
-        if self._there is not None:
-            self._set_aside(~there)
+        self._there: BoolArray | None = None
+        if since is None:  # else all were there, and `fresh` tells whether they still are
+            there = self.t < self.length
+            if FALSE in there.tobytes():
+                self._there = there
+                self._set_aside(~there)
         self.begin: IntArray | int = 0
         if ends.before and halves[:, START].any():
             # What a ring has forgotten does not exist; an anchor that it forgot since it was drawn begins its episode.
@@ -298,15 +317,19 @@ class BatchBuilder:
             t: (B,).
             prefix: each field is put under `prefix` + name.
         """
-        plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
-        fields, large = self.schema.fields, len(t) * max(self.schema.largest, INDEX_BYTES) > MAX_BATCH_BYTES
-        for name in names:
-            if large:
-                self._require_size(name, 1)
-            final = fields[name].final
+        plans: dict[bool, tuple[IntArray, IntArray | None]] = {}
+        row, beyond = self._first + t, NONE
+        if t is not self.t:
+            outside = t.view(np.uint64) >= self.length.view(np.uint64)  # a negative one is a huge one
+            beyond = outside.nonzero()[0] if TRUE in outside.tobytes() else NONE
+        for group in self.folders.groups_of(names, prefix):
+            final = group.final
+            if len(t) * group.largest > MAX_BATCH_BYTES:
+                self._refuse_fields(group, 1)
             if final not in plans:
-                plans[final] = self._nearest(t, final)
-            self.batch[prefix + name] = RowGather(name, *plans[final])
+                there = row + self.anchors.slot if final else row
+                plans[final] = self._nearest_at(t, there, beyond, final) if len(beyond) else (there, None)
+            self.batch[group.keys[0]] = RowGather(group, *plans[final])
 
     def put(
         self,
@@ -326,13 +349,21 @@ class BatchBuilder:
             limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
             padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         """
-        plans: dict[bool, RowGather] = {}
-        for name in names:
-            final = self.schema.fields[name].final
-            self._require_size(name, len(offsets) if isinstance(offsets, range) else offsets.shape[-1])
+        plans: dict[bool, tuple[IntArray | RowRanges, BoolArray | None]] = {}
+        in_one_piece = isinstance(offsets, range) and offsets.step == 1
+        steps = len(offsets) if isinstance(offsets, range) else offsets.shape[-1]
+        for group in self.folders.groups_of(names, prefix):
+            final = group.final
+            if len(self.t) * steps * group.largest > MAX_BATCH_BYTES:
+                self._refuse_fields(group, steps)
             if final not in plans:
-                plans[final] = self._around(name, offsets, limit, padding)
-            self.batch[prefix + name] = plans[final]._replace(name=name)
+                exist = self.limit(final) if limit is None else limit
+                plans[final] = (
+                    (self._ranges(offsets, final, exist, padding), None)  # type: ignore[arg-type]
+                    if in_one_piece
+                    else self._nearest(self.t[:, None] + array_of(offsets), final, exist)
+                )
+            self.batch[group.keys[0]] = RowGather(group, *plans[final], padding)
 
     def put_mask(self, key: str, offsets: range) -> None:
         """Put (B, K) whether timestep `t + offsets` exists, final observations not counted."""
@@ -349,12 +380,12 @@ class BatchBuilder:
 
     def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
         """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
-        if offsets == ANCHOR and limit is not None:  # every limit lies behind the anchor
-            return self.look_at(name, self.t)[:, None]
-        return decode(self._stored(name, offsets, limit), self.schema.fields[name].dtype)
+        values, dtype = self._stored(name, offsets, limit), self.schema.fields[name].dtype
+        return values if dtype != "bfloat16" else decode(values, dtype)
 
     def _stored(self, name: str, offsets: range, limit: IntArray | None) -> Array:
-        self._require_size(name, len(offsets))
+        if len(self.t) * len(offsets) * self.schema.largest > MAX_BATCH_BYTES:
+            self.require_size(name, len(offsets))
         steps = self.t[:, None] + np.arange(offsets.start, offsets.stop, offsets.step)
         rows, missing = self._nearest(steps, self.schema.fields[name].final, limit)
         values = self._copied(name, rows)
@@ -365,7 +396,9 @@ class BatchBuilder:
     def look_at(self, name: str, t: IntArray) -> Array:
         """A field at one timestep an item, (B, *field), that is known to exist."""
         field = self.schema.fields[name]
-        return decode(self._copied(name, self.first(field.final) + t), field.dtype)
+        row = self._first + t
+        values = self._copied(name, row + self.anchors.slot if field.final else row)
+        return values if field.dtype != "bfloat16" else decode(values, field.dtype)
 
     def look_meta(self, name: str) -> Array:
         """A meta field of each item's episode, as stored: (B, *field)."""
@@ -394,30 +427,31 @@ class BatchBuilder:
 
     # Where rows lie
 
+    def _nearest_at(
+        self, t: IntArray, row: IntArray, beyond: IntArray, final: bool
+    ) -> tuple[IntArray, IntArray | None]:
+        """The rows of the nearest timesteps that exist, where `row` (B,) has those of `t`; which do not exist.
+
+        Args: beyond: those that are no step of their episode.
+        """
+        wanted, limit = t.take(beyond), self.length.take(beyond)
+        if final:
+            limit += self.has_final.take(beyond)
+        nearest = np.minimum(np.maximum(wanted, 0), limit - 1)
+        there = row.copy()
+        there[beyond] += nearest - wanted
+        missing = beyond[nearest != wanted]
+        return there, missing if len(missing) else None
+
     def _nearest(
         self, wanted: IntArray, final: bool, limit: IntArray | None = None
     ) -> tuple[IntArray, BoolArray | None]:
-        """The rows of the nearest timesteps that exist; which wanted timesteps do not exist, None for none."""
-        first = self._first + self.anchors.slot if final else self._first
-        if wanted is self.t:
-            return first + wanted, None
-        if limit is None:
-            inside = wanted.ndim == 1 and wanted.view(np.uint64) < self.length.view(np.uint64)  # -1 is a huge one
-            if inside is not False and FALSE not in inside.tobytes():
-                return first + wanted, None
-            limit = self.length + self.has_final if final else self.length
-        if wanted.ndim > 1:
-            first, limit = first[:, None], limit[:, None]
+        """The rows of the nearest timesteps that exist; which wanted ones (B, K) do not exist, None for none."""
+        first = self.first(final)[:, None]
+        limit = (self.limit(final) if limit is None else limit)[:, None]
         clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
         missing = wanted != clipped
         return first + clipped, missing if TRUE in missing.tobytes() else None
-
-    def _around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> RowGather:
-        final = self.schema.fields[name].final
-        limit = self.limit(final) if limit is None else limit
-        if isinstance(offsets, range) and offsets.step == 1:
-            return RowGather(name, self._ranges(offsets, final, limit, padding))
-        return RowGather(name, *self._nearest(self.t[:, None] + array_of(offsets), final, limit), padding)
 
     def _ranges(self, offsets: range, final: bool, limit: IntArray, padding: str) -> RowRanges:
         begin, steps = self.t + offsets.start, len(offsets)
@@ -432,44 +466,69 @@ class BatchBuilder:
     def copy(self) -> Columns:
         """Copy everything: key -> (B, …), as stored."""
         out: Columns = {}
-        only, fields, coded, later = self.found.only, self.schema.fields, self.folders.coded, dict[str, None]()
-        stored = None if only is None else only.maps.rows
+        only = self.found.only
         if self.folders.mirrored:
-            self._bring([column for column in self.batch.values() if type(column) is RowGather])
-        for key, column in self.batch.items():
+            self._bring(self.batch.values())
+        stored = {} if only is None or self.folders.coded else only.maps.rows
+        later: dict[str, dict[str, RowGather]] = {}  # name of a compressed field -> key -> rows of it
+        for first, column in self.batch.items():
             if type(column) is not RowGather:
-                out[key] = column.exist() if type(column) is RowRanges else column  # type: ignore[assignment]
+                out[first] = column.exist() if type(column) is RowRanges else column  # type: ignore[assignment]
                 continue
-            name, rows, missing, padding = column
-            if name in coded:
-                later[name] = None
-                out[key] = rows  # type: ignore[assignment]  # in its place
-                continue
-            if stored is not None and type(rows) is np.ndarray and rows.size * stored[name].strides[0] < SMALL:
-                values = stored[name].take(rows, 0, None, "clip")
+            group, rows, missing, _ = column
+            if stored and isinstance(rows, np.ndarray) and rows.size * group.largest < SMALL:
+                for key, name in zip(group.keys, group.names):  # noqa: B905  # twice the time
+                    out[key] = stored[name].take(rows, 0, None, "clip")
             else:
-                values = self._copied_there(name, rows)
-            if missing is not None and padding != "edge":  # the nearest row, which "edge" asks for, was copied
-                values[missing] = values.dtype.type() if padding == "zero" else fields[name].fill
-            out[key] = values.view(BFloat16Bits) if fields[name].dtype == "bfloat16" else values
-        for name in later:
-            wanted = {key: c for key, c in self.batch.items() if type(c) is RowGather and c.name == name}
-            if fields[name].is_list:
-                for key, gather in wanted.items():
-                    out[key], out[LENGTHS + key] = self._padded_lists(gather)
-            else:
-                out |= zip(wanted, self._decoded(name, list(wanted.values())), strict=True)
+                self._copy_fields(out, column, later)
+            if missing is not None or not group.plain:
+                self._mark_missing(out, column)
+        if later:
+            self._put_coded(out, later)
         return out
 
-    def _padded_lists(self, gather: RowGather) -> tuple[Array, IntArray]:
+    def _copy_fields(self, out: Columns, gather: RowGather, later: dict[str, dict[str, RowGather]]) -> None:
+        """Copy the rows of several fields, but for compressed ones, which are noted for later."""
+        rows, only = gather.rows, self.found.only
+        for key, name in zip(gather.group.keys, gather.group.names, strict=True):
+            if name in self.folders.coded:
+                later.setdefault(name, {})[key] = gather
+                out[key] = rows  # type: ignore[assignment]  # in its place
+            elif only is not None and isinstance(rows, RowRanges):
+                out[key] = rows.copy(only, name, self._pool)
+            else:
+                out[key] = self._copied_there(name, rows)
+
+    def _mark_missing(self, out: Columns, gather: RowGather) -> None:
+        """Fill what does not exist of rows that were copied: the nearest ones, which "edge" asks for."""
+        group, _, missing, padding = gather
+        for key, name in zip(group.keys, group.names, strict=True):
+            if name in self.folders.coded:
+                continue
+            values, field = out[key], self.schema.fields[name]
+            if missing is not None and padding != "edge":
+                values[missing] = values.dtype.type() if padding == "zero" else field.fill
+            if not group.plain:
+                out[key] = marked(field, values)
+
+    def _put_coded(self, out: Columns, wanted: Mapping[str, Mapping[str, RowGather]]) -> None:
+        """Decode the rows of compressed fields, by name and key."""
+        for name, gathers in wanted.items():
+            if self.schema.fields[name].is_list:
+                for key, gather in gathers.items():
+                    out[key], out[LENGTHS + key] = self._padded_lists(name, gather)
+            else:
+                out |= zip(gathers, self._decoded(name, list(gathers.values())), strict=True)
+
+    def _padded_lists(self, name: str, gather: RowGather) -> tuple[Array, IntArray]:
         """The lists of some rows (B, …, L, *members), zeros behind the end of each; (B, …) how long they are."""
-        name, rows, *_ = gather
+        _, rows, *_ = gather
         field, count = self.schema.fields[name], len(self.t)
         lead = (count, rows.steps) if isinstance(rows, RowRanges) else rows.shape
         length = np.zeros(lead, np.int64)
         groups = []
         for storage, chosen, *_ in self.found.groups:
-            members, counts, bad = storage.maps.coded[name].lists(self._rows_in_file(storage, chosen, gather))
+            members, counts, bad = storage.maps.coded[name].lists(self._rows_in_file(storage, name, chosen, gather))
             length[chosen] = counts.reshape(length[chosen].shape)
             if bad.any():
                 items = np.zeros(count, np.bool_) if self._broken is None else self._broken[2]
@@ -497,7 +556,7 @@ class BatchBuilder:
         stops = np.cumsum([0, *map(math.prod, leads)])
         out = self._pool.empty((int(stops[-1]), *field.shape), field.storage)
         for storage, chosen, *_ in self.found.groups:
-            of = np.concatenate([self._rows_in_file(storage, chosen, gather) for gather in wanted])
+            of = np.concatenate([self._rows_in_file(storage, name, chosen, gather) for gather in wanted])
             place = np.arange(len(out))
             if self.found.order is not None:
                 parts = [place[start:stop].reshape(count, -1) for start, stop in pairwise(stops.tolist())]
@@ -515,12 +574,12 @@ class BatchBuilder:
         parts = [out[start:stop] for start, stop in pairwise(stops.tolist())]
         return [marked(field, part.reshape(*lead, *field.shape)) for lead, part in zip(leads, parts, strict=True)]
 
-    def _rows_in_file(self, storage: Storage, chosen: Any, gather: RowGather) -> Array:
+    def _rows_in_file(self, storage: Storage, name: str, chosen: Any, gather: RowGather) -> Array:
         """The rows of some items (n, …) in the file of a field of one folder, with its padding, one behind the other.
 
         Of a compressed field they are its index.
         """
-        name, rows, missing, padding = gather
+        rows, missing, padding = gather.rows, gather.mask, gather.padding
         field = storage.layout.schema.fields[name].in_file
         if isinstance(rows, RowRanges):
             return rows[chosen].copy(storage, name, self._pool).reshape(-1, *field.shape)
@@ -529,11 +588,19 @@ class BatchBuilder:
             values[missing[chosen]] = values.dtype.type() if padding == "zero" else field.fill
         return values.reshape(-1, *field.shape)
 
-    def _bring(self, gathers: Sequence[RowGather]) -> None:
+    def _bring(self, columns: Iterable[Column]) -> None:
         """Have rows fetched that are about to be copied; a mirror that is there whole is asked for none."""
         taken = Taken()
         wanted = [
-            (storage, [Rows(gather.name, *_ranges_of(gather.rows, len(self.t), chosen)) for gather in gathers])
+            (
+                storage,
+                [
+                    Rows(name, *_ranges_of(column.rows, len(self.t), chosen))
+                    for column in columns
+                    if type(column) is RowGather
+                    for name in column.group.names
+                ],
+            )
             for storage, chosen, *_ in self.found.groups
             if storage.mirror is not None and not taken.add_whole(storage.mirror)
         ]
@@ -544,22 +611,31 @@ class BatchBuilder:
     def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field, folder by folder: (B, …, *field)."""
         if self.folders.mirrored:
-            self._bring([RowGather(name, rows)])
+            self._bring([RowGather(self.folders.groups_of((name,))[0], rows)])
         if name in self.folders.coded:
-            return self._decoded(name, [RowGather(name, rows)])[0]
+            return self._decoded(name, [RowGather(self.folders.groups_of((name,))[0], rows)])[0]
         return self._copied_there(name, rows)
 
-    def _copied_there(self, name: str, rows: IntArray | RowRanges) -> Array:
-        """The same of a field that is not compressed, whose rows are there."""
+    def _copied_there(self, name: str, rows: IntArray | RowRanges, only: Storage | None = None) -> Array:
+        """Rows of a field that is not compressed, once they are there; of the `only` folder, if there is one."""
+        only = only or self.found.only
+        if only is None:
+            return self._copied_of_several(name, rows)
+        if isinstance(rows, RowRanges):
+            return rows.copy(only, name, self._pool)
+        stored = only.maps.rows[name]
+        small = rows.size * stored.strides[0] < SMALL
+        out = None if small else self._pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype)
+        return stored.take(rows, 0, out, "clip")
+
+    def _copied_of_several(self, name: str, rows: IntArray | RowRanges) -> Array:
+        """Rows of a field that is not compressed, where there may be several folders."""
         values = self._copied_at_once(name, rows)
         if values is not None:
             return values
         order, groups = self.found.order, self.found.groups
         if order is None:
-            storage = groups[0].storage
-            if isinstance(rows, RowRanges):
-                return rows.copy(storage, name, self._pool)
-            return taken(storage.maps.rows[name], rows, self._pool)
+            return self._copied_there(name, rows, groups[0].storage)
         rows, field = rows[order], self.schema.fields[name]
         lead = (len(rows.row), rows.steps) if isinstance(rows, RowRanges) else rows.shape
         by_folder = self._pool.empty((*lead, *field.shape), field.storage)
@@ -572,7 +648,7 @@ class BatchBuilder:
         return by_folder.take(self.found.place, 0, out, "clip")
 
     def _copied_at_once(self, name: str, rows: IntArray | RowRanges) -> Array | None:
-        """The same out of many folders by one call; None where a call for each is less than the bytes."""
+        """Rows of a field out of many folders by one call; None where a call for each is less than the bytes."""
         reach, of, field = self.found.reach, self.found.of, self.schema.fields[name]
         if reach is None or of is None:
             return None
@@ -592,8 +668,9 @@ class BatchBuilder:
 
         What a folder showed at a value of its change counter is as it was as long as that stands.
         """
-        since, known = self._since, self._since is not None
-        if known and self._there is None and self._broken is None and self.found.groups[0].storage.changes == since:
+        since, known, only = self._since, self._since is not None, self.found.only
+        nothing_else = self._there is None and self._broken is None and self._following is None and not self._taken
+        if known and nothing_else and only is not None and only.changes == since:
             return None
         same = self.found.unchanged()
         if known and self._ends.names and self._ends.after and self._ends.marked:
@@ -620,21 +697,28 @@ class BatchBuilder:
         """
         out = {key: values[chosen] for key, values in columns.items()}
         less = int(self.length.max() - self.length[chosen].max()) if fitted else 0
-        for key, column in self.batch.items() if less else ():
-            if isinstance(column.rows if isinstance(column, RowGather) else column, RowRanges):
-                out[key] = out[key][:, :-less]
+        for first, column in self.batch.items() if less else ():
+            keys, rows = (column.group.keys, column.rows) if isinstance(column, RowGather) else ((first,), column)
+            if isinstance(rows, RowRanges):
+                out |= {key: out[key][:, :-less] for key in keys}
         return out
 
     def row_ranges(self) -> Iterator[tuple[str, IntArray, IntArray]]:
         """The rows that `copy` will read: (field, first rows, ends of rows), (B,) or (B * K,) each, item by item."""
         for column in self.batch.values():
             if type(column) is RowGather:
-                yield column.name, *_ranges_of(column.rows, len(self.t), EVERY)
+                low, high = _ranges_of(column.rows, len(self.t), EVERY)
+                yield from ((name, low, high) for name in column.group.names)
 
-    def _require_size(self, name: str, steps: int) -> None:
-        size = len(self.t) * steps * max(self.schema.fields[name].itemsize, INDEX_BYTES)
-        if size > MAX_BATCH_BYTES:
-            self._refuse_size(f"field {name!r}", size)
+    def _refuse_fields(self, group: FieldGroup, steps: int) -> None:
+        name = max(group.names, key=lambda name: self.schema.fields[name].itemsize)
+        self._refuse_size(f"field {name!r}", len(self.t) * steps * group.largest)
+
+    def require_size(self, name: str, steps: int) -> None:
+        """Raise SchemaError where so many timesteps an item of a field are too many."""
+        group = self.folders.groups_of((name,))[0]
+        if len(self.t) * steps * group.largest > MAX_BATCH_BYTES:
+            self._refuse_fields(group, steps)
 
     def _require_mask(self, offsets: IntArray | range) -> None:
         size = len(self.t) * len(offsets) * INDEX_BYTES
@@ -646,13 +730,6 @@ class BatchBuilder:
             f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
             f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
         )
-
-
-def taken(stored: Array, rows: IntArray, pool: Pool) -> Array:
-    """Rows of a field's file, `rows.shape` of them."""
-    if rows.size * stored.strides[0] < SMALL:
-        return stored.take(rows, 0, None, "clip")
-    return stored.take(rows, 0, pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype), "clip")
 
 
 def _ranges_of(rows: IntArray | RowRanges, count: int, chosen: Any) -> tuple[IntArray, IntArray]:
@@ -694,23 +771,6 @@ def placed(parts: list[tuple[IntArray, Columns]], count: int) -> Columns:
             whole[within] = values
         out[key] = whole
     return out
-
-
-def cut(columns: Columns, size: int) -> list[Columns]:
-    """Columns (N, …) as batches of `size` items each, the last one of what is left; views of the columns."""
-    if len(next(iter(columns.values()), ())) <= size:
-        return [columns]
-    parts = (pieces(values, size) for values in columns.values())
-    return [dict(zip(columns, batch, strict=True)) for batch in zip(*parts, strict=True)]
-
-
-def pieces(values: Array, size: int) -> list[Array]:
-    """An array (N, …) cut into views of `size` items each, the last one of what is left."""
-    if len(values) <= size:
-        return [values]
-    whole = len(values) - len(values) % size
-    out = list(values[:whole].reshape(-1, size, *values.shape[1:]))  # half of what a slice for each would take
-    return [*out, values[whole:]] if whole < len(values) else out
 
 
 def check_padding(padding: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -21,11 +22,29 @@ from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.memory_pool import Pool
 
 EVERY = slice(None)
+INDEX_BYTES = 32  # memory that it takes to find one row
 APART = (
     "'stored' is of the second, 'given' of the first; draw a batch from each and join the two, or make their columns "
     "alike by rename_field, drop_field or add_field"
 )
 _TABLE, _STATE = attrgetter("table"), attrgetter("maps.state")  # of many folders, in half the time
+
+
+class FieldGroup(NamedTuple):
+    """Fields that are read together: their rows lie at the same places of their files.
+
+    Attributes:
+        keys, names: of each its key in a batch, and its name.
+        final: whether they are declared with `final`.
+        plain: whether what is stored is what a batch holds.
+        largest: bytes that a row of the largest takes in a batch, and to be found.
+    """
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    final: bool
+    plain: bool
+    largest: int
 
 
 class Group(NamedTuple):
@@ -150,17 +169,21 @@ class Found:
         reach: the folders.
         of: (B,) the place in `reach` of each anchor's folder.
         group: instead of these two, where all of them are of one folder.
+        since: the change counter of the one folder at which all of them were shown, if it is known.
+
+    Attributes: only: the folder, where it is known to be one without a look at all anchors.
     """
 
     def __init__(
-        self, anchors: Anchors, reach: Reach | None = None, of: IntArray | None = None, group: Group | None = None
+        self,
+        anchors: Anchors,
+        reach: Reach | None = None,
+        of: IntArray | None = None,
+        group: Group | None = None,
+        since: int | None = None,
     ) -> None:
-        self.anchors, self.reach, self.of, self._group = anchors, reach, of, group
-
-    @property
-    def only(self) -> Storage | None:
-        """The folder, where it is known to be one without a look at all anchors."""
-        return None if self._group is None else self._group.storage
+        self.anchors, self.reach, self.of, self._group, self.since = anchors, reach, of, group, since
+        self.only = None if group is None else group.storage
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -272,6 +295,7 @@ class Folders:
         self._tables: tuple[EpisodeTable, ...] = ()
         self._changes: list[int] = []
         self._reached: Reach | None = None
+        self._groups: dict[tuple[str, ...], tuple[FieldGroup, ...]] = {}
         self._take_in(found)
 
     def renew(self) -> None:
@@ -411,9 +435,28 @@ class Folders:
         """(number, folder, table) by ascending numbers; `tables` were read before folders that were found since."""
         return sorted(zip(self.numbers.tolist(), self.storages, tables, strict=False), key=itemgetter(0))
 
+    def groups_of(self, names: Iterable[str], prefix: str = "") -> tuple[FieldGroup, ...]:
+        """Fields in their order, as groups of neighbours; each has the key `prefix` + name in a batch."""
+        key = (prefix, *names)
+        groups = self._groups.get(key)
+        if groups is None:
+            fields = self.schema.fields
+            neighbours = [(final, [*each]) for final, each in groupby(key[1:], lambda name: fields[name].final)]
+            groups = self._groups[key] = tuple(
+                FieldGroup(
+                    tuple(prefix + name for name in each),
+                    tuple(each),
+                    final,
+                    plain=all(fields[name].dtype != "bfloat16" for name in each),
+                    largest=max(INDEX_BYTES, *(fields[name].itemsize for name in each)),
+                )
+                for final, each in neighbours
+            )
+        return groups
+
     # Records
 
-    def find(self, anchors: Anchors, *, trusted: bool = True, since: int | None = None) -> Found:
+    def find(self, anchors: Anchors, *, trusted: bool = True) -> Found:
         """The anchors with the records of their episodes; looked up again in fresh tables where one is missing.
 
         Args:
@@ -423,10 +466,6 @@ class Folders:
         Returns:
             the anchors with the words of their records, zeros where an episode is gone.
         """
-        if since is not None:
-            storage = self._places[0][0]
-            words = storage.maps.words.take(anchors.slot, axis=0)
-            return Found(Anchors(*anchors[:-1], words), group=Group(storage, EVERY, EVERY, since))
         if anchors.folder is not None and anchors.size:
             self._look_on()
             self.reach(anchors.folder)
@@ -436,6 +475,12 @@ class Folders:
             found, same = self._looked_up(anchors, trusted)
             found.anchors.words[~same] = 0  # type: ignore[index]
         return found
+
+    def at(self, anchors: Anchors, changes: int) -> Found:
+        """The anchors with their records, where the one folder showed all of them at a value of its change counter."""
+        storage = self._places[0][0]
+        words = storage.maps.words.take(anchors.slot, axis=0)
+        return Found(Anchors(*anchors[:-1], words), group=Group(storage, EVERY, EVERY, changes), since=changes)
 
     def _looked_up(self, anchors: Anchors, trusted: bool) -> tuple[Found, BoolArray]:
         storages, places = self._places

@@ -18,9 +18,9 @@ from memmap_buffer.dtypes import Array, check_number, decode
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Schema
-from memmap_buffer.views.anchors import Anchors, BoolArray
+from memmap_buffer.views.anchors import BoolArray
 from memmap_buffer.views.batch_builder import BatchBuilder, Ends, array_of, marked
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.folders import Folders, Found
 
 STRATEGIES = get_args(Strategy)
 
@@ -104,14 +104,17 @@ class HindsightBuilder(BatchBuilder):
 
     Args:
         folders: the folders that are read.
-        anchors: (B,) the timesteps at which items are cut, each with its chance.
+        records: of the timesteps (B,) at which items are cut, each with its chance.
         ends: how episodes end for the view.
         how: how goals are chosen.
         reach: how many timesteps from its anchor on an item may have rewards of.
+        plan: what the view found before.
     """
 
-    def __init__(self, folders: Folders, anchors: Anchors, ends: Ends, how: Hindsight, reach: int) -> None:
-        super().__init__(folders, anchors, ends)
+    def __init__(
+        self, folders: Folders, records: Found, ends: Ends, how: Hindsight, reach: int, plan: Any = None
+    ) -> None:
+        super().__init__(folders, records, ends, plan)
         self._how = how
         whole = (self._entries > self.length) | (self.t + reach < self.length)
         item, t, there = self._drawn()
@@ -145,9 +148,10 @@ class HindsightBuilder(BatchBuilder):
         return item, np.clip(t, 0, last), last > now
 
     def put_at(self, names: Iterable[str], t: IntArray, *, prefix: str = "") -> None:
-        names = tuple(names)
-        super().put_at(names, t, prefix=prefix)
-        for name in self._changing(names):
+        for name in names:
+            if not self._changes(name):
+                super().put_at([name], t, prefix=prefix)
+                continue
             limit = self.limit(self.schema.fields[name].final)
             # A new goal is that of what follows too, whether or not an observation was stored there.
             exists = (t >= 0) & ((t < limit) | (self._chosen & (name == self._how.goal)))
@@ -162,15 +166,22 @@ class HindsightBuilder(BatchBuilder):
         limit: IntArray | None = None,
         padding: str = "zero",
     ) -> None:
-        names = tuple(names)
-        super().put(names, offsets, prefix=prefix, limit=limit, padding=padding)
-        for name in self._changing(names):
-            self.batch[prefix + name] = self._with_goals_around(name, offsets, limit, padding)
+        for name in names:
+            if self._changes(name):
+                self.batch[prefix + name] = self._with_goals_around(name, offsets, limit, padding)
+            else:
+                super().put([name], offsets, prefix=prefix, limit=limit, padding=padding)
+
+    def look_at(self, name: str, t: IntArray) -> Array:
+        field = self.schema.fields[name]
+        if not self._changes(name):
+            return super().look_at(name, t)
+        return decode(self._relabelled(name, t, np.ones(len(t), np.bool_)), field.dtype)
 
     def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
-        if not self._changing([name]):
+        if not self._changes(name):
             return super().look(name, offsets, limit)
-        self._require_size(name, len(offsets))
+        self.require_size(name, len(offsets))
         return decode(self._with_goals_around(name, offsets, limit, "zero"), self.schema.fields[name].dtype)
 
     def put_meta(self, names: Iterable[str]) -> None:
@@ -181,9 +192,9 @@ class HindsightBuilder(BatchBuilder):
             values[self._chosen] = self._goal[self._chosen]
             self.batch[name] = values
 
-    def _changing(self, names: Iterable[str]) -> list[str]:
-        """The fields that a new goal changes, if any item has one."""
-        return [name for name in names if name in (self._how.goal, self._how.reward)] if self._chosen.any() else []
+    def _changes(self, name: str) -> bool:
+        """Whether a new goal, if any item has one, changes a field."""
+        return name in (self._how.goal, self._how.reward) and bool(self._chosen.any())
 
     def _with_goals_around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> Array:
         """A field at `t + offsets`: (B, K, *field)."""

@@ -122,9 +122,12 @@ class NStep(View):
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         return episodes.replaced(count=episodes.count - ~(has_final | terminated))
 
+    def plan(self, schema: Schema) -> tuple[tuple[str, ...], ...]:
+        """The fields at t, at t + k, and from t to t + k - 1."""
+        return *self.names(schema), named(schema, self.sequence_fields, "sequence_fields")
+
     def cut(self, builder: BatchBuilder) -> None:
-        schema, t, length = builder.schema, builder.t, builder.length
-        current, following = self.names(schema)
+        t, length, (current, following, sequences) = builder.t, builder.length, builder.plan
         k = np.empty(len(t), np.int64)
         k.fill(self.n)
         if self.n > 1 and FALSE in (t + k < length).tobytes():  # every step that is served has a successor
@@ -136,17 +139,21 @@ class NStep(View):
             builder.put(following, range(1, self.n + 1), prefix="next_")
         else:
             put_at(following, successor, prefix="next_")
-        if self.sequence_fields != ():
-            names = named(schema, self.sequence_fields, "sequence_fields")
-            builder.put(names, range(self.n), prefix="seq_", limit=successor)
+        if sequences:
+            builder.put(sequences, range(self.n), prefix="seq_", limit=successor)
         builder.batch["n_step_lens"] = k
         if self.gamma is not None:
             self._put_return(builder, k, successor)
 
     def _put_return(self, builder: BatchBuilder, k: IntArray, successor: IntArray) -> None:
-        last = successor == builder.length
-        rewards = builder.look(self.reward, range(self.n), limit=successor)
-        over = last & (builder.terminated | ~builder.has_final) if TRUE in last.tobytes() else last
+        over = successor == builder.length
+        if self.n == 1:
+            rewards = builder.look_at(self.reward, builder.t)[:, None]
+        else:
+            rewards = builder.look(self.reward, range(self.n), limit=successor)
+        if TRUE in over.tobytes():
+            last = over.nonzero()[0]
+            over[last] = builder.terminated.take(last) | ~builder.has_final.take(last)
         builder.batch["_return"], builder.batch["_discount"] = n_step_return(rewards, k, over, self.gamma or 0.0)
 
     def _put_stacked(self, builder: BatchBuilder, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:

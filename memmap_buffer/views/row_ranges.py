@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,12 +25,12 @@ class Source(NamedTuple):
     Attributes:
         origin: bytes.
         scale: row r begins at byte r * scale of it.
-        pieces: copies as many rows as an item has from each of some on.
+        pieces: (B, K) rows that were copied by one index, as bytes, those of `RowRanges._cut` wrong; or None.
     """
 
     origin: Array
     scale: int
-    pieces: Callable[[IntArray], Array]
+    pieces: Array | None
 
 
 class Further(NamedTuple):
@@ -96,27 +93,31 @@ class RowRanges:
 
     def copy(self, storage: Storage, name: str, pool: Pool) -> Array:
         """Copy them out of a field's rows: (B, K, *field)."""
-        rows = storage.maps.rows[name]
-        width = rows.itemsize * math.prod(rows.shape[1:])
-        source = Source(rows.reshape(-1).view(np.uint8), width, partial(_slices, storage, name, self.steps))
-        return self._copied(source, storage.layout.schema.fields[name].in_file, pool)
+        rows, field = storage.maps.rows[name], storage.layout.schema.fields[name].in_file
+        width, cut = field.itemsize, self._cut
+        pieces = None
+        if cut is not None and len(self.row) * self.steps * width < LARGE:
+            pieces = storage.slices_of(name, self.steps)[cut[0]]
+            if not cut[1] and self.further is None:
+                return pieces.view(field.storage).reshape(len(self.row), self.steps, *field.shape)
+        return self._copied(Source(rows.reshape(-1).view(np.uint8), width, pieces), field, pool)
 
     def copy_from(self, begin: IntArray, field: Field, pool: Pool) -> Array:
         """The same where each item's rows of a field lie somewhere in memory, from `begin` (B,) on."""
-        width = field.itemsize
-        further = self.further
+        width, further, pieces = field.itemsize, self.further, None
         if further is not None:
             further = further._replace(row=begin[further.item] + width * further.row)
         there = RowRanges(begin + width * self.row, self.lead, self.stop, self.steps, self.padding, further)
-        return there._copied(Source(memory(), 1, partial(bytes_at, width=self.steps * width)), field, pool)
+        if there._cut is not None and len(begin) * self.steps * width < LARGE:
+            pieces = bytes_at(there._cut[0], self.steps * width)
+        return there._copied(Source(memory(), 1, pieces), field, pool)
 
     def _copied(self, source: Source, field: Field, pool: Pool) -> Array:
         width, shape = field.itemsize, (len(self.row), self.steps, *field.shape)
-        large = math.prod(shape) * field.storage.itemsize >= LARGE
-        if large or 2 * self._num_whole < max(1, len(self.row)):
+        if source.pieces is None:
             out, items = pool.empty(shape, field.storage), self._each
-        else:  # one index for all; those of which some row does not exist are copied anew
-            out, items = source.pieces(self._begin).view(field.storage).reshape(shape), self._cut
+        else:
+            out, items = source.pieces.view(field.storage).reshape(shape), self._cut[1]  # type: ignore[index]
         target = out.reshape(-1).view(np.uint8)
         self._copy_each(source, target, width, items, zero=self.padding == "zero")
         if self.padding != "zero":
@@ -153,37 +154,21 @@ class RowRanges:
                 cells[b, stop:] = after
 
     @cached_property
-    def _whole(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.stop - self.lead == self.steps)
-
-    @cached_property
-    def _num_whole(self) -> int:
-        return len(self.row) if self._is_whole else int(np.count_nonzero(self._whole))
-
-    @cached_property
-    def _is_whole(self) -> bool:
-        """Whether every row exists."""
-        return bool(self._whole.all())
-
-    @cached_property
     def _each(self) -> list[Item]:
         return list(zip(range(len(self.row)), self.row.tolist(), self.lead.tolist(), self.stop.tolist(), strict=True))
 
     @cached_property
-    def _cut(self) -> list[Item]:
-        """The items of which some row does not exist."""
-        if self._is_whole:
-            return []
-        cut = np.flatnonzero(~self._whole)
-        columns = (values.take(cut).tolist() for values in (self.row, self.lead, self.stop))
-        return list(zip(cut.tolist(), *columns, strict=True))
+    def _cut(self) -> tuple[IntArray, list[Item]] | None:
+        """(the first row of each item; those of which some row does not exist), to copy all by one index.
 
-    @cached_property
-    def _begin(self) -> IntArray:
-        """The first row of each item; of one that is not whole, which is copied anew, that of another one."""
-        return self.row if self._is_whole else np.where(self._whole, self.row, self.row[self._whole.argmax()])
-
-
-def _slices(storage: Storage, name: str, steps: int, begin: IntArray) -> Array:
-    pieces: Array = storage.slices_of(name, steps)[begin]
-    return pieces
+        The latter, which are copied anew, have the first row of another one there. None where they are most.
+        """
+        whole = self.stop - self.lead == self.steps
+        cut = np.flatnonzero(~whole)
+        if 2 * len(cut) > len(whole) or not len(whole):
+            return None
+        if not len(cut):
+            return self.row, []
+        begin = np.where(whole, self.row, self.row[whole.argmax()])
+        items = zip(cut.tolist(), self.row[cut].tolist(), self.lead[cut].tolist(), self.stop[cut].tolist(), strict=True)
+        return begin, list(items)

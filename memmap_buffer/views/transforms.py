@@ -43,7 +43,7 @@ def n_step_return(
         discount.fill(gamma)
         if np.count_nonzero(terminated):
             discount[np.asarray(terminated, np.bool_)] = 0
-        return returns, discount.reshape(len(k), *[1] * (rewards.ndim - 2))
+        return returns, discount if rewards.ndim == 2 else discount.reshape(len(k), *[1] * (rewards.ndim - 2))
     powers = np.power(float(gamma), np.arange(n + 1))
     # A reward beyond k may be inf or nan, which a weight of 0 does not make 0.
     counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0)

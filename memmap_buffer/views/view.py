@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,10 @@ class View(ABC):
         Returns:
             (E,) runs of the same episodes; a count of 0 leaves one out.
         """
+
+    def plan(self, schema: Schema) -> Any:
+        """The value that `cut` finds in `builder.plan`, made once per set of options, as it follows from the schema."""
+        return None
 
     @abstractmethod
     def cut(self, builder: BatchBuilder) -> None:

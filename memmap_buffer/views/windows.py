@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
@@ -71,16 +71,20 @@ class Trajectory(View):
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         return episodes.replaced(count=np.ones_like(episodes.count))
 
+    def plan(self, schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The fields, but for those that are given with their final observation, and those."""
+        names = named(schema, self.fields, "fields")
+        finals = tuple(name for name in names if self.final_observation and schema.fields[name].final)
+        return tuple(name for name in names if name not in finals), finals
+
     def cut(self, builder: BatchBuilder) -> None:
-        names = named(builder.schema, self.fields, "fields")
-        longest = int(builder.length.max(initial=0))
+        longest, (names, finals) = int(builder.length.max(initial=0)), builder.plan
         if self.to_length is not None and self.to_length < longest:
             raise SchemaError(
                 f"to_length: got {self.to_length}, an episode has {longest} timesteps and is never cut off"
             )
         steps = range(self.to_length or longest)
-        finals = [name for name in names if self.final_observation and builder.schema.fields[name].final]
-        builder.put([name for name in names if name not in finals], steps, limit=builder.length)
+        builder.put(names, steps, limit=builder.length)
         builder.put(finals, range(len(steps) + 1))
         if self.return_lens:
             builder.batch["_lens"] = builder.length
@@ -111,8 +115,12 @@ class Timestep(View):
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         return episodes
 
+    def plan(self, schema: Schema) -> tuple[str, ...]:
+        """The fields."""
+        return named(schema, self.fields, "fields")
+
     def cut(self, builder: BatchBuilder) -> None:
-        builder.put_at(named(builder.schema, self.fields, "fields"), builder.t)
+        builder.put_at(builder.plan, builder.t)
 
 
 @dataclass(frozen=True)
@@ -264,18 +272,25 @@ class Window(View):
         end = episodes.count if self.pad_after is None else stop + self.pad_after
         return _inside(episodes, -self.pad_before, 0, stop, self.boundary, self.stride, end)
 
+    def plan(self, schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The fields of every entry without and with their final observation, and those of the first one alone."""
+        names, at_start = self._names(schema)
+        finals = tuple(name for name in names if self.n_steps and schema.fields[name].final)
+        return tuple(name for name in names if name not in finals), finals, at_start
+
     def cut(self, builder: BatchBuilder) -> None:
         if not self.allow_short:
             builder.require_steps(self.length)
         if self.pad_in_front:
             builder.pad_in_front(self.length)
-        steps, t, schema = range(self.length), builder.t, builder.schema
-        stop = builder.run_on(self.length) if self.continues else builder.length
-        names, at_start = self._names(schema)
-        finals = [name for name in names if self.n_steps and schema.fields[name].final]
-        builder.put([name for name in names if name not in finals], steps, limit=builder.length, padding=self.padding)
-        builder.put(finals, steps, padding=self.padding)
-        builder.put_at(at_start, np.maximum(t, 0))
+        steps, t, (names, finals, at_start) = range(self.length), builder.t, builder.plan
+        goes_on = self.boundary == CONTINUE
+        stop = builder.run_on(self.length) if goes_on else builder.length
+        builder.put(names, steps, limit=builder.length, padding=self.padding)
+        if finals:
+            builder.put(finals, steps, padding=self.padding)
+        if at_start:
+            builder.put_at(at_start, np.maximum(t, 0))
         rest = stop - t
         mask = builder.exists(steps, stop)
         builder.batch |= {
@@ -284,12 +299,12 @@ class Window(View):
             "_start": t + builder.begin,
             "_reaches_episode_end": builder.length - t <= self.length,
         }
-        if self.continues:
+        if goes_on:
             builder.put_ends("_is_first", "_is_last", steps)
         if self.burn_in or self.n_steps:
             self._put_learned(builder, steps, mask, finals)
 
-    def _put_learned(self, builder: BatchBuilder, steps: range, exists: BoolArray, finals: list[str]) -> None:
+    def _put_learned(self, builder: BatchBuilder, steps: range, exists: BoolArray, finals: tuple[str, ...]) -> None:
         """Put the returns of every entry, where fields with `final` exist, and which entries are learned from."""
         entry, unpadded = np.arange(self.length), (builder.t == 0) & (np.asarray(builder.begin) > 0)
         learned = exists & (entry >= self.burn_in - self.pad_before * unpadded[:, None])
@@ -341,6 +356,10 @@ class RandomCrop(View):
     def crop(self, length: IntArray, u: FloatArray) -> IntArray:
         places = np.maximum(length - self.length, 0) + 1
         return np.asarray((u * places).astype(np.int64))
+
+    def plan(self, schema: Schema) -> Any:
+        """The plan of a window."""
+        return Window(self.length, fields=self.fields).plan(schema)
 
     def cut(self, builder: BatchBuilder) -> None:
         Window(self.length, fields=self.fields).cut(builder)

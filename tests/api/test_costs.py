@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ways import Way, way_of
 
 from memmap_buffer import Field, ReplayBuffer, Window
@@ -53,6 +54,7 @@ def one_step() -> dict[str, Any]:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayBuffer]]:
+    torch.manual_seed(0)  # where batches have ends of episodes, there is more to do
     monkeypatch.setattr(lock, "LOOK_SECONDS", 1e9)  # what is counted is done within the time between two looks
     monkeypatch.setattr(batch_reader, "ANSWER_SECONDS", 1e9)  # nor does anything wait for a disk
     made: list[ReplayBuffer] = []
@@ -136,17 +138,17 @@ def test_a_step_and_a_batch_of_transitions(make: Callable[..., ReplayBuffer]) ->
         buffer.add(**given)
         buffer.sample(256, n_steps=1, gamma=0.99)
 
-    require(buffer, learn, calls=90)
+    require(buffer, learn, calls=79)
 
 
 @pytest.mark.parametrize(
     ("size", "calls", "options"),
     [
-        pytest.param(256, 36, {"timestep_level": True}, id="timesteps"),
-        pytest.param(256, 44, {"n_steps": 1, "gamma": 0.99}, id="transitions"),
-        pytest.param(256, 46, {"n_steps": 5, "gamma": 0.99}, id="5 steps"),
-        pytest.param(32, 44, {"view": Window(64)}, id="windows"),
-        pytest.param(16, 118, {}, id="whole episodes"),
+        pytest.param(256, 18, {"timestep_level": True}, id="timesteps"),
+        pytest.param(256, 23, {"n_steps": 1, "gamma": 0.99}, id="transitions"),
+        pytest.param(256, 25, {"n_steps": 5, "gamma": 0.99}, id="5 steps"),
+        pytest.param(32, 20, {"view": Window(64)}, id="windows"),
+        pytest.param(16, 58, {}, id="whole episodes"),
     ],
 )
 def test_a_batch(make: Callable[..., ReplayBuffer], size: int, calls: int, options: dict[str, Any]) -> None:
@@ -161,7 +163,7 @@ def test_a_batch_by_priority_and_new_priorities(make: Callable[..., ReplayBuffer
         batch = buffer.sample(256, n_steps=1, gamma=0.99, prioritized=True)
         buffer.update_priorities(batch["_indices"], np.ones(256))
 
-    require(buffer, learn, calls=165)
+    require(buffer, learn, calls=159)
 
 
 def test_who_learns_by_several_sets_of_options_keeps_one_account_of_what_is_visible(

@@ -189,7 +189,13 @@ def test_changing_a_batch_in_place_leaves_the_files_unchanged(recorded, options,
 def test_a_batch_is_gathered_once_however_large_it_is(recorded, monkeypatch):
     calls = []
     copy = BatchBuilder.copy
-    monkeypatch.setattr(BatchBuilder, "copy", lambda self: calls.extend(self.batch) or copy(self))
+
+    def copied(self):
+        columns = copy(self)
+        calls.extend(columns)
+        return columns
+
+    monkeypatch.setattr(BatchBuilder, "copy", copied)
     dataset = recorded().dataset(timestep_level=True)
     for indices in ([0], list(range(18))):
         calls.clear()

@@ -54,7 +54,8 @@ def events(monkeypatch):
         for column in self.batch.values():
             if isinstance(column, RowGather):
                 for storage, chosen, *_ in self.found.groups:
-                    seen.append(("read", id(storage.maps.rows[column.name]), numbers(column.rows[chosen])))
+                    rows = numbers(column.rows[chosen])
+                    seen.extend(("read", id(storage.maps.rows[name]), rows) for name in column.group.names)
         return copy(self)
 
     monkeypatch.setattr(read_ahead, "will_need", asked)

@@ -197,9 +197,6 @@ def test_unused_blocks_are_let_go_of_but_for_a_few():
 class Squares:
     """A dataset whose batch of `[n]` is n items of the number n."""
 
-    def grouped(self, batches):
-        return batches
-
     def by_anchors(self):
         return self
 

@@ -1,4 +1,4 @@
-"""Batches that are planned and copied together: each is as if it had been read alone, and is its own."""
+"""Batches, however they are drawn: each is what its items are alone, and is its own."""
 
 import io
 import sys
@@ -14,7 +14,7 @@ from damage import rewrite_record
 
 from memmap_buffer import ConcatBuffer, Offsets, ReplayBuffer, StaleEpisodeError, Trajectory, View, Window
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.loading import batch_group
+from memmap_buffer.loading import samplers
 from memmap_buffer.loading.read_ahead import Disk
 from memmap_buffer.views import batch_builder
 
@@ -30,13 +30,14 @@ VIEWS = {
     "window that fits": {"view": Window(4, boundary="drop")},
     "offsets": {"view": Offsets(observation=(-1, 0), camera=range(3), half=(0, 2), padding="default")},
 }
+STEPS = {"timestep_level": True, "return_indices": True}
 every_view = pytest.mark.parametrize("options", VIEWS.values(), ids=VIEWS)
 
 
 @pytest.fixture(params=[1 << 20, 2000], ids=["many together", "a few together"])
 def together(request, monkeypatch):
-    """How many bytes of batches are copied together."""
-    monkeypatch.setattr(batch_group, "MOST_BYTES", request.param)
+    """How many bytes of batches are read as one."""
+    monkeypatch.setattr(samplers, "MOST_BYTES", request.param)
 
 
 def tensors(batch):
@@ -50,7 +51,7 @@ def indices(batch):
 
 @every_view
 @pytest.mark.parametrize("both", [False, True])
-def test_each_batch_of_a_loader_is_what_its_items_are_alone(recorded, together, options, both):
+def test_each_batch_of_a_loader_is_what_its_items_are_alone(recorded, options, both):
     buffer = recorded(LENGTHS)
     if both:
         buffer = ConcatBuffer([buffer, recorded(LENGTHS[1:], name="other")])
@@ -85,7 +86,7 @@ def test_batches_share_no_memory_and_a_saved_one_is_no_larger_than_itself(record
 
 
 @every_view
-def test_changing_a_batch_changes_none_that_comes_later(recorded, together, options):
+def test_changing_a_batch_changes_none_that_comes_later(recorded, options):
     buffer = recorded(LENGTHS)
     expected = list(buffer.dataloader(2, **options))
     for batch, untouched in zip(buffer.dataloader(2, **options), expected, strict=True):
@@ -94,7 +95,7 @@ def test_changing_a_batch_changes_none_that_comes_later(recorded, together, opti
             tensor.fill_(1)
 
 
-def test_anchors_that_are_read_twice_give_batches_of_their_own(recorded, together):
+def test_anchors_that_are_read_twice_give_batches_of_their_own(recorded):
     buffer = recorded(LENGTHS)
     dataset = buffer.dataset(timestep_level=True)
     for anchors in list(buffer.dataloader(4, dataset=dataset, shuffle=True, seed=0).batch_sampler)[::-1]:
@@ -108,7 +109,7 @@ def test_anchors_that_are_read_twice_give_batches_of_their_own(recorded, togethe
 
 @every_view
 @pytest.mark.parametrize("draw", ["loader", "sample"])
-def test_what_changes_after_it_was_copied_is_served_as_it_is_then(recorded, together, options, draw):
+def test_what_changes_between_batches_is_served_as_it_is_then(recorded, together, options, draw):
     buffer = recorded(LENGTHS, circular=True)
     options = options | {"return_indices": True}
     batches = (
@@ -120,7 +121,7 @@ def test_what_changes_after_it_was_copied_is_served_as_it_is_then(recorded, toge
             buffer.update(position, task_id=number + 1)
 
 
-def test_a_batch_may_be_as_large_as_one_alone_however_many_are_planned_together(recorded, monkeypatch):
+def test_a_batch_may_be_as_large_as_one_alone_however_many_are_read_together(recorded, monkeypatch):
     buffer = recorded(LENGTHS)
     options = {"view": Window(5), "filter_meta": {"task_id": {0, 1}}}
     monkeypatch.setattr(batch_builder, "MAX_BATCH_BYTES", 4 * 5 * batch_builder.INDEX_BYTES)
@@ -140,7 +141,7 @@ def test_a_batch_of_no_items_asks_the_disk_for_nothing(recorded, options, both, 
     assert buffer.batch_spec(**options) == expected
 
 
-def test_threads_share_the_batches_that_are_planned(tmp_path):
+def test_threads_draw_batches_of_one_buffer(tmp_path):
     with ReplayBuffer(tmp_path, 50, 40, {"x": "int"}) as buffer:
         for number in range(50):
             buffer.store_episode(x=np.arange(40) + 1000 * number)
@@ -159,12 +160,12 @@ def test_threads_share_the_batches_that_are_planned(tmp_path):
             sys.setswitchinterval(interval)
 
 
-def test_a_batch_copied_before_a_change_is_looked_at_again_when_it_is_handed_out(tmp_path):
+def test_a_batch_that_was_drawn_before_a_change_is_read_as_it_is_then(tmp_path):
     with ReplayBuffer(tmp_path, 4, 8, {"x": "int"}) as buffer:
         for number in range(4):
             buffer.store_episode(x=np.full(8, number))
         loader = iter(buffer.dataloader(4, timestep_level=True, shuffle=True, seed=0, return_indices=True))
-        for _ in range(3):  # by then several are copied together
+        for _ in range(3):
             next(loader)
         buffer.update(None, x=np.full((4, 8), 7))
         assert set(next(loader)["x"].tolist()) == {7}
@@ -174,12 +175,12 @@ def test_a_batch_copied_before_a_change_is_looked_at_again_when_it_is_handed_out
 @pytest.mark.parametrize(
     "remove", [lambda ring: ring.delete([0, 1]), lambda ring: ring.clear()], ids=["delete", "clear"]
 )
-def test_what_is_removed_after_it_was_copied_is_not_served_though_the_table_was_read_again(recorded, remove, both):
+def test_what_is_removed_after_it_was_drawn_is_not_served_though_the_table_was_read_again(recorded, remove, both):
     """Its rows and its generation stay as they are."""
     ring = recorded([8] * 4)
     buffer = ConcatBuffer([ring, recorded([8] * 4, name="other")]) if both else ring
     loader = iter(buffer.dataloader(1, timestep_level=True, shuffle=True, seed=0, return_indices=True))
-    for _ in range(10):  # by then several are copied together
+    for _ in range(10):
         next(loader)
     remove(ring)
     if not len(buffer):
@@ -190,7 +191,7 @@ def test_what_is_removed_after_it_was_copied_is_not_served_though_the_table_was_
     assert served and not served & gone
 
 
-def test_what_is_being_rewritten_when_it_is_copied_again_is_looked_at_again(recorded):
+def test_what_is_being_rewritten_when_it_is_copied_is_looked_at_again(recorded):
     """The change counter moves when that is done; until then nothing but the generation tells."""
     buffer = recorded(LENGTHS)
     dataset = buffer.dataset(timestep_level=True, on_stale="raise")
@@ -202,7 +203,7 @@ def test_what_is_being_rewritten_when_it_is_copied_again_is_looked_at_again(reco
         dataset.__getitems__(parts[-1])
 
 
-def test_an_episode_that_fails_its_checksums_is_drawn_again_though_it_holds_what_is_no_text(recorded, together):
+def test_an_episode_that_fails_its_checksums_is_drawn_again_though_it_holds_what_is_no_text(recorded):
     recorded([4] * 9, max_episodes=9, max_timesteps=4).close()
     layout = (storage := Storage(recorded((), max_episodes=9, max_timesteps=4)._storage.path)).layout
     with (storage.path / layout.arrays["text"].name).open("r+b") as file:
@@ -243,3 +244,32 @@ def test_a_range_of_offsets_of_any_step_gives_the_timesteps_that_it_names(tmp_pa
     np.testing.assert_array_equal(batch["seen"], batch["t"])
     np.testing.assert_array_equal(batch["_mask"], exists)
     np.testing.assert_array_equal(batch["_masked"], exists)
+
+
+def test_an_episode_that_is_found_damaged_between_two_batches_is_not_drawn_any_more(recorded):
+    buffer = recorded([8] * 6)
+    seen = {int(serial) for _ in range(8) for serial in buffer.sample(16, **STEPS)["_indices"][:, 0]}
+    assert seen == set(range(6))
+    buffer._storage.void([(buffer._storage.refresh().visible[2], "has been damaged")])
+    assert {int(serial) for _ in range(8) for serial in buffer.sample(16, **STEPS)["_indices"][:, 0]} == seen - {2}
+
+
+@pytest.mark.parametrize("change", [True, False])
+def test_shares_are_exact_though_anchors_are_drawn_ahead(recorded, change):
+    """Also of batches that do not divide them: what was drawn and not given is not counted."""
+    first, second = recorded([8] * 4, circular=True), recorded([8] * 4, name="other")
+    buffer, given = ConcatBuffer([first, second], weights=[1, 2]), []
+    for number in range(60):
+        given += buffer.sample(4, **STEPS)["_indices"][:, 0].tolist()
+        if change and number % 7 == 6:
+            record_episode(first, number, 8)
+    assert given.count(0) == len(given) // 3
+
+
+def test_the_same_seed_gives_the_same_batches_however_many_are_drawn_ahead(recorded):
+    path, batches = recorded(LENGTHS, name="other")._storage.path, []
+    for _ in range(2):
+        torch.manual_seed(3)
+        buffer = ReplayBuffer.from_folder(path, read_only=True)
+        batches.append([buffer.sample(4, **STEPS)["_indices"].tolist() for _ in range(20)])
+    assert batches[0] == batches[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import tempfile
 from functools import partial
@@ -197,18 +198,18 @@ def test_the_journal_names_the_slots_of_every_timestep(tmp_path: Path) -> None:
             assert storage.changed_since(before).tolist() == sorted(slots.tolist())
 
 
-@pytest.mark.parametrize("why", ["no room", "no map", "another file system"])
+@pytest.mark.parametrize("why", ["no blocks", "no map", "another file system"])
 def test_counters_that_cannot_be_stored_to_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Of a copy `state.npy` may have holes: a store to one would end the process on a full disk."""
+    """Of a copy `state.npy` may have holes: a store to one could end the process."""
 
     def fails(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "full")
+        raise OSError(errno.ENOMEM if why == "no map" else errno.EOPNOTSUPP, "cannot be done")
 
     if why == "another file system":
         monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
-    elif why == "no room":
+    elif why == "no blocks":
         monkeypatch.setattr(commit, "allocate", fails)
     else:
         monkeypatch.setattr(WriteHandles, "map", fails)
@@ -224,6 +225,26 @@ def test_counters_that_cannot_be_stored_to_are_written(
             assert buffer._storage.changes > before
             assert buffer._storage.changes in words
             assert reader.num_steps == buffer.num_steps == 2 * (call + 1)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """Where counters find no room neither stores nor writes would get them there."""
+
+    def fails(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    created(tmp_path, 2).close()
+    with ReplayBuffer.from_folder(tmp_path) as buffer, monkeypatch.context() as full:
+        full.setattr(commit, "allocate", fails)
+        with pytest.raises(OSError, match=os.strerror(error)):
+            buffer.add(**timestep(0, 2, np.random.default_rng(0)))
+    with ReplayBuffer.from_folder(tmp_path) as buffer:
+        assert buffer.num_steps == 0
+        buffer.add(**timestep(0, 2, np.random.default_rng(0)))
+    assert buffer.num_steps == 2
 
 
 def test_who_may_not_write_any_more_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
