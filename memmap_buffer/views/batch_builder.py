@@ -21,16 +21,14 @@ from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import MOST_AT, bytes_at
 from memmap_buffer.remote.mirror import Rows, Taken, bring
 from memmap_buffer.schema import DECLARED, LENGTHS, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import EVERY, INDEX_BYTES, FieldGroup, Folders, Found
 from memmap_buffer.views.memory_pool import SMALL
-from memmap_buffer.views.row_ranges import LARGE, Further, RowRanges
+from memmap_buffer.views.row_ranges import Further, RowRanges
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
-WIDE = 1 << 10  # bytes of a row: wider ones are copied folder by folder, into memory that is used again
 LOOK = 256  # timesteps that are looked at together for the end of an episode
 PADDINGS = get_args(Padding)
 NONE = np.empty(0, np.int64)
@@ -403,13 +401,10 @@ class BatchBuilder:
     def look_meta(self, name: str) -> Array:
         """A meta field of each item's episode, as stored: (B, *field)."""
         slot, field = self.anchors.slot, self.schema.meta_fields[name]
-        width, reach, of = field.itemsize, self.found.reach, self.found.of
-        begin = None
-        if reach is not None and of is not None and 0 < width <= MOST_AT:
-            begin = reach.meta_at(name, of, slot)
-        if begin is not None:
-            found = bytes_at(begin + width * slot, width)
-            return marked(field, found.view(field.storage).reshape(len(slot), *field.shape))
+        reach, of = self.found.reach, self.found.of
+        values = None if reach is None or of is None else reach.meta(name, of, slot)
+        if values is not None:
+            return marked(field, values)
         groups = self.found.groups
         out = np.empty((len(slot), *field.shape), field.storage)
         for storage, chosen, *_ in groups:
@@ -630,9 +625,13 @@ class BatchBuilder:
 
     def _copied_of_several(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field that is not compressed, where there may be several folders."""
-        values = self._copied_at_once(name, rows)
-        if values is not None:
-            return values
+        reach, of = self.found.reach, self.found.of
+        if reach is not None and of is not None:
+            values = (
+                reach.ranges(name, of, rows, self._pool) if isinstance(rows, RowRanges) else reach.rows(name, of, rows)
+            )
+            if values is not None:
+                return values
         order, groups = self.found.order, self.found.groups
         if order is None:
             return self._copied_there(name, rows, groups[0].storage)
@@ -646,22 +645,6 @@ class BatchBuilder:
                 storage.maps.rows[name].take(rows[part], 0, by_folder[part], "clip")
         out = self._pool.empty(by_folder.shape, by_folder.dtype)
         return by_folder.take(self.found.place, 0, out, "clip")
-
-    def _copied_at_once(self, name: str, rows: IntArray | RowRanges) -> Array | None:
-        """Rows of a field out of many folders by one call; None where a call for each is less than the bytes."""
-        reach, of, field = self.found.reach, self.found.of, self.schema.fields[name]
-        if reach is None or of is None:
-            return None
-        low, high = (part.reshape(len(self.t), -1) for part in _ranges_of(rows, len(self.t), EVERY))
-        begin, width = reach.rows_at(name, of, low, high), field.itemsize
-        if begin is None:
-            return None
-        if isinstance(rows, RowRanges):
-            return rows.copy_from(begin, field, self._pool) if 0 < rows.steps * width <= MOST_AT else None
-        if not 0 < width <= WIDE or rows.size * width >= LARGE:
-            return None
-        found = bytes_at(begin.reshape(-1, *(1,) * (rows.ndim - 1)) + width * rows, width)
-        return found.view(field.storage).reshape(*rows.shape, *field.shape)
 
     def fresh(self) -> BoolArray | None:
         """(B,) whether the rows that were copied are those of the anchors, None for all; true only after all copying.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, is_, itemgetter
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memmap_buffer.cached import cached_property
-from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import CHECK, GENERATION, RECORD, SERIAL, STATE_WORD, WORDS
+from memmap_buffer.format.records import GENERATION, STATE_WORD, WORDS
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import address_of, bytes_at, renew_after_fork
+from memmap_buffer.format.syscalls import renew_after_fork
 from memmap_buffer.views.anchors import Anchors, BoolArray
+from memmap_buffer.views.by_address import Reach
 from memmap_buffer.views.memory_pool import Pool
 
 EVERY = slice(None)
@@ -61,104 +61,6 @@ class Group(NamedTuple):
     chosen: Any
     part: slice
     changes: int
-
-
-class Held(NamedTuple):
-    """Arrays of one kind, one a folder, which stay mapped as long as this is referred to.
-
-    Attributes:
-        begin: (F,) where each lies in memory.
-        length: (F,) how many items each has.
-        arrays: them.
-    """
-
-    begin: IntArray
-    length: IntArray
-    arrays: Sequence[Array]
-
-    @classmethod
-    def of(cls, arrays: Sequence[Array]) -> Held:
-        """Hold C-contiguous arrays."""
-        return cls(np.array([address_of(array) for array in arrays]), np.array([*map(len, arrays)]), arrays)
-
-    def at(self, of: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
-        """(B,) where arrays begin; None where any of their items low … high - 1, (B, …), does not exist.
-
-        Args:
-            of: (B,) the places of the arrays.
-            low, high: see there; a record that was forged may say anything.
-        """
-        length = self.length.take(of).reshape(-1, *(1,) * (low.ndim - 1))
-        there = (low >= 0) & (low <= high) & (high <= length)
-        return self.begin.take(of) if there.all() else None
-
-
-class Reach:
-    """Where the arrays of many folders lie in memory, so that one call reads from all: a call each outweighs the rows.
-
-    It holds every array whose address it tells, so that none is unmapped meanwhile, and tells none without a look at
-    what is wanted of it. The folders and the tables stay as they are; where one is another, another `Reach` takes its
-    place. Mirrors let go of their maps, so none is read so.
-
-    Args:
-        storages: the folders.
-        tables: their episode tables.
-        before: that of earlier tables, or None.
-
-    Attributes:
-        usable: whether records may be read so: every folder is trusted, and none cuts its episodes back.
-        changes: (F,) the change counters of the tables.
-    """
-
-    def __init__(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...], before: Reach | None) -> None:
-        self.storages, self.tables = storages, tables
-        self._held: dict[str, Held] = before._held if before is not None and before.storages is storages else {}
-        self.changes = np.array([table.changes for table in tables])
-        self._served = Held.of([table.served for table in tables])  # another thread may put an equal one in its place
-        self._records = self._hold("/episodes", lambda storage: storage.maps.words)
-        self._state = self._hold("/state", lambda storage: storage.maps.state)
-        self._last_slot = np.minimum(self._served.length, self._records.length) - 1
-        self._mirrored = any(storage.mirror is not None for storage in storages)
-        self.usable = not self._mirrored and all(storage.trusted and not storage.in_doubt for storage in storages)
-
-    def _hold(self, name: str, array_of: Callable[[Storage], Array]) -> Held:
-        """The arrays of a name, those that were first asked for: what another thread was told stays held."""
-        found = self._held.get(name)
-        return self._held.setdefault(name, Held.of([*map(array_of, self.storages)])) if found is None else found
-
-    def rows_at(self, name: str, of: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
-        """(B,) where the rows of a field begin in the folders at some places, if rows low … high - 1 can be read so."""
-        return None if self._mirrored else self._hold(name, lambda storage: storage.maps.rows[name]).at(of, low, high)
-
-    def meta_at(self, name: str, of: IntArray, slot: IntArray) -> IntArray | None:
-        """(B,) likewise where a meta field begins, if these slots of it can be read so."""
-        if self._mirrored:
-            return None
-        return self._hold(f"/{name}/", lambda storage: storage.maps.meta[name]).at(of, slot, slot + 1)
-
-    def slots_there(self, of: IntArray, slot: IntArray) -> IntArray:
-        """(B,) the slots, or others where the folders at some places lack them: a shard made anew may be smaller."""
-        return np.asarray(np.maximum(np.minimum(slot, self._last_slot.take(of)), 0))
-
-    def look_up(self, of: IntArray, anchors: Anchors) -> tuple[Anchors, BoolArray]:
-        """`Storage.look_up` in many folders: the anchors with their records; whether each is that of its episode.
-
-        Args:
-            of: (B,) the place of each anchor's folder.
-            anchors: of a batch.
-        """
-        slot = self.slots_there(of, anchors.slot)
-        words = bytes_at(self._records.begin.take(of) + RECORD.itemsize * slot, RECORD.itemsize)
-        words = words.view(np.uint64).reshape(-1, WORDS)
-        differs = words[:, CHECK] ^ bytes_at(self._served.begin.take(of) + 8 * slot, 8).view(np.uint64)
-        differs |= words[:, SERIAL] ^ anchors.serial.view(np.uint64)
-        differs |= words[:, GENERATION] & np.uint64(1)
-        return Anchors(anchors.folder, slot, *anchors[2:-1], words), differs == 0
-
-    def unchanged(self, of: IntArray) -> bool:
-        """Whether in the folders at some places nothing has changed since the tables were read."""
-        now = bytes_at(self._state.begin.take(of) + 8 * STATE_WORD["changes"], 8).view(np.int64)
-        return bool((now == self.changes.take(of)).all())
 
 
 class Found:

@@ -11,7 +11,6 @@ from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import bytes_at, memory
 from memmap_buffer.schema import Field
 from memmap_buffer.views.memory_pool import Pool
 
@@ -25,7 +24,7 @@ class Source(NamedTuple):
     Attributes:
         origin: bytes.
         scale: row r begins at byte r * scale of it.
-        pieces: (B, K) rows that were copied by one index, as bytes, those of `RowRanges._cut` wrong; or None.
+        pieces: (B, K) rows that were copied by one index, as bytes, those of `RowRanges.cut` wrong; or None.
     """
 
     origin: Array
@@ -94,30 +93,28 @@ class RowRanges:
     def copy(self, storage: Storage, name: str, pool: Pool) -> Array:
         """Copy them out of a field's rows: (B, K, *field)."""
         rows, field = storage.maps.rows[name], storage.layout.schema.fields[name].in_file
-        width, cut = field.itemsize, self._cut
+        width, cut = field.itemsize, self.cut
         pieces = None
         if cut is not None and len(self.row) * self.steps * width < LARGE:
             pieces = storage.slices_of(name, self.steps)[cut[0]]
             if not cut[1] and self.further is None:
                 return pieces.view(field.storage).reshape(len(self.row), self.steps, *field.shape)
-        return self._copied(Source(rows.reshape(-1).view(np.uint8), width, pieces), field, pool)
+        return self.copied(Source(rows.reshape(-1).view(np.uint8), width, pieces), field, pool)
 
-    def copy_from(self, begin: IntArray, field: Field, pool: Pool) -> Array:
-        """The same where each item's rows of a field lie somewhere in memory, from `begin` (B,) on."""
-        width, further, pieces = field.itemsize, self.further, None
+    def moved(self, begin: IntArray, width: int) -> RowRanges:
+        """The ranges by the bytes at which they lie, where rows of `width` bytes lie from `begin` (B,) on."""
+        further = self.further
         if further is not None:
             further = further._replace(row=begin[further.item] + width * further.row)
-        there = RowRanges(begin + width * self.row, self.lead, self.stop, self.steps, self.padding, further)
-        if there._cut is not None and len(begin) * self.steps * width < LARGE:
-            pieces = bytes_at(there._cut[0], self.steps * width)
-        return there._copied(Source(memory(), 1, pieces), field, pool)
+        return RowRanges(begin + width * self.row, self.lead, self.stop, self.steps, self.padding, further)
 
-    def _copied(self, source: Source, field: Field, pool: Pool) -> Array:
+    def copied(self, source: Source, field: Field, pool: Pool) -> Array:
+        """The rows out of anywhere: (B, K, *field)."""
         width, shape = field.itemsize, (len(self.row), self.steps, *field.shape)
         if source.pieces is None:
             out, items = pool.empty(shape, field.storage), self._each
         else:
-            out, items = source.pieces.view(field.storage).reshape(shape), self._cut[1]  # type: ignore[index]
+            out, items = source.pieces.view(field.storage).reshape(shape), self.cut[1]  # type: ignore[index]
         target = out.reshape(-1).view(np.uint8)
         self._copy_each(source, target, width, items, zero=self.padding == "zero")
         if self.padding != "zero":
@@ -158,7 +155,7 @@ class RowRanges:
         return list(zip(range(len(self.row)), self.row.tolist(), self.lead.tolist(), self.stop.tolist(), strict=True))
 
     @cached_property
-    def _cut(self) -> tuple[IntArray, list[Item]] | None:
+    def cut(self) -> tuple[IntArray, list[Item]] | None:
         """(the first row of each item; those of which some row does not exist), to copy all by one index.
 
         The latter, which are copied anew, have the first row of another one there. None where they are most.

@@ -13,7 +13,7 @@ import pytest
 
 from memmap_buffer import ConcatBuffer, Field, Hindsight, NStep, Offsets, ReplayBuffer, Trajectory, Window, pack
 from memmap_buffer.format.syscalls import MOST_AT
-from memmap_buffer.views.batch_builder import WIDE
+from memmap_buffer.views.by_address import WIDE
 
 LONGEST = 12
 FIELDS: dict[str, Any] = {

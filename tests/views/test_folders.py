@@ -33,7 +33,7 @@ from memmap_buffer.format.records import DELETED, EXTENT, FIRST_ROW, SERIAL, SHO
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import write_word
 from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.views import folders as views_folders
+from memmap_buffer.views import by_address
 from memmap_buffer.views.batch_builder import BatchBuilder
 
 LIFE, SHARD, SERIAL_STEP = 10**6, 10**4, 100
@@ -308,7 +308,7 @@ def test_maps_that_two_threads_made_at_a_time_are_held_as_long_as_either_is_read
     folders = ConcatBuffer(sorted(root.iterdir()))._folders
     reader = BatchReader(folders, {"return_indices": True, **OPTIONS["timesteps"]})
     anchors = reader.index().locate(np.arange(36))
-    one, address_of = folders.storages[1], views_folders.address_of
+    one, address_of = folders.storages[1], by_address.address_of
     theirs, mine = one.maps, Storage.open(one.path, read_only=True).maps
     rows, gathers, others = weakref.ref(theirs.rows["y"].base), [], [theirs]
 
@@ -320,7 +320,7 @@ def test_maps_that_two_threads_made_at_a_time_are_held_as_long_as_either_is_read
             one.__dict__["maps"] = mine
         return address_of(array)
 
-    monkeypatch.setattr(views_folders, "address_of", told)
+    monkeypatch.setattr(by_address, "address_of", told)
     one.__dict__["maps"] = mine
     check(reader.build(anchors).copy())
     del theirs
