@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ SMALLER = (
     "from %d; give more to mix more"
 )
 log = logging.getLogger("memmap_buffer")
+_NBYTES = attrgetter("nbytes")
 
 
 class EpochState(NamedTuple):
@@ -354,25 +356,29 @@ class Block:
 
     Attributes:
         of: what they were drawn from, an index or a mark of the journal, and the items of a batch.
-        columns: of all.
+        columns: of all; let go of with the last batch.
         size: their items.
         at: those that were handed out.
+        nbytes: of all.
     """
 
     of: tuple[object, int] | None = None
     columns: Columns = field(default_factory=dict)
     size: int = 0
     at: int = 0
+    nbytes: int = 0
 
     def next(self, batch_size: int) -> Columns:
         """The next batch."""
-        first, self.at = self.at, self.at + batch_size
-        return {key: values[first : self.at] for key, values in self.columns.items()}
+        first, self.at, columns = self.at, self.at + batch_size, self.columns
+        if self.at == self.size:
+            self.columns = {}
+        return {key: values[first : self.at] for key, values in columns.items()}
 
     def next_count(self, batch_size: int) -> int:
         """How many batches the block after this one should have: twice as many, as long as that takes little memory."""
-        nbytes = sum(values.nbytes for values in self.columns.values()) * batch_size // self.size
-        return max(1, min(2 * self.size // batch_size, MOST, MOST_BYTES // max(1, nbytes)))
+        most = MOST_BYTES * self.size // max(1, self.nbytes * batch_size)
+        return max(1, min(2 * self.size // batch_size, MOST, most))
 
 
 class UniformSampler:
@@ -433,12 +439,14 @@ class UniformSampler:
         except MemmapBufferError:  # perhaps of another of the batches: that one raises it in its turn
             if count == 1:
                 raise
+            with self._turn:
+                self._position -= (count - 1) * batch_size
             count, columns = 1, self.reader.read(records.anchors.where(slice(batch_size)))
         if of is None:
             return columns
-        block = Block(of, columns, count * batch_size)
+        size, nbytes = count * batch_size, sum(map(_NBYTES, columns.values()))
+        block = Block(of, columns, size, 0, nbytes) if count > 1 else Block(of, {}, size, size, nbytes)
         first = block.next(batch_size) if count > 1 else columns
-        block.at = batch_size
         with self._turn:
             self._block = block
         return first

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from memmap_buffer import ConcatBuffer
+from memmap_buffer import ConcatBuffer, ReplayBuffer
 from memmap_buffer.views.memory_pool import ALIGN, KEEP, SMALL, Pool
 
 SHAPE = (256, 1024)  # a quarter of a megabyte
@@ -218,3 +218,14 @@ def test_a_forked_child_reads_in_memory_of_its_own(images):
     child.join()
     assert out.get()
     assert right(held)
+
+
+def test_a_batch_that_is_dropped_is_held_by_nobody(tmp_path):
+    with ReplayBuffer(tmp_path, 4, 20, {"image": ("uint8", (64, 64))}) as buffer:
+        for _ in range(4):
+            buffer.store_episode(image=np.zeros((20, 64, 64), np.uint8))
+        for size in (300, 40, 40, 40, 40, 40, 40, 40):  # alone, then several as one until the last is handed out
+            batch = buffer.sample(size, timestep_level=True)
+            assert buffer._folders.pool.lent > 0
+            del batch
+        assert buffer._folders.pool.lent == 0
