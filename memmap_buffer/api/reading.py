@@ -471,6 +471,7 @@ class Readable:
             sampler = self._sampler_of(options)
             if type(batch_size) is not int or batch_size < 1:
                 check_count("batch_size", batch_size)
+                batch_size = int(batch_size)
             if seed is not None:
                 check_count("seed", seed, 0)
                 rng = np.random.default_rng(seed)

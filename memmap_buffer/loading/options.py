@@ -349,6 +349,7 @@ class Output:
         rename = dict(options.get("fieldname_map", {}))
         wanted = _renamed(keys, rename, schema)
         lists = tuple(rename.get(key, key) for key in keys if _is_list(key, schema))
+        rename |= {LENGTHS + key: LENGTHS + name for key, name in rename.items() if name in lists}
         transforms = tuple((transform, takes_rng(transform)) for transform in transforms_of(options))
         ragged = {rename.get(k, k): rename.get(n, n) for k, n in view.sequences(schema).items() if options["ragged"]}
         if options["ragged"] and not (ragged or lists):

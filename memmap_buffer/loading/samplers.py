@@ -360,6 +360,7 @@ class Block:
         size: their items.
         at: those that were handed out.
         nbytes: of all.
+        unread: the anchors of all, where they could not be read as one: each batch is then read in its turn.
     """
 
     of: tuple[object, int] | None = None
@@ -367,6 +368,7 @@ class Block:
     size: int = 0
     at: int = 0
     nbytes: int = 0
+    unread: Anchors | None = None
 
     def next(self, batch_size: int) -> Columns:
         """The next batch."""
@@ -416,40 +418,47 @@ class UniformSampler:
             NotEnoughDataError: there is nothing to draw.
             StaleEpisodeError: see `BatchReader.read`.
         """
+        records: Found | Anchors
         with self._turn:
             live = self._followed() if self._may_follow else None
             source = self.reader.index(refresh=True) if live is None else live
+            of, block, count = (source if live is None else live.mark, batch_size), self._block, 1
             if alone:
-                of, count, records = None, 1, self._draw(source, batch_size, rng, 0)
-            else:
-                of, block = (source if live is None else live.mark, batch_size), self._block
-                if block.of == of and block.at < block.size:
+                records = self._draw(source, batch_size, rng, 0)
+            elif block.of == of and block.at < block.size:
+                if block.unread is None:
                     return block.next(batch_size)
+                first, block.at, alone = block.at, block.at + batch_size, True
+                records = block.unread.where(slice(first, block.at))
+            else:
                 count = 1 if block.of != of or self._one_by_one else block.next_count(batch_size)
                 self._position -= block.size - block.at  # so that shares go on where they stood
                 self._block = Block()
                 records = self._draw(source, count * batch_size, rng, self._position)
                 self._position += count * batch_size
-        return self._read(of, records, count, batch_size)
+            if self._quota is not None:  # in the turn of this thread, so that shares are exact over all
+                return self._read(None if alone else of, records, count, batch_size)
+        return self._read(None if alone else of, records, count, batch_size)
 
-    def _read(self, of: tuple[object, int] | None, records: Found, count: int, batch_size: int) -> Columns:
+    def _read(self, of: tuple[object, int] | None, records: Found | Anchors, count: int, batch_size: int) -> Columns:
         """The first of some batches; the others are kept for as long as what they were drawn `of` stands."""
+        size, first = count * batch_size, None
         try:
             columns = self.reader.read(records)
         except MemmapBufferError:  # perhaps of another of the batches: that one raises it in its turn
-            if count == 1:
+            if count == 1 or isinstance(records, Anchors):
                 raise
-            with self._turn:
-                self._position -= (count - 1) * batch_size
-            count, columns = 1, self.reader.read(records.anchors.where(slice(batch_size)))
-        if of is None:
-            return columns
-        size, nbytes = count * batch_size, sum(map(_NBYTES, columns.values()))
-        block = Block(of, columns, size, 0, nbytes) if count > 1 else Block(of, {}, size, size, nbytes)
-        first = block.next(batch_size) if count > 1 else columns
+            block = Block(of, size=size, at=batch_size, unread=records.anchors)
+        else:
+            if of is None:
+                return columns
+            nbytes = sum(map(_NBYTES, columns.values()))
+            block = Block(of, columns, size, nbytes=nbytes) if count > 1 else Block(of, {}, size, size, nbytes)
+            first = block.next(batch_size) if count > 1 else columns
         with self._turn:
-            self._block = block
-        return first
+            if self._block.of is None:  # else another thread has put one there
+                self._block = block
+        return self.reader.read(block.unread.where(slice(batch_size))) if first is None else first  # type: ignore[union-attr]
 
     def _draw(self, source: LiveIndex | Index, count: int, rng: np.random.Generator, position: int) -> Found:
         """Anchors with the records of their episodes; the first has this position among all that were drawn."""

@@ -382,7 +382,7 @@ class BatchBuilder:
         return values if dtype != "bfloat16" else decode(values, dtype)
 
     def _stored(self, name: str, offsets: range, limit: IntArray | None) -> Array:
-        if len(self.t) * len(offsets) * self.schema.largest > MAX_BATCH_BYTES:
+        if len(self.t) * len(offsets) * max(INDEX_BYTES, self.schema.largest) > MAX_BATCH_BYTES:
             self.require_size(name, len(offsets))
         steps = self.t[:, None] + np.arange(offsets.start, offsets.stop, offsets.step)
         rows, missing = self._nearest(steps, self.schema.fields[name].final, limit)

@@ -161,7 +161,7 @@ class NStep(View):
         require = builder.schema.require
         stacks = {name: size for group, size in dict(self.stack).items() for name in require([group], "stack")}
         builder.put_at([name for name in names if name not in stacks], t, prefix=prefix)
-        for name in stacks.keys() & names:
+        for name in (name for name in names if name in stacks):
             before = range(1 - stacks[name], 1)
             offsets = before if t is builder.t else (t - builder.t)[:, None] + np.array(before)
             builder.put([name], offsets, prefix=prefix, padding=self.padding)

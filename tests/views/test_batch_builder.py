@@ -12,11 +12,23 @@ import torch
 from conftest import assert_same, flat, record_episode
 from damage import rewrite_record
 
-from memmap_buffer import ConcatBuffer, Offsets, ReplayBuffer, StaleEpisodeError, Trajectory, View, Window
+from memmap_buffer import (
+    ConcatBuffer,
+    CorruptBufferError,
+    Offsets,
+    ReplayBuffer,
+    SchemaError,
+    StaleEpisodeError,
+    Trajectory,
+    View,
+    Window,
+)
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.loading import samplers
+from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.read_ahead import Disk
 from memmap_buffer.views import batch_builder
+from memmap_buffer.views.anchors import Anchors
 
 LENGTHS = (3, 9, 12, 1, 7, 12, 5, 11)
 VIEWS = {
@@ -273,3 +285,47 @@ def test_the_same_seed_gives_the_same_batches_however_many_are_drawn_ahead(recor
         buffer = ReplayBuffer.from_folder(path, read_only=True)
         batches.append([buffer.sample(4, **STEPS)["_indices"].tolist() for _ in range(20)])
     assert batches[0] == batches[1]
+
+
+def test_what_cannot_be_read_is_told_by_its_own_batch_and_takes_no_other_with_it(recorded, monkeypatch):
+    buffer = recorded([8] * 6)
+    read, given, refused = BatchReader.read, [], 0
+
+    def read_without_3(self, drawn):
+        anchors = drawn if isinstance(drawn, Anchors) else drawn.anchors
+        if 3 in anchors.serial:
+            raise CorruptBufferError("3 is damaged")
+        return read(self, drawn)
+
+    monkeypatch.setattr(BatchReader, "read", read_without_3)
+    for _ in range(400):
+        try:
+            given += buffer.sample(2, **STEPS)["_indices"][:, 0].tolist()
+        except CorruptBufferError:
+            refused += 1
+    assert 400 * 11 / 36 * 0.7 < refused < 400 * 11 / 36 * 1.3
+    assert set(given) == set(range(6)) - {3}
+
+
+def test_shares_are_exact_over_threads(recorded):
+    buffer = ConcatBuffer([recorded([8] * 4), recorded([8] * 4, name="other")], weights=[1, 9])
+
+    def draw(_):
+        return sum(int((buffer.sample(3, **STEPS)["_indices"][:, 0] == 0).sum()) for _ in range(100))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(draw, range(4))) == 4 * 100 * 3 // 10
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_reward_that_is_looked_at_takes_memory_to_be_found_too(recorded, monkeypatch):
+    buffer = recorded([8] * 4)
+    monkeypatch.setattr(batch_builder, "MAX_BATCH_BYTES", 4 * 5 * batch_builder.INDEX_BYTES)
+    options = {"reward": "t", "gamma": 0.9, "current_fields": ["t"], "next_fields": [], "terminated": None}
+    assert len(buffer.batch(range(4), n_steps=5, **options)["_return"]) == 4
+    with pytest.raises(SchemaError, match="field 't': a batch of 4 items takes"):
+        buffer.batch(range(4), n_steps=6, **options)

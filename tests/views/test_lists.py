@@ -106,6 +106,21 @@ def test_jagged_they_have_no_padding(tmp_path, form):
     assert [row.tolist() for row in rows] == expected
 
 
+@pytest.mark.parametrize("names", [{"ids": "tokens"}, {"ids": "scores", "scores": "ids"}, {"next_ids": "after"}])
+def test_under_another_name_they_have_their_lengths_too(tmp_path, names):
+    buffer, _ = record(tmp_path, 3)
+    plain, options = buffer.batch(n_steps=1), {"n_steps": 1, "fieldname_map": names}
+    renamed = buffer.batch(**options)
+    assert buffer.batch_spec(**options).keys() == renamed.keys()
+    for key in ("ids", "scores", "next_ids"):
+        for prefix in ("", "_lens_"):
+            assert torch.equal(renamed[prefix + names.get(key, key)], plain[prefix + key])
+    jagged = buffer.batch(**options, ragged=True)
+    for key in ("ids", "next_ids"):
+        rows = zip(plain[key], plain["_lens_" + key], strict=True)
+        assert [row.tolist() for row in jagged[names.get(key, key)].unbind()] == [row[:n].tolist() for row, n in rows]
+
+
 def test_a_batch_is_as_wide_as_its_own_longest_list(tmp_path):
     """Batches that are read together must not pad each other."""
     buffer = ReplayBuffer(tmp_path, 1, 64, {"ids": ("int64", (None,))})
