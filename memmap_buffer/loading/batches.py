@@ -355,5 +355,4 @@ def batch_of(reader: BatchReader, indices: Any, device: Any) -> Any:
             f"batch: got {shortly(indices)}, expected positions (B,) of items or their `_indices`, whole numbers, at "
             f"least one{of_mask(numbers)}"
         )
-    data = ItemDataset(reader).at(numbers).whole
-    return data if device is None else form_of(reader.output.format).move(data, device)
+    return handed_out(reader, ItemDataset(reader).at(numbers).data, device)

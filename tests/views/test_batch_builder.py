@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -307,19 +308,17 @@ def test_what_cannot_be_read_is_told_by_its_own_batch_and_takes_no_other_with_it
     assert set(given) == set(range(6)) - {3}
 
 
-def test_shares_are_exact_over_threads(recorded):
-    buffer = ConcatBuffer([recorded([8] * 4), recorded([8] * 4, name="other")], weights=[1, 9])
+def test_shares_are_exact_over_threads(recorded, monkeypatch):
+    read = BatchReader.read
+    monkeypatch.setattr(samplers, "MOST", 3)
+    monkeypatch.setattr(BatchReader, "read", lambda self, drawn: time.sleep(0.001) or read(self, drawn))
+    buffer = ConcatBuffer([recorded([8] * 4), recorded([8] * 4, name="other")], weights=[1, 2])
 
     def draw(_):
-        return sum(int((buffer.sample(3, **STEPS)["_indices"][:, 0] == 0).sum()) for _ in range(100))
+        return sum(int(buffer.sample(1, **STEPS)["_indices"][0, 0] == 0) for _ in range(150))
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            assert sum(pool.map(draw, range(4))) == 4 * 100 * 3 // 10
-    finally:
-        sys.setswitchinterval(interval)
+    with ThreadPoolExecutor(8) as pool:  # they read at a time
+        assert sum(pool.map(draw, range(8))) == 8 * 150 // 3
 
 
 def test_a_reward_that_is_looked_at_takes_memory_to_be_found_too(recorded, monkeypatch):
