@@ -288,8 +288,11 @@ class AlarmError(Exception):
 def interrupt_publishing(folder: Path, count: int, **options: Any) -> dict[str, Any]:
     """Publish episodes while alarms go off; each is published again until it has worked. What was then there."""
 
+    armed = False
+
     def alarm(*_: Any) -> None:
-        raise AlarmError
+        if armed:  # a signal may be under way when its timer is stopped
+            raise AlarmError
 
     signal.signal(signal.SIGALRM, alarm)
     chance, interrupted, wrong, took = random.Random(4), 0, [], 1.0
@@ -297,11 +300,14 @@ def interrupt_publishing(folder: Path, count: int, **options: Any) -> dict[str, 
     for serial in range(count):
         episode, start = staged(buffer, serial), time.perf_counter()
         try:
+            armed = True
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 1.2 * took))
             episode.publish()
+            armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
             took = min(took, time.perf_counter() - start)
         except AlarmError:
+            armed = False
             interrupted += 1
             if episode.state == "open":
                 episode.publish()

@@ -214,27 +214,35 @@ SIGNALLED = """
     from memmap_buffer.writing import commit
 
     folder, mode, count, skips_resets = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
-    rng, hits, told = random.Random(count), 0, []
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    rng, hits, told, armed = random.Random(count), 0, [], False
     if mode == "written":
         commit.stores_are_writes = lambda path: False
 
+    def fire(*_):
+        if armed:  # a signal may be under way when its timer is stopped
+            raise KeyboardInterrupt
+
     def interrupted(add):
-        global hits
+        global hits, armed
         try:
+            armed = True
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))  # the last line on which nothing is given
             add()
+            armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
         except KeyboardInterrupt as error:
+            armed = False
             hits += 1
             told.append(error)  # with its frames
             trace = error.__traceback__
-            while trace.tb_next is not None:
+            while trace.tb_next.tb_frame.f_code is not fire.__code__:
                 trace = trace.tb_next
             code = trace.tb_frame.f_code
             line = (trace.tb_lineno or code.co_firstlineno) - code.co_firstlineno
-            if (code, line) in ((ReplayBuffer.add.__code__, 0), (interrupted.__code__, 3)):
+            if (code, line) in ((ReplayBuffer.add.__code__, 0), *((interrupted.__code__, at) for at in (3, 4))):
                 add()  # which nobody had given
+
+    signal.signal(signal.SIGALRM, fire)
 
     for i in range(count // 20):
         program = Program(folder / str(i), mode, skips_resets=skips_resets, following=i % 2 == 0, errors=i % 3 == 0)
