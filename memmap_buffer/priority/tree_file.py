@@ -490,9 +490,8 @@ class TreeFile:
         return slots, self.pairs[slots], old
 
     def _restore(self, slots: IntArray, pairs: Array, old: FloatArray) -> None:
-        self.prepare(np.zeros(1, np.int64))
         if self._nodes is not None:
-            self._nodes.array[0] = self.alpha
+            self._nodes.array[0] = self.alpha  # in the block that the header is in, so it is there
         alpha = old.item(0) if 0 < old.item(0) < np.inf else 0.0
         for leaves in self.blocks(slots, *steps_in(pairs[:, 1].view(np.int64))):
             self.prepare(leaves)
