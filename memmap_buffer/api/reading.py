@@ -589,8 +589,14 @@ class Readable:
         Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
         others, and all ranks take in those of all.
         """
-        given = self._by_name(name, lambda priorities: gathered_errors(priorities, indices, td_errors))
-        return int(self._by_name(name, lambda priorities: update_priorities(priorities, given)))
+        gathered: list[Any] = []
+
+        def update(priorities: NamedPriorities) -> int:
+            if not gathered:
+                gathered.append(gathered_errors(priorities, indices, td_errors))
+            return update_priorities(priorities, gathered[0])
+
+        return int(self._by_name(name, update))
 
     def priorities(self, indices: Any, *, name: str = "td") -> Array:
         """The priorities of steps: p = (|δ| + ε)^α, in proportion to which they are drawn.

@@ -482,7 +482,8 @@ class Storage:
     @property
     def tells_by_counter(self) -> bool:
         """Whether whatever was shown at a value of the change counter is right, and as it was, while that stands."""
-        return self.trusted and not self.in_doubt and not self.num_damaged
+        doubted = self.verify == "read" or self._unverified is not None or self._doubts is not None
+        return not (doubted or self.num_damaged)
 
     def trust(self, slots: IntArray) -> bool:
         """Check those of `slots` that are still to be checked; False if one failed and is void from now on."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array, FloatArray, check_count, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
@@ -176,7 +177,7 @@ class Selection:
         found = [Stream.of(one[-1], s, column) for one, s, column in zip(each, slots, names, strict=True)]
         return Streams(self.view.continues, [(one[0], stream) for one, stream in zip(each, found, strict=True)])
 
-    @property
+    @cached_property
     def by_episode(self) -> bool:
         """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
         follows = self.top_k or self.weight_by or self.has_callables or self.view.continues or _counts(self.split)

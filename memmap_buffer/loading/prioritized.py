@@ -54,6 +54,7 @@ class NamedPriorities:
         name, alpha, epsilon: see `Priorities.open`.
 
     Attributes:
+        by_folder: whether the indices of a batch begin with the number of the folder.
         error_clip: see `Prioritized`.
         drawn: of what items batches were drawn: whether of whole episodes, False for those of steps.
         ranks: that draw by them; new priorities of each are given to all.
@@ -63,6 +64,7 @@ class NamedPriorities:
         self, folders: Folders, name: str, *, alpha: float | None = None, epsilon: float | None = None
     ) -> None:
         self._folders, self._name, self._alpha, self._epsilon = folders, name, alpha, epsilon
+        self.by_folder = not folders.single
         self.error_clip: tuple[float, float] | None = None
         self.drawn: set[bool] = set()
         self.ranks = Ranks()
@@ -157,11 +159,6 @@ class NamedPriorities:
             self._folders.refresh()
             found = self._folders.numbered(number)
         return found
-
-    @property
-    def by_folder(self) -> bool:
-        """Whether the indices of a batch begin with the number of the folder."""
-        return not self._folders.single
 
     def use(self, how: Prioritized) -> None:
         """Go on with another α or ε, see `Priorities.use`, and another clip of errors."""

@@ -216,7 +216,7 @@ class Priorities:
 
     def leaves(self, slots: IntArray, t: IntArray) -> IntArray:
         """The leaves of steps (B,)."""
-        return self.storage.first_row(slots, False) + t
+        return self._file.storage.first_row(slots, False) + t
 
     def find(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
         """(slots, serials, t, priorities) of the steps (B,) at values of the cumulative sum; made anew if damaged.
@@ -238,7 +238,8 @@ class Priorities:
 
     def _at(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
         """None where a value leads to a leaf that is no step, as the sums are damaged."""
-        layout, tree, file = self.storage.layout, self.tree, self._file
+        file = self._file
+        layout, tree = file.storage.layout, file.tree
         leaves, priorities = tree.find(values)
         if tree.loops is not None and layout.rows is None:
             slots, serials, t = np.empty((3, len(leaves)), np.int64)
@@ -251,14 +252,15 @@ class Priorities:
         return (slots, serials, t, priorities) if there and all_of(priorities > 0) else None
 
     def _steps(self, leaves: IntArray) -> tuple[IntArray, IntArray]:
-        if self.storage.layout.rows is None:
-            slots = leaves // self.storage.layout.max_timesteps
+        storage = self._file.storage
+        if storage.layout.rows is None:
+            slots = leaves // storage.layout.max_timesteps
         else:
-            visible = self.storage.table.visible
-            first = self.storage.first_row(visible, False)
+            visible = storage.table.visible
+            first = storage.first_row(visible, False)
             order = np.argsort(first, kind="stable")
             slots = visible[order][np.maximum(np.searchsorted(first[order], leaves, side="right") - 1, 0)]
-        return slots, leaves - self.storage.first_row(slots, False)
+        return slots, leaves - storage.first_row(slots, False)
 
     # Changing
 
@@ -274,7 +276,7 @@ class Priorities:
             WriterLostError: in a forked child.
             OSError: the disk is full.
         """
-        storage = self.storage
+        storage = self._file.storage
         journal = storage.journal
         same = journal is self._journal and journal.is_current(storage, self._mark)
         if not same or self._unfinished or not self._file.whole:
@@ -320,15 +322,16 @@ class Priorities:
 
     def _leaves_of(self, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
         """(the leaves of the steps that are there; (B,) whether each is, None for all). Raises SchemaError."""
-        layout, loops = self.storage.layout, self.tree.loops
+        file = self._file
+        layout, loops = file.storage.layout, file.tree.loops
         if loops is not None and layout.rows is None and self._gapless:
             leaves = np.empty(len(serials), np.int64)
             known, visible = self._order
-            pairs, oldest = self._file.pair_words, known.item(0)
+            pairs, oldest = file.pair_words, known.item(0)
             if loops.leaves(serials, t, oldest, visible, pairs, layout.max_timesteps, leaves):
                 return leaves, None
         slots, here = self._places(serials)
-        start, stop = self._file.steps_of(slots)
+        start, stop = file.steps_of(slots)
         t = np.maximum(t, 0)
         outside = here & (t >= stop)
         if any_of(outside):

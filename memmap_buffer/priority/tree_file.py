@@ -105,6 +105,7 @@ class TreeFile:
         self._words: Array = self._head  # later, where stores reach the file at once, those in the file
         self._written: set[int] = set()  # the pages of the head's file that are there, so that it may be stored to
         self._nodes: Nodes | None = None
+        self._at_once = False  # whether stores are in the file at once
         self._fd: dict[str, int] = {}
         self._locks: list[Any] = []
         self._folder = Folder(storage.path)
@@ -129,11 +130,6 @@ class TreeFile:
     def default(self) -> float:
         """The priority of a new step."""
         return float(self.maximum**self.alpha)
-
-    @property
-    def _at_once(self) -> bool:
-        """Whether stores are in the file at once."""
-        return self._nodes is not None and self._nodes.shared
 
     def own(self) -> None:
         """Own the files, unless the folder is only read.
@@ -370,7 +366,7 @@ class TreeFile:
         self._nodes = Nodes(self._folder, self._nodes_file, self.leaves, minima=minima)
         self.tree = SumTree(self._nodes.array, self.leaves, minima=minima)
         close_all(self._fd)
-        shared = self._nodes.shared
+        self._at_once = shared = self._nodes.shared
         self._fd["head"], mapped = self._folder.map_to_change(head.name, head.header, head.size, shared=shared)
         self._words, self._written = np.frombuffer(mapped, np.uint64, len(self._head), len(head.header)), set()
         if not shared:

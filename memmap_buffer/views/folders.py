@@ -328,10 +328,11 @@ class Folders:
 
     def numbered(self, number: int) -> Storage | None:
         """The folder of a number, None where there never was one."""
-        if number < 0 or not self._has(np.array([number])):
-            return None
         storages, places = self._places
-        return storages[number if places is None else int(places[number])]
+        if not 0 <= number < (len(storages) if places is None else len(places)):
+            return None
+        place = number if places is None else int(places[number])
+        return None if place < 0 else storages[place]
 
     def by_number(self, tables: Sequence[EpisodeTable]) -> list[tuple[int, Storage, EpisodeTable]]:
         """(number, folder, table) by ascending numbers; `tables` were read before folders that were found since."""
