@@ -231,6 +231,7 @@ class Publisher:
     def _publish_all(self) -> dict[Path, Exception]:
         """Publish all that can be; which shards of this recorder could not be, and which others failed, and why.
 
+        Those of this recorder in their order: none before one that is still being written, or published elsewhere.
         A store that cannot be reached is found out by one shard: as long as it does not answer no other is tried.
         """
         with suppress(MemmapBufferError, OSError):  # which was logged
@@ -239,7 +240,10 @@ class Publisher:
         failed, taken = dict[Path, Exception](), set[Path]()
         away = self._asked() if self._is_away else None
         for path in shards_in(self._root):
+            mine = path.name.startswith(self._prefix)
             try:
+                if mine and any(other.name.startswith(self._prefix) for other in taken):
+                    raise BufferLockedError(f"{path}: the shard before it is in use", path=path)
                 self._publish(path, away)
             except (MemmapBufferError, OSError, ImportError) as error:
                 if not Folder(path).exists("schema.json"):
@@ -248,7 +252,7 @@ class Publisher:
                     away = self._asked()
                 if _is_taken(error, path):
                     taken.add(path)
-                if path not in taken or path.name.startswith(self._prefix):
+                if path not in taken or mine:
                     failed[path] = error
         self._is_away = away is not None
         self._tell({path: error for path, error in failed.items() if path not in taken})

@@ -145,6 +145,19 @@ def test_every_n_episodes_are_a_shard_and_the_rest_is_published_at_the_end(tmp_p
     assert len({name.rpartition("-")[0] for name in there}) == 1
 
 
+def test_shards_of_a_recorder_are_published_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with idle_recorder(tmp_path, publish_every=2) as buffer:
+        publisher: Any = buffer._publisher
+        monkeypatch.setattr(publisher, "begin", lambda: None)
+        record(buffer, range(5))
+        buffer.flush()
+        first, lock = left(tmp_path)[0], Folder(left(tmp_path)[0]).lock()
+        assert [*publisher._publish_all()] == left(tmp_path)
+        assert first in left(tmp_path)
+        lock.release()
+    assert published(tmp_path) == list(range(5))
+
+
 def test_recorders_that_share_nothing_name_their_shards_apart(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/url"
     for host in range(2):
