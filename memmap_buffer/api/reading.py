@@ -22,17 +22,17 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
 from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, finished, form_of, handed_out
+from memmap_buffer.loading.epochs import EpochSampler, OrderedSampler, PrioritizedSampler
 from memmap_buffer.loading.option_keys import key_of, key_of_dicts
 from memmap_buffer.loading.options import Options
 from memmap_buffer.loading.prioritized import (
     NamedPriorities,
     PrioritizedDraws,
-    PrioritizedSampler,
     gathered_errors,
     read_priorities,
     update_priorities,
 )
-from memmap_buffer.loading.samplers import EpochSampler, UniformSampler
+from memmap_buffer.loading.samplers import UniformSampler
 from memmap_buffer.pictures import Picture, picture_of, table_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import LENGTHS, Schema, nest
@@ -397,14 +397,14 @@ class Readable:
             check_count("seed", seed, 0)
             seed = int(seed)
         draws = self._make_sampler(reader)
-        sampler: PrioritizedSampler | EpochSampler
+        sampler: EpochSampler[Any]
         # `state_dict` tells the numbers in those of Python.
         sizes: dict[str, Any] = {"batch_size": int(batch_size), "drop_last": drop_last, "seed": seed}
         if isinstance(draws, PrioritizedDraws):
             sampler = PrioritizedSampler(draws, **sizes, ranks=ranks, tail=tail)
         else:
             order: dict[str, Any] = {"shuffle": shuffle, "window": shuffle_window, "weights": self._weights}
-            sampler = EpochSampler(reader, **sizes, **order, ranks=ranks, tail=tail)
+            sampler = OrderedSampler(reader, **sizes, **order, ranks=ranks, tail=tail)
         if not len(sampler):
             raise NotEnoughDataError(
                 f"drop_last={drop_last}, tail={tail!r} and batch_size={batch_size} for {ranks.now().world_size} ranks "

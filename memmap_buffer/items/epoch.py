@@ -35,6 +35,7 @@ class Handing:
     Args:
         number: of the epoch.
         begun: how many of its items were handed out before, by another process.
+        items: how many it has.
 
     Attributes:
         partition: the items that this process hands out.
@@ -42,8 +43,8 @@ class Handing:
         over: whether that was the last.
     """
 
-    def __init__(self, number: int, begun: int) -> None:
-        self.number, self.begun = number, begun
+    def __init__(self, number: int, begun: int, items: int) -> None:
+        self.number, self.begun, self.items = number, begun, items
         self.partition: RankPartition | None = None
         self.batches = 0
         self.over = False
@@ -85,7 +86,7 @@ class Epoch(Handing):
         snapshot: EpochSnapshot | None = None,
         begun: int = 0,
     ) -> None:
-        super().__init__(number, begun)
+        super().__init__(number, begun, len(index))
         self.seed, self.shuffle, self.index = seed, shuffle, index
         self._snapshot = snapshot
         self.traffic: Traffic | None = None

@@ -16,12 +16,12 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.items.epoch import Handing
 from memmap_buffer.loading.batches import Batch, Item, ItemDataset
 from memmap_buffer.loading.distributed import Drawn, EpochBatches, anchors_of, samplers_of
+from memmap_buffer.loading.epochs import EpochSampler, PrioritizedSampler
 from memmap_buffer.loading.options import NamedBatch, make_tuple, unknown_option
 from memmap_buffer.loading.prefetch import Device, Move, Prefetched, to_device
-from memmap_buffer.loading.prioritized import PrioritizedSampler
-from memmap_buffer.loading.samplers import EpochSampler
 from memmap_buffer.loading.tensors import to_tensor
 from memmap_buffer.loading.transport import TASK_BATCHES, Arrivals, Carrier, Tasks, unchanged
 from memmap_buffer.views.anchors import Anchors
@@ -79,7 +79,7 @@ class EpisodeLoader(DataLoader[Any]):
     def __init__(
         self,
         dataset: EpisodeDataset,
-        sampler: EpochSampler | PrioritizedSampler | None = None,
+        sampler: EpochSampler[Any] | None = None,
         *,
         device: Device = None,
         prefetch: int = 0,
@@ -94,10 +94,8 @@ class EpisodeLoader(DataLoader[Any]):
         # PyTorch takes one sampler only, would ask for the items one by one, and forbids to set its attributes later.
         object.__setattr__(self, "batch_sampler", whole if batch_sampler is None else batch_sampler)
         self.device = device
-        self._order: EpochSampler | PrioritizedSampler = order
-        self._drawn: EpochBatches | EpochSampler | PrioritizedSampler = (
-            order if batch_sampler is None else batch_sampler
-        )
+        self._order: EpochSampler[Any] = order
+        self._drawn: EpochBatches | EpochSampler[Any] = order if batch_sampler is None else batch_sampler
         # Pinning would hold up the loop; PyTorch leaves it to a thread too, where there are workers.
         self._pinned = bool(self.num_workers and self.pin_memory and torch.cuda.is_available())
         self.prefetch = prefetch or int(self._pinned)
@@ -134,7 +132,7 @@ class EpisodeLoader(DataLoader[Any]):
         """The batches of one epoch; those that it gave count in `state_dict`, however many are made ahead."""
         if self.persistent_workers and self._ahead is not None and (last := self._ahead()) is not None:
             last.close()  # its thread and the new epoch would share one iterator over the processes
-        epoch = self._order.begin()
+        epoch: Handing = self._order.begin()
         batches = self._made() if self._processes is None else self._arriving(self._processes)
         if self.prefetch:
             ahead = Prefetched(batches, self.prefetch, Move(self.device))

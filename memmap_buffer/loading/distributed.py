@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, SequentialSampler
@@ -18,10 +18,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.rank_partition import Ranks
+from memmap_buffer.loading.epochs import EpochSampler
 from memmap_buffer.views.anchors import Anchors
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -114,20 +112,6 @@ def anchors_of(batch: Any) -> Anchors | None:
     return Anchors.joined(batch) if type(batch) is list and batch and isinstance(batch[0], Anchors) else None
 
 
-class BatchOrder(Protocol):
-    """The order of a loader; see `EpochSampler`, which is one."""
-
-    batch_size: int
-    drop_last: bool
-
-    def __iter__(self) -> Iterator[Anchors]: ...
-    def __len__(self) -> int: ...
-    def set_epoch(self, epoch: int) -> None: ...
-    def num_batches(self, ranks: Ranks) -> int: ...
-    def whole(self) -> Iterator[Anchors]: ...
-    def complete(self, batch_size: int, drop_last: bool) -> Self: ...
-
-
 class EpochItems(DistributedSampler[Any]):
     """The items of each epoch: a sampler that no trainer replaces.
 
@@ -137,7 +121,7 @@ class EpochItems(DistributedSampler[Any]):
         ranks: the rank whose part it is; None for the whole epoch.
     """
 
-    def __init__(self, dataset: Sized, order: BatchOrder, ranks: Ranks | None) -> None:
+    def __init__(self, dataset: Sized, order: EpochSampler[Any], ranks: Ranks | None) -> None:
         among = ranks or Ranks()
         super().__init__(dataset, num_replicas=among.world_size, rank=among.rank)  # type: ignore[arg-type]
         self.order = order
@@ -189,7 +173,7 @@ class EpochBatches(BatchSampler):
         self.order.set_epoch(epoch)
 
 
-def samplers_of(dataset: Sized, order: BatchOrder, shuffle: object) -> tuple[EpochItems, EpochBatches]:
+def samplers_of(dataset: Sized, order: EpochSampler[Any], shuffle: object) -> tuple[EpochItems, EpochBatches]:
     """A loader's sampler and batch sampler: this rank's items, and the batches of the whole epoch."""
     made = EpochItems if shuffle else ItemsInOrder
     whole = EpochBatches(made(dataset, order, None), order.batch_size, order.drop_last)

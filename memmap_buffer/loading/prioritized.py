@@ -6,7 +6,7 @@ drawn are at most as old as the batches that wait for it (`prefetch_factor` time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
@@ -14,19 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.choices import Tail, check_choice
-from memmap_buffer.dtypes import Array, FloatArray, check_count, to_numpy
+from memmap_buffer.dtypes import Array, FloatArray, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.host import host_name
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.items.epoch import Handing, folder_states, require_same
 from memmap_buffer.items.index import Index
-from memmap_buffer.items.rank_partition import RankPartition, Ranks
+from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.items.shuffle import Quota
 from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.loading.samplers import all_or_none
 from memmap_buffer.priority.anchor_priorities import (
     AnchorPriorities,
     AnyPriorities,
@@ -419,199 +415,6 @@ class PrioritizedDraws:
             some = [least for least in each if least > 0]
             lowest = min(some, default=float(np.minimum.reduce(probability)))  # others may have set all to 0 since
         return np.asarray((probability / lowest) ** -beta)
-
-
-class PrioritizedEpoch(Handing):
-    """As many batches drawn by priority as one epoch has.
-
-    Args:
-        number: of the epoch.
-        begun: how many of its items were handed out before, by another process.
-        items: how many it has.
-        first: how many batches were handed out before it began here, by which β rises.
-
-    Attributes:
-        drawn: how many batches were drawn here; some of them may be thrown away.
-        counts: whether batches count when they are handed out, not when they are drawn.
-    """
-
-    def __init__(self, number: int, begun: int, items: int, first: int) -> None:
-        super().__init__(number, begun)
-        self.items, self.first = items, first
-        self.drawn = 0
-        self.counts = False
-
-    @property
-    def num_drawn(self) -> int:
-        """How many batches count, by which β rises."""
-        return self.first + (self.batches if self.counts else self.drawn)
-
-    def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self.counts = True
-        return super().delivering(batches)
-
-
-class PrioritizedSampler:
-    """A PyTorch batch sampler that draws by priority; an epoch has as many batches as one that goes round.
-
-    Ranks draw as many batches as they would have of such an epoch, each by random numbers of its own, from priorities
-    that are the same on all of them.
-
-    Args:
-        draws: gives the anchors.
-        batch_size: items a batch; every batch is full.
-        drop_last: one batch less where the items do not divide.
-        seed: with the numbers of the epoch and the rank it fixes the random numbers; that of rank 0 counts. None: a
-            state that is loaded has it.
-        ranks: the processes that share each epoch.
-        tail: of items that do not divide by the ranks: "drop" counts them for no batch.
-    """
-
-    plans = False
-    shuffle = True
-
-    def __init__(
-        self,
-        draws: PrioritizedDraws,
-        *,
-        batch_size: int,
-        drop_last: bool,
-        seed: int | None,
-        ranks: Ranks | None = None,
-        tail: str = "pad",
-    ) -> None:
-        check_choice("tail", tail, Tail)
-        self.draws, self.batch_size, self.drop_last, self.seed = draws, batch_size, drop_last, seed
-        self.ranks, self.tail = ranks or Ranks(), tail
-        self.epoch = 0
-        self._first = 0  # batches before the first epoch
-        self._loaded: PrioritizedEpoch | None = None
-        self._begun: PrioritizedEpoch | None = None
-        self._ready = False
-
-    def num_batches(self, ranks: Ranks) -> int:
-        """Batches of the next epoch that any rank draws; all batches for `Ranks()`. See `EpochSampler.__len__`."""
-        split = self._split(self._loaded or self._new(), ranks)
-        return split.before + len(split)
-
-    def whole(self) -> Iterator[Anchors]:
-        """The batches of an epoch, for a trainer that shares them; a part of them is drawn by priority too."""
-        epoch = self.begin()
-        epoch.partition, self._ready = self._split(epoch, Ranks()), False
-        return self._drawn(epoch)
-
-    def complete(self, batch_size: int, drop_last: bool) -> PrioritizedSampler:
-        """Another of the same draws; see `EpochSampler.complete`."""
-        other = PrioritizedSampler(
-            self.draws, batch_size=batch_size, drop_last=drop_last, seed=self.seed, ranks=self.ranks, tail=self.tail
-        )
-        other._first = self._num_drawn
-        return other
-
-    def begin(self) -> PrioritizedEpoch:
-        """Agree with the other ranks on the seed and the number of batches.
-
-        Nothing else is fixed before a batch is drawn, as priorities change; see `EpochSampler.begin`.
-
-        Raises:
-            SchemaError: a rank reads other data, or gives no batches.
-        """
-        ranks = self.ranks.now()
-        ranks.require_seed(self.seed)
-        self.draws.share(ranks)
-        epoch = self._agreed(ranks) if ranks.connected else self._loaded or self._new()
-        epoch.partition = self._split(epoch, ranks)
-        self._begun, self._ready = epoch, True
-        return epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it stands, in numbers: the batches handed out, by which β rises, and the items of the epoch.
-
-        The items are counted over all ranks, as `EpochSampler.state_dict` does. Priorities are in the folder.
-        """
-        epoch = self._begun or self._loaded
-        if epoch is None or epoch.over or not (epoch.counts or epoch is self._loaded):
-            told = {"epoch": self.epoch, "delivered": 0, "items": 0}
-        else:
-            told = {"epoch": epoch.number, "delivered": epoch.delivered, "items": epoch.items}
-        return {"seed": self.seed, **told, "num_drawn": self._num_drawn}
-
-    def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
-        """Let the next epoch be the rest of the one that `state_dict` told of, as many batches, and go on with its β.
-
-        What they are is drawn anew, by the priorities and from the episodes of then.
-
-        Raises:
-            SchemaError: it is no such state.
-        """
-        try:
-            told = {"seed": state["seed"], "epoch": state["epoch"]}
-            told |= {name: state.get(name, 0) for name in ("num_drawn", "delivered", "items")}
-        except (TypeError, KeyError, AttributeError) as error:
-            text = f"load_state_dict: got {state!r}, expected what state_dict gave ({error!r})"
-            raise SchemaError(text) from error
-        for name, value in told.items():
-            check_count(f"load_state_dict: {name}", value, 0)
-        self.seed, self.epoch, self._first, begun, items = told.values()
-        self._begun, self._ready = None, False
-        self._loaded = PrioritizedEpoch(self.epoch, begun, items, self._first) if items else None
-
-    def set_epoch(self, epoch: int) -> None:
-        """The number of the next epoch; without it epochs count up by themselves."""
-        self.epoch = epoch
-        if self._loaded is not None and self._loaded.number != epoch:
-            self._loaded = None
-
-    def __len__(self) -> int:
-        return self.num_batches(self.ranks.now())
-
-    def __iter__(self) -> Iterator[Anchors]:
-        epoch = self._begun if self._ready else None
-        epoch, self._ready = epoch or self.begin(), False
-        yield from self._drawn(epoch)
-
-    @property
-    def _num_drawn(self) -> int:
-        """Batches that count, by which β rises."""
-        return self._first if self._begun is None else self._begun.num_drawn
-
-    def _new(self) -> PrioritizedEpoch:
-        return PrioritizedEpoch(self.epoch, 0, len(self.draws), self._num_drawn)
-
-    def _split(self, epoch: PrioritizedEpoch, ranks: Ranks) -> RankPartition:
-        tail = "drop" if self.tail == "drop" else "pad"  # every rank has as many
-        return RankPartition(epoch.items, epoch.begun, self.batch_size, ranks, self.drop_last, tail)
-
-    def _agreed(self, ranks: Ranks) -> PrioritizedEpoch:
-        """The next epoch of rank 0."""
-        epoch, failed = self._loaded, None
-        stands, folders = None, self.draws.reader.folders
-        try:
-            stands, epoch = (host_name(), folder_states(folders)), epoch or self._new()
-        except Exception as error:  # the others wait for this rank
-            epoch, failed = None, error
-        mine = {} if epoch is None else {"number": epoch.number, "begun": epoch.begun, "items": epoch.items}
-        agreed, told = ranks.agree({"seed": self.seed, "first": self._num_drawn, **mine}), ranks.gather(stands)
-        with all_or_none(ranks):
-            if failed is not None:
-                raise failed
-            if None not in told:
-                require_same(told, folders)
-        self.seed = agreed.pop("seed")
-        epoch = PrioritizedEpoch(**agreed)
-        ranks.require_equal(len(self._split(epoch, ranks)))
-        return epoch
-
-    def _drawn(self, epoch: PrioritizedEpoch) -> Iterator[Anchors]:
-        assert epoch.partition is not None
-        part = () if epoch.begun == 0 else (epoch.begun,)  # the rest does not repeat the chance of the beginning
-        ranks = self.ranks.now()
-        rng = np.random.default_rng((ranks.require_seed(self.seed), epoch.number, ranks.rank, *part))
-        self.epoch, self._loaded = epoch.number + 1, None
-        for _ in range(len(epoch.partition)):
-            drawn, _ = self.draws.draw(self.batch_size, rng, number=epoch.first + epoch.drawn)
-            epoch.drawn += 1
-            yield drawn
 
 
 def gathered_errors(

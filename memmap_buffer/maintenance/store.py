@@ -10,7 +10,7 @@ from typing import Any
 
 from memmap_buffer.errors import RemoteError
 from memmap_buffer.format.layout import Layout
-from memmap_buffer.loading.samplers import WINDOW_BYTES
+from memmap_buffer.loading.epochs import WINDOW_BYTES
 from memmap_buffer.maintenance.publish import read_head
 from memmap_buffer.maintenance.pull import shards_of
 from memmap_buffer.paths import url_of
