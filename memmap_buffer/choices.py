@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from memmap_buffer.errors import SchemaError
 
 Durability: TypeAlias = Literal["process", "power"]
-Checksum: TypeAlias = Literal["crc32"] | None
+Checksum: TypeAlias = Literal["crc32", None]
 Publish: TypeAlias = Literal["episode", "step"]
 Stage: TypeAlias = Literal["ram", "disk"]
 Verify: TypeAlias = Literal["auto", "always", "read", "never"]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from memmap_buffer.api.collector import Collector
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.api.recording import Recording
-from memmap_buffer.choices import Checksum, Durability, Publish, Shard, Stage, Verify
+from memmap_buffer.choices import Checksum, Durability, Publish, Shard, Stage, Verify, check_choice
 from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
-from memmap_buffer.format import creation, storage
+from memmap_buffer.format import creation
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import SPARE_SLOTS, Layout
@@ -157,7 +157,7 @@ class ReplayBuffer(Recording, Readable):
             skips_resets=bool(skips_resets),
         )
         how = WriteOptions(durability, sync_every, checksum, publish, stage)
-        storage.check_verify(verify)
+        check_choice("verify", verify, Verify)
         how.require_spare(folder, layout.spare_slots)
         if read_only and overwrite:
             raise ReadOnlyError(f"{folder}: overwrite=True and read_only=True exclude each other; drop one")

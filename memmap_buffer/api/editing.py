@@ -40,7 +40,7 @@ class Editing:
             self._follow_schema()  # what was interrupted, even where it was about to
         if self._switch is not None:
             self._switch_shards()
-        return self._writer.turn if self._publisher is None else self._publisher.turn
+        return self._writer.lock.turn if self._publisher is None else self._publisher.turn
 
     def _reopen(self) -> None:
         """Open the folder again, whose schema is another one now."""

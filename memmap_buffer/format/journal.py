@@ -28,6 +28,7 @@ from memmap_buffer.format.records import (
     INNER_END,
     OPEN,
     SHOWN,
+    STATE_WORD,
     Columns,
     changed_records,
     columns_of,
@@ -46,6 +47,7 @@ REMEMBERED = 1024  # changes that whoever follows may be behind before it has to
 UPDATES = 20  # times a millisecond that an episode which is being updated is waited for
 LOW = 2**32 - 1
 _LOW, _HALF, _ODD = np.uint64(LOW), np.uint64(32), np.uint64(1)
+CHANGES, BASE = STATE_WORD["changes"], STATE_WORD["base"]
 _STEPS = ("start", "length")
 Moved: TypeAlias = tuple[list[int], list[int], list[int]] | tuple[IntArray, IntArray, IntArray]
 
@@ -103,6 +105,7 @@ class Journal:
         self._twice = self._untold = NO_SLOTS  # serials that stand in two slots; those of which the log does not tell
         self._visible: IntArray | None = None  # slots, by ascending serials; None where that is another
         self._base = 0  # of the folder, as of then
+        self._is_spoilt = False  # whether it is read anew whatever changed
         self._followed = False  # whether what only followers need is there
         renew_after_fork(self)
 
@@ -112,7 +115,8 @@ class Journal:
 
     def is_current(self, storage: Storage, mark: int) -> bool:
         """Whether nothing has changed since `mark`, which is compared last: the version is another before it is."""
-        return storage.changes == self.version and storage.num_damaged == self._num_damaged and mark == self.mark
+        same = storage.maps.state.item(CHANGES) == self.version and storage.num_damaged == self._num_damaged
+        return same and mark == self.mark
 
     def follow(self, storage: Storage, mark: int) -> Change:
         """Take in what changed in the folder, and tell what did since `mark`, 0 for who begins.
@@ -187,12 +191,11 @@ class Journal:
 
     def _catch_up(self, storage: Storage, *, anew: bool = False) -> None:
         """Take in what changed in the folder. Raises SchemaMismatchError where that may be the schema, as it was."""
-        changes, before = storage.changes, self.version
+        changes, before = storage.maps.state.item(CHANGES), self.version
         if changes == before and storage.num_damaged == self._num_damaged:
             return
-        # Not of packed folders, where nothing changes, nor of what does not follow from the records that changed.
-        spoilt = storage.in_doubt or storage.num_damaged or len(self._twice)
-        may_be_followed = before is not None and storage.layout.rows is None and not spoilt
+        spoilt = self._is_spoilt or storage.num_damaged
+        may_be_followed = before is not None and not spoilt
         slots = storage.changed_since(before) if may_be_followed else None  # type: ignore[arg-type]
         if slots is None and not anew:
             storage.require_schema()
@@ -230,6 +233,8 @@ class Journal:
             time.sleep(0.001)
         visible, self._twice = visible_slots(columns, base, storage.layout)
         self._base, self._untold = base, self._twice
+        # In packed folders nothing changes; and not all that is visible follows from the records that changed.
+        self._is_spoilt = storage.layout.rows is not None or storage.in_doubt or len(self._twice) > 0
         self._moment = self.mark, EpisodeTable(changes, base, *columns, visible)
         self._followed = False
         return changes
@@ -257,7 +262,7 @@ class Journal:
 
     def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
         """Look at the records of some slots again; None where these do not tell what is visible."""
-        table, base = self.table, storage.state("base")
+        table, base = self.table, storage.maps.state.item(BASE)
         if base < self._base:  # by a repair
             return None
         show_others = self._few_show_others if len(slots) <= FEWER else self._show_others

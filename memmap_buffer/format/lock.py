@@ -7,6 +7,7 @@ process take turns, whichever object of the folder they write with. Nothing here
 from __future__ import annotations
 
 import datetime
+import math
 import threading
 import time
 import weakref
@@ -15,27 +16,29 @@ from typing import Any
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, WriterLostError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import process_id
+from memmap_buffer.format.syscalls import process_id, renew_after_fork
 
 LOOK_SECONDS = 0.05  # how often `glance` looks whether the folder is still at its path
 ATTEMPTS = 50  # to take a lock that this process seems to have
 
 
 class Turn:
-    """A re-entrant lock between threads, which a forked child finds free whoever held it in the parent."""
+    """A re-entrant lock between threads, which a forked child finds free whoever held it in the parent.
+
+    Attributes:
+        lock: to be taken by `with`: the lock itself, as an interruption within an `__enter__` of ours would keep it.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[int, Any] = {}
+        self.renew()
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """In a forked child: another thread may have been in its turn."""
+        self.lock: Any = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, ()
-
-    @property
-    def lock(self) -> Any:
-        """What to take by `with`: the lock itself, as an interruption within an `__enter__` of ours would keep it."""
-        process = process_id()
-        found = self._of.get(process)
-        return self._of.setdefault(process, threading.RLock()) if found is None else found
 
 
 # Which object of this process holds which folder. It must be known across objects: a second lock on the same file
@@ -65,6 +68,11 @@ class WriterLock:
         self.term, self._looked = 0, 0.0
         self._episodes: tuple[weakref.ref[Any], ...] = ()
         self.lost = ""
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """In a forked child: the next `glance` looks, and finds that it may not write."""
+        self._looked = -math.inf
 
     @property
     def turn(self) -> Any:
@@ -169,7 +177,8 @@ class WriterLock:
     def glance(self, storage: Storage) -> None:
         """The same many times a second: the path is looked at now and then."""
         now = time.monotonic()
-        if now - self._looked > LOOK_SECONDS or not self.mine or storage.state("term") != self.term:
+        unsure = now - self._looked > LOOK_SECONDS or self._lock is None or self.lost
+        if unsure or storage.state("term") != self.term:
             self.check(storage)
             self._looked = now
 

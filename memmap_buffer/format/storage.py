@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.cached import cached_property
-from memmap_buffer.choices import Verify
+from memmap_buffer.choices import Verify, check_choice
 from memmap_buffer.dtypes import Array, all_of
-from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError, SchemaMismatchError
+from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaMismatchError
 from memmap_buffer.format.blobs import CodedRows, Dictionary, sums_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
@@ -55,7 +55,6 @@ log = logging.getLogger("memmap_buffer")
 
 FEW = 16  # slots, of which numbers are quicker than arrays
 MAX_VIEWS = 256  # of several rows as one item, that are kept
-VERIFY = get_args(Verify)
 _DELETED_WORD = np.uint64(DELETED << 32)
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 
@@ -73,12 +72,6 @@ class Maps:
     rows: Mapping[str, Array]
     meta: Mapping[str, Array]
     coded: Mapping[str, CodedRows]
-
-
-def check_verify(verify: str) -> None:
-    """Raise SchemaError unless `verify` is one of `VERIFY`."""
-    if verify not in VERIFY:
-        raise SchemaError(f"verify: got {verify!r}, expected one of {', '.join(map(repr, VERIFY))}")
 
 
 class Storage:
@@ -116,7 +109,7 @@ class Storage:
             SchemaError: an unknown version.
             CorruptBufferError: a file is missing, a link, or not exactly of the size and header that the schema says.
         """
-        check_verify(verify)
+        check_choice("verify", verify, Verify)
         storage = cls(path, read_only=read_only, verify=verify)
         try:
             storage.refresh()

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.cached import cached_property
-from memmap_buffer.choices import Padding
 from memmap_buffer.dtypes import FALSE, TRUE, Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
@@ -30,7 +29,6 @@ from memmap_buffer.views.row_ranges import Further, RowRanges
 
 MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 LOOK = 256  # timesteps that are looked at together for the end of an episode
-PADDINGS = get_args(Padding)
 NONE = np.empty(0, np.int64)
 
 
@@ -754,9 +752,3 @@ def placed(parts: list[tuple[IntArray, Columns]], count: int) -> Columns:
             whole[within] = values
         out[key] = whole
     return out
-
-
-def check_padding(padding: str) -> None:
-    """Raise SchemaError unless `padding` is one of `PADDINGS`."""
-    if padding not in PADDINGS:
-        raise SchemaError(f"padding: got {padding!r}, expected one of {', '.join(map(repr, PADDINGS))}")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from memmap_buffer.choices import Strategy
+from memmap_buffer.choices import Strategy, check_choice
 from memmap_buffer.dtypes import Array, check_number, decode
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
@@ -21,8 +21,6 @@ from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import BoolArray
 from memmap_buffer.views.batch_builder import BatchBuilder, Ends, array_of, marked
 from memmap_buffer.views.folders import Folders, Found
-
-STRATEGIES = get_args(Strategy)
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,7 @@ class Hindsight:
             raise SchemaError(
                 f"reward_fn: got {self.reward_fn!r}, expected a function (achieved, goal, info) -> rewards"
             )
-        if self.strategy not in STRATEGIES:
-            raise SchemaError(f"strategy: got {self.strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
+        check_choice("strategy", self.strategy, Strategy)
         check_number("prob", self.prob)
         check_number("gamma", self.gamma)
         if self.gamma in (0, 1):

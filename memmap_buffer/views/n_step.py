@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from memmap_buffer.choices import Padding
+from memmap_buffer.choices import Padding, check_choice
 from memmap_buffer.dtypes import FALSE, TRUE, Array, check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.views.anchors import BoolArray, Runs
-from memmap_buffer.views.batch_builder import BatchBuilder, Ends, check_padding
+from memmap_buffer.views.batch_builder import BatchBuilder, Ends
 from memmap_buffer.views.transforms import n_step_return
 from memmap_buffer.views.view import Names, View, named
 
@@ -73,7 +73,7 @@ class NStep(View):
         object.__setattr__(self, "stack", tuple(dict(self.stack).items()))
         for name, steps in dict(self.stack).items():
             check_count(f"stack of {name!r}", steps)
-        check_padding(self.padding)
+        check_choice("padding", self.padding, Padding)
         if self.stack and self.timeline:
             raise SchemaError("stack and timeline exclude each other; cut windows by Offsets for both")
         check_count("n_steps", self.n)

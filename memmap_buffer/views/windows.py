@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import numpy as np
 
-from memmap_buffer.choices import Boundary, Padding, WindowBoundary
+from memmap_buffer.choices import Boundary, Padding, WindowBoundary, check_choice
 from memmap_buffer.dtypes import check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.views.anchors import BoolArray, Runs
-from memmap_buffer.views.batch_builder import BatchBuilder, Ends, check_padding
+from memmap_buffer.views.batch_builder import BatchBuilder, Ends
 from memmap_buffer.views.n_step import require_terminated, step_returns
 from memmap_buffer.views.view import FloatArray, Names, View, named
 
-BOUNDARIES = get_args(Boundary)
 REPEAT, CONTINUE = "repeat", "continue"
 
 
@@ -190,8 +189,8 @@ class Window(View):
         self._keep_names("fields", "start_fields")
         check_count("length", self.length)
         check_count("stride", self.stride)
-        _check_boundary(self.boundary, (*BOUNDARIES, REPEAT, CONTINUE))
-        check_padding(self.padding)
+        check_choice("boundary", self.boundary, WindowBoundary)
+        check_choice("padding", self.padding, Padding)
         for name in ("pad_before", "pad_after", "burn_in"):
             steps = getattr(self, name)
             check_count(name, steps or 0, 0)
@@ -405,8 +404,8 @@ class Offsets(View):
             or not all(isinstance(k, (int, np.integer)) for k in every)
         ):
             raise SchemaError(f"offsets: got {given!r}, expected at least one whole number for at least one field")
-        _check_boundary(boundary)
-        check_padding(padding)
+        check_choice("boundary", boundary, Boundary)
+        check_choice("padding", padding, Padding)
         check_count("stride", stride)
         check_count("drop_last", drop_last, 0)
         self.boundary, self.padding, self.stride, self.drop_last = boundary, padding, stride, drop_last
@@ -479,8 +478,3 @@ def _consecutive(values: tuple[int, ...]) -> IntArray | range:
     """Offsets as a range, where they are one."""
     whole = range(values[0], values[0] + len(values))
     return whole if values == tuple(whole) else np.array(values)
-
-
-def _check_boundary(boundary: str, known: tuple[str, ...] = BOUNDARIES) -> None:
-    if boundary not in known:
-        raise SchemaError(f"boundary: got {boundary!r}, expected one of {', '.join(map(repr, known))}")

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from memmap_buffer.choices import Checksum, Durability, Publish, Stage
-from memmap_buffer.dtypes import Array, all_of
+from memmap_buffer.choices import Checksum, Durability, Publish, Stage, check_choice
+from memmap_buffer.dtypes import Array, all_of, check_count
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyError, SchemaError, StaleEpisodeError
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.episode_table import IntArray
@@ -60,18 +60,11 @@ class WriteOptions:
     stage: Stage = "ram"
 
     def __post_init__(self) -> None:
-        allowed: dict[str, tuple[Any, ...]] = {
-            "durability": ("process", "power"),
-            "checksum": ("crc32", None),
-            "publish": ("episode", "step"),
-            "stage": ("ram", "disk"),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                expected = ", ".join(map(repr, values))
-                raise SchemaError(f"{name}: got {getattr(self, name)!r}, expected one of {expected}")
-        if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
-            raise SchemaError(f"sync_every: got {self.sync_every!r}, expected a whole number from 1")
+        check_choice("durability", self.durability, Durability)
+        check_choice("checksum", self.checksum, Checksum)
+        check_choice("publish", self.publish, Publish)
+        check_choice("stage", self.stage, Stage)
+        check_count("sync_every", self.sync_every)
         if self.sync_every > 1 and (self.durability != "power" or self.publish == "step"):
             raise SchemaError("sync_every > 1 shares barriers, so it needs durability='power' and publish='episode'")
 
@@ -197,8 +190,9 @@ class Writer:
             show(files, self._showing)  # for some is for all
         self._showing = []
         self._slots = count(files)
-        if self._slots.surplus:
-            self._forget(files)
+        surplus = self._slots.surplus
+        if surplus:
+            self._forget(files, surplus)
         files.announce(self._slots.next)
         self._give_back(files)
         for slot_writer in [*self._slot_writers.values(), *self._pending]:
@@ -534,8 +528,9 @@ class Writer:
             else:
                 joint.show()
                 self._slots.show_round(slots)
-            if self._slots.surplus:
-                slots = np.concatenate([slots, self._forget(joint.files, joint)])
+            surplus = self._slots.surplus
+            if surplus:
+                slots = np.concatenate([slots, self._forget(joint.files, surplus, joint)])
             joint.files.changed(slots)
             if self._given_up:
                 self._give_back(joint.files)
@@ -623,14 +618,15 @@ class Writer:
                 stop = self._slots.stop.item(slot)
                 files.write_shown(slot, stop, stop)
                 self._give_up(files, slot)
-        if self._slots.surplus:
-            slots = [*slots, *self._forget(files).tolist()]
+        surplus = self._slots.surplus
+        if surplus:
+            slots = [*slots, *self._forget(files, surplus).tolist()]
         files.announce(self._slots.next, slots)
         self._give_back(files)
 
-    def _forget(self, files: WriteHandles, joint: Round | None = None) -> IntArray:
-        """Show the oldest steps no more; an episode that has none left gives its disk space back."""
-        moved = self._slots.forget(self._slots.surplus)
+    def _forget(self, files: WriteHandles, count: int, joint: Round | None = None) -> IntArray:
+        """Show the oldest steps no more, so many; an episode that has none left gives its disk space back."""
+        moved = self._slots.forget(count)
         if joint is not None and len(moved) == 1:  # by plain numbers, in a third of the time
             slot = moved.item()
             first, end = self._slots.start.item(slot), self._slots.stop.item(slot)
@@ -645,7 +641,8 @@ class Writer:
                 joint.show_others(moved, (start | stop << 32).view(np.uint64))
             some = start != stop
             empty = [] if all_of(some) else moved[~some].tolist()
-        files.barriers("/episodes")
+        if files.power:
+            files.barriers("/episodes")
         if empty:
             growing = {one.slot for one in self._slot_writers.values() if one.flags & OPEN}
             for slot in empty:

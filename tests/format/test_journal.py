@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,17 +277,18 @@ def test_who_finds_nothing_new_had_seen_all_that_was_published_before(
     draw = {"timestep_level": True, "prioritized": True}
     buffer.sample(2, **draw)
     store(buffer, 1)
-    changes, seen = Storage.changes.fget, []
+    seen: list[int] = []
 
-    def followed_meanwhile(self: Storage) -> Any:
-        if not seen:
-            seen.append(0)
-            other = threading.Thread(target=storage.refresh)
-            other.start()
-            other.join()
-        return changes(self)  # type: ignore[misc]
+    class FollowedMeanwhile(np.ndarray):
+        def item(self, *at: Any) -> Any:
+            if not seen:
+                seen.append(0)
+                other = threading.Thread(target=storage.refresh)
+                other.start()
+                other.join()
+            return super().item(*at)
 
-    monkeypatch.setattr(Storage, "changes", property(followed_meanwhile))
+    monkeypatch.setattr(storage, "maps", replace(storage.maps, state=storage.maps.state.view(FollowedMeanwhile)))
     assert buffer.update_priorities([[1, 0]], [5.0]) == 0
     assert seen
 

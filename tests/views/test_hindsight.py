@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import Counter
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from memmap_buffer import (
     Window,
     pack,
 )
-from memmap_buffer.views.hindsight import STRATEGIES
+from memmap_buffer.choices import Strategy
 
 GOAL, ACHIEVED = "observation.desired_goal", "observation.achieved_goal"
 
@@ -123,7 +124,7 @@ def every(buffer, **options):
 
 
 class TestAgainstTheSlowDefinition:
-    @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.parametrize("strategy", get_args(Strategy))
     @pytest.mark.parametrize("n", [1, 3])
     def test_transitions_have_the_goal_and_the_rewards_and_returns_that_follow_from_it(self, buffer, strategy, n):
         """S5-07, S5-08: the goal is replaced in both observations, and the reward is that of the achieved goal of the
@@ -247,7 +248,7 @@ class TestGoals:
             how = Hindsight(minus_distance, strategy="random", prob=1.0)
             assert buffer.sample(1, n_steps=1, hindsight=how)["_goal"].tolist() == [[-1, -1]]
 
-    @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.parametrize("strategy", get_args(Strategy))
     def test_what_stands_at_a_goal_is_the_successor_of_the_step_before(self, tmp_path, strategy):
         with recorded(tmp_path) as buffer:
             batch = every(buffer, n_steps=1, hindsight=Hindsight(minus_distance, strategy=strategy, prob=1.0))
@@ -398,7 +399,7 @@ class TestElsewhere:
     def test_a_packed_folder_gives_the_same_as_a_grid(self, buffer, tmp_path):
         pack(buffer.folder, tmp_path / "packed")
         packed = ReplayBuffer.from_folder(tmp_path / "packed", read_only=True)
-        for strategy in STRATEGIES:
+        for strategy in get_args(Strategy):
             how = {"n_steps": 2, "gamma": 0.5, "seed": 3, "hindsight": Hindsight(minus_distance, strategy=strategy)}
             assert_same(packed.sample(32, **how), buffer.sample(32, **how))
 
