@@ -129,8 +129,8 @@ _LATER = {  # who trains needs none of them, and they take a quarter of the time
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.maintenance.{_LATER[name]}"), name)
-    return found
+    attribute = globals()[name] = getattr(importlib.import_module(f"{__name__}.maintenance.{_LATER[name]}"), name)
+    return attribute
 
 
 def __dir__() -> list[str]:

@@ -31,16 +31,16 @@ System: TypeAlias = Literal["memorax", "reagent", "nnabla-rl"]
 Scaling: TypeAlias = Literal["std", "range", "quantiles"]
 
 
-def closest(name: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Those of some names that one is like, at most `count`, the closest first."""
+def closest(name: object, names: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The names of `names` that `name` is like, at most `count`, the closest first."""
     import difflib
 
-    return difflib.get_close_matches(str(name), [*known], count, cutoff)
+    return difflib.get_close_matches(str(name), [*names], count, cutoff)
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, names: Iterable[str]) -> str:
     """The question after the closest of some names; "" where none is like it."""
-    return "".join(f"did you mean {close!r}?" for close in closest(name, known))
+    return "".join(f"did you mean {close!r}?" for close in closest(name, names))
 
 
 def check_choice(name: str, value: object, choice: Any) -> None:

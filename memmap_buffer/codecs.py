@@ -126,18 +126,18 @@ class Zstd:
         if heads.tobytes() == heads[0].tobytes() * len(heads):
             begins = begins[:1]
         for begin in begins.tolist():
-            told = zstandard.frame_content_size(blobs[begin : begin + HEADER])
-            if told != size:
-                raise ValueError(f"a blob says that it is of {told} bytes, a row has {size}")
+            content_size = zstandard.frame_content_size(blobs[begin : begin + HEADER])
+            if content_size != size:
+                raise ValueError(f"a blob says that it is of {content_size} bytes, a row has {size}")
 
     def train(self, rows: Array, size: int) -> Array | None:
         """A dictionary of at most `size` bytes for rows like these (N, …); None where they are too few."""
         samples = [row.tobytes() for row in rows]
         try:
-            found = _zstandard().train_dictionary(size, samples)
+            dictionary = _zstandard().train_dictionary(size, samples)
         except _zstandard().ZstdError:
             return None
-        return np.frombuffer(found.as_bytes(), np.uint8)
+        return np.frombuffer(dictionary.as_bytes(), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,9 @@ def codec_from_json(spec: Any) -> Codec:
     """The codec that `schema.json` names. Raises SchemaError for any that is not known."""
     if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or spec["name"] not in CODECS:
         raise SchemaError(f"codec: got {spec!r}, this release knows {', '.join(CODECS)}; install a newer one")
-    given = {key: value for key, value in spec.items() if key != "name"}
+    options = {key: value for key, value in spec.items() if key != "name"}
     try:
-        codec = CODECS[spec["name"]](**given)
+        codec = CODECS[spec["name"]](**options)
     except TypeError:
         raise SchemaError(f"codec: got {spec!r}, which has unknown keys; install a newer release") from None
     if codec_to_json(codec) != spec:
@@ -262,14 +262,14 @@ def _simplejpeg() -> Any:
 
 
 def _kept(key: Any, dictionary: Array | None, make: Callable[[], Any]) -> Any:
-    """What this thread has made for a key before; the dictionary that it is of is kept with it."""
+    """The coder that this thread has made for a key before; the dictionary that it is of is kept with it."""
     kept: dict[Any, Any] = _local.__dict__.setdefault("kept", {})
-    found = kept.get(key)
-    if found is None:
+    entry = kept.get(key)
+    if entry is None:
         if len(kept) > 64:
             kept.clear()
-        found = kept[key] = make(), dictionary
-    return found[0]
+        entry = kept[key] = make(), dictionary
+    return entry[0]
 
 
 def _check_int(what: str, value: Any, low: int, high: int) -> None:

@@ -27,7 +27,7 @@ from memmap_buffer.items.filters import VALID
 
 
 class StepSpec(NamedTuple):
-    """What `store` takes of a field.
+    """The form in which `store` takes a field.
 
     Args:
         shape: of one timestep.
@@ -144,7 +144,7 @@ def set_valid(buffer: ReplayBuffer, indices: Any, flag: Any = False) -> int:
 
 
 def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:
-    """What to pass to `store`, `store_episode` and `add`, by dotted name."""
+    """The fields to pass to `store`, `store_episode` and `add`, by dotted name."""
     schema = buffer.schema
     return {
         name: StepSpec(field.shape, field.dtype, not meta and field.default is None, field.final, meta)

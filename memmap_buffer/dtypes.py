@@ -117,8 +117,8 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 def check_number(name: str, value: Any, low: float = 0, high: float = 1) -> None:
     """Raise SchemaError unless `value` is a number from `low` to `high`."""
-    known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not known or not low <= value <= high:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
         raise SchemaError(f"{name}: got {value!r}, expected a number from {low} to {high}")
 
 
@@ -167,7 +167,7 @@ def _remedy(entry: tuple[int, ...], shape: tuple[int, ...], lead: int) -> str:
 
 
 def of_mask(array: Array) -> str:
-    """What to do instead of choosing by a mask, for an error; "" where it is none."""
+    """The remedy for choosing by a mask, for an error; "" where the array is none."""
     return "; of a mask give np.flatnonzero(mask)" if array.dtype.kind == "b" else ""
 
 

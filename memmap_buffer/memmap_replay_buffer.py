@@ -95,9 +95,9 @@ class Part(np.ndarray[Any, Any]):
         plain = [value.view(np.ndarray) if isinstance(value, Part) else value for value in inputs]
         with ExitStack() as written:
             if out:
-                for part in (one for one in out if isinstance(one, Part)):
+                for part in (array for array in out if isinstance(array, Part)):
                     written.enter_context(part._written())
-                options["out"] = tuple(one.view(np.ndarray) if isinstance(one, Part) else one for one in out)
+                options["out"] = tuple(array.view(np.ndarray) if isinstance(array, Part) else array for array in out)
             result = getattr(ufunc, method)(*plain, **options)
         return out[0] if len(out) == 1 else result
 
@@ -170,16 +170,19 @@ class Column:
 
     def _assign(self, episodes: list[Episode | int], key: tuple[Any, ...], value: Any, where: Any = True) -> None:
         array = to_numpy(value)
-        given = decode(encode(array, self._field.dtype, (), array.ndim), self._field.dtype)  # refuses what is lossy
+        values = decode(encode(array, self._field.dtype, (), array.ndim), self._field.dtype)  # refuses what is lossy
         with self._buffer._turn:
             # A part may have been read while its episode was open.
-            episodes = [one if isinstance(one, int) or one.state == "open" else one.serial for one in episodes]
+            episodes = [
+                episode if isinstance(episode, int) or episode.state == "open" else episode.serial
+                for episode in episodes
+            ]
             rows, ends = self._read(episodes)
             if not self._meta and len(key) > 1 and isinstance(key[1], int | np.integer):
                 self._require_within(int(key[1]), ends)
             if where is not True:
-                given = np.where(where, given, rows[key])
-            rows[key] = given
+                values = np.where(where, values, rows[key])
+            rows[key] = values
             self._write(episodes, rows, ends)
 
     def _resolved(self, key: Any) -> tuple[list[Episode | int], tuple[Any, ...]]:
@@ -203,15 +206,15 @@ class Column:
             raise SchemaError(
                 f"{self._name!r}: got {first!r}, expected a position, a slice, a mask, or an array of serials"
             )
-        found, inverse = np.unique(array, return_inverse=True)
-        gone = found[~np.isin(found, serials)]
+        wanted, inverse = np.unique(array, return_inverse=True)
+        gone = wanted[~np.isin(wanted, serials)]
         if len(gone):
             raise EpisodeIndexError(
                 f"episode {gone[0]}: no visible one has this serial; an array names episodes by serial, as `_index` of "
                 "a batch does, and a whole number by position",
                 serial=int(gone[0]),
             )
-        return found.tolist(), (inverse.reshape(array.shape), *rest)
+        return wanted.tolist(), (inverse.reshape(array.shape), *rest)
 
     def _at(self, position: int | np.integer[Any]) -> Episode | int:
         """The open episode or the serial at a position."""
@@ -229,10 +232,10 @@ class Column:
         rows = np.zeros((len(episodes), *self._row), self.dtype)  # pages that are not touched take no memory
         if any(self._fill.tobytes()):
             rows[...] = self._fill
-        data = self._buffer._of_serials([one for one in episodes if isinstance(one, int)], self._name)
-        found, ends = zip(data[self._name], data["_lens"].tolist(), strict=True), []
-        for k, one in enumerate(episodes):
-            values, end = next(found) if isinstance(one, int) else self._staged(one)
+        data = self._buffer._of_serials([episode for episode in episodes if isinstance(episode, int)], self._name)
+        stored, ends = zip(data[self._name], data["_lens"].tolist(), strict=True), []
+        for k, episode in enumerate(episodes):
+            values, end = next(stored) if isinstance(episode, int) else self._staged(episode)
             if self._meta:
                 rows[k] = values
             else:
@@ -259,15 +262,15 @@ class Column:
             )
 
     def _write(self, episodes: list[Episode | int], rows: Array, ends: list[int]) -> None:
-        published = {k: one for k, one in enumerate(episodes) if isinstance(one, int)}
+        published = {k: episode for k, episode in enumerate(episodes) if isinstance(episode, int)}
         if published:
             positions = np.searchsorted(self._buffer.serials, list(published.values()))
             longest = max(ends[k] for k in published)
             values = rows[list(published)] if self._meta else rows[list(published), :longest]
             api.ReplayBuffer.update(self._buffer, positions, **{self._name: values})
-        for k, one in enumerate(episodes):
-            if isinstance(one, Episode):
-                self._stage(one, rows[k])
+        for k, episode in enumerate(episodes):
+            if isinstance(episode, Episode):
+                self._stage(episode, rows[k])
 
     def _stage(self, episode: Episode, values: Array) -> None:
         if self._meta:
@@ -367,10 +370,10 @@ class ReplayBuffer(api.ReplayBuffer):
         """The episode that `store` stores to, or those of `store_batch`."""
         if self.read_only or not self._writer.holds:
             return []
-        found = self._open_ones()
-        if len(found) != 1:
+        opened = self._open_ones()
+        if len(opened) != 1:
             return []
-        return found[0].episodes if isinstance(found[0], EpisodeGroup) else found  # type: ignore[return-value]
+        return opened[0].episodes if isinstance(opened[0], EpisodeGroup) else opened  # type: ignore[return-value]
 
     def _open_at(self, position: int | np.integer[Any]) -> Episode | None:
         """The open episode that is meant by what `episode_index` gave, or by a position behind the newest.
@@ -411,8 +414,8 @@ class ReplayBuffer(api.ReplayBuffer):
         scope = self._scopes.get(get_ident())
         episode = scope if type(scope) is Episode else self._current()
         ahead = self._ahead.pop(episode, {}) if self._ahead else {}
-        given = {name: value for name, value in step.items() if value is not None}
-        return episode.store(**{**self._zeros, **ahead, **given})
+        values = {name: value for name, value in step.items() if value is not None}
+        return episode.store(**{**self._zeros, **ahead, **values})
 
     def store_batch(self, **batch: Any) -> None:
         """As of `memmap_buffer.ReplayBuffer`; opens episodes where no batch is open.
@@ -423,7 +426,7 @@ class ReplayBuffer(api.ReplayBuffer):
         Args:
             batch: field -> (B, *field); a field that is left out gets its default, else zeros.
         """
-        self._in_batch("store_batch", batch, lambda group, given: group.store(**self._completed(group, given)))
+        self._in_batch("store_batch", batch, lambda group, values: group.store(**self._completed(group, values)))
 
     def store_meta_batch(self, **meta_batch: Any) -> None:
         """As of `memmap_buffer.ReplayBuffer`; opens episodes where no batch is open.
@@ -431,7 +434,7 @@ class ReplayBuffer(api.ReplayBuffer):
         Args:
             meta_batch: meta field -> (B, *field).
         """
-        self._in_batch("store_meta_batch", meta_batch, lambda group, given: group.update(given))
+        self._in_batch("store_meta_batch", meta_batch, lambda group, values: group.update(values))
 
     def _in_batch(
         self, what: str, batch: dict[str, Any], store: Callable[[EpisodeGroup, dict[str, Any]], None]
@@ -471,14 +474,14 @@ class ReplayBuffer(api.ReplayBuffer):
             self._asked[get_ident()] = size
             return EpisodeGroup(self.schema, episodes)
 
-    def _completed(self, group: EpisodeGroup, given: dict[str, Any]) -> dict[str, Any]:
+    def _completed(self, group: EpisodeGroup, values: dict[str, Any]) -> dict[str, Any]:
         """A batch with what was assigned ahead, and zeros."""
         ahead = [self._ahead.pop(episode, {}) for episode in group.episodes] if self._ahead else []
         zeros = {name: np.broadcast_to(zero, (len(group), *zero.shape)) for name, zero in self._zeros.items()}
-        for name in {name for one in ahead for name in one}:
+        for name in {name for row in ahead for name in row}:
             field = self.schema.fields[name]
-            zeros[name] = np.stack([one.get(name, decode(field.fill, field.dtype)) for one in ahead])
-        return {**zeros, **given}
+            zeros[name] = np.stack([row.get(name, decode(field.fill, field.dtype)) for row in ahead])
+        return {**zeros, **values}
 
     def store_episode(self, **arrays: Any) -> None:
         """As of `memmap_buffer.ReplayBuffer`.
@@ -486,12 +489,12 @@ class ReplayBuffer(api.ReplayBuffer):
         Args:
             arrays: as there; a field that is left out gets its default, else zeros.
         """
-        given = {name: value for name, value in arrays.items() if value is not None}
-        columns = [to_numpy(value) for name, value in given.items() if name in self.schema.fields]
+        values = {name: value for name, value in arrays.items() if value is not None}
+        columns = [to_numpy(value) for name, value in values.items() if name in self.schema.fields]
         if columns and columns[0].ndim:
             length = len(columns[0])
-            given = {n: np.broadcast_to(zero, (length, *zero.shape)) for n, zero in self._zeros.items()} | given
-        super().store_episode(**given)
+            values = {n: np.broadcast_to(zero, (length, *zero.shape)) for n, zero in self._zeros.items()} | values
+        super().store_episode(**values)
 
     def advance_episode(self, batch_size: int = 1) -> None:
         """Publish what `store` or `store_batch` opened; the next one opens another.
@@ -504,10 +507,10 @@ class ReplayBuffer(api.ReplayBuffer):
         Raises:
             SchemaError: it is another number.
         """
-        found = self._open_ones()
-        if not found:
+        episodes = self._open_ones()
+        if not episodes:
             return
-        opened = found[0] if isinstance(found[0], EpisodeGroup) else self._current()
+        opened = episodes[0] if isinstance(episodes[0], EpisodeGroup) else self._current()
         size = len(opened) if isinstance(opened, EpisodeGroup) else 1
         if batch_size not in (size, self._asked.get(get_ident(), size)):
             raise SchemaError(f"advance_episode: got batch_size={batch_size}, {size} episodes are open; give {size}")
@@ -645,11 +648,11 @@ class ReplayBuffer(api.ReplayBuffer):
 
     def default_image_field(self) -> str:
         """The only one of them. Raises SchemaError where there is none, or several."""
-        found = self.image_fields()
-        if len(found) != 1:
-            some = f"multiple fields look like images, {', '.join(found)}" if found else "no field looks like images"
+        names = self.image_fields()
+        if len(names) != 1:
+            some = f"multiple fields look like images, {', '.join(names)}" if names else "no field looks like images"
             raise SchemaError(f"field: {some}; name one by field=…")
-        return found[0]
+        return names[0]
 
     def episode_frames(self, episode_index: int | Sequence[int] = 0, field: str | None = None) -> Array:
         """The images of one episode, or of several, one after the other.
@@ -752,13 +755,13 @@ class EpisodeCollector(Collector):
                 self._known.require([name], "extend")
             self[name] = values
 
-    def _extend(self, given: dict[str, Any], *, time: bool) -> None:
-        known = self._known
+    def _extend(self, values: dict[str, Any], *, time: bool) -> None:
+        schema = self._known
         if not len(self):
-            fields = {name: field for name, field in known.fields.items() if name in given}
-            meta = {name: field for name, field in known.meta_fields.items() if name in given}
-            self._collected = known.with_fields(fields, meta) if fields else known
-        super()._extend(given, time=time)
+            fields = {name: field for name, field in schema.fields.items() if name in values}
+            meta = {name: field for name, field in schema.meta_fields.items() if name in values}
+            self._collected = schema.with_fields(fields, meta) if fields else schema
+        super()._extend(values, time=time)
 
     def _of_groups(self, name: str, value: Any) -> Any:
         field, array = self._known.all.get(name), to_numpy(value)

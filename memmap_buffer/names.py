@@ -65,13 +65,13 @@ class Names:
         return separator.join(map(str, self.path(name)))
 
     def _name(self, group: str, keys: Iterable[Any]) -> dict[Any, str]:
-        known = self._parts.setdefault(group, {})
-        new = parts_of([key for key in keys if key not in known], known.values())
-        known |= new
+        parts = self._parts.setdefault(group, {})
+        new = parts_of([key for key in keys if key not in parts], parts.values())
+        parts |= new
         for key, part in new.items():
             if part != key:
                 self.changed[_join(group, part)] = key
-        return {key: known[key] for key in keys}
+        return {key: parts[key] for key in keys}
 
 
 def parts_of(keys: Iterable[Any], taken: Iterable[str] = ()) -> dict[Any, str]:
@@ -81,9 +81,9 @@ def parts_of(keys: Iterable[Any], taken: Iterable[str] = ()) -> dict[Any, str]:
         keys: of one group.
         taken: parts that other keys of the group have already.
     """
-    given, used = list(keys), {part.casefold() for part in taken}
+    group, used = list(keys), {part.casefold() for part in taken}
     parts: dict[Any, str] = {}
-    for key in sorted(given, key=lambda key: _identifier(str(key)) != key):
+    for key in sorted(group, key=lambda key: _identifier(str(key)) != key):
         wanted = part = _identifier(str(key))
         count = 1
         while part.casefold() in used:
@@ -91,7 +91,7 @@ def parts_of(keys: Iterable[Any], taken: Iterable[str] = ()) -> dict[Any, str]:
             part = f"{wanted}_{count}"
         used.add(part.casefold())
         parts[key] = part
-    return {key: parts[key] for key in given}
+    return {key: parts[key] for key in group}
 
 
 @cache

@@ -15,26 +15,26 @@ _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 _RELATIVE = re.compile(r"(?:^|::)((?:file|local)://)(?![/~])")
 
 
-def is_url(given: object) -> bool:
+def is_url(place: object) -> bool:
     """Whether a text names something in an object store, or on another machine."""
-    return isinstance(given, str) and _URL.match(given) is not None
+    return isinstance(place, str) and _URL.match(place) is not None
 
 
-def url_of(given: str) -> str:
+def url_of(place: str) -> str:
     """The URL of a store, or the path of a folder that is one.
 
     Raises:
         SchemaError: a slash is missing, so that it would be a folder wherever the program was started.
     """
-    _require_slashes(str(given))
-    if found := _RELATIVE.search(str(given)):
-        raise SchemaError(f"{given}: got no absolute path behind '{found[1]}', expected one, as in file:///data/run7")
-    return str(given)
+    _require_slashes(str(place))
+    if match := _RELATIVE.search(str(place)):
+        raise SchemaError(f"{place}: got no absolute path behind '{match[1]}', expected one, as in file:///data/run7")
+    return str(place)
 
 
-def _require_slashes(given: str) -> None:
-    if found := _ONE_SLASH.match(given):
-        scheme = found[1]
+def _require_slashes(place: str) -> None:
+    if match := _ONE_SLASH.match(place):
+        scheme = match[1]
         like = "file:///data/run7" if scheme == "file" else f"{scheme}://…"
         raise SchemaError(
             f"got a URL that begins with '{scheme}:/', expected two slashes, as in {like}; give it as text, as a Path "
@@ -42,13 +42,13 @@ def _require_slashes(given: str) -> None:
         )
 
 
-def path_of(given: AnyPath) -> Path:
+def path_of(place: AnyPath) -> Path:
     """A path in which `~` and `~user` are home folders; "./~" is a name like any other.
 
     Raises:
         SchemaError: there is no such user, or it is a URL, perhaps one that lost a slash.
     """
-    text = given if isinstance(given, str) else str(Path(given))
+    text = place if isinstance(place, str) else str(Path(place))
     _require_slashes(text)
     if is_url(text):
         raise SchemaError(

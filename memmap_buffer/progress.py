@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
-    """The same items, with a bar on stderr if that is a terminal."""
+    """The items, with a bar on stderr if that is a terminal."""
     try:
         from tqdm import tqdm
     except ImportError:

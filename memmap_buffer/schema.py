@@ -31,7 +31,7 @@ _PART = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a schema.
+    """An array of a schema.
 
     Args:
         dtype: "float" (float32), "int" (int64), a numpy or torch dtype or its name, or "U<n>" for text.
@@ -186,9 +186,9 @@ class Field:
             rows = list(value)
         except TypeError:
             raise SchemaError(f"got {value!r}, expected a list for each timestep") from None
-        found = [self._encode_lists(row, lead - 1) for row in rows]
-        out = np.empty((len(found), *(found[0].shape if lead > 1 and found else ())), object)
-        for i, row in enumerate(found):
+        arrays = [self._encode_lists(row, lead - 1) for row in rows]
+        out = np.empty((len(arrays), *(arrays[0].shape if lead > 1 and arrays else ())), object)
+        for i, row in enumerate(arrays):
             out[i] = row
         return out
 
@@ -293,8 +293,8 @@ class Schema:
 
     def ending_by(self, terminated: str | None, truncated: str | None) -> Schema:
         """A schema of the same fields whose episodes these fields end; a default name leaves it as it is here."""
-        given = {key: end for key, end in zip(ENDS, (terminated, truncated), strict=True) if end != key}
-        return Schema(self.fields, self.meta_fields, **{**self.declared_ends, **given}) if given else self
+        ends = {key: end for key, end in zip(ENDS, (terminated, truncated), strict=True) if end != key}
+        return Schema(self.fields, self.meta_fields, **{**self.declared_ends, **ends}) if ends else self
 
     def with_fields(
         self, fields: Mapping[str, Field], meta_fields: Mapping[str, Field], names: Mapping[str, str] | None = None
@@ -317,10 +317,10 @@ class Schema:
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Nested values under dotted names, lists that come with their lengths without their padding."""
-        known = self.all
-        if values.keys() <= known.keys():
+        fields = self.all
+        if values.keys() <= fields.keys():
             return dict(values)
-        flat = dict(_flatten(values, "", lambda name: name in known))
+        flat = dict(_flatten(values, "", lambda name: name in fields))
         for name in self.lists:
             if name in flat and LENGTHS + name in flat:
                 flat[name] = _without_padding(name, flat[name], flat.pop(LENGTHS + name))
@@ -335,16 +335,16 @@ class Schema:
 
     def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
         """`names` with groups expanded to their fields. Raises SchemaError naming the closest one for an unknown."""
-        known = self.all if among is None else among
-        if type(names) is tuple and len({*names}) == len(names) and all([name in known for name in names]):
+        choices = self.all if among is None else among
+        if type(names) is tuple and len({*names}) == len(names) and all([name in choices for name in names]):
             return names
-        found: list[str] = []
+        fields: list[str] = []
         for name in names:
-            members = [name] if name in known else [k for k in known if k.startswith(f"{name}.")]
+            members = [name] if name in choices else [k for k in choices if k.startswith(f"{name}.")]
             if not members:
-                raise self.unknown(name, where, known)
-            found += members
-        return tuple(dict.fromkeys(found))
+                raise self.unknown(name, where, choices)
+            fields += members
+        return tuple(dict.fromkeys(fields))
 
     def unknown(self, name: object, where: str, known: Iterable[str] | None = None, other: str = "") -> SchemaError:
         """The error for a name that was not declared; `other` is the option that takes fields of the other kind."""
@@ -415,17 +415,17 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
     return tuple(None if n is None else int(n) for n in dimensions)  # type: ignore[misc]
 
 
-def declared(where: str, given: Any, example: object = "float") -> Mapping[str, Any]:
+def declared(where: str, declaration: Any, example: object = "float") -> Mapping[str, Any]:
     """The declaration that was given. Raises SchemaError unless it is a dict."""
-    if not isinstance(given, Mapping):
+    if not isinstance(declaration, Mapping):
         like = f"such as {{'reward': {example!r}}}"
-        raise SchemaError(f"{where}: got {given!r}, expected a dict by name, {like}{_of_space(given)}")
-    return given
+        raise SchemaError(f"{where}: got {declaration!r}, expected a dict by name, {like}{_of_space(declaration)}")
+    return declaration
 
 
-def _of_space(given: Any) -> str:
-    """What declares the fields of a space of Gymnasium, for an error; "" where it is none."""
-    if not all(hasattr(given, name) for name in ("contains", "sample", "seed", "dtype")):
+def _of_space(declaration: Any) -> str:
+    """The way to declare the fields of a space of Gymnasium, for an error; "" where the declaration is none."""
+    if not all(hasattr(declaration, name) for name in ("contains", "sample", "seed", "dtype")):
         return ""
     return (
         "; it is a space of Gymnasium: ReplayBuffer.for_env(env, …) declares the fields of an environment, and "

@@ -293,7 +293,7 @@ class ReplayBuffer(Recording, Readable):
             spaces_of,
         )
 
-        known = {**schema_of(*spaces_of(env), codec), **declared("fields", fields or {})}
+        all_fields = {**schema_of(*spaces_of(env), codec), **declared("fields", fields or {})}
         limit = max_timesteps or max_steps_of(env) or (None if capacity is None else WITHOUT_A_TIME_LIMIT)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
@@ -303,7 +303,7 @@ class ReplayBuffer(Recording, Readable):
             spare_slots = count_of(env)
         options.update(capacity=capacity, spare_slots=spare_slots, publish=publish)
         options.setdefault("skips_resets", resets_by_a_step(env))
-        buffer = cls(folder, max_episodes, limit, known, **options)
+        buffer = cls(folder, max_episodes, limit, all_fields, **options)
         buffer._resets_at_once = resets_at_once(env)
         return buffer
 
@@ -432,13 +432,13 @@ class ReplayBuffer(Recording, Readable):
             NotEnoughDataError: there are no episodes.
             SchemaError: a field is unknown, or a quantile is none.
         """
-        found = load_statistics(self._storage, names, quantiles)
-        if found is None:
+        summary = load_statistics(self._storage, names, quantiles)
+        if summary is None:
             episodes = fingerprint(self._storage.refresh())
-            found = statistics([self._storage], names, quantiles, seed=seed)
+            summary = statistics([self._storage], names, quantiles, seed=seed)
             if self._writer.holds:
-                store_statistics(self._storage.folder, found, episodes)
-        return found
+                store_statistics(self._storage.folder, summary, episodes)
+        return summary
 
     def create_collector(
         self,
@@ -516,9 +516,9 @@ class ReplayBuffer(Recording, Readable):
         self.close()
 
 
-def _on_time(held: weakref.ref[ReplayBuffer]) -> None:
-    """What the timer calls, which holds no buffer that nobody else does."""
-    buffer = held()
+def _on_time(reference: weakref.ref[ReplayBuffer]) -> None:
+    """The call of the timer, which holds no buffer that nobody else does."""
+    buffer = reference()
     if buffer is not None and buffer._publisher is not None:
         with buffer._turn:
             if buffer._writer.holds:

@@ -111,12 +111,12 @@ class Collector:
                 "some of what was collected is not stored yet; call store() again once there is room, or clear()"
             )
 
-    def _extend(self, given: dict[str, Any], *, time: bool) -> None:
+    def _extend(self, values: dict[str, Any], *, time: bool) -> None:
         self._require_not_storing()
         names = {name.split(".")[0] for name in self._collected.all}
-        others = {n: v for n, v in given.items() if n.removeprefix(NEXT).split(".")[0] not in names and n not in names}
-        known = given if self._strict else {name: value for name, value in given.items() if name not in others}
-        steps = Steps(self._collected, known, time=time)
+        others = {n: v for n, v in values.items() if n.removeprefix(NEXT).split(".")[0] not in names and n not in names}
+        field_values = values if self._strict else {name: value for name, value in values.items() if name not in others}
+        steps = Steps(self._collected, field_values, time=time)
         if steps.num_envs != self.num_groups:
             raise SchemaError(f"got {steps.num_envs} groups, the collector was made for {self.num_groups}")
         count = len(steps.ends)
@@ -243,12 +243,12 @@ class Collector:
         self.clear()
 
     def _stored(self, schema: Schema) -> dict[str, Array]:
-        known = {*schema.all, *(f"{NEXT}{name}" for name in schema.final_names)}
-        return {name: column for name, column in self._columns().items() if name in known}
+        names = {*schema.all, *(f"{NEXT}{name}" for name in schema.final_names)}
+        return {name: column for name, column in self._columns().items() if name in names}
 
-    def _meta(self, schema: Schema, given: dict[str, Any]) -> dict[str, Array]:
+    def _meta(self, schema: Schema, meta: dict[str, Any]) -> dict[str, Array]:
         out = {}
-        for name, value in schema.flatten(given).items():
+        for name, value in schema.flatten(meta).items():
             schema.require([name], "meta", schema.meta_fields)
             array, shape = to_numpy(value), schema.meta_fields[name].shape
             out[name] = np.broadcast_to(array, (len(self), self.num_groups, *shape))

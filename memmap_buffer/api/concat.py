@@ -108,7 +108,7 @@ class ConcatBuffer(Readable):
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Folders.of_root(shards))
             return buffer
-        found = folders = folders_in(root)
+        all_folders = folders = folders_in(root)
         if on_damaged == "skip":
             whole = [is_whole(folder) for folder in folders]
             if weights is not None and len(weights) == len(folders):
@@ -120,13 +120,13 @@ class ConcatBuffer(Readable):
                 raise NotABufferError(f"{root}: no subfolder holds a buffer" + (f": {why}" if why else ""), path=root)
             return cls(folders, weights)
         except NotABufferError:
-            if folders_in(root) == found:
+            if folders_in(root) == all_folders:
                 raise
             return cls.from_root(root, weights, on_damaged=on_damaged)  # one was moved away meanwhile
 
     def __repr__(self) -> str:
-        held = f"{self.num_episodes} episodes, {self.num_steps} steps"
-        return f"<ConcatBuffer of {self._folders}: {held}, fields {', '.join(self.fieldnames)}>"
+        counts = f"{self.num_episodes} episodes, {self.num_steps} steps"
+        return f"<ConcatBuffer of {self._folders}: {counts}, fields {', '.join(self.fieldnames)}>"
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -60,7 +60,7 @@ def _retried(read: Callable[Concatenate[Readable, P], T]) -> Callable[Concatenat
         while True:
             folders = self._folders
             try:
-                found = read(self, *arguments, **options)
+                result = read(self, *arguments, **options)
             except SchemaMismatchError:
                 if self._settled() is folders:
                     raise
@@ -69,7 +69,7 @@ def _retried(read: Callable[Concatenate[Readable, P], T]) -> Callable[Concatenat
                     raise
             else:
                 if self._folders is folders:
-                    return found
+                    return result
 
     return call
 
@@ -156,7 +156,7 @@ class Readable:
 
     @_retried
     def episode(self, i: int) -> dict[str, Any]:
-        """One whole episode as numpy arrays, which `store_episode` takes as they are.
+        """A whole episode as numpy arrays, which `store_episode` takes as they are.
 
         Args:
             i: its position, 0 the oldest, -1 the newest.
@@ -197,8 +197,8 @@ class Readable:
             EpisodeIndexError: there is no such episode; an IndexError.
         """
         data = self._read_whole(indices, **options)
-        known = self.schema.all
-        return {key: decode(data[key], known[key].dtype) if key in known else data[key] for key in data}
+        fields = self.schema.all
+        return {key: decode(data[key], fields[key].dtype) if key in fields else data[key] for key in data}
 
     @_retried
     def show(self, i: int = -1, fields: Sequence[str] | None = None) -> Picture:
@@ -258,8 +258,8 @@ class Readable:
 
         every = fields is None and meta_fields is None
         names = self.fieldnames if every else self.schema.require(fields or (), "fields", self.schema.fields)
-        known = (*self.meta_fieldnames, "episode_lens")
-        meta = known if every else self.schema.require(meta_fields or (), "meta_fields", known)
+        meta_names = (*self.meta_fieldnames, "episode_lens")
+        meta = meta_names if every else self.schema.require(meta_fields or (), "meta_fields", meta_names)
         if not self.num_episodes:
             return {}
         batch = self._read_whole(view=Trajectory(names))
@@ -379,10 +379,10 @@ class Readable:
         check_loader_options(loader_options, [*Options.__annotations__, *signature(Readable.dataloader).parameters])
         check_count("batch_size", batch_size)
         check_count("prefetch", prefetch, 0)
-        given = [name for name, value in own.items() if value is not None or name == "terminated"]
-        if dataset is not None and given:
+        option_names = [name for name, value in own.items() if value is not None or name == "terminated"]
+        if dataset is not None and option_names:
             raise SchemaError(
-                f"options: a dataset has its own; give {', '.join(given)} to dataset(), or leave it out here"
+                f"options: a dataset has its own; give {', '.join(option_names)} to dataset(), or leave it out here"
             )
         reader = BatchReader(self._folders, own) if dataset is None else dataset.reader
         if not isinstance(dataset, EpisodeDataset):
@@ -452,7 +452,7 @@ class Readable:
         replacement: bool = True,
         **options: Any,
     ) -> Any:
-        """One batch drawn uniformly, without a loader: the same options, the same batch.
+        """A batch drawn uniformly, without a loader: the same options, the same batch.
 
         Args:
             batch_size: how many items.
@@ -529,7 +529,7 @@ class Readable:
 
     @_retried
     def batch_spec(self, batch_size: int | None = None, **options: Unpack[Options]) -> dict[str, ArraySpec]:
-        """What a batch holds before it is transformed. Nothing is read.
+        """The keys, shapes and dtypes of a batch before it is transformed. Nothing is read.
 
         Args:
             batch_size: the first axis, if it is known.
@@ -543,7 +543,7 @@ class Readable:
         """
         reader = BatchReader(self._folders, options)
         spec = reader.batch_spec(batch_size)
-        return spec if reader.output.format == "torch" else {key: one.of_arrays for key, one in spec.items()}
+        return spec if reader.output.format == "torch" else {key: column.of_arrays for key, column in spec.items()}
 
     def _sampler_of(self, options: Mapping[str, Any]) -> UniformSampler | PrioritizedDraws:
         """The sampler of these options, kept for the next time."""
@@ -553,8 +553,8 @@ class Readable:
         except TypeError:
             with suppress(TypeError):
                 sampler, dicts = self._samplers.get(key_of_dicts(options)), True
-        known = sampler is not None and sampler.reader.folders is self._folders
-        if sampler is not None and known and (not dicts or sampler.reader.given == options):  # a dict may have changed
+        fresh = sampler is not None and sampler.reader.folders is self._folders
+        if sampler is not None and fresh and (not dicts or sampler.reader.given == options):  # a dict may have changed
             return sampler
         key = key_of(options)
         sampler = self._samplers.get(key)
@@ -615,8 +615,8 @@ class Readable:
         Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
         others, and all ranks take in those of all.
         """
-        given = to_numpy(indices)
-        return np.asarray(self._by_name(name, lambda priorities: read_priorities(priorities, given)))
+        steps = to_numpy(indices)
+        return np.asarray(self._by_name(name, lambda priorities: read_priorities(priorities, steps)))
 
     def _by_name(self, name: str, work: Callable[[NamedPriorities], Any]) -> Any:
         """The result of a function of the priorities of a name; called again where the columns change meanwhile."""

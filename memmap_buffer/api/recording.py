@@ -122,10 +122,10 @@ class Recording(Editing):
             WriterLostError: this object may not write any more.
         """
 
-        def begin(held: Held | None) -> Episode:
+        def begin(block: Held | None) -> Episode:
             self._require_no_scope()
             with self._turn:
-                return self._writer_with_room().open(meta, keep_partial=keep_partial, held=held)
+                return self._writer_with_room().open(meta, keep_partial=keep_partial, held=block)
 
         return Scope(self._scopes, begin, self._finish_shard_if_due)
 
@@ -157,11 +157,11 @@ class Recording(Editing):
         """
         check_count("batch_size", batch_size)
 
-        def begin(held: Held | None) -> EpisodeGroup:
+        def begin(block: Held | None) -> EpisodeGroup:
             self._require_no_scope()
             with self._turn:
-                episodes = [self._writer_with_room().open({}, held=held) for _ in range(batch_size)]
-                group = EpisodeGroup(self._storage.layout.schema, episodes, held)
+                episodes = [self._writer_with_room().open({}, held=block) for _ in range(batch_size)]
+                group = EpisodeGroup(self._storage.layout.schema, episodes, block)
             group.update(meta_batch)
             return group
 
@@ -296,15 +296,15 @@ class Recording(Editing):
             self._stream = None
             self._settle_errors()
 
-    def _extend(self, given: Mapping[str, Any], priority: Any, name: str, *, time: bool) -> None:
+    def _extend(self, values: Mapping[str, Any], priority: Any, name: str, *, time: bool) -> None:
         with self._turn:
-            if priority is None and not time and self._stream is not None and self._stream.go_on(given):
+            if priority is None and not time and self._stream is not None and self._stream.go_on(values):
                 self._finish_shard_if_due()
                 return
-            given = dict(given)
-            priority = self._priority(priority, given)
+            values = dict(values)
+            priority = self._priority(priority, values)
             self._writer.require_writable()
-            steps = Steps(self._storage.layout.schema, given, time=time)
+            steps = Steps(self._storage.layout.schema, values, time=time)
             try:
                 axes = "(T, B)" if time else "(B)"
                 errors = self._errors_given(priority, name, steps.ends.shape[not time :], axes)
@@ -327,12 +327,12 @@ class Recording(Editing):
             )
         return self._stream
 
-    def _missed(self, error: BaseException, given: Mapping[str, Any]) -> None:
+    def _missed(self, error: BaseException, values: Mapping[str, Any]) -> None:
         """Steps that were given may be missing, unless the error is of themselves; the last may have ended episodes."""
         stream, schema = self._stream, self._storage.layout.schema
         if stream is not None and not isinstance(error, (MemmapBufferError, OSError)):
             stream.interrupt(False)
-            flat = schema.flatten(given)
+            flat = schema.flatten(values)
             for name in schema.ends:
                 with suppress(ValueError):  # of steps that would have been refused
                     stream.interrupt(np.reshape(to_numpy(flat.get(name, False)), (-1, len(stream)))[-1] != 0)
@@ -342,7 +342,7 @@ class Recording(Editing):
         if errors is None:
             stream.extend(steps)
             return
-        for t, given in enumerate(errors.reshape(-1, len(stream))):
+        for t, row in enumerate(errors.reshape(-1, len(stream))):
             step = steps.part(t)
             try:
                 stream.extend(step)
@@ -350,13 +350,13 @@ class Recording(Editing):
                 steps.done += step.done
                 stored = step.recorded if step.done else step.recorded[:0]
                 episodes = [stream.episodes[i] for i in stored.tolist()]
-                self._errors.add(name, episodes, [episode.length - 1 for episode in episodes], given[stored].tolist())
+                self._errors.add(name, episodes, [episode.length - 1 for episode in episodes], row[stored].tolist())
                 self._settle_errors()
 
-    def _priority(self, priority: Any, given: dict[str, Any]) -> Any:
+    def _priority(self, priority: Any, values: dict[str, Any]) -> Any:
         """The errors that were given, unless `priority` is a field."""
         if priority is not None and "priority" in self._storage.layout.schema.all:
-            given["priority"] = priority
+            values["priority"] = priority
             return None
         return priority
 
@@ -382,8 +382,8 @@ class Recording(Editing):
     def _writer_with_room(self) -> Writer:
         """The writer for another episode: of a new shard where this one is to be followed, or has no room."""
         if self._publisher is not None:
-            given, limit = self._writer.num_given, self._storage.layout.max_episodes
-            if given and given + len(self._writer.lock.open_episodes) >= limit:
+            count, limit = self._writer.num_given, self._storage.layout.max_episodes
+            if count and count + len(self._writer.lock.open_episodes) >= limit:
                 self._finish_shard()
             else:
                 self._finish_shard_if_due(wait=False)
@@ -420,14 +420,14 @@ class Recording(Editing):
 
     def _current(self) -> Episode:
         """The open episode of this thread, else the only one that is open."""
-        found = self._open_ones()
-        if len(found) == 1 and isinstance(found[0], EpisodeGroup):
+        episodes = self._open_ones()
+        if len(episodes) == 1 and isinstance(episodes[0], EpisodeGroup):
             raise EpisodeStateError("store: a batch of episodes is open; use store_batch")
-        if len(found) == 1 and isinstance(found[0], Episode):
-            return found[0]
+        if len(episodes) == 1 and isinstance(episodes[0], Episode):
+            return episodes[0]
         some = (
-            f"{len(found)} episodes are open; use episode.store()"
-            if found
+            f"{len(episodes)} episodes are open; use episode.store()"
+            if episodes
             else "no episode is open; store within `with buffer.one_episode():`, or after begin_episode()"
         )
         raise EpisodeStateError(f"{self._storage.path}: {some}")
@@ -436,8 +436,8 @@ class Recording(Editing):
         return {thread: episode for thread, episode in self._newest.items() if episode.state == "open"}
 
     def _begun_ones(self) -> list[Episode]:
-        found = [held() for held in self._begun]
-        return [episode for episode in found if episode is not None and episode.state == "open"]
+        episodes = [reference() for reference in self._begun]
+        return [episode for episode in episodes if episode is not None and episode.state == "open"]
 
     def _open_ones(self) -> list[Episode | EpisodeGroup]:
         thread = get_ident()
@@ -457,25 +457,25 @@ class Recording(Editing):
         return mine
 
 
-def _begin_in_stream(held: ref[Recording]) -> Episode:
+def _begin_in_stream(reference: ref[Recording]) -> Episode:
     """An episode of the buffer that holds the stream, which does not hold it."""
-    buffer = held()
+    buffer = reference()
     assert buffer is not None
     return buffer._writer_with_room().open({}, held=left)
 
 
-def _errors_of(given: Any, shape: tuple[int, ...], axes: str) -> FloatArray:
+def _errors_of(values: Any, shape: tuple[int, ...], axes: str) -> FloatArray:
     """Errors as they were given.
 
     Args:
-        given: numbers.
+        values: numbers.
         shape: that they must have; of one environment its axis may be left out.
         axes: what the axes are, for the error.
 
     Raises:
         SchemaError: another shape, or no finite numbers.
     """
-    errors = to_numpy(given)
+    errors = to_numpy(values)
     alone = shape[:-1] if shape[-1] == 1 and axes.endswith("B)") else shape
     if errors.shape not in (shape, alone) or errors.dtype.kind not in "fiu" or not np.isfinite(errors).all():
         raise SchemaError(

@@ -45,10 +45,10 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, see `command.main`."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    code = minimal.OK if given else minimal.FAILED
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    code = minimal.OK if words else minimal.FAILED
     try:
-        make_app()(args=given or ["--help"], prog_name="memmap-buffer")
+        make_app()(args=words or ["--help"], prog_name="memmap-buffer")
     except SystemExit as done:  # how typer always ends
         return int(done.code or code)
     return code
@@ -63,9 +63,9 @@ def make_app() -> typer.Typer:
     return app
 
 
-def _refuse_urls(given: Mapping[str, Any]) -> None:
+def _refuse_urls(arguments: Mapping[str, Any]) -> None:
     """A path that is none: `Path` has made "s3:/" of "s3://"."""
-    paths = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
+    paths = [path for value in arguments.values() for path in (value if isinstance(value, list) else [value])]
     for path in paths:
         if isinstance(path, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.:-]+:/", str(path)) and not path.exists():
             raise Problem(
@@ -93,17 +93,17 @@ def _with_errors_printed(function: Callable[..., None]) -> Callable[..., None]:
     flags = {name: f"--{name.replace('_', '-')} " for name in inspect.signature(function).parameters}
 
     @functools.wraps(function)
-    def command(**given: Any) -> None:
+    def command(**arguments: Any) -> None:
         try:
-            _refuse_urls(given)
-            function(**given)
+            _refuse_urls(arguments)
+            function(**arguments)
         except BrokenPipeError:  # `… | head`: typer ends quietly
             raise
         except (MemmapBufferError, OSError, ImportError) as error:
             raise typer.Exit(minimal.complain(minimal.explained(error, flags))) from error
         except KeyboardInterrupt as error:
-            left = getattr(error, "__notes__", ["nothing half is left"])
-            text = minimal.explained(Exception("; ".join(["interrupted", *left])), flags)
+            notes = getattr(error, "__notes__", ["nothing half is left"])
+            text = minimal.explained(Exception("; ".join(["interrupted", *notes])), flags)
             raise typer.Exit(minimal.complain(text, minimal.INTERRUPTED)) from None
 
     return command

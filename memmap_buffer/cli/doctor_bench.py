@@ -40,7 +40,7 @@ Seconds = Annotated[float, typer.Option("--seconds", min=0.1, max=600, help="How
 
 @dataclass(frozen=True)
 class Remark:
-    """One result of `doctor`.
+    """A result of `doctor`.
 
     Attributes:
         what: the thing that was checked.
@@ -100,18 +100,18 @@ def _of_url(url: str, seconds: float, options: str | None) -> Iterator[Remark]:
     yield Remark("epoch", f"{_duration(store.epoch())} with shuffle='block', the first time; then as from a folder")
     sample, blocks = store.sample(BATCH), store.blocks_of(BATCH)
     slow = "until the cache has most of the data; use shuffle='block' for the first epochs, or `pull` it"
-    found = f"{sample:.2g} s, {blocks:,.0f} blocks of {BLOCK_BYTES >> 10} KiB for {BATCH} timesteps"
-    yield Remark("random sample", found, slow if sample > SLOW_SAMPLE else "")
+    result = f"{sample:.2g} s, {blocks:,.0f} blocks of {BLOCK_BYTES >> 10} KiB for {BATCH} timesteps"
+    yield Remark("random sample", result, slow if sample > SLOW_SAMPLE else "")
     yield _cache(store)
 
 
 def _cache(store: Store) -> Remark:
     place = path_of(CACHE_PLACE)
     free = disk_of(next(path for path in (place, *place.parents) if path.exists())).free_bytes
-    found = f"{bytes_of(store.data_bytes)} when all of it was read; {bytes_of(free)} are free for {CACHE_PLACE}"
+    result = f"{bytes_of(store.data_bytes)} when all of it was read; {bytes_of(free)} are free for {CACHE_PLACE}"
     least = bytes_of(READ_AHEAD)
     short = f"give a `cache` on a larger disk, or a `cache_bytes`; below {least} shuffle='block' mixes less"
-    return Remark("cache", found, short if store.data_bytes > free else "")
+    return Remark("cache", result, short if store.data_bytes > free else "")
 
 
 def _duration(seconds: float) -> str:
@@ -163,11 +163,11 @@ def _disk(buffer: ReplayBuffer) -> Iterator[Remark]:
         yield Remark("permissions", what, f"take the write permission for others from {clean(str(folder.parent))}")
     free, (on_disk, apparent) = disk.free_bytes, disk_use(folder)
     missing = max(0, apparent - on_disk) if _grows(folder) else 0
-    found = f"{bytes_of(free)} are free, at most {bytes_of(missing)} may still be written"
+    result = f"{bytes_of(free)} are free, at most {bytes_of(missing)} may still be written"
     short = (
         "the disk may fill up: writing then raises OSError and loses nothing; lower max_episodes, or free some space"
     )
-    yield Remark("space", found, short if missing > free else "")
+    yield Remark("space", result, short if missing > free else "")
 
 
 def _grows(folder: Path) -> bool:
@@ -177,9 +177,9 @@ def _grows(folder: Path) -> bool:
 def _memory(on_disk: int, available: int | None) -> Remark:
     if available is None:
         return Remark("memory", f"{bytes_of(on_disk)} on disk; this system does not say how much memory is free")
-    found = f"{bytes_of(on_disk)} on disk, {bytes_of(available)} of memory are free to hold them"
+    result = f"{bytes_of(on_disk)} on disk, {bytes_of(available)} of memory are free to hold them"
     large = "most batches will be read from disk: use shuffle='block', prefetch=2, and a local SSD"
-    return Remark("memory", found, large if on_disk > available else "")
+    return Remark("memory", result, large if on_disk > available else "")
 
 
 def _speed(buffer: ReplayBuffer, seconds: float) -> Remark:
@@ -188,9 +188,9 @@ def _speed(buffer: ReplayBuffer, seconds: float) -> Remark:
     if size is None:
         return Remark("speed", "there is nothing to read yet")
     took = _bursts({"timesteps": draw}, seconds)["timesteps"]
-    found = f"{BATCH / took:,.0f} random timesteps a second, {bytes_of(size[1] / took)}/s, in batches of {BATCH}"
+    result = f"{BATCH / took:,.0f} random timesteps a second, {bytes_of(size[1] / took)}/s, in batches of {BATCH}"
     slow = "this is the speed of a disk, not of memory; run it again, as the second time finds more in memory"
-    return Remark("speed", found, slow if took > BATCH * 1e-4 else "")  # 100 us a row: a disk's access
+    return Remark("speed", result, slow if took > BATCH * 1e-4 else "")  # 100 us a row: a disk's access
 
 
 def _speed_from_disk(disk: DiskSpeed) -> Remark:
@@ -217,14 +217,14 @@ def _size_of(draw: Callable[[], Any]) -> tuple[int, int] | None:
 
 def _bursts(contenders: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Seconds that a call of each takes: the mean of the fastest fifth of its bursts."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    bursts: dict[str, list[float]] = {name: [] for name in contenders}
     begin = time.perf_counter()
     with progress("measuring", seconds) as tell:
-        while not all(found.values()) or time.perf_counter() - begin < seconds:
+        while not all(bursts.values()) or time.perf_counter() - begin < seconds:
             for name, call in contenders.items():
-                found[name].append(_burst(call))
+                bursts[name].append(_burst(call))
                 tell(time.perf_counter() - begin)
-    return {name: float(np.mean(sorted(took)[: max(1, len(took) // 5)])) for name, took in found.items()}
+    return {name: float(np.mean(sorted(took)[: max(1, len(took) // 5)])) for name, took in bursts.items()}
 
 
 def _burst(call: Callable[[], Any]) -> float:

@@ -62,13 +62,13 @@ def matching(table: dict[str, Array], conditions: Iterable[str]) -> dict[str, Ar
         Problem: a condition cannot be read, or names no column.
     """
     for text in conditions:
-        found = _CONDITION.fullmatch(text)
-        if found is None:
+        condition = _CONDITION.fullmatch(text)
+        if condition is None:
             raise Problem(
                 f"--where {text!r}: expected a column, one of = != < <= > >=, and a value, as in 'length>=20'"
             )
-        column = column_of(table, found[1], "--where")
-        chosen = np.asarray(_COMPARE[found[2]](column, _value_like(column, found[3], text)))
+        column = column_of(table, condition[1], "--where")
+        chosen = np.asarray(_COMPARE[condition[2]](column, _value_like(column, condition[3], text)))
         table = {name: values[chosen] for name, values in table.items()}
     return table
 
@@ -86,11 +86,11 @@ def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
     Raises:
         Problem: there is no such episode.
     """
-    there, found = buffer.serials, []
+    there, serials = buffer.serials, []
     for name in names:
         wanted = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", name)
         if name in ("first", "last") and len(there):
-            found.append(int(there[0 if name == "first" else -1]))
+            serials.append(int(there[0 if name == "first" else -1]))
             continue
         if wanted is None:
             if name in ("first", "last"):
@@ -101,8 +101,8 @@ def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
         if not inside:
             have = f"{there[0]} to {there[-1]}" if len(there) else "none"
             raise Problem(f"episode {name}: the buffer does not show it; it has {have}")
-        found += inside
-    return list(dict.fromkeys(found))
+        serials += inside
+    return list(dict.fromkeys(serials))
 
 
 def serial_of(buffer: ReplayBuffer, name: str) -> int:
@@ -111,7 +111,7 @@ def serial_of(buffer: ReplayBuffer, name: str) -> int:
 
 
 def read_episode(buffer: ReplayBuffer, serial: int) -> dict[str, Any]:
-    """One episode by its serial, as `ReplayBuffer.episode` gives it, by dotted names.
+    """The episode of a serial, as `ReplayBuffer.episode` gives it, by dotted names.
 
     Raises:
         Problem: it is not there any more.

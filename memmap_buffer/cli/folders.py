@@ -53,8 +53,8 @@ def _published_at(url: str) -> list[str]:
 
 def disk_use(folder: Path) -> tuple[int, int]:
     """(bytes that the files of a folder take on disk, their bytes with holes)."""
-    found = [path.lstat() for path in list(folder.rglob("*")) if not path.is_symlink() and path.is_file()]
-    return sum(status.st_blocks * 512 for status in found), sum(status.st_size for status in found)
+    statuses = [path.lstat() for path in list(folder.rglob("*")) if not path.is_symlink() and path.is_file()]
+    return sum(status.st_blocks * 512 for status in statuses), sum(status.st_size for status in statuses)
 
 
 @contextmanager

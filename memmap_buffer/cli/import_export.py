@@ -117,12 +117,12 @@ def function_of(verb: str, form: str) -> Any:
     return function
 
 
-def options_of(function: Any, given: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
+def options_of(function: Any, texts: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
     """Arguments by name, from NAME=VALUE with the value as JSON or text.
 
     Args:
         function: of interop.
-        given: the texts.
+        texts: each NAME=VALUE.
         more: names that the function hands on to `ReplayBuffer`; without them it may take any further name itself.
 
     Raises:
@@ -131,7 +131,7 @@ def options_of(function: Any, given: Sequence[str], more: Sequence[str] = ()) ->
     options, parameters = {}, inspect.signature(function).parameters.values()
     names = _names_of(function, more)
     takes_any = not more and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    for text in given:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not (name in names or (takes_any and name.isidentifier())):
             raise Problem(f"--option {text!r}: expected NAME=VALUE with one of {', '.join(names) or 'no names'}")

@@ -133,27 +133,27 @@ def stats(folder: Place, field: Fields = None, as_json: Json = False) -> None:
     """Count, mean, standard deviation, extremes and quantiles of every field; with --json of each entry of an array."""
     with ExitStack() as stack:
         buffers = [stack.enter_context(opened(each)) for each in folders_at(folder) or [folder]]
-        found = ConcatBuffer(buffers).statistics(field)
-    if not found.fields:
+        fields = ConcatBuffer(buffers).statistics(field).fields
+    if not fields:
         raise Problem(f"{folder}: it has no field of numbers")
     if as_json:
-        say_json({name: asdict(one) for name, one in found.fields.items()})
+        say_json({name: asdict(statistics) for name, statistics in fields.items()})
         return
-    rows = [row for name, one in found.fields.items() for row in _statistics_rows(name, one)]
+    rows = [row for name, statistics in fields.items() for row in _statistics_rows(name, statistics)]
     show_table("", {key: [row[key] for row in rows] for key in rows[0]})
-    error = max(one.rank_error for one in found.fields.values())
+    error = max(statistics.rank_error for statistics in fields.values())
     say(f"the ranks of the quantiles are within {error:.2g}" if error else "the quantiles are exact")
 
 
 def _info_of_root(root: Path, shards: list[Path], as_json: bool, reward: str) -> None:
-    found = []
+    folders = []
     for shard in shards:
         with opened(shard) as buffer:
-            found.append(_facts(buffer, table_of(buffer, reward)))
+            folders.append(_facts(buffer, table_of(buffer, reward)))
     if as_json:
-        say_json({"folder": str(root), "folders": found})
+        say_json({"folder": str(root), "folders": folders})
         return
-    counted = {key: [facts[key] for facts in found] for key in ("episodes", "steps", "bytes_on_disk")}
+    counted = {key: [facts[key] for facts in folders] for key in ("episodes", "steps", "bytes_on_disk")}
     counts, size = sum(counted["episodes"]), bytes_of(sum(counted["bytes_on_disk"]))
     say(f"{root}: {len(shards)} folders, {counts} episodes, {sum(counted['steps'])} steps, {size} on disk")
     sizes = {"on disk": list(map(bytes_of, counted.pop("bytes_on_disk")))}
@@ -173,17 +173,22 @@ def _table_of_all(folder: str, reward: str) -> dict[str, Array]:
     return {"folder": names, **{name: np.concatenate([table[name] for table in tables]) for name in common}}
 
 
-def _statistics_rows(name: str, found: FieldStatistics) -> Iterator[dict[str, Any]]:
+def _statistics_rows(name: str, statistics: FieldStatistics) -> Iterator[dict[str, Any]]:
     """A row for each entry of a field; of a large one its extremes and mean over all entries."""
-    columns = {"mean": found.mean, "std": found.std, "min": found.min, "max": found.max}
-    columns |= {f"{100 * q:g}%": values for q, values in found.quantiles.items()}
-    if found.mean.size > ENTRIES:
-        over_all = {"mean": found.mean.mean(), "min": found.min.min(), "max": found.max.max()}
-        yield {"field": f"{name} {found.mean.shape}", "count": found.count, **dict.fromkeys(columns), **over_all}
+    columns = {"mean": statistics.mean, "std": statistics.std, "min": statistics.min, "max": statistics.max}
+    columns |= {f"{100 * q:g}%": values for q, values in statistics.quantiles.items()}
+    if statistics.mean.size > ENTRIES:
+        over_all = {"mean": statistics.mean.mean(), "min": statistics.min.min(), "max": statistics.max.max()}
+        yield {
+            "field": f"{name} {statistics.mean.shape}",
+            "count": statistics.count,
+            **dict.fromkeys(columns),
+            **over_all,
+        }
         return
-    for i in np.ndindex(found.mean.shape):
+    for i in np.ndindex(statistics.mean.shape):
         spelt = f"{name}[{', '.join(map(str, i))}]" if i else name
-        yield {"field": spelt, "count": found.count, **{key: float(values[i]) for key, values in columns.items()}}
+        yield {"field": spelt, "count": statistics.count, **{key: float(values[i]) for key, values in columns.items()}}
 
 
 def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
@@ -273,12 +278,12 @@ def _counts(values: Array) -> tuple[Array, Array]:
         width = np.ceil((extent + 1) / BINS)
         count = int(np.ceil((extent + 1) / width))
     edges = low + width * np.arange(count + 1)
-    found = np.searchsorted(edges[1:-1], numbers, side="right")
-    return np.bincount(found, minlength=count), edges
+    parts = np.searchsorted(edges[1:-1], numbers, side="right")
+    return np.bincount(parts, minlength=count), edges
 
 
 def _histogram(name: str, values: Array) -> str:
-    """One line of bars, from the lowest to the highest value."""
+    """A line of bars, from the lowest to the highest value."""
     counts, _ = _counts(values)
     heights = np.ceil(counts / max(1, counts.max()) * len(BARS)).astype(int)
     bars = "".join(" " if height == 0 else BARS[height - 1] for height in heights)
@@ -318,5 +323,5 @@ def _short(value: Any) -> str:
 
 
 def _entry(value: Any) -> str:
-    """One of several numbers in a line: three digits are enough."""
+    """A number among several in a line: three digits are enough."""
     return f"{value:.3g}" if isinstance(value, np.floating) and abs(value) < 1000 else cell_of(value)

@@ -33,8 +33,8 @@ Parts = Annotated[list[str] | None, typer.Option("--part", help="A part and its 
 def verify(folder: FolderArgument) -> None:
     """Check every file, record and checksum; reads only. Ends with 1 where something published is lost."""
     with progress("checking", None):
-        found = [*minimal.verify_all(folder), *minimal.unfinished(folder)]
-    end(minimal.print_findings(found))
+        findings = [*minimal.verify_all(folder), *minimal.unfinished(folder)]
+    end(minimal.print_findings(findings))
 
 
 def repair(folder: FolderArgument, yes: Yes = False) -> None:
@@ -115,15 +115,15 @@ def split(
             for name in shares
         }
         serials = buffer.serials
-    empty = [name for name, found in chosen.items() if not len(found)]
+    empty = [name for name, members in chosen.items() if not len(members)]
     if empty:
         raise Problem(f"split: no episode falls into {', '.join(empty)}; give it a larger share, or another --seed")
     left_out: list[int] = []
     with new_folder(target) as place, watching("splitting", place, bytes_to_copy(source)):
-        for name, found in chosen.items():
-            left_out += copies.pack(source, place / name, episodes=np.searchsorted(serials, found))
+        for name, members in chosen.items():
+            left_out += copies.pack(source, place / name, episodes=np.searchsorted(serials, members))
             with opened(place / name, verify="never") as made:
-                if not set(made.serials.tolist()) <= set(found.tolist()):
+                if not set(made.serials.tolist()) <= set(members.tolist()):
                     raise Problem(f"{source}: its episodes changed while they were copied; pause the writer")
                 say(f"{target / name}: {made.num_episodes} episodes, {made.num_steps} steps")
     end(print_left_out(sorted(left_out)))

@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] not in COMMANDS:
         return complain(EXTRA)
     try:
-        given = vars(_parser().parse_args(arguments))
+        values = vars(_parser().parse_args(arguments))
     except SystemExit as done:  # argparse's way of saying that it has said it
         return int(done.code or OK)
     try:
-        code: int = given.pop("run")(**given)
+        code: int = values.pop("run")(**values)
         return code
     except (MemmapBufferError, OSError) as error:
-        return complain(explained(error, {name: f"--{name.replace('_', '-')} " for name in given}))
+        return complain(explained(error, {name: f"--{name.replace('_', '-')} " for name in values}))
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
 
@@ -57,8 +57,8 @@ def shards_of(folder: Path) -> list[Path]:
     """The buffers in a root; [] for a folder that is a buffer itself, or holds none."""
     if (folder / "schema.json").exists():
         return []
-    found = sorted(path.parent for path in folder.glob("*/schema.json"))
-    return [path for path in found if re.fullmatch(r"shard-[0-9]{5}", path.name)] or found
+    buffers = sorted(path.parent for path in folder.glob("*/schema.json"))
+    return [path for path in buffers if re.fullmatch(r"shard-[0-9]{5}", path.name)] or buffers
 
 
 def explained(error: Exception, flags: Mapping[str, str] | None = None) -> str:
@@ -85,16 +85,16 @@ def explained(error: Exception, flags: Mapping[str, str] | None = None) -> str:
 
 def verify_all(folder: Path) -> list[Finding]:
     """The findings of `verify` in a folder, or in each buffer of a root."""
-    found = [(shard, finding) for shard in shards_of(folder) for finding in verify(shard)]
-    named = [replace(finding, file=f"{shard.name}/{finding.file}") for shard, finding in found]
+    findings = [(shard, finding) for shard in shards_of(folder) for finding in verify(shard)]
+    named = [replace(finding, file=f"{shard.name}/{finding.file}") for shard, finding in findings]
     return named if shards_of(folder) else verify(folder)
 
 
 def unfinished(root: Path) -> list[Finding]:
     """The folders in a root that were to become buffers, as a kill leaves them. Who reads the root passes them over."""
     what = "it is no buffer: its creation, or a copy to it, did not finish, unless that goes on now; else remove it"
-    found = sorted(path.parent for path in root.glob("[!.]*/.lock") if not (path.parent / "schema.json").exists())
-    return [Finding(path.name, what, lost=False) for path in found]
+    folders = sorted(path.parent for path in root.glob("[!.]*/.lock") if not (path.parent / "schema.json").exists())
+    return [Finding(path.name, what, lost=False) for path in folders]
 
 
 def version() -> str:
@@ -133,9 +133,9 @@ def check_and_repair(folder: Path, yes: bool) -> int:
     Returns:
         0: all is well now, 1: it is not.
     """
-    found = verify_all(folder)
-    print_findings([*found, *unfinished(folder)])
-    if not found:
+    findings = verify_all(folder)
+    print_findings([*findings, *unfinished(folder)])
+    if not findings:
         return OK
     if not agreed("Repair it?", yes):
         say("nothing was changed")
@@ -143,20 +143,20 @@ def check_and_repair(folder: Path, yes: bool) -> int:
     for each in shards_of(folder) or [folder]:
         if verify(each):
             repair(each)
-    left = verify_all(folder)
-    say("not all could be repaired:" if left else f"repaired; what was taken out lies in {LOST}/")
-    for finding in left:
+    rest = verify_all(folder)
+    say("not all could be repaired:" if rest else f"repaired; what was taken out lies in {LOST}/")
+    for finding in rest:
         say(str(finding))
-    return FOUND if left else OK
+    return FOUND if rest else OK
 
 
-def print_findings(found: Sequence[Finding]) -> int:
+def print_findings(findings: Sequence[Finding]) -> int:
     """Print the findings of `verify`; returns 1 if something is lost, else 0."""
-    for finding in found:
+    for finding in findings:
         say(str(finding))
-    if not found:
+    if not findings:
         say("all is well")
-    return FOUND if any(finding.lost for finding in found) else OK
+    return FOUND if any(finding.lost for finding in findings) else OK
 
 
 def print_copy(target: Path, serials: Sequence[int]) -> int:
@@ -192,11 +192,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("src", type=Path)
         command.add_argument("dst", type=Path)
         command.add_argument("--codec", action="append", metavar="FIELD=CODEC", help=CODEC_HELP)
-        command.set_defaults(run=lambda copy=copy, **given: print_copy(given["dst"], _copy(copy, **given)))
+        command.set_defaults(run=lambda copy=copy, **arguments: print_copy(arguments["dst"], _copy(copy, **arguments)))
     grid.add_argument("--max-episodes", type=int, help="default: as many as the source")
     grid.add_argument("--max-timesteps", type=int, help="default: as many as the source")
     return parser
 
 
-def _copy(copy: Callable[..., list[int]], codec: Sequence[str] | None, **given: Any) -> list[int]:
-    return copy(codec=codecs_of(codec), **given)
+def _copy(copy: Callable[..., list[int]], codec: Sequence[str] | None, **arguments: Any) -> list[int]:
+    return copy(codec=codecs_of(codec), **arguments)

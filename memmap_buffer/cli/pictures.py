@@ -47,9 +47,9 @@ def plot(
     with extra("plot"):
         from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure
-    known = sorted(FigureCanvasBase.filetypes)
-    if out.suffix.lower().removeprefix(".") not in known:
-        raise Problem(f"--out {out}: expected a name that ends in one of {', '.join(f'.{end}' for end in known)}")
+    endings = sorted(FigureCanvasBase.filetypes)
+    if out.suffix.lower().removeprefix(".") not in endings:
+        raise Problem(f"--out {out}: expected a name that ends in one of {', '.join(f'.{end}' for end in endings)}")
     if field and episode is None:
         raise Problem("--field: names fields of one episode; say which by --episode, or leave it out")
     with opened(folder) as buffer:
@@ -118,10 +118,10 @@ def _image_field(buffer: ReplayBuffer, wanted: str | None) -> str:
         (name, *more) = buffer.schema.require([wanted], "--field", buffer.fieldnames)
         if not more:
             return name
-    found = [name for name, field in buffer.schema.fields.items() if is_image(field)]
-    if len(found) != 1 or wanted is not None:
-        raise Problem(f"--field: name one; the fields that look like images are {', '.join(found) or 'none'}")
-    return found[0]
+    images = [name for name, field in buffer.schema.fields.items() if is_image(field)]
+    if len(images) != 1 or wanted is not None:
+        raise Problem(f"--field: name one; the fields that look like images are {', '.join(images) or 'none'}")
+    return images[0]
 
 
 # Panels of a plot: each is a function that draws on matplotlib's axes

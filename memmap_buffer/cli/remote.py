@@ -28,9 +28,9 @@ CacheFolder = Annotated[
 def publish(folder: FolderArgument, url: Url, options: StorageOptions = None) -> None:
     """Copy a folder, or each of a root, to a store, packed; again: only what is new. Others read it by the URL."""
     code = OK
-    for one in shards_of(folder) or [folder]:
-        left_out = publishing.publish(one, url, storage_options=parsed(options))
-        say(f"{one}: published")
+    for source in shards_of(folder) or [folder]:
+        left_out = publishing.publish(source, url, storage_options=parsed(options))
+        say(f"{source}: published")
         code |= FOUND if print_left_out(left_out) else OK
     end(code)
 
@@ -91,9 +91,9 @@ def _rows(url: str, shards: Mapping[str, Any]) -> list[dict[str, Any]]:
 def parsed(options: str | None) -> dict[str, Any]:
     """The storage options of a command line. Raises Problem."""
     try:
-        found = json.loads(options or "{}")
+        storage_options = json.loads(options or "{}")
     except ValueError as error:
         raise Problem(f"--storage-options: expected an object of JSON: {error}") from error  # it may have secrets
-    if not isinstance(found, dict):
+    if not isinstance(storage_options, dict):
         raise Problem("--storage-options: expected an object of JSON, as in '{\"anon\": true}'")
-    return found
+    return storage_options

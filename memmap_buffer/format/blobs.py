@@ -62,12 +62,12 @@ class Threads:
 
         So none is waited for that has no processor.
         """
-        found: list[Any] = [None] * len(parts)
-        left = iter(range(len(parts)))
+        results: list[Any] = [None] * len(parts)
+        numbers = iter(range(len(parts)))
 
         def some() -> None:
-            for i in left:
-                found[i] = work(parts[i])
+            for i in numbers:
+                results[i] = work(parts[i])
 
         helpers = [self.submit(some) for _ in range(min(self.count, len(parts)) - 1)]
         try:
@@ -76,14 +76,14 @@ class Threads:
             for helper in helpers:
                 if not helper.cancel():
                     helper.result()
-        return found
+        return results
 
 
 threads = Threads()
 
 
 class Dictionary(NamedTuple):
-    """What blobs of a field were compressed with besides themselves.
+    """A dictionary: the bytes that blobs of a field were compressed with, besides their own.
 
     Attributes:
         content: its bytes (n,).
@@ -209,14 +209,14 @@ class CodedRows(NamedTuple):
         size = self.field.itemsize
         length, good = self._lengths(index)
         numbers = index[:, 1] >> np.uint64(32)
-        known = np.uint64(0 if self.dictionary is None else self.dictionary.number)
-        good &= (numbers == 0) | (numbers == known)
+        dictionary_number = np.uint64(0 if self.dictionary is None else self.dictionary.number)
+        good &= (numbers == 0) | (numbers == dictionary_number)
         raw = good & (length == size)
         if raw.any():
             rows = np.frombuffer(self._joined(index[raw], length[raw]), self.field.storage)
             out[places[raw]] = rows.reshape(-1, *self.field.shape)
         parts: list[tuple[IntArray, Array | None]] = []
-        for number in {0, int(known)}:
+        for number in {0, int(dictionary_number)}:
             chosen = np.flatnonzero(good & ~raw & (numbers == number))
             count = min(threads.count * PIECES, int(length[chosen].sum()) // BLOBS_PART) if threads.count > 1 else 1
             count = max(count, len(chosen) * size // LARGEST, 1)
@@ -240,7 +240,7 @@ class CodedRows(NamedTuple):
             if len(chosen) == 1:
                 return chosen
             each = np.split(chosen, len(chosen))
-            return np.concatenate([self._decode_some(index, length, out, places, one, dictionary) for one in each])
+            return np.concatenate([self._decode_some(index, length, out, places, part, dictionary) for part in each])
         return chosen[:0]
 
     def contents(self, index: Array) -> Iterator[Array]:
@@ -296,7 +296,7 @@ def decoded(field: Field, blobs: Sequence[bytes]) -> Array:
 
 
 def encode_many(field: Field, rows: Array, dictionary: Dictionary | None = None) -> list[bytes]:
-    """The same, in threads where they are many."""
+    """The blobs of rows, see `encode`, in threads where the rows are many."""
     most = max(1, PART // field.itemsize)
     parts = [rows[i : i + most] for i in range(0, len(rows), most)]
     return list(chain.from_iterable(threads.map(lambda part: encode(field, part, dictionary), parts)))
@@ -351,7 +351,7 @@ def stored_blobs(coded: CodedRows, index: Array) -> list[bytes] | None:
 
 
 def fault(coded: CodedRows, index: Array, region: range | None) -> str:
-    """What is wrong with the rows of an episode in the index (N, 2); "" for nothing. Nothing is decoded.
+    """The fault of the rows of an episode in the index (N, 2), as text; "" for none. Nothing is decoded.
 
     Args:
         coded: the field.
@@ -368,7 +368,7 @@ def fault(coded: CodedRows, index: Array, region: range | None) -> str:
         return "has blobs that do not follow one another"
     if region is not None and (int(begin[0]) != region.start or int(begin[-1] + length[-1]) > region.stop):
         return "has blobs that lie in the place of another episode"
-    known = 0 if coded.dictionary is None else coded.dictionary.number
-    if ((number != 0) & (number != known)).any():
+    dictionary_number = 0 if coded.dictionary is None else coded.dictionary.number
+    if ((number != 0) & (number != dictionary_number)).any():
         return "has a blob of a dictionary that is not there"
     return ""

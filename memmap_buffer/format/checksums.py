@@ -66,5 +66,5 @@ def checksum_row(layout: Layout, checksums: Mapping[str, int]) -> bytes:
 
 
 def digest_of(row: bytes, columns: int) -> int:
-    """What the record carries of its row of checksums.npy: the CRC-32 of the first `columns` entries."""
+    """The digest that the record carries of its row of checksums.npy: the CRC-32 of the first `columns` entries."""
     return crc32(row[: 4 * columns])

@@ -126,15 +126,15 @@ def _discard(folder: Folder, schema: str, only: Collection[str] | None) -> None:
 
 def is_unfinished(folder: Folder) -> bool:
     """Whether a folder whose lock is held has nothing but what a kill left of a buffer to record to."""
-    new, known = LEFT_BEHIND[0], {".lock", LEFT_BEHIND[0]}
+    new, names = LEFT_BEHIND[0], {".lock", LEFT_BEHIND[0]}
     if folder.exists("schema.json"):
         return False
     if folder.exists(new) and (layout := _layout(folder, new)) is not None:
         if not layout.writable:  # a copy goes on where it was interrupted
             return False
-        known |= _files(layout)
-    found = (path for path in folder.path.rglob("*") if path.is_symlink() or not path.is_dir())
-    return known.issuperset(path.relative_to(folder.path).as_posix() for path in found)
+        names |= _files(layout)
+    paths = (path for path in folder.path.rglob("*") if path.is_symlink() or not path.is_dir())
+    return names.issuperset(path.relative_to(folder.path).as_posix() for path in paths)
 
 
 def remove(folder: Folder) -> None:
@@ -160,7 +160,7 @@ def _files(layout: Layout) -> set[str]:
 
 
 def _layout(folder: Folder, name: str) -> Layout | None:
-    """What a schema says; None of one that a power cut tore."""
+    """The layout that a schema tells; None of one that a power cut tore."""
     data = folder.read(name, MAX_SCHEMA_BYTES)
     try:
         return Layout.from_json(data, name)

@@ -74,7 +74,7 @@ class EpisodeTable:
 
     @property
     def columns(self) -> Columns:
-        """What the records said, by slot."""
+        """The values that the records had, by slot."""
         return Columns(self.generation, self.serial, self.start, self.length, self.check, self.flags, self.valid)
 
     @cached_property

@@ -64,21 +64,21 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._place = path if path.is_absolute() else Path.cwd() / path  # the process may change its own meanwhile
-        self._held: Descriptor | None = None
+        self._descriptor: Descriptor | None = None
 
     def hold(self) -> None:
         """From now on be the folder that stands at the path now; twice is fine. Raises FileNotFoundError."""
-        self._held = self._held or Descriptor(self._place)
+        self._descriptor = self._descriptor or Descriptor(self._place)
 
     def let_go(self) -> None:
         """Be what stands at the path again, whatever that is."""
-        self._held = None
+        self._descriptor = None
 
     @contextmanager
     def held(self) -> Iterator[Folder]:
-        """One and the same folder for all that is done in the block."""
+        """A folder that stays one and the same for all that is done in the block."""
         folder = Folder(self.path)
-        folder._place, folder._held = self._place, self._held
+        folder._place, folder._descriptor = self._place, self._descriptor
         folder.hold()
         try:
             yield folder
@@ -88,9 +88,9 @@ class Folder:
     @property
     def in_place(self) -> bool:
         """Whether the folder that is held, if one is, stands at its path still."""
-        held = self._held
+        descriptor = self._descriptor
         try:
-            return held is None or held.key == identity(os.stat(self._place))
+            return descriptor is None or descriptor.key == identity(os.stat(self._place))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -109,8 +109,8 @@ class Folder:
 
     @contextmanager
     def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
-        held = self._held  # open for as long as somebody refers to it
-        root = os.open(self._place, FOLDER) if held is None else held.fd
+        descriptor = self._descriptor  # open for as long as somebody refers to it
+        root = os.open(self._place, FOLDER) if descriptor is None else descriptor.fd
         try:
             if not sub:
                 yield root
@@ -129,7 +129,7 @@ class Folder:
             finally:
                 os.close(directory)
         finally:
-            if held is None:
+            if descriptor is None:
                 os.close(root)
 
     def _open(self, name: str, flags: int) -> int:
@@ -379,9 +379,9 @@ class Folder:
                 raise
 
     def free_bytes(self) -> int:
-        """What the file system still has for this user."""
-        held = self._held
-        status = os.statvfs(self._place if held is None else held.fd)
+        """The bytes that the file system still has for this user."""
+        descriptor = self._descriptor
+        status = os.statvfs(self._place if descriptor is None else descriptor.fd)
         return status.f_bavail * status.f_frsize
 
     def list(self, sub: str) -> list[str]:
@@ -414,10 +414,10 @@ class Folder:
             os.close(source)
 
     def _lstat(self, name: str) -> os.stat_result:
-        held = self._held
-        if held is None:
+        descriptor = self._descriptor
+        if descriptor is None:
             return os.lstat(self._place / name)
-        return os.stat(name, dir_fd=held.fd, follow_symlinks=False)
+        return os.stat(name, dir_fd=descriptor.fd, follow_symlinks=False)
 
     def exists(self, name: str) -> bool:
         try:
@@ -452,7 +452,7 @@ class Folder:
             )
 
     def _why_no_folder(self) -> str:
-        """What stands at a path that is no folder, and what to do."""
+        """The text of an error about a path that is no folder: what stands there, and what to do."""
         if self._place.exists():
             remedy = f"give {self.path.parent}" if self.path.name == "schema.json" else "check the path"
             return f" is a file, and a buffer is a folder; {remedy}"
@@ -460,16 +460,16 @@ class Folder:
         return f": there is no such folder; {PUBLISHED_HINT.format(moved) if moved.is_dir() else 'check the path'}"
 
     def _what_it_is(self) -> str:
-        """What a folder is that holds no buffer, and what to do."""
+        """The text of an error about a folder that holds no buffer: what it is, and what to do."""
         if self.exists("schema.json.new"):
             return "its creation did not finish; create one with ReplayBuffer(...)"
-        if found := folders_in(self._place):
+        if folders := folders_in(self._place):
             reader = f"ConcatBuffer.from_root({str(self.path)!r})"
-            return f"it is a root of {len(found)} folders, as {found[0].name}; {reader} reads them all"
+            return f"it is a root of {len(folders)} folders, as {folders[0].name}; {reader} reads them all"
         return self.published() or "there is no schema.json; create one with ReplayBuffer(...)"
 
     def published(self) -> str:
-        """What was published from this root, or to this folder, and how it is read; "" where nothing was."""
+        """A text about what was published from this root, or to this folder, and how it is read; "" for nothing."""
         moved = folders_in(self._place / PUBLISHED)
         return self._published_here() or (PUBLISHED_HINT.format(self.path / PUBLISHED / moved[0].name) if moved else "")
 
@@ -488,7 +488,7 @@ class Folder:
             )
 
     def stamp(self, name: str) -> tuple[int, int]:
-        """What changes when a file is replaced by another. Raises NotABufferError where the folder is none any more."""
+        """(inode, time) of a file: others once it is replaced. Raises NotABufferError: the folder is none any more."""
         try:
             status = self._lstat(name)
         except FileNotFoundError:
@@ -505,7 +505,7 @@ class Folder:
         return status.st_size, status.st_mtime_ns, status.st_ino
 
     def file_key(self, name: str) -> tuple[int, int]:
-        """What tells a file from another that took its name, as long as it is open."""
+        """The key that tells a file from another that took its name, as long as it is open."""
         return identity(self._lstat(name))
 
     def touch(self) -> None:
@@ -513,9 +513,9 @@ class Folder:
         os.utime(self._place)
 
     def lock_key(self) -> tuple[int, int]:
-        """What names this folder's lock within the process, whatever path led to it."""
-        held = self._held
-        return identity(os.stat(self._place)) if held is None else held.key
+        """The key that names this folder's lock within the process, whatever path led to it."""
+        descriptor = self._descriptor
+        return identity(os.stat(self._place)) if descriptor is None else descriptor.key
 
     def lock(self, name: str = ".lock") -> FileLock:
         """Take the writer's lock, or another.

@@ -30,7 +30,7 @@ def boot_id() -> bytes:
 
 
 def sysctl(name: str) -> str:
-    """What a system without /proc says of itself. Raises: OSError: nothing."""
+    """A value that a system without /proc says of itself, as text. Raises: OSError: it says nothing."""
     import subprocess
 
     try:
@@ -52,8 +52,8 @@ def file_system(path: Path) -> str:
         return ""
     place = path.resolve()
     # mountinfo(5): field 4 is the mount point, the file system's type follows the separator "-"
-    found = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
-    return max(found, key=lambda mount: len(mount[0]), default=("", ""))[1]
+    mount_points = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
+    return max(mount_points, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
 def overwrites_in_place(path: Path) -> bool:

@@ -308,7 +308,7 @@ class Journal:
         """
         table, words = self.table, storage.maps.words.take(slots, axis=0)
         start, stop = (words[:, SHOWN] & _LOW).view(np.int64), (words[:, SHOWN] >> _HALF).view(np.int64)
-        left, added = start - table.start.take(slots), stop - table.length.take(slots)
+        dropped, added = start - table.start.take(slots), stop - table.length.take(slots)
         other = words[:, CHECK] ^ table.check.take(slots)
         other |= words[:, GENERATION] ^ table.generation.take(slots)
         wrong = stop - start - 1  # below 0 where it shows no step, more than it may, or fewer than before
@@ -316,21 +316,21 @@ class Journal:
         wrong |= added
         if np.count_nonzero(other) or any_of(wrong < 0):
             return False
-        self.num_steps += int(np.add.reduce(added - left))
-        trimmed = np.count_nonzero(left) > 0
+        self.num_steps += int(np.add.reduce(added - dropped))
+        trimmed = np.count_nonzero(dropped) > 0
         self._own(_STEPS if trimmed else ("length",))
         if trimmed:
             self.table.start[slots] = start
         self.table.length[slots] = stop
-        self._moved = slots, left, added
+        self._moved = slots, dropped, added
         return True
 
     def _few_show_others(self, storage: Storage, slots: IntArray) -> bool:
-        """The same, one by one."""
+        """Slots taken in as by `_show_others`, one by one."""
         table, words, limit = self.table, storage.maps.words, storage.layout.max_timesteps
-        found = slots.tolist()
-        shown, left, added = [], [], []
-        for slot in found:
+        slot_numbers = slots.tolist()
+        shown, dropped, added = [], [], []
+        for slot in slot_numbers:
             word = words.item(slot, SHOWN)  # before these, so that it is of the same episode
             same = words.item(slot, CHECK) == table.check.item(slot)
             if not (same and words.item(slot, GENERATION) == table.generation.item(slot) and self.shown.item(slot)):
@@ -339,9 +339,9 @@ class Journal:
             if not start < stop <= limit or (stop != before and (stop < before or not table.flags.item(slot) & OPEN)):
                 return False
             shown.append((slot, start, stop))
-            left.append(start - table.start.item(slot))
+            dropped.append(start - table.start.item(slot))
             added.append(stop - before)
-        trimmed = any(left)
+        trimmed = any(dropped)
         if self._lent:
             self._own(_STEPS if trimmed else ("length",))
         table = self.table
@@ -349,8 +349,8 @@ class Journal:
             table.length[slot] = stop
             if trimmed:
                 table.start[slot] = start
-        self.num_steps += sum(added) - sum(left)
-        self._moved = found, left, added
+        self.num_steps += sum(added) - sum(dropped)
+        self._moved = slot_numbers, dropped, added
         return True
 
     def _append(self, serials: IntArray, slots: IntArray) -> bool:

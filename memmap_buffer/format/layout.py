@@ -52,13 +52,13 @@ BLOBS, DICTIONARY = "/blobs", "/dictionary"  # behind a field's name: the keys o
 
 
 def new_id() -> str:
-    """What names a new buffer."""
+    """An id, which names a new buffer."""
     return random_bytes(ID_BYTES).hex()
 
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """One `.npy` file of the folder: its name in it, its dtype and shape."""
+    """A `.npy` file of the folder: its name in it, its dtype and shape."""
 
     name: str
     dtype: np.dtype[Any]
@@ -88,7 +88,7 @@ def _descr(dtype: np.dtype[Any]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """What `schema.json` says.
+    """The contents of `schema.json`.
 
     Args:
         schema: the fields.
@@ -218,7 +218,7 @@ class Layout:
         return files
 
     def grown_bytes(self, key: str) -> int:
-        """What a file takes on the disk when the buffer is full, with the last episode that a `capacity` trims."""
+        """The bytes of a file on the disk when the buffer is full, with the last episode that a `capacity` trims."""
         size, field = self.arrays[key].size, self.schema.fields.get(key.removesuffix(BLOBS))
         if self.capacity is None or field is None:
             return size
@@ -259,7 +259,7 @@ class Layout:
         return range(slot * size, (slot + 1) * size)
 
     def differences(self, other: Layout, derived: Collection[str] = (), *, codecs: bool = True) -> list[str]:
-        """What this layout (stored) and another (given) disagree on, a line each.
+        """The points on which this layout (stored) and another (given) disagree, a line each.
 
         Args: derived: sizes that were not given, which are as they are stored.
             codecs: whether the same field compressed in another way is another one.
@@ -282,7 +282,7 @@ class Layout:
         return [line for line in lines if line]
 
     def field_differences(self, other: Layout) -> list[str]:
-        """Those of them by which the two cannot be read as one: of fields, and of those that end episodes."""
+        """The differences by which two layouts cannot be read as one: of fields, and of those that end episodes."""
         ends = (key for key in ENDS if getattr(self.schema, key) != getattr(other.schema, key))
         kinds = "fields", "meta_fields", *ends
         return [line for line in self.differences(other, codecs=False) if line.startswith(kinds)]
@@ -317,8 +317,8 @@ class Layout:
             "columns": self.columns,
         }
         last = {"ends": self.schema.declared_ends, "skips_resets": bool(self.skips_resets)}
-        told = {key: value for key, value in last.items() if value != _LEFT_OUT[key]}
-        return json.dumps({**head, **groups, **told}, indent=1, allow_nan=False).encode() + b"\n"
+        extra = {key: value for key, value in last.items() if value != _LEFT_OUT[key]}
+        return json.dumps({**head, **groups, **extra}, indent=1, allow_nan=False).encode() + b"\n"
 
     def _coded_to_json(self, name: str, field: Field) -> dict[str, Any]:
         if not field.is_coded:
@@ -365,7 +365,7 @@ class Layout:
     def with_fields(
         self, schema: Schema, column_of: Mapping[str, int], dictionaries: Mapping[str, int] | None = None
     ) -> Layout:
-        """The same layout with other fields."""
+        """This layout, but with other fields."""
         columns = max(self.columns, 1 + max(column_of.values()))
         kept = self.dictionaries if dictionaries is None else dictionaries
         kept = {name: size for name, size in kept.items() if name in schema.fields}
@@ -394,8 +394,8 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
     return int(value)
 
 
-def _differ(key: str, stored: Any, given: Any) -> str:
-    return "" if stored == given else f"{key}: stored {stored}, given {given}"
+def _differ(key: str, stored: Any, other: Any) -> str:
+    return "" if stored == other else f"{key}: stored {stored}, given {other}"
 
 
 def _spelling(field: dict[str, Any] | None, codecs: bool) -> str | None:

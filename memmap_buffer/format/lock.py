@@ -99,13 +99,13 @@ class WriterLock:
     @property
     def episodes(self) -> list[Any]:
         """The episodes that did not end, and whose writer has this lock."""
-        found = (held() for held in self._episodes)
-        known = (episode for episode in found if episode is not None)
-        return [episode for episode in known if episode.state == "open" and episode.writer.lock is self]
+        episodes = (reference() for reference in self._episodes)
+        living = (episode for episode in episodes if episode is not None)
+        return [episode for episode in living if episode.state == "open" and episode.writer.lock is self]
 
     @property
     def open_episodes(self) -> list[Any]:
-        """Those of them whose block was not left."""
+        """The `episodes` whose block was not left."""
         return [episode for episode in self.episodes if not episode.was_left]
 
     @property
@@ -175,7 +175,7 @@ class WriterLock:
             self._fail("fenced")
 
     def glance(self, storage: Storage) -> None:
-        """The same many times a second: the path is looked at now and then."""
+        """A `check` that may come many times a second: the path is looked at now and then."""
         now = time.monotonic()
         unsure = now - self._looked > LOOK_SECONDS or self._lock is None or self.lost
         if unsure or storage.state("term") != self.term:
@@ -215,7 +215,7 @@ class WriterLock:
 
 
 def _with_holder(error: BufferLockedError, folder: Folder) -> BufferLockedError:
-    """The same error, naming the holder as far as the folder tells."""
+    """The error with the holder named, as far as the folder tells."""
     if not folder.exists("schema.json"):
         return error
     storage = Storage(folder)

@@ -73,7 +73,7 @@ def check_of(words: Words) -> Words:
 
 
 def _fold(columns: Words, fold: Words, spare: Words) -> Words:
-    """The same of records (8, n), word by word, into `fold`."""
+    """The checks of records (8, n), word by word, into `fold`."""
     fold[:] = _SEED
     for column in columns[:SHOWN]:
         fold ^= column
@@ -173,10 +173,10 @@ def columns_of(
 
 
 def _few_columns_of(words: Words, slots: npt.NDArray[np.int64], max_timesteps: int) -> Columns:
-    """The same of a few records of a grid, by plain numbers: of two in a fifth of the time."""
+    """The columns of a few records of a grid, by plain numbers: of two in a fifth of the time."""
     pairs = zip(words.tolist(), slots.tolist(), strict=True)
-    found = [_row_of(record, slot * max_timesteps, max_timesteps) for record, slot in pairs]
-    columns = zip(*found, strict=True) if found else [()] * len(KINDS)
+    rows = [_row_of(record, slot * max_timesteps, max_timesteps) for record, slot in pairs]
+    columns = zip(*rows, strict=True) if rows else [()] * len(KINDS)
     return Columns(*(np.array(column, kind) for column, kind in zip(columns, KINDS, strict=True)))
 
 
@@ -215,7 +215,7 @@ def changed_records(words: Words, before: Columns) -> npt.NDArray[np.int64]:
 
 
 def valid(words: Words, max_timesteps: int, rows: int | None) -> npt.NDArray[np.bool_]:
-    """Which records hold an episode, (n,); see `columns_of`."""
+    """Whether each record holds an episode, (n,); see `columns_of`."""
     return columns_of(words, max_timesteps, rows).valid
 
 
@@ -230,7 +230,7 @@ def _put(out: Columns, here: slice, part: Words, spare: Words) -> None:
 
 
 def _limit(out: Columns, here: slice, part: Words, spare: Words, first_row: Words, max_timesteps: int) -> None:
-    """Which of them are within bounds: no bit that may not be set, a generation, a length, the first row, the steps."""
+    """Records in bounds stay valid: no bit that may not be set, a generation, a length, the first row, the steps."""
     generation, good, (bits, more) = part[GENERATION], out.valid[here], spare
     np.bitwise_or(generation, part[SERIAL], out=bits)
     bits >>= np.uint64(MAX_SERIAL.bit_length() - 1)
@@ -257,7 +257,7 @@ def _keep_apart(out: Columns, first_row: Words, rows: int) -> None:
 
 
 def _disjoint(first: Words, length: Words) -> npt.NDArray[np.bool_]:
-    """Which stretches of rows share none with another; of two that do, nobody could tell whose the rows are."""
+    """Whether each stretch of rows shares none with another; of two that do, nobody could tell whose the rows are."""
     order = np.argsort(first)
     start, stop = first[order], (first + length)[order]
     apart = np.ones(len(order), np.bool_)

@@ -81,16 +81,16 @@ class Shards:
         self._first: Storage | None = None  # what is vacant is shaped as it is, whatever stood there
         self._keys: dict[int, Key | None] = {}
         self._unread: dict[int, Unread] = {}
-        self._told: set[int] = set()
+        self._logged_numbers: set[int] = set()
         self._stamp: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker needs, which does not say again what was said."""
-        return {"root": self.root, "on_damaged": self.on_damaged, "told": self._told}
+        """The state that a worker needs, which does not say again what was said."""
+        return {"root": self.root, "on_damaged": self.on_damaged, "told": self._logged_numbers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["root"], state["on_damaged"])  # type: ignore[misc]
-        self._told = state["told"]
+        self._logged_numbers = state["told"]
 
     def look(self) -> dict[int, Storage]:
         """The storages as they are now: one look at the root's time, and only where it moved at what is in it.
@@ -103,7 +103,7 @@ class Shards:
         return self.storages
 
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
-        """The same with something in the place of each of these numbers, if it is one that a shard may have."""
+        """The storages with something in the place of each of these numbers, if it is one that a shard may have."""
         numbers = [number for number in numbers if 0 <= number < MAX_SHARDS]
         if any(number not in self.storages for number in numbers):
             self._stamp = None
@@ -128,14 +128,16 @@ class Shards:
         keys: dict[int, Key | None] = {}
         unread: dict[int, Unread] = {}
         for number in shard_numbers(self.root):
-            found, keys[number] = self._opened(number)
-            if isinstance(found, Unread):
-                unread[number] = found
+            shard, keys[number] = self._opened(number)
+            if isinstance(shard, Unread):
+                unread[number] = shard
             else:
-                opened[number] = found
+                opened[number] = shard
         self._tell(unread)
         if not opened and not self.storages:
-            why = "".join(f"\n  {self._folder(number).path}: {one.why}" for number, one in unread.items() if one.why)
+            why = "".join(
+                f"\n  {self._folder(number).path}: {shard.why}" for number, shard in unread.items() if shard.why
+            )
             text = f"no subfolder holds a buffer that is whole:{why}" if why else "no subfolder holds a buffer"
             raise NotABufferError(f"{self.root}: {text}", path=self.root)
         self._first = self._first or opened[min(opened)]
@@ -163,7 +165,7 @@ class Shards:
             return self._refused(folder, marks, error), None
 
     def _refused(self, folder: Folder, marks: tuple[int, int, int], error: MemmapBufferError) -> Unread:
-        """What is told of a shard that could not be opened. Raises the error where it is damaged, unless to skip it."""
+        """The report on a shard that could not be opened. Raises the error where it is damaged, unless to skip it."""
         size, expected = (error.named.get(key, 0) for key in ("size", "expected"))
         name = Path(error.named.get("path", folder.path)).relative_to(folder.path).as_posix()
         if size < expected:
@@ -182,11 +184,11 @@ class Shards:
 
     def _tell(self, unread: Mapping[int, Unread]) -> None:
         """Say of each shard that is passed over why, once as long as it is."""
-        for number, one in unread.items():
-            if one.why and number not in self._told:
-                log.warning("%s is passed over until it is whole: %s", self._folder(number).path, one.why)
-                self._told.add(number)
-        self._told.intersection_update(unread)
+        for number, shard in unread.items():
+            if shard.why and number not in self._logged_numbers:
+                log.warning("%s is passed over until it is whole: %s", self._folder(number).path, shard.why)
+                self._logged_numbers.add(number)
+        self._logged_numbers.intersection_update(unread)
 
     def _withdrawn(self, number: int, old: Storage) -> Storage:
         return old if old.withdrawn else self._vacant(number)
@@ -213,7 +215,7 @@ def _is_cut(folder: Folder) -> bool:
 
 
 def _key(path: Path) -> Key | None:
-    """What tells a shard from another that took its place: its folder, and a file in it.
+    """The key that tells a shard from another that took its place: its folder, and a file in it.
 
     The number of a folder may be that of the one that was removed; a file that is mapped keeps its own. Taken before
     the shard is opened: one that is replaced in between is opened again by the next look.
@@ -233,17 +235,17 @@ def tell_readers(folder: Folder) -> None:
 
 def shard_numbers(root: Path) -> Iterator[int]:
     """The numbers of a root's shards, finished or not, ascending."""
-    found = (_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
-    yield from sorted(int(name[1]) for name in found if name is not None)
+    matches = (_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
+    yield from sorted(int(match[1]) for match in matches if match is not None)
 
 
 def require_new_place(folder: Folder) -> None:
     """Raise NotABufferError where a buffer would stand among the shards of a root, or what was published."""
     folder.require_not_published()
-    found = [shard_name(number) for number in shard_numbers(folder.path)]
-    if found:
+    names = [shard_name(number) for number in shard_numbers(folder.path)]
+    if names:
         raise NotABufferError(
-            f"{folder.path}: no buffer can be made here, as it is a root of shards ({found[0]} stands in it); give "
+            f"{folder.path}: no buffer can be made here, as it is a root of shards ({names[0]} stands in it); give "
             "shard='auto' to record another shard, ConcatBuffer.from_root to read them, or another folder",
             path=folder.path,
         )

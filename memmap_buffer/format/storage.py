@@ -75,7 +75,7 @@ class Maps:
 
 
 class Storage:
-    """One folder, open for reading.
+    """A folder, open for reading.
 
     Args:
         path: the folder, or who holds it already.
@@ -225,10 +225,10 @@ class Storage:
         if self.mirror is not None:
             low = np.array([rows.start]) if isinstance(rows, slice) else rows.ravel()
             high = np.array([rows.stop]) if isinstance(rows, slice) else low + 1
-            found: Array = self.mirror.read(
+            values: Array = self.mirror.read(
                 self, name, low, high, lambda: self._rows_there(name, rows, slots, serials).copy()
             )
-            return found
+            return values
         return self._rows_there(name, rows, slots, serials)
 
     def _rows_there(self, name: str, rows: IntArray | slice, slots: Any, serials: Any) -> Array:
@@ -259,8 +259,8 @@ class Storage:
         """The sums, for the checksum of a field, of what was before, and of some rows."""
         if self.mirror is not None and stop > first:
             low, high = np.array([first]), np.array([stop])
-            found: Sums = self.mirror.read(self, name, low, high, lambda: self._sums_there(name, first, stop, sums))
-            return found
+            total: Sums = self.mirror.read(self, name, low, high, lambda: self._sums_there(name, first, stop, sums))
+            return total
         return self._sums_there(name, first, stop, sums)
 
     def _sums_there(self, name: str, first: int, stop: int, sums: Sums) -> Sums:
@@ -545,11 +545,11 @@ class Storage:
 
     def checksums_of(self, slot: int, length: int, has_final: bool) -> dict[str, int]:
         """The checksum of each field, over the first `length` rows of a slot, and of each meta field."""
-        found = {}
+        checksums = {}
         for name in self.maps.rows:
             first, final = self.start_of(name, slot), self.layout.schema.fields[name].final
-            found[name] = checksum_of(self.sums_of_rows(name, first, first + length + (final and has_final)))
-        return found | {name: checksum(values[slot : slot + 1]) for name, values in self.maps.meta.items()}
+            checksums[name] = checksum_of(self.sums_of_rows(name, first, first + length + (final and has_final)))
+        return checksums | {name: checksum(values[slot : slot + 1]) for name, values in self.maps.meta.items()}
 
 
 def slices_of(rows: Array, steps: int) -> Array:

@@ -240,7 +240,7 @@ def map_to_read(fd: int, size: int) -> memoryview:
 
 
 def map_to_change(fd: int, size: int) -> memoryview:
-    """The same, and stores reach the file. Raises OSError."""
+    """A map as `map_to_read` makes it, and stores reach the file. Raises OSError."""
     return _mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -265,8 +265,8 @@ def will_need(address: int, size: int) -> None:
 
 def in_memory(address: int, size: int) -> bool:
     """Whether mapped pages, from the begin of one, are in the cache; True of another user's files (mincore(2))."""
-    told = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    return bool(_libc.mincore(address, size, told)) or all(page & 1 for page in told)
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    return bool(_libc.mincore(address, size, pages)) or all(page & 1 for page in pages)
 
 
 def forget(fd: int, start: int, size: int) -> None:
@@ -351,7 +351,7 @@ def close_all(descriptors: dict[str, int]) -> None:
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
-    """What tells a file or folder from every other that there is."""
+    """The numbers that tell a file or folder from every other that there is."""
     return status.st_dev, status.st_ino
 
 
@@ -415,7 +415,7 @@ class RangeLocks:
     descriptor of it would drop all of them.
     """
 
-    _known: ClassVar[dict[tuple[int, int], RangeLocks]] = {}
+    _by_file: ClassVar[dict[tuple[int, int], RangeLocks]] = {}
     _opening = threading.Lock()
 
     def __init__(self, fd: int) -> None:
@@ -423,14 +423,14 @@ class RangeLocks:
 
     @classmethod
     def of(cls, path: str) -> RangeLocks:
-        """Those of a file, which is made where it is missing."""
+        """The locks of a file, which is made where it is missing."""
         with cls._opening:
             with suppress(FileNotFoundError):
-                found = cls._known.get(identity(os.stat(path)))
-                if found is not None:
-                    return found
+                locks = cls._by_file.get(identity(os.stat(path)))
+                if locks is not None:
+                    return locks
             fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
-            return cls._known.setdefault(identity(os.fstat(fd)), cls(fd))
+            return cls._by_file.setdefault(identity(os.fstat(fd)), cls(fd))
 
     def take(self, first: int, count: int) -> None:
         """Wait for the locks of some bytes, and hold them.

@@ -48,15 +48,15 @@ class InferredFields:
             SchemaError: a column cannot be a field, or its entries have another shape than before.
         """
         self.episodes += 1
-        for name, found in (Schema.from_example(columns).fields if columns else {}).items():
-            shape, known = found.shape[self._lead :], self.fields.get(name)
-            if known is not None and known.shape != shape:
+        for name, field in (Schema.from_example(columns).fields if columns else {}).items():
+            shape, earlier = field.shape[self._lead :], self.fields.get(name)
+            if earlier is not None and earlier.shape != shape:
                 raise SchemaError(
                     f"{self._kind} {name!r}: got entries of shape {shape} in episode {self.episodes - 1}, and of "
-                    f"{known.shape} before; leave it out, or pad it",
+                    f"{earlier.shape} before; leave it out, or pad it",
                     field=name,
                 )
-            self.fields[name] = Field(found.dtype if known is None else _wider(known.dtype, found.dtype), shape)
+            self.fields[name] = Field(field.dtype if earlier is None else _wider(earlier.dtype, field.dtype), shape)
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def require_complete(self) -> None:
@@ -119,29 +119,29 @@ def with_final(where: str, column: Any, following: Any, first: int, remedy: str)
     return np.concatenate([column, following[-1:]])
 
 
-def equal_rows(one: Mapping[str, Array], other: Mapping[str, Array]) -> BoolArray:
-    """(N,) where all columns of `one` have the same rows as those of `other`, to the last bit: NaN equals itself.
+def equal_rows(columns: Mapping[str, Array], other: Mapping[str, Array]) -> BoolArray:
+    """(N,) where all `columns` have the same rows as those of `other`, to the last bit: NaN equals itself.
 
     Args:
-        one: name -> (N, …).
+        columns: name -> (N, …).
         other: these columns at least, of the same dtypes and shapes.
     """
     count = len(next(iter(other.values()), ()))
     same = np.ones(count, np.bool_)
-    for name, rows in one.items():
+    for name, rows in columns.items():
         pair = (np.ascontiguousarray(a).view(np.uint8).reshape(count, rows[:1].nbytes) for a in (rows, other[name]))
         same &= np.equal(*pair).all(axis=1)
     return same
 
 
-def _wider(one: str, other: str) -> Any:
+def _wider(dtype: str, other: str) -> Any:
     """The dtype that holds both."""
-    if one.startswith("U") and other.startswith("U"):
-        return max(one, other, key=lambda name: int(name[1:]))
+    if dtype.startswith("U") and other.startswith("U"):
+        return max(dtype, other, key=lambda name: int(name[1:]))
     try:
-        return np.result_type(one, other)
+        return np.result_type(dtype, other)
     except TypeError:
-        raise SchemaError(f"got {one} and {other}, which no dtype holds both; leave it out") from None
+        raise SchemaError(f"got {dtype} and {other}, which no dtype holds both; leave it out") from None
 
 
 # Batches

@@ -177,7 +177,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
         actions = actions[:, :, -1]
         rewards = rows.rewards(at.start + at.t, interval)
         rewards = _returns(rewards, interval, picker._gamma) if several else rewards[:, 0]
-        now_observed, next_observed = (_one([_float(x[i]) for x in observations]) for i in range(2))
+        now_observed, next_observed = (_observation([_float(x[i]) for x in observations]) for i in range(2))
         return TransitionMiniBatch(
             observations=now_observed,
             actions=_float(actions[0]),
@@ -208,7 +208,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
         terminals = np.zeros((batch_size, length, 1))
         terminals[:, -1, 0] = at.terminated & (at.rest == 1)
         return TrajectoryMiniBatch(
-            observations=_one([_float(x) for x in observations]),
+            observations=_observation([_float(x) for x in observations]),
             actions=_float(actions[:, frames - 1 :]),
             rewards=_float(scores),
             returns_to_go=_float(to_go),
@@ -292,11 +292,11 @@ class _Rows:
 
     def steps(self, place: Array, exists: Array) -> tuple[list[Array], Array]:
         """Observations, one by one, and actions of timesteps: (*place, *shape), zero where they do not exist."""
-        found = self._steps.at(place.reshape(-1)).data
+        batch = self._steps.at(place.reshape(-1)).data
         missing = ~exists.reshape(-1)
 
         def column(key: str) -> Array:
-            values = _at_least_2d(to_numpy(found[key]))
+            values = _at_least_2d(to_numpy(batch[key]))
             values[missing] = 0
             return values.reshape(*place.shape, *values.shape[1:])
 
@@ -305,8 +305,8 @@ class _Rows:
     def rewards(self, place: Array, count: Array) -> Array:
         """Rewards (B, max(count), *shape) of so many timesteps from each place on; more are of other timesteps."""
         places = np.minimum(place[:, None] + np.arange(count.max()), len(self._rewards) - 1)
-        found = _at_least_2d(to_numpy(flatten(self._rewards.at(places.reshape(-1)).data)[self._reward]))
-        return found.reshape(*places.shape, *found.shape[1:])
+        rewards = _at_least_2d(to_numpy(flatten(self._rewards.at(places.reshape(-1)).data)[self._reward]))
+        return rewards.reshape(*places.shape, *rewards.shape[1:])
 
     # BufferProtocol
 
@@ -346,7 +346,7 @@ class _Episodes(Sequence[Any]):
         place, length = rows.starts[i] + np.arange(rows.lengths[i]), rows.lengths[i : i + 1]
         observations, actions = rows.steps(place, np.ones_like(place, np.bool_))
         rewards = rows.rewards(place[:1], length)[0]
-        return Episode(_one(observations), actions, rewards, bool(rows.terminated[i]))
+        return Episode(_observation(observations), actions, rewards, bool(rows.terminated[i]))
 
 
 @dataclass(frozen=True)
@@ -374,10 +374,10 @@ class _Transitions(Sequence[Any]):
         if type(picker) is SparseRewardTransitionPicker and np.all(to_go == picker._step_reward):
             to_go = np.array([[picker._failure_return]], np.float32)
         return Transition(
-            observation=_one([x[0, i] for x in self.observations]),
+            observation=_observation([x[0, i] for x in self.observations]),
             action=self.actions[0, i],
             reward=self.rewards[i],
-            next_observation=_one([x[1, i] for x in self.observations]),
+            next_observation=_observation([x[1, i] for x in self.observations]),
             next_action=self.actions[1, i],
             terminal=float(self.terminal[i]),
             interval=int(self.interval[i]),
@@ -393,10 +393,10 @@ def _action_space(actions: Array) -> constants.ActionSpace:
 def _lengths_of(timesteps: Any) -> Array:
     """How many timesteps each episode has, where those of trimmed episodes are among them."""
     parts = range(0, len(timesteps), SCANNED)
-    found = [
+    owners = [
         timesteps.at(np.arange(at, min(at + SCANNED, len(timesteps)))).data["_indices"][:, :-1].numpy() for at in parts
     ]
-    owner = np.concatenate(found)
+    owner = np.concatenate(owners)
     begins = np.flatnonzero(np.r_[True, (owner[1:] != owner[:-1]).any(axis=1)])
     return np.diff(np.r_[begins, len(owner)])
 
@@ -429,5 +429,5 @@ def _float(values: Array) -> Array:
     return values.astype(np.float32)
 
 
-def _one(values: list[Array]) -> Any:
+def _observation(values: list[Array]) -> Any:
     return values[0] if len(values) == 1 else values

@@ -151,16 +151,16 @@ def _columns(file: Any, infos: bool, names: Names) -> dict[str, Any]:
             raise SchemaError(
                 f"{file.filename}: it has no {name!r}, so it is no file of D4RL; it has {', '.join(file)}"
             )
-    found = {ours: file[theirs] for theirs, ours in STEPS.items() if theirs in file}
+    columns = {ours: file[theirs] for theirs, ours in STEPS.items() if theirs in file}
     if infos and "infos" in file:
-        found |= flatten(names.ours({"info": file["infos"]}))
+        columns |= flatten(names.ours({"info": file["infos"]}))
     count = len(file["observations"])
-    for name, array in found.items():
+    for name, array in columns.items():
         if array.ndim < 1 or len(array) != count:
             raise SchemaError(
                 f"{file.filename}: {name} has shape {array.shape}, expected {count} steps; import without infos"
             )
-    return found
+    return columns
 
 
 def _metadata(group: Mapping[str, Any]) -> dict[str, Any]:

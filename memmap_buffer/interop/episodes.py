@@ -67,8 +67,8 @@ def import_episodes(
     arguments = {"fields": fields, "meta_fields": meta_fields, **sizes, **target.options}
 
     def origin() -> dict[str, Any] | None:
-        told = {**(asked or {}), **target.options}
-        return None if source is None else origin_of(path_of(source), lengths, told)
+        arguments = {**(asked or {}), **target.options}
+        return None if source is None else origin_of(path_of(source), lengths, arguments)
 
     begun = origin()
     if target.is_whole(begun):

@@ -159,7 +159,7 @@ class Functions:
     set_priorities: Callable[..., Any]
 
     def replace(self, **functions: Callable[..., Any]) -> Functions:
-        """The same functions with others in the place of some."""
+        """The functions, with others in the place of some."""
         return replace(self, **functions)
 
 
@@ -210,8 +210,8 @@ class DiskBuffer:
             SchemaMismatchError: the folder holds steps of another tree, or as many as another buffer keeps.
         """
         paths, tree = jax.tree_util.tree_flatten_with_path(experience)
-        known = Names()
-        leaves = {known.named(map(_key, path) if path else ["experience"]): _array(leaf) for path, leaf in paths}
+        names = Names()
+        leaves = {names.named(map(_key, path) if path else ["experience"]): _array(leaf) for path, leaf in paths}
         fields = {name: Field(str(leaf.dtype), leaf.shape) for name, leaf in leaves.items()}
         sizes = (self.add_batch_size, self.max_length_time_axis, self.sample_sequence_length)
         rows = Rows(self.folder, fields, *sizes, 1 if self._uniform else self.period, **self.options)
@@ -241,7 +241,7 @@ class DiskBuffer:
         return State(time, oldest, state.handle, state.length)
 
     def replace(self, **functions: Callable[..., Any]) -> Functions:
-        """The same functions with others in the place of some, such as `add=jax.jit(buffer.add)`."""
+        """The functions of this buffer, with others in the place of some, such as `add=jax.jit(buffer.add)`."""
         mine = Functions(self.init, self.add, self.sample, self.can_sample, self.set_priorities)
         return mine.replace(**functions)
 
@@ -648,7 +648,7 @@ def _only(experience: Tree) -> Tree:
 
 
 def _step(experience: Tree, at: int) -> Tree:
-    """One step of each window."""
+    """A step of each window."""
     return jax.tree_util.tree_map(lambda leaf: leaf[:, at], experience)
 
 
@@ -671,15 +671,15 @@ def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Itera
         raise ValueError(f"size: got {size}, expected a whole number from 1")
     source = iter(batches)
 
-    def one() -> Any:
+    def next_batch() -> Any:
         batch = next(source, source)  # itself where it ends, as a future may not raise StopIteration
         return batch if batch is source else jax.device_put(batch, device)
 
     pool = ThreadPoolExecutor(1, "memmap_buffer prefetch")
     try:
-        waiting = deque(pool.submit(one) for _ in range(size))
+        waiting = deque(pool.submit(next_batch) for _ in range(size))
         while (batch := waiting.popleft().result()) is not source:
-            waiting.append(pool.submit(one))
+            waiting.append(pool.submit(next_batch))
             yield batch
     finally:
         pool.shutdown(cancel_futures=True)
@@ -694,9 +694,9 @@ def _traced(tree: Tree) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(tree))
 
 
-def _on_host(work: Callable[..., Any], result: Tree, *given: Any) -> Any:
+def _on_host(work: Callable[..., Any], result: Tree, *arguments: Any) -> Any:
     """The result of a function of arrays: now, or where it is traced when that runs, in the order of such calls."""
-    return io_callback(work, result, *given, ordered=True) if _traced(given) else work(*given)
+    return io_callback(work, result, *arguments, ordered=True) if _traced(arguments) else work(*arguments)
 
 
 @partial(jax.jit, static_argnums=3)

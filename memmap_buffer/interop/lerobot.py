@@ -149,15 +149,15 @@ def export_lerobot(
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
     rate = _require_exportable(buffer, root, rate_of(buffer, imported, fps), vcodec)
-    known, tasks = imported.get("features") or {}, Tasks(buffer, imported)
+    imported_features, tasks = imported.get("features") or {}, Tasks(buffer, imported)
     statistics = FeatureStatistics(buffer.num_steps)
     features: dict[str, Any] = {}
     films: dict[str, _Film] = {}
     with ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in progress(exported(buffer, known, rate, tasks), "episodes", len(buffer)):
+        for row, columns in progress(exported(buffer, imported_features, rate, tasks), "episodes", len(buffer)):
             if not features:
-                for name in _films_of(columns, videos, known):
+                for name in _films_of(columns, videos, imported_features):
                     films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))
             columns |= {name: frames_of(columns[name], name) for name in films}
             data.write(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
@@ -165,7 +165,8 @@ def export_lerobot(
                 row |= film.write(columns)
             episodes.add(row | statistics.add(columns))
             features = features or {
-                name: feature_of(column, known.get(name), video=name in films) for name, column in columns.items()
+                name: feature_of(column, imported_features.get(name), video=name in films)
+                for name, column in columns.items()
             }
     features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
     pq.write_table(tasks.table(), root / TASKS)
@@ -222,7 +223,7 @@ class _Source:
         return {self.ours[name]: _field(column) for name, column in self._files[0].columns.items()}
 
     def facts(self) -> dict[str, Any]:
-        """What `extra/lerobot.json` has, for exports."""
+        """The content of `extra/lerobot.json`, for exports."""
         facts = {key: self._info.get(key) for key in ("fps", "robot_type", "features")}
         texts = [self.tasks[i] for i in range(len(self.tasks)) if i in self.tasks]  # LeRobot finds a text by its place
         whole = texts if len(texts) == len(self.tasks) else None
@@ -368,14 +369,14 @@ def _places(root: Path, name: str) -> dict[int, tuple[int, int, float]]:
 
 
 def exported(
-    buffer: ReplayBuffer, known: Mapping[str, Any], rate: float, tasks: Tasks
+    buffer: ReplayBuffer, imported_features: Mapping[str, Any], rate: float, tasks: Tasks
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(row of `meta/episodes`, features of shape (length, *shape), of images the channels last) of each episode."""
     names = read_names(buffer)
     for i, (rows, episode) in enumerate(exported_episodes(buffer)):
         length = len(rows)
         columns = {feature_name(name, names): episode[name][:length] for name in buffer.fieldnames}
-        columns = {name: shaped(column, known.get(name)) for name, column in columns.items()}
+        columns = {name: shaped(column, imported_features.get(name)) for name, column in columns.items()}
         columns.setdefault("timestamp", np.arange(length, dtype=np.float32) / np.float32(rate))
         columns["task_index"] = tasks.numbers(episode, length)
         columns |= zip(COUNTERS, (np.arange(rows.start, rows.stop), np.arange(length), np.full(length, i)), strict=True)
@@ -461,11 +462,13 @@ class _Table:
             self._writer.close()
 
 
-def _films_of(columns: Mapping[str, Any], videos: bool | Sequence[str] | None, known: Mapping[str, Any]) -> list[str]:
+def _films_of(
+    columns: Mapping[str, Any], videos: bool | Sequence[str] | None, imported_features: Mapping[str, Any]
+) -> list[str]:
     """The features that become videos."""
     images = [name for name, column in columns.items() if is_image(column)]
     if videos is None:
-        return [name for name in images if known.get(name, {}).get("dtype") == "video"]
+        return [name for name in images if imported_features.get(name, {}).get("dtype") == "video"]
     wanted = images if videos is True else list(videos or ())
     for name in wanted:
         if name not in images:
@@ -504,9 +507,9 @@ class _Film:
         self._writer.write(frames)
         start, self._frames = self._frames, self._frames + len(frames)
         chunk, file = divmod(self._number, CHUNK)
-        found: dict[str, Any] = {"chunk_index": chunk, "file_index": file}
-        found |= {"from_timestamp": start / self._rate, "to_timestamp": self._frames / self._rate}
-        return {f"videos/{self._name}/{which}": value for which, value in found.items()}
+        place: dict[str, Any] = {"chunk_index": chunk, "file_index": file}
+        place |= {"from_timestamp": start / self._rate, "to_timestamp": self._frames / self._rate}
+        return {f"videos/{self._name}/{which}": value for which, value in place.items()}
 
     def close(self) -> None:
         if self._writer is not None:
@@ -514,7 +517,7 @@ class _Film:
             self._writer = None
 
     def info(self) -> dict[str, Any]:
-        """What LeRobot tells of a video in `meta/info.json`."""
+        """The facts about a video in LeRobot's `meta/info.json`."""
         about = film_info(self._path(0))
         return {f"video.{which}": value for which, value in about.items()} | {"has_audio": False}
 
@@ -675,15 +678,15 @@ def _field(column: Any) -> Field:
 
 
 def feature_name(name: str, names: Names) -> str:
-    known = {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}
-    return known.get(name) or names.key(name)
+    features = {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}
+    return features.get(name) or names.key(name)
 
 
-def shaped(column: Any, known: Mapping[str, Any] | None) -> Any:
+def shaped(column: Any, feature: Mapping[str, Any] | None) -> Any:
     """A feature as LeRobot has it: one number a frame without an axis, the channels of images last."""
     if column.shape[1:] == (1,):
         return column[:, 0]
-    if known and known["dtype"] == "image" and not is_image(column) and column.ndim == 4:
+    if feature and feature["dtype"] == "image" and not is_image(column) and column.ndim == 4:
         return column.transpose(0, 2, 3, 1)
     return column
 
@@ -701,13 +704,13 @@ def _png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def feature_of(column: Any, known: Mapping[str, Any] | None, *, video: bool = False) -> Mapping[str, Any]:
+def feature_of(column: Any, imported: Mapping[str, Any] | None, *, video: bool = False) -> Mapping[str, Any]:
     """The entry of a feature in `meta/info.json`: that of the imported data set, as long as it still fits."""
     shape, kind, names = list(column.shape[1:]) or [1], column.dtype.name, None
     if is_image(column):
         kind, names = "video" if video else "image", ["height", "width", "channels"]
     elif column.dtype.kind == "U":
         kind = "string"
-    if known and (known["dtype"], sorted(known["shape"])) == (kind, sorted(shape)):
-        return known
+    if imported and (imported["dtype"], sorted(imported["shape"])) == (kind, sorted(shape)):
+        return imported
     return {"dtype": kind, "shape": shape, "names": names}

@@ -151,7 +151,7 @@ class DiskLeRobotDataset:
 
 
 class DiskLeRobotMetadata:
-    """What LeRobot's `LeRobotDatasetMetadata` says of a data set.
+    """The metadata of a data set, as LeRobot's `LeRobotDatasetMetadata` has them.
 
     Args:
         repo_id: a name for the data set.
@@ -180,12 +180,12 @@ class DiskLeRobotMetadata:
         self.serials, lengths = disk.serials, disk.episode_lens
         ends = np.cumsum(lengths)
         self.bounds = np.stack([ends - lengths, ends], axis=1)
-        names, known = read_names(disk), imported.get("features") or {}
+        names, imported_features = read_names(disk), imported.get("features") or {}
         self.stored = {feature_name(field, names): field for field in disk.fieldnames if field != "valid"}
         self._tasks_of(imported)
         self._imported, self._stats = imported, _read_stats(imported, len(lengths), int(ends[-1]))
         totals = {"total_episodes": len(lengths), "total_frames": int(ends[-1]), "total_tasks": len(self.texts)}
-        self.info = info_of(totals, rate, imported, self._features(known))
+        self.info = info_of(totals, rate, imported, self._features(imported_features))
         columns = {
             "episode_index": np.arange(len(lengths)),
             "length": lengths,
@@ -206,15 +206,15 @@ class DiskLeRobotMetadata:
             numbers = {text: i for i, text in enumerate(self.texts)}
             self.task_of = np.array([numbers[str(text)] for text in texts])
 
-    def _features(self, known: Mapping[str, Any]) -> dict[str, Any]:
+    def _features(self, imported_features: Mapping[str, Any]) -> dict[str, Any]:
         """The features as an export would declare them."""
         fields = self._disk.schema.fields
-        columns = {name: _example(fields[ours], known.get(name)) for name, ours in self.stored.items()}
+        columns = {name: _example(fields[ours], imported_features.get(name)) for name, ours in self.stored.items()}
         columns.setdefault("timestamp", np.zeros(1, np.float32))
         columns |= {name: np.zeros(1, np.int64) for name in ("task_index", *COUNTERS)}
-        films = {name for name, about in known.items() if about["dtype"] == "video"}
-        found = {name: feature_of(x, known.get(name), video=name in films) for name, x in columns.items()}
-        return {name: {**about, "shape": tuple(about["shape"])} for name, about in found.items()}
+        films = {name for name, about in imported_features.items() if about["dtype"] == "video"}
+        entries = {name: feature_of(x, imported_features.get(name), video=name in films) for name, x in columns.items()}
+        return {name: {**about, "shape": tuple(about["shape"])} for name, about in entries.items()}
 
     @property
     def features(self) -> dict[str, Any]:
@@ -297,13 +297,13 @@ class _AsFrames:
         }
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        found = flatten(batch)
+        columns = flatten(batch)
         out: dict[str, Any] = {}
         for name, feature in self._features.items():
-            out[name] = feature.of(found[feature.field])
+            out[name] = feature.of(columns[feature.field])
             if name in self._deltas:
-                out[f"{name}_is_pad"] = ~found[f"_mask_{feature.field}"]
-        indices = found["_indices"]
+                out[f"{name}_is_pad"] = ~columns[f"_mask_{feature.field}"]
+        indices = columns["_indices"]
         episode = np.searchsorted(self._serials, indices[:, -2].numpy())
         counters = (indices[:, -1].numpy() + self._starts[episode], indices[:, -1].numpy(), episode)
         out |= {name: indices.new_tensor(x) for name, x in zip(COUNTERS, counters, strict=True)}
@@ -349,10 +349,10 @@ def _layout(about: Mapping[str, Any], field: Field) -> str:
     return "scalar" if field.shape == (1,) else ""
 
 
-def _example(field: Field, known: Mapping[str, Any] | None) -> Array:
-    """One frame of a feature, of zeros."""
+def _example(field: Field, feature: Mapping[str, Any] | None) -> Array:
+    """A frame of a feature, of zeros."""
     dtype = np.float32 if str(field.dtype) == "bfloat16" else field.dtype
-    return np.asarray(shaped(np.zeros((1, *field.shape), dtype), known))
+    return np.asarray(shaped(np.zeros((1, *field.shape), dtype), feature))
 
 
 def _frames_of(deltas: Mapping[str, Sequence[float]], fps: float, tolerance: float) -> dict[str, list[int]]:

@@ -104,12 +104,12 @@ def export_memmap_replay_buffer(
         raise SchemaError(f"max_episodes: got {count}, the buffer has {buffer.num_episodes} episodes; give more")
     require_kinds(schema.all, "memmap-replay-buffer")
     kinds = {name: _kind_of(name, field) for name, field in schema.all.items()}
-    told = {name: (kinds[name], field.shape, *_plain(field.default)) for name, field in schema.all.items()}
+    declarations = {name: (kinds[name], field.shape, *_plain(field.default)) for name, field in schema.all.items()}
     config = {
         "max_episodes": count,
         "max_timesteps": buffer.max_timesteps,
-        "fields": {name: told[name] for name in schema.fields},
-        "meta_fields": {name: told[name] for name in schema.meta_fields},
+        "fields": {name: declarations[name] for name in schema.fields},
+        "meta_fields": {name: declarations[name] for name in schema.meta_fields},
         "circular": buffer.circular,
         "h5py_compression": compression,
         "h5py_compression_opts": None,
@@ -154,9 +154,9 @@ def _require_narrow(buffer: ReplayBuffer) -> None:
     wide = {name: field.storage for name, field in buffer.schema.all.items() if field.storage.kind in "iu"}
     names = [name for name, dtype in wide.items() if not np.can_cast(dtype, np.int32)]
     for i in range(len(buffer) if names else 0):
-        found = buffer.episodes([i], fields=[name for name in names if name in buffer.schema.fields])
+        columns = buffer.episodes([i], fields=[name for name in names if name in buffer.schema.fields])
         for name in names:
-            low, high = found[name].min(), found[name].max()
+            low, high = columns[name].min(), columns[name].max()
             if not -(2**31) <= low <= high < 2**31:
                 raise SchemaError(
                     f"field {name!r}: got {low} … {high}, more than int32 holds, which memmap-replay-buffer has for "

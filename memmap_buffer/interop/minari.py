@@ -86,9 +86,9 @@ def import_minari(
     names = names_of(source.observation_space, source.action_space)
     columns, metadata, lengths = InferredFields("column"), InferredFields("metadatum", lead=0), []
     finals: dict[str, bool] = {}
-    for episode, given in _episodes(source, infos, names):
+    for episode, meta in _episodes(source, infos, names):
         columns.add(episode)
-        metadata.add(given)
+        metadata.add(meta)
         lengths.append(len(episode["reward"]))
         for name, extra_row in _with_reset(episode).items():
             if finals.setdefault(name, extra_row) != extra_row:
@@ -99,9 +99,9 @@ def import_minari(
     flags |= {f"{GIVEN}.seed": "bool"}
 
     def episodes() -> Iterator[dict[str, Any]]:
-        for episode, given in _episodes(source, infos, names):
-            present = {flag: True for flag in flags if flag.removeprefix(f"{GIVEN}.") in flatten(given)}
-            yield {**episode, **given, **present}
+        for episode, meta in _episodes(source, infos, names):
+            present = {flag: True for flag in flags if flag.removeprefix(f"{GIVEN}.") in flatten(meta)}
+            yield {**episode, **meta, **present}
 
     raw = MinariStorage.read_raw_metadata(source.storage.data_path)
     return import_episodes(
@@ -156,8 +156,8 @@ def export_minari(
         if made is not None
         else tuple(map(deserialize_space, (imported["observation_space"], imported["action_space"])))
     )
-    told = imported.get("env_spec")
-    spec = made.spec if made is not None else told and gymnasium.envs.registration.EnvSpec.from_json(told)
+    env_spec = imported.get("env_spec")
+    spec = made.spec if made is not None else env_spec and gymnasium.envs.registration.EnvSpec.from_json(env_spec)
     storage = MinariStorage.new(_new_path(dataset_id), *spaces, env_spec=spec, data_format=data_format, **as_they_are)
     of_environment = ("observation_space", "action_space", "env_spec")
     metadata = {key: value for key, value in imported.items() if key not in of_environment} | metadata
@@ -168,9 +168,9 @@ def export_minari(
     for i in range(len(buffer)):
         episode = buffer.episode(i)
         storage.update_episodes([_episode_buffer(buffer, episode, i, spaces, names, table=table)])
-        given = _metadata_of(buffer, episode, names, as_json=table)
-        if given:
-            storage.update_episode_metadata([given], [i])
+        meta = _metadata_of(buffer, episode, names, as_json=table)
+        if meta:
+            storage.update_episode_metadata([meta], [i])
     return MinariDataset(storage)
 
 
@@ -194,7 +194,7 @@ def _infos_of(schema: Schema) -> list[str]:
 
 
 def _as_they_are(buffer: ReplayBuffer) -> dict[str, bool]:
-    """What tells Minari not to store images as JPEG; before 0.5.4 it always does, and with all arrays of uint8."""
+    """The option of Minari to store images not as JPEG; before 0.5.4 it always does, and with all arrays of uint8."""
     if "jpeg_encoding" in inspect.signature(MinariStorage.new).parameters:
         return {"jpeg_encoding": False}
     fields = {name: field for name, field in buffer.schema.fields.items() if name not in buffer.schema.ends}
@@ -218,18 +218,18 @@ def _episodes(
     source: MinariDataset, infos: bool | Sequence[str], names: Names
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(columns, metadata) of each episode."""
-    found = zip(source.iterate_episodes(), source.storage.get_episode_metadata(source.episode_indices), strict=True)
-    for episode, metadata in found:
-        given = episode.infos or {}
+    pairs = zip(source.iterate_episodes(), source.storage.get_episode_metadata(source.episode_indices), strict=True)
+    for episode, metadata in pairs:
+        episode_infos = episode.infos or {}
         if not isinstance(infos, bool):
-            given = {name: given[name] for name in infos if name in given}
+            episode_infos = {name: episode_infos[name] for name in infos if name in episode_infos}
         columns = {
             "observation": _columns(encode_space(source.observation_space, episode.observations)),
             "action": _columns(encode_space(source.action_space, episode.actions)),
             **{ours: getattr(episode, theirs) for theirs, ours in RENAMED.items()},
         }
-        if given and infos:
-            columns |= names.ours({"info": _columns(given)})
+        if episode_infos and infos:
+            columns |= names.ours({"info": _columns(episode_infos)})
         own = {} if metadata.get("seed") is None else {"seed": int(metadata["seed"])}
         others = {key: value for key, value in metadata.items() if key not in OWN_META}
         yield columns, own | names.ours(_columns(others))

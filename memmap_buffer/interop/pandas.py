@@ -97,10 +97,10 @@ def to_pre_timeline(
         rows["action_probability"] = np.exp(_numbers(table[log_prob]))
     rows |= {"reward": rewards, "metrics": [{"reward": value} for value in rewards]}
     if discrete:
-        known = [str(value) for value in np.unique(_numbers(table[action])).tolist()]
+        possible_actions = [str(value) for value in np.unique(_numbers(table[action])).tolist()]
         ends = _numbers(table[terminated]).astype(bool).tolist()
-        rows["possible_actions_mask"] = [[] if end else [1] * len(known) for end in ends]
-        rows["possible_actions"] = [[] if end else known for end in ends]
+        rows["possible_actions_mask"] = [[] if end else [1] * len(possible_actions) for end in ends]
+        rows["possible_actions"] = [[] if end else possible_actions for end in ends]
     return pandas.DataFrame(rows)
 
 

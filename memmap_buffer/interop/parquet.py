@@ -81,14 +81,15 @@ def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:
         there = np.array([value is not None for value in values])
         shown = [value for value in values if value is not None]
         is_list = name.removeprefix("final.") in buffer.schema.lists
-        found = column_of(objects(shown) if is_list else np.stack(shown)) if shown else None
-        if found is None:
+        column = column_of(objects(shown) if is_list else np.stack(shown)) if shown else None
+        if column is None:
             columns[name] = pa.nulls(len(rows))
         else:
-            if name.startswith("final.") and pa.types.is_fixed_size_list(found.type):
-                found = found.cast(pa.list_(found.type.value_type))  # pyarrow before 26 reads no null of a fixed size
+            if name.startswith("final.") and pa.types.is_fixed_size_list(column.type):
+                # pyarrow before 26 reads no null of a fixed size
+                column = column.cast(pa.list_(column.type.value_type))
             places = np.where(there, np.cumsum(there) - 1, 0)
-            columns[name] = found.take(pa.array(places, mask=~there))
+            columns[name] = column.take(pa.array(places, mask=~there))
     return pa.table(columns)
 
 

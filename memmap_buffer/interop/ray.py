@@ -114,8 +114,8 @@ def read_ray(
         names = options.pop("fields", None)
         names = (names,) if isinstance(names, str) else names and tuple(names)
         options |= {"view": Trajectory(names, final_observation=True)}
-    given = {"storage_options": storage_options, "cache": cache, "cache_bytes": cache_bytes}
-    buffer = open_root(root, **{name: value for name, value in given.items() if value is not None})
+    url_options = {"storage_options": storage_options, "cache": cache, "cache_bytes": cache_bytes}
+    buffer = open_root(root, **{name: value for name, value in url_options.items() if value is not None})
     return ray.data.read_datasource(
         _Items(buffer, {"on_stale": "raise"} | options, shared or is_url(root)),
         override_num_blocks=override_num_blocks,
@@ -169,10 +169,10 @@ class _Items(Datasource):  # type: ignore[misc]
 def _row_bytes(buffer: ConcatBuffer, options: Mapping[str, Any]) -> int:
     """An estimate of an item's bytes: an axis whose length the schema leaves open is as long as a mean episode."""
     mean = max(1, round(buffer.num_steps / max(1, buffer.num_episodes)))
-    known = {"str": 32, "bfloat16": 4}
+    sizes = {"str": 32, "bfloat16": 4}
     total = 0
     for spec in buffer.batch_spec(**options).values():
-        itemsize = known.get(spec.dtype) or np.dtype(spec.dtype).itemsize
+        itemsize = sizes.get(spec.dtype) or np.dtype(spec.dtype).itemsize
         total += itemsize * math.prod(mean if n is None else n for n in spec.shape[1:])
     return max(1, total)
 
@@ -276,9 +276,9 @@ class _Shards(Datasink):  # type: ignore[misc]
 def _rows(schema: Schema, block: Any) -> Iterator[dict[str, Any]]:
     columns = BlockAccessor.for_block(block).to_numpy()
     names = [*schema.all, *(LENGTHS + name for name in schema.lists)]
-    known = {name: columns[name] for name in names if name in columns}
+    fields = {name: columns[name] for name in names if name in columns}
     for i in range(BlockAccessor.for_block(block).num_rows()):
-        yield {name: _text(column[i]) for name, column in known.items()}
+        yield {name: _text(column[i]) for name, column in fields.items()}
 
 
 def _text(value: Any) -> Any:
@@ -319,22 +319,22 @@ class Recorder:
         meta_fields: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        given = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
-        schema = given.with_fields(given.fields, {ID: Field("U32"), **given.meta_fields})
+        base = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
+        schema = base.with_fields(base.fields, {ID: Field("U32"), **base.meta_fields})
         make = partial(ReplayBuffer, folder, max_episodes, max_timesteps, schema, **options)
         self._synced = options.get("durability") == "power"
         if options.get("publish_to") is None:
             self._buffer = _opened_for_writing(make)
-            known = _ids_of(self._buffer)
+            ids = _ids_of(self._buffer)
         else:
             if options.get("keep_published") == 0:
                 raise SchemaError(
                     "keep_published: got 0, expected 1 or more: by the shards on its disk the recorder recognises "
                     "episodes that are sent again"
                 )
-            known = _ids_of_shards(path_of(folder))
+            ids = _ids_of_shards(path_of(folder))
             self._buffer = make(shard="auto")
-        self._known = OrderedDict.fromkeys(known)
+        self._ids = OrderedDict.fromkeys(ids)
 
     def record(self, *episodes: Mapping[str, Any]) -> int:
         """Publish whole episodes, and return when all of them are published.
@@ -357,15 +357,15 @@ class Recorder:
             for episode in episodes:
                 if not episode.get(ID):
                     raise SchemaError(f"record: got an episode without {ID!r}; give it one of its own, or use `Outbox`")
-                if episode[ID] not in self._known and episode[ID] not in stored:
+                if episode[ID] not in self._ids and episode[ID] not in stored:
                     self._buffer.store_episode(**episode)
                     stored[episode[ID]] = None
         finally:
             if self._synced:
                 self._buffer.flush()
-            self._known |= stored
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+            self._ids |= stored
+        while len(self._ids) > MAX_KNOWN:
+            self._ids.popitem(last=False)
         return len(stored)
 
     def ready(self) -> Path:
@@ -386,16 +386,16 @@ def _ids_of(buffer: ReplayBuffer) -> list[str]:
 
 
 def _ids_of_shards(root: Path) -> list[str]:
-    """The same of the shards of a recorder that publishes, once its predecessor writes to none of them any more."""
+    """The newest ids in the shards of a publishing recorder, once its predecessor writes to none of them any more."""
     done: set[Path] = set()
     while waiting := {path.parent for path in root.glob("*/schema.json")} - done:
         for path in waiting:
             with suppress(SchemaError, CorruptBufferError):  # it was published meanwhile; of damage the next loop tells
                 _opened_for_writing(partial(ReplayBuffer.from_folder, path)).close()
         done |= waiting
-    found = [path for place in (root, root / "published") for path in place.glob("*/schema.json")]
+    paths = [path for place in (root, root / "published") for path in place.glob("*/schema.json")]
     ids: list[str] = []
-    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         if len(ids) < MAX_KNOWN:
             try:
                 ids = _ids_of(ReplayBuffer.from_folder(path.parent, read_only=True)) + ids
@@ -462,8 +462,8 @@ def start_recorders(
         folder = shard_folder(root, number)
         if publishes:
             folder = folder.with_name(f"recorder-{number:05d}")
-        given = how | {"scheduling_strategy": nodes[number % len(nodes)]} | dict(ray_actor_options or {})
-        start = ray.remote(Recorder).options(**given).remote
+        actor_options = how | {"scheduling_strategy": nodes[number % len(nodes)]} | dict(ray_actor_options or {})
+        start = ray.remote(Recorder).options(**actor_options).remote
         recorders.append(start(folder, max_episodes, max_timesteps, fields, meta_fields, **options))
     ray.get([recorder.ready.remote() for recorder in recorders])
     return recorders

@@ -247,8 +247,10 @@ def _opened(
     names = names_of(*spaces_of(env))
     if isinstance(place, ReplayBuffer):
         if options or infos:
-            given = ", ".join([*options, *(["infos"] if infos else [])])
-            raise SchemaError(f"{given}: the buffer is open already, and says this itself; drop them, or give a folder")
+            listed = ", ".join([*options, *(["infos"] if infos else [])])
+            raise SchemaError(
+                f"{listed}: the buffer is open already, and says this itself; drop them, or give a folder"
+            )
         buffer = place
     else:
         own = Schema.from_example(meta).fields if meta else {}
@@ -442,12 +444,12 @@ class EnvRecorder:
         return {name: value for name, value in self.buffer.schema.flatten(values).items() if name in names}
 
 
-def _check_fields(schema: Schema, given: Mapping[str, Any]) -> None:
-    known = {**Schema(given).fields, **dict.fromkeys(schema.ends)}
+def _check_fields(schema: Schema, declarations: Mapping[str, Any]) -> None:
+    names = {**Schema(declarations).fields, **dict.fromkeys(schema.ends)}
     for name, declared in schema.fields.items():
-        if name not in known and not name.startswith(f"{INFO}.") and declared.default is None:
+        if name not in names and not name.startswith(f"{INFO}.") and declared.default is None:
             raise SchemaError(
-                f"field {name!r} of the buffer: the environment gives {', '.join(known)}, and it has no default; "
+                f"field {name!r} of the buffer: the environment gives {', '.join(names)}, and it has no default; "
                 "declare one, or leave the field out",
                 field=name,
             )

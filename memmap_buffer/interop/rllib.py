@@ -89,8 +89,8 @@ def import_rllib(
         lengths.append(len(episode["reward"]))
         width = max(width, len(episode["episode_id"]))
     kept = [name for name in columns.fields if _wanted(name, columns, infos, outputs, names)]
-    found = {_key(name, names) for name in kept}
-    if missing := [key for given in (infos, outputs) if not isinstance(given, bool) for key in {*given} - found]:
+    keys = {_key(name, names) for name in kept}
+    if missing := [key for wanted in (infos, outputs) if not isinstance(wanted, bool) for key in {*wanted} - keys]:
         raise SchemaError(f"{place}: not every step has {sorted(missing)}; there are {[*columns.fields]}")
     fields = {
         name: Field(columns.fields[name].dtype, columns.fields[name].shape, final=_is_observation(name))
@@ -133,20 +133,20 @@ def _key(name: str, names: Names) -> str:
 
 def _episodes(place: Path, names: Names) -> Iterator[Columns]:
     """Episodes as `store_episode` takes them, in the order of their ends; those that have none come last."""
-    known: dict[str | None, Columns] = {}
+    unfinished: dict[str | None, Columns] = {}
     ended: set[str] = set()
     for files in _runs(place):
         pieces: dict[str | None, list[Columns]] = {}
-        for name, piece in (found for file in files for found in _pieces(file, names)):
+        for name, piece in (pair for file in files for pair in _pieces(file, names)):
             if name in ended:
                 continue
             pieces.setdefault(name, []).append(piece)
             if piece["terminated"][-1] or piece["truncated"][-1]:
-                yield from _parts(name, _continued(known.pop(name, None), pieces.pop(name)))
+                yield from _parts(name, _continued(unfinished.pop(name, None), pieces.pop(name)))
                 if name is not None:
                     ended.add(name)
-        known |= {name: _continued(known.get(name), found) for name, found in pieces.items()}
-    for name, episode in known.items():
+        unfinished |= {name: _continued(unfinished.get(name), added) for name, added in pieces.items()}
+    for name, episode in unfinished.items():
         yield from _parts(name, episode)
 
 
@@ -166,16 +166,18 @@ def _numbered(path: Path, place: Path) -> list[Any]:
     ]
 
 
-def _continued(known: Columns | None, pieces: Sequence[Columns]) -> Columns:
-    """What is known of an episode and what a run adds, which may have all that is known once more."""
-    if known is None:
+def _continued(episode: Columns | None, pieces: Sequence[Columns]) -> Columns:
+    """The rows of an episode and those that a run adds, which may have all of the former once more."""
+    if episode is None:
         return _joined(pieces)
     added = _joined(pieces)
-    count = len(known["reward"])
-    again = {name: value[:count] for name, value in added.items() if name in known and value.dtype == known[name].dtype}
-    if len(added["reward"]) >= count and equal_rows({name: known[name] for name in again}, again).all():
+    count = len(episode["reward"])
+    again = {
+        name: value[:count] for name, value in added.items() if name in episode and value.dtype == episode[name].dtype
+    }
+    if len(added["reward"]) >= count and equal_rows({name: episode[name] for name in again}, again).all():
         return added
-    return _joined([known, added])
+    return _joined([episode, added])
 
 
 def _joined(pieces: Sequence[Columns]) -> Columns:
@@ -281,15 +283,15 @@ def _is_fixed(kind: Any) -> bool:
 def _shape(serialized: bytes) -> list[int] | None:
     """The shape of a tensor that Ray stored as a list, where its parameters are JSON."""
     try:
-        found = json.loads(serialized)
+        parameters = json.loads(serialized)
     except ValueError:
         return None
-    found = found.get("shape") if isinstance(found, dict) else found
-    return found if isinstance(found, list) else None
+    shape = parameters.get("shape") if isinstance(parameters, dict) else parameters
+    return shape if isinstance(shape, list) else None
 
 
 def _decompressed(path: Path, name: str, text: str) -> Any:
-    """One value of a column of `output_compress_columns`: base64 of LZ4 of a pickled array."""
+    """A value of a column of `output_compress_columns`: base64 of LZ4 of a pickled array."""
     with extra("rllib"):
         import lz4.frame
     try:
@@ -330,17 +332,17 @@ def _piece(columns: Columns, length: int, start: int, ends: Mapping[str, bool]) 
 
 
 def _decoded(value: Any) -> Any:
-    """What msgpack_numpy made of an array or a number; it would unpickle arrays of objects, which are refused."""
+    """The array or number that msgpack_numpy packed; it would unpickle arrays of objects, which are refused."""
     if b"nd" in value:
-        found = np.frombuffer(value[b"data"], np.dtype(value[b"type"]))
-        return found.reshape(value[b"shape"]) if value[b"nd"] else found[0]
+        array = np.frombuffer(value[b"data"], np.dtype(value[b"type"]))
+        return array.reshape(value[b"shape"]) if value[b"nd"] else array[0]
     return complex(value[b"data"]) if b"complex" in value else value
 
 
 def _own(state: Mapping[str, Any]) -> Any:
     """The values of an `InfiniteLookbackBuffer` as arrays, without those that belong to the piece before."""
-    found = state["data"] if state["finalized"] else _together(state["data"])
-    return _cut(found, int(state["lookback"]))
+    values = state["data"] if state["finalized"] else _together(state["data"])
+    return _cut(values, int(state["lookback"]))
 
 
 def _cut(tree: Any, start: int) -> Any:

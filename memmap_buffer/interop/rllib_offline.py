@@ -134,10 +134,10 @@ def read_rllib(
 def _names(schema: Schema, columns: Mapping[str, str], outputs: Sequence[str]) -> dict[str, str]:
     """RLlib's column -> field or group of fields, for those that the folder has."""
     ends = dict(zip(ENDS, (schema.terminated, schema.truncated), strict=True))
-    known = {**OURS, **{column: field for column, field in ends.items() if field is not None}}
+    defaults = {**OURS, **{column: field for column, field in ends.items() if field is not None}}
     if unknown := [column for column in columns if column not in {*OURS, *ENDS}]:
         raise SchemaError(f"columns: got {unknown}, expected names among {[*OURS, *ENDS]}; name others as `outputs`")
-    names = known | dict(columns) | {name: name for name in outputs}
+    names = defaults | dict(columns) | {name: name for name in outputs}
     for column, name in names.items():
         if not _members(schema, name):
             raise SchemaError(

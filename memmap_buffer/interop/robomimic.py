@@ -70,14 +70,14 @@ def import_robomimic(
         if "data" not in file or not len(file["data"]):
             raise SchemaError(f"{path}: it has no demonstrations in 'data', so it is no file of robomimic")
         demos = sorted(file["data"], key=_number)
-        found, lengths, names = InferredFields("array"), [], Names(fixed=NAMES)
+        arrays, lengths, names = InferredFields("array"), [], Names(fixed=NAMES)
         for demo in demos:
             columns = _read(file["data"][demo], names)
-            found.add(columns)
+            arrays.add(columns)
             lengths.append(len(columns["action"]))
-        found.require_complete()
+        arrays.require_complete()
         has_final = all(NEXT in file["data"][demo] for demo in demos)
-        final = {name for name in found.fields if has_final and name.startswith(OBSERVATION)}
+        final = {name for name in arrays.fields if has_final and name.startswith(OBSERVATION)}
         masks = flatten(names.ours({"mask": file.get("mask", {})}))
         members = {name: {str(as_text(demo)) for demo in item[()]} for name, item in masks.items()}
 
@@ -93,7 +93,7 @@ def import_robomimic(
             map(episode, demos),
             {
                 name: Field(field.dtype, field.shape, final=name in final, codec=codec if _is_image(field) else None)
-                for name, field in found.fields.items()
+                for name, field in arrays.fields.items()
             },
             {"demo": f"U{max(map(len, demos))}", **dict.fromkeys(masks, "bool")},
             lengths=lengths,
@@ -182,15 +182,15 @@ def _env_args(buffer: ReplayBuffer, env: Any) -> str:
     """The JSON text by which robomimic makes an environment."""
     if isinstance(env, Mapping):
         return json.dumps(dict(env))
-    told: Mapping[str, Any] = json.loads((read_extra(buffer, "minari") or {}).get("env_spec") or "{}")
+    env_spec: Mapping[str, Any] = json.loads((read_extra(buffer, "minari") or {}).get("env_spec") or "{}")
     if isinstance(env, str):
-        told = {"id": env}
+        env_spec = {"id": env}
     elif env is not None:
         spec = getattr(env, "spec", None)
         if spec is None:
             raise SchemaError(f"env: got {env!r}, which has no spec; pass its id, or a dict such as {GYM_ARGS}")
-        told = {"id": spec.id, "kwargs": spec.kwargs}
-    return json.dumps(GYM_ARGS | {"env_name": told.get("id", ""), "env_kwargs": told.get("kwargs", {})})
+        env_spec = {"id": spec.id, "kwargs": spec.kwargs}
+    return json.dumps(GYM_ARGS | {"env_name": env_spec.get("id", ""), "env_kwargs": env_spec.get("kwargs", {})})
 
 
 def _number(demo: str) -> tuple[int, str]:

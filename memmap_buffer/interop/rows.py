@@ -175,17 +175,17 @@ class Rows:
             return
         longest = self.disk.max_timesteps
         view = Window(longest, stride=longest, fields=(), boundary="pad")  # one a part, from its first visible step
-        found = self.disk.batch(view=view, format="numpy", return_indices=True)
-        serials, first = found["_indices"].T
+        batch = self.disk.batch(view=view, format="numpy", return_indices=True)
+        serials, first = batch["_indices"].T
         parts: list[Part] = []
-        for start in np.unique(found[START]).tolist():
-            here = np.flatnonzero(found[START] == start)
-            here = here[np.argsort(found[ROW][here], kind="stable")]
+        for start in np.unique(batch[START]).tolist():
+            here = np.flatnonzero(batch[START] == start)
+            here = here[np.argsort(batch[ROW][here], kind="stable")]
             if len(here) == self.num_rows:  # else the ring has forgotten some, or its process died as it began
                 skipped = int(first[here].max())
                 before = self._published - skipped
                 parts.append(Part(start, before, serials[here]))
-                end = int((first + found["_lens"])[here].min())
+                end = int((first + batch["_lens"])[here].min())
                 self._published, self.time = before + end, start + end
         self._set(parts)
 
@@ -215,8 +215,8 @@ class Rows:
         if not count:
             spec = self.disk.schema.fields
             return {name: np.zeros((self.num_rows, 0, *spec[name].shape), spec[name].storage) for name in spec}
-        found = self._read(np.repeat(every, count), np.tile(times, self.num_rows), Window(1, boundary="drop"))
-        return {name: column.reshape(self.num_rows, count, *column.shape[2:]) for name, column in found.items()}
+        columns = self._read(np.repeat(every, count), np.tile(times, self.num_rows), Window(1, boundary="drop"))
+        return {name: column.reshape(self.num_rows, count, *column.shape[2:]) for name, column in columns.items()}
 
     def _read(self, rows: IntArray, times: IntArray, view: Window) -> dict[str, Array]:
         starts, serials = self._table

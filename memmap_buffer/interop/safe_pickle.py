@@ -51,15 +51,15 @@ def array_loads(data: bytes) -> npt.NDArray[Any]:
     Raises:
         SchemaError: it holds any other value, or is no pickle; nothing of it was executed.
     """
-    found = _run(data, _step_of_array)
+    call = _run(data, _step_of_array)
     try:
-        if found.name == "_frombuffer":
-            content, dtype, shape, order = found.arguments
-        elif found.name == "_reconstruct":
-            _, shape, dtype, columns_first, content = found.state
+        if call.name == "_frombuffer":
+            content, dtype, shape, order = call.arguments
+        elif call.name == "_reconstruct":
+            _, shape, dtype, columns_first, content = call.state
             order = "F" if columns_first else "C"
         else:
-            raise ValueError(found.name)
+            raise ValueError(call.name)
         code, byte_order = dtype.arguments[0], dtype.state[1]
         if dtype.name != "dtype" or not re.fullmatch(r"[biufc]\d+", code):
             raise ValueError(code)

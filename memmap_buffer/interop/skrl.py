@@ -105,11 +105,11 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
             return False
         shape = tuple(size) if keep_dimensions else (compute_space_size(size, occupied_size=True),)
         field = Field("float32" if dtype is None else str(dtype).removeprefix("torch."), shape)
-        known = self._fields.get(name)
-        if known is not None and known != field:
-            raise ValueError(f"Tensor {name!r} is {known} already, and not {field}")
+        earlier = self._fields.get(name)
+        if earlier is not None and earlier != field:
+            raise ValueError(f"Tensor {name!r} is {earlier} already, and not {field}")
         self._fields[name] = field
-        return known is None
+        return earlier is None
 
     def reset(self) -> None:
         """Forget every step."""
@@ -135,10 +135,12 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         now = {}
         for name, field in self._fields.items():
             if tensors.get(name) is not None:
-                given = tensors[name].detach().cpu().numpy()
-                if given.size != self.num_envs * int(np.prod(field.shape)):
-                    raise ValueError(f"Expected {name!r} of shape ({self.num_envs}, *{field.shape}), got {given.shape}")
-                now[name] = given.reshape(self.num_envs, *field.shape).copy()
+                values = tensors[name].detach().cpu().numpy()
+                if values.size != self.num_envs * int(np.prod(field.shape)):
+                    raise ValueError(
+                        f"Expected {name!r} of shape ({self.num_envs}, *{field.shape}), got {values.shape}"
+                    )
+                now[name] = values.reshape(self.num_envs, *field.shape).copy()
         self._store(now)
         self._newest = now
 
@@ -224,4 +226,4 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
 def _shared(batch: Any, names: list[str], mini_batches: int) -> list[list[Any]]:
     """The tensors of a batch by name, for each mini-batch."""
     parts = [batch[name].tensor_split(mini_batches) if name in batch else [None] * mini_batches for name in names]
-    return [list(one) for one in zip(*parts, strict=True)]
+    return [list(tensors) for tensors in zip(*parts, strict=True)]

@@ -176,11 +176,13 @@ class DiskReplayBuffer(MemoryReplayBuffer):
 
     def _arrays(self, obs: Any) -> dict[str, Array]:
         """Observations by their keys, of the stored shape and dtype."""
-        given, fields = obs if isinstance(obs, Mapping) else {"": obs}, self._observed.items()
-        return {key: np.array(given[key], field.dtype).reshape(self.n_envs, *field.shape) for key, field in fields}
+        observations, fields = obs if isinstance(obs, Mapping) else {"": obs}, self._observed.items()
+        return {
+            key: np.array(observations[key], field.dtype).reshape(self.n_envs, *field.shape) for key, field in fields
+        }
 
     def _nested(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """One value of a single observation; of a dict of them a group by the names of fields."""
+        """The value of a single observation; of a dict of them a group by the names of fields."""
         return {name: values[""] if "" in values else {self._parts[key]: value for key, value in values.items()}}
 
     # Reading
@@ -204,15 +206,15 @@ class DiskReplayBuffer(MemoryReplayBuffer):
 
     def _samples(self, batch: Mapping[str, Any], env: VecNormalize | None) -> Any:
         """A batch of `disk` as the trainer has it."""
-        observations, following = (self._normal(self._given(batch, prefix), env) for prefix in ("", "next_"))
+        observations, following = (self._normal(self._observations(batch, prefix), env) for prefix in ("", "next_"))
         rewards, dones, discounts = self._returns(batch, env)
         samples = DictReplayBufferSamples if isinstance(observations, dict) else ReplayBufferSamples
         return samples(observations, batch["action"].to(self.device), following, dones, rewards, discounts)
 
-    def _given(self, batch: Mapping[str, Any], prefix: str) -> Any:
+    def _observations(self, batch: Mapping[str, Any], prefix: str) -> Any:
         """The observations of a batch as the environment gives them."""
-        found = batch[prefix + OBSERVATION]
-        return found if "" in self._parts else {key: found[part] for key, part in self._parts.items()}
+        values = batch[prefix + OBSERVATION]
+        return values if "" in self._parts else {key: values[part] for key, part in self._parts.items()}
 
     def _normal(self, observations: Any, env: VecNormalize | None) -> Any:
         if env is None:

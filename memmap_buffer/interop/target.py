@@ -68,16 +68,16 @@ class Target:
             SchemaError: something is there that may not be replaced, or an argument is not what it must be.
         """
         check_choice("if_exists", if_exists, IfExists)
-        given = dict(options or {})
-        if wrong := [name for name in ELSEWHERE if given.get(name)]:
+        buffer_options = dict(options or {})
+        if wrong := [name for name in ELSEWHERE if buffer_options.get(name)]:
             raise SchemaError(
                 f"{', '.join(wrong)}: an import fills one folder of its own; leave it out, and name a shard as the "
                 "folder, as in root/shard-00000"
             )
-        if given.pop("overwrite", False):
+        if buffer_options.pop("overwrite", False):
             if_exists = "overwrite"
         path = path_of(folder)
-        target = cls(path, path.resolve(), if_exists, given)
+        target = cls(path, path.resolve(), if_exists, buffer_options)
         if target.place.is_mount():
             raise SchemaError(f"{path}: a disk is mounted there, so no folder can be put in its place; give one in it")
         target._settle()
@@ -110,10 +110,10 @@ class Target:
         """
         if self.if_exists != "resume" or not self.exists or self._replaces:
             return False
-        found = _told(self.place)
-        if found is None:
+        earlier = _origin_in(self.place)
+        if earlier is None:
             raise self.in_the_way
-        self._require_same(found, origin)
+        self._require_same(earlier, origin)
         return True
 
     @contextmanager
@@ -179,10 +179,10 @@ class Target:
 
     def _goes_on(self, origin: Origin | None, lengths: Sequence[int]) -> bool:
         """Whether the first of these episodes are in the staged buffer, and no others."""
-        found = _told(self.staged) if self.if_exists == "resume" else None
-        if found is None:
+        earlier = _origin_in(self.staged) if self.if_exists == "resume" else None
+        if earlier is None:
             return False
-        self._require_same(found, origin)
+        self._require_same(earlier, origin)
         with ReplayBuffer.from_folder(self.staged, read_only=True) as there:
             if there.max_episodes < len(lengths) or (there.capacity or sum(lengths)) < sum(lengths):
                 return False  # a ring does not tell how many it has dropped
@@ -192,8 +192,8 @@ class Target:
             )
         return True
 
-    def _require_same(self, found: Origin, origin: Origin | None) -> None:
-        other = [name for name, value in (origin or {}).items() if found.get(name) != value]
+    def _require_same(self, earlier: Origin, origin: Origin | None) -> None:
+        other = [name for name, value in (origin or {}).items() if earlier.get(name) != value]
         if other:
             raise SchemaError(
                 f"{self.folder}: the import to be resumed had other {' and '.join(other)}; give those of then, or "
@@ -203,8 +203,8 @@ class Target:
     @property
     def _replaces(self) -> bool:
         """Whether the import may replace what is there; one that is resumed, as it was begun."""
-        told = _told(self.staged) if self.if_exists == "resume" else None
-        return self.if_exists == "overwrite" or bool(told and told[REPLACES])
+        origin = _origin_in(self.staged) if self.if_exists == "resume" else None
+        return self.if_exists == "overwrite" or bool(origin and origin[REPLACES])
 
     def _keep(self, buffer: ReplayBuffer, origin: Origin | None, error: BaseException) -> None:
         """Leave what can be resumed, and say so; else nothing."""
@@ -249,8 +249,8 @@ class Target:
         """Raise SchemaError unless a buffer stands there, and nothing else that would be removed with it."""
         if not (self.place / "schema.json").exists():
             raise SchemaError(f"{self.folder}: there is something already, and it is no buffer; give a new folder")
-        found = {path.name for path in self.place.iterdir() if not path.name.startswith(".")}
-        if foreign := sorted(found - OF_A_BUFFER):
+        names = {path.name for path in self.place.iterdir() if not path.name.startswith(".")}
+        if foreign := sorted(names - OF_A_BUFFER):
             raise SchemaError(
                 f"{self.folder}: {', '.join(foreign)}: not of the buffer there, and would be removed with it; move it "
                 "away, or give a new folder"
@@ -266,7 +266,7 @@ class Target:
 
 
 def origin_of(source: Path, lengths: Sequence[int], arguments: Mapping[str, Any]) -> Origin:
-    """What tells one import from another: the files of its source, its episodes and its arguments, as JSON."""
+    """The facts that tell one import from another: the files of its source, its episodes and its arguments, as JSON."""
     names = [""] if source.is_file() else sorted(str(path.relative_to(source)) for path in source.rglob("*"))
     shown = [name for name in names if not re.search(r"(^|/)\.", name) and (source / name).is_file()]
     files = [(name, *_stamp(source / name)) for name in shown]
@@ -282,13 +282,13 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _told(folder: Path) -> Origin | None:
+def _origin_in(folder: Path) -> Origin | None:
     """The origin of an import in a folder; None: there is none, or it was killed before its first episode."""
     try:
-        found: Origin = json.loads((folder / TOLD).read_text(encoding="utf-8"))
+        origin: Origin = json.loads((folder / TOLD).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return found
+    return origin
 
 
 def _reopened(before: ReplayBuffer, folder: Path, arguments: Mapping[str, Any]) -> ReplayBuffer:

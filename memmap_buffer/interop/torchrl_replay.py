@@ -302,8 +302,8 @@ class _Folder(Storage):  # type: ignore[misc]
             return arrays[name]
         if self._traj_key is not None:
             raise SchemaError(f"extend: traj_key={self._traj_key!r} is not there; there is {', '.join(arrays)}")
-        told = any(key == "done" or key.startswith("next.") for key in arrays)
-        if not told and (self.draws.slice_len or self.draws.n_steps > 1):
+        has_ends = any(key == "done" or key.startswith("next.") for key in arrays)
+        if not has_ends and (self.draws.slice_len or self.draws.n_steps > 1):
             raise SchemaError(
                 "extend: nothing tells where a trajectory ends, so several steps of one cannot be drawn: there is "
                 'neither "next" nor ("collector", "traj_ids"); name the entry that numbers trajectories, '
@@ -396,9 +396,9 @@ class _Folder(Storage):  # type: ignore[misc]
         disk = self.disk
         options = self.draws.of_transitions(disk.schema)
         where = range(len(disk.dataset(**options)))[index] if isinstance(index, slice) else np.asarray(index)
-        one = np.ndim(where) == 0
+        is_single = np.ndim(where) == 0
         data, _ = self._transitions(dict(disk.batch(np.atleast_1d(where), device=self.draws.device, **options)))
-        return data[0] if one else data
+        return data[0] if is_single else data
 
     def _transitions(self, batch: dict[str, Any]) -> tuple[TensorDict, dict[str, Any]]:
         """A batch of `of_transitions` as torchrl has it."""
@@ -481,8 +481,8 @@ def _collated(batch: TensorDict) -> TensorDict:
 
 def _info(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The index and the weights that torchrl returns beside a batch."""
-    told = {"index": batch["_indices"]}
-    return {**told, "priority_weight": batch["_weights"]} if "_weights" in batch else told
+    info = {"index": batch["_indices"]}
+    return {**info, "priority_weight": batch["_weights"]} if "_weights" in batch else info
 
 
 def _as_dict(data: TensorDictBase) -> dict[str, Any]:

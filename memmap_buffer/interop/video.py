@@ -223,15 +223,15 @@ class FilmReader:
         while self._here is not None and self._here.time < time:
             self._before, self._here = self._here, next(self._frames, None)
         around = [frame for frame in (self._before, self._here) if frame is not None]
-        found = min(around, key=lambda frame: abs(frame.time - time), default=None)
-        if found is None or abs(found.time - time) > tolerance:
-            there = "none" if found is None else f"one at {found.time:.6f} s"
+        nearest = min(around, key=lambda frame: abs(frame.time - time), default=None)
+        if nearest is None or abs(nearest.time - time) > tolerance:
+            there = "none" if nearest is None else f"one at {nearest.time:.6f} s"
             raise CorruptBufferError(
                 f"{self._place}: expected a frame at {time:.6f} s ± {tolerance:g} s, got {there}; pass a larger "
                 "tolerance_s, or fetch the file again",
                 path=self._place,
             )
-        return found
+        return nearest
 
     def _jump(self, time: float) -> None:
         """Go to the key frame at a time or before it."""
@@ -251,10 +251,10 @@ class FilmReader:
         except self._error as error:
             raise CorruptBufferError(f"{self._place}: {error}; fetch the file again", path=self._place) from error
 
-    def _require_size(self, found: Any) -> None:
-        if (found.height, found.width) != self._size:
+    def _require_size(self, frame: Any) -> None:
+        if (frame.height, frame.width) != self._size:
             raise CorruptBufferError(
-                f"{self._place}: got frames of {found.height} x {found.width}, expected {self._size[0]} x "
+                f"{self._place}: got frames of {frame.height} x {frame.width}, expected {self._size[0]} x "
                 f"{self._size[1]}; fetch the data set again",
                 path=self._place,
             )

@@ -59,12 +59,12 @@ class Handing:
         self.over = True
 
     def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, counted as they are handed out."""
+        """The batches, counted as they are handed out."""
         return _Delivery(self, batches)
 
 
 class Epoch(Handing):
-    """One epoch whose items are fixed, while its batches are handed out.
+    """An epoch whose items are fixed, while its batches are handed out.
 
     Args:
         seed, number, shuffle: its order.
@@ -101,8 +101,8 @@ class Epoch(Handing):
         """Where it stands, in numbers, strings and lists."""
         if self._snapshot is None:  # made when a state is asked for, as it looks at every episode
             self._snapshot = EpochSnapshot.of(self.index)
-        told = {"seed": self.seed, "epoch": self.number, "delivered": self.delivered}
-        return {**told, **self.shuffle.state(), **self._snapshot.state()}
+        position = {"seed": self.seed, "epoch": self.number, "delivered": self.delivered}
+        return {**position, **self.shuffle.state(), **self._snapshot.state()}
 
     def generator(self, first: int) -> np.random.Generator:
         """A generator for the items from number `first` on, which take one number each."""
@@ -166,7 +166,7 @@ class FolderSnapshot:
 
     def state(self) -> dict[str, Any]:
         """The snapshot as lists, whole numbers and text."""
-        return {**vars(self), "episodes": _told(self.episodes), "partial": [*map(list, self.partial)]}
+        return {**vars(self), "episodes": _state_of(self.episodes), "partial": [*map(list, self.partial)]}
 
     def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
         """A later table of the folder with these episodes alone, and the steps that they had.
@@ -186,13 +186,13 @@ class FolderSnapshot:
             start[slot], length[slot], flags[slot] = first, stop, bits
         return replace(table, visible=visible, start=start, length=length, flags=flags)
 
-    def gone(self, left: EpisodeTable) -> IntArray:
-        """The serials of its episodes that the table `left` does not show."""
+    def gone(self, table: EpisodeTable) -> IntArray:
+        """The serials of its episodes that a table does not show."""
         first, count = self.episodes[:, 0], np.diff(self.episodes)[:, 0] + 1
-        if count.sum() == len(left):
+        if count.sum() == len(table):
             return np.empty(0, np.int64)
         every = np.arange(int(count.sum())) + np.repeat(first - np.cumsum(count) + count, count)
-        return np.setdiff1d(every, left.serial[left.visible], assume_unique=True)
+        return np.setdiff1d(every, table.serial[table.visible], assume_unique=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,12 +235,12 @@ class EpochSnapshot:
             SchemaError: other options or folders, or values changed by which items are chosen.
         """
         folders.refresh()
-        known = {snapshot.number: snapshot for snapshot in self.folders}
-        folders.reach(np.fromiter(known, np.int64, len(known)))
+        by_number = {snapshot.number: snapshot for snapshot in self.folders}
+        folders.reach(np.fromiter(by_number, np.int64, len(by_number)))
         now, ids = folders.tables, folders.ids
         numbers = folders.numbers[: len(now)].tolist()
-        if folders.shards is None and list(known) != numbers:
-            raise SchemaError(f"the epoch is of {len(known)} folders, this reads {len(now)}")
+        if folders.shards is None and list(by_number) != numbers:
+            raise SchemaError(f"the epoch is of {len(by_number)} folders, this reads {len(now)}")
         for snapshot, id in zip(self.folders, ids, strict=False) if folders.shards is None else ():
             if snapshot.id != id:
                 raise SchemaError(
@@ -248,7 +248,7 @@ class EpochSnapshot:
                     f"{snapshot.id}; read the folder that it was begun on, or a copy of it, or begin a new epoch"
                 )
         # Folders that are not in it appeared since.
-        snapshots = [known.get(number) or FolderSnapshot(number, "", NONE, (), 0) for number in numbers]
+        snapshots = [by_number.get(number) or FolderSnapshot(number, "", NONE, (), 0) for number in numbers]
         tables = [snapshot.of_later(id, table) for snapshot, id, table in zip(snapshots, ids, now, strict=True)]
         index = selection.index(folders, tables)
         gone = [(snapshot, snapshot.gone(table)) for snapshot, table in zip(snapshots, tables, strict=True)]
@@ -280,7 +280,7 @@ def _with_gone(index: Index, folders: Folders, snapshot: FolderSnapshot, serials
 
 
 class FolderState(NamedTuple):
-    """One folder as a rank reads it.
+    """A folder as a rank reads it.
 
     Args:
         path: where it is.
@@ -310,14 +310,14 @@ def folder_states(folders: Folders) -> dict[int, FolderState]:
     return {number: FolderState(str(s.path), s.layout.id, *map(s.state, words)) for number, s in present}
 
 
-def require_same(told: Sequence[tuple[str, dict[int, FolderState]]], folders: Folders) -> None:
+def require_same(ranks: Sequence[tuple[str, dict[int, FolderState]]], folders: Folders) -> None:
     """Raise SchemaError where a rank reads other data: its folders were not, before, what they are here now, or less.
 
     Args:
-        told: of each rank, its host and the state of its folders.
+        ranks: of each rank, its host and the state of its folders.
     """
     now = folder_states(folders)
-    for rank, (host, states) in enumerate(told):
+    for rank, (host, states) in enumerate(ranks):
         for number, theirs in states.items():
             mine = now.get(number)
             if mine is None:
@@ -353,7 +353,7 @@ def _folder_snapshot(state: Mapping[str, Any]) -> FolderSnapshot:
     return FolderSnapshot(number, str(state["id"]), episodes, partial, int(state["items"]))
 
 
-def _told(episodes: IntArray) -> list[list[int]] | str:
+def _state_of(episodes: IntArray) -> list[list[int]] | str:
     """Ranges of serials as a list of pairs, or many as text: how far apart their ends are, packed.
 
     An episode that was deleted takes a pair of 20 bytes in a list; in the text less than a byte.
@@ -368,12 +368,12 @@ def _told(episodes: IntArray) -> list[list[int]] | str:
     return f"{len(episodes)}:{base64.b64encode(packed).decode()}"
 
 
-def _ranges(told: Any) -> IntArray:
-    """The ranges that `_told` gave. Raises TypeError or ValueError for anything else."""
-    if not isinstance(told, str):
-        pairs = np.array([(int(first), int(last)) for first, last in told], np.int64).reshape(-1, 2)
+def _ranges(state: Any) -> IntArray:
+    """The ranges that `_state_of` gave. Raises TypeError or ValueError for anything else."""
+    if not isinstance(state, str):
+        pairs = np.array([(int(first), int(last)) for first, last in state], np.int64).reshape(-1, 2)
     else:
-        count, text = told.split(":")
+        count, text = state.split(":")
         size, limit = 2 * int(count), 18 * int(count)
         unpacked = zlib.decompressobj()
         try:
@@ -383,11 +383,11 @@ def _ranges(told: Any) -> IntArray:
         small = np.frombuffer(data[:size], np.uint8).astype(np.int64)
         large = np.frombuffer(data[size:], "<i8")
         if not unpacked.eof or len(small) != size or np.count_nonzero(small == OTHER) != len(large):
-            raise ValueError(f"episodes: got {told[:40]!r}…, which is cut short")
+            raise ValueError(f"episodes: got {state[:40]!r}…, which is cut short")
         small[small == OTHER] = large
         pairs = np.cumsum(small).reshape(-1, 2)
     if len(pairs) and not (pairs[0, 0] >= 0 and (pairs[:, 0] <= pairs[:, 1]).all() and _apart(pairs)):
-        raise ValueError(f"episodes: got {str(told)[:40]}…, expected ascending ranges of serials")
+        raise ValueError(f"episodes: got {str(state)[:40]}…, expected ascending ranges of serials")
     return pairs
 
 

@@ -61,8 +61,8 @@ def _require_alike(values: Array, among: list[Any], condition: Any, name: str) -
     """Raise SchemaError where a condition and a column are not both text or both numbers."""
     text = values.dtype.kind == "U"
     if not all(isinstance(each, str if text else Number) for each in among):
-        held = "text" if text else f"numbers ({values.dtype})"
-        raise SchemaError(f"filter {name!r}: got {condition!r}, but it holds {held}; give such, or a callable")
+        kind = "text" if text else f"numbers ({values.dtype})"
+        raise SchemaError(f"filter {name!r}: got {condition!r}, but it holds {kind}; give such, or a callable")
     if text and any(each.endswith("\0") for each in among):
         raise SchemaError(f"filter {name!r}: got {condition!r}; no text that is stored ends in NUL, so strip it")
 
@@ -81,9 +81,9 @@ def _is_member(values: Array, members: list[Any]) -> BoolArray:
 def _in_range(values: Array, ends: list[Any], condition: tuple[Any, ...], name: str) -> BoolArray:
     if len(ends) != 2:
         raise SchemaError(f"filter {name!r}: got {condition!r}; a tuple is (low, high), use a set or list for members")
-    given = [end for end in ends if end is not None]
-    _require_alike(values, given, condition, name)
-    if values.dtype.kind == "c" or any(isinstance(end, complex) for end in given):
+    bounds = [end for end in ends if end is not None]
+    _require_alike(values, bounds, condition, name)
+    if values.dtype.kind == "c" or any(isinstance(end, complex) for end in bounds):
         raise SchemaError(
             f"filter {name!r}: got {condition!r}, and complex numbers have no order; give a callable from the column "
             "to bools"

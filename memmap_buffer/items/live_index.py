@@ -141,13 +141,13 @@ class LiveIndex:
         self._run_of[new] = np.arange(self._high, episodes.tail)
         self._high = episodes.tail
         shown = slots[episodes.shown.take(slots)]
-        found = self._selection.runs_of(0, self.storage, episodes.table, shown)
-        if found.last is not None or episodes.has_inner_end(slots):
+        shown_runs = self._selection.runs_of(0, self.storage, episodes.table, shown)
+        if shown_runs.last is not None or episodes.has_inner_end(slots):
             return False
-        runs, theirs = self._run_of.take(found.slot), self._run_of.take(shown)
+        runs, theirs = self._run_of.take(shown_runs.slot), self._run_of.take(shown)
         changed = np.concatenate([changed[changed >= self._low], theirs])
         self._count[changed], self._first[theirs] = 0, episodes.table.start.take(shown)
-        self._first[runs], self._count[runs] = found.first, found.count
+        self._first[runs], self._count[runs] = shown_runs.first, shown_runs.count
         self._count_again(*self._ends_of(changed))
         return True
 

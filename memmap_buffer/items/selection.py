@@ -142,16 +142,16 @@ class Selection:
             return replace(self, split=None, members=self._members(each)).index(folders, tables)
         streams = None
         if self.top_k is not None or self.view.continues:  # other episodes tell which anchors one has
-            slots = [self._passing(*one, one[-1].visible) for one in each]
+            slots = [self._passing(*folder, folder[-1].visible) for folder in each]
             slots = slots if self.top_k is None else _highest(each, slots, *self.top_k)
-            parts = [self._cut(*one[1:], chosen) for one, chosen in zip(each, slots, strict=True)]
+            parts = [self._cut(*folder[1:], chosen) for folder, chosen in zip(each, slots, strict=True)]
             if self.view.continues:
                 streams = self._streams(each, slots)
-                parts = [streams.fitting(one[0], p, self.view.stride) for one, p in zip(each, parts, strict=True)]
+                parts = [streams.fitting(folder[0], p, self.view.stride) for folder, p in zip(each, parts, strict=True)]
         else:  # a callable may tell by all episodes which of them pass
             earlier = () if before is None or self.has_callables else before.by_folder()
-            known = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
-            parts = [self._runs(*one, *known.get(one[0], ())) for one in each]
+            earlier_by_number = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
+            parts = [self._runs(*folder, *earlier_by_number.get(folder[0], ())) for folder in each]
         weight = None
         if self.weight_by is not None:
             weights = _weights(each, parts, *_weighing(self.weight_by))
@@ -169,13 +169,14 @@ class Selection:
         )
 
     def _streams(self, each: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> Streams:
-        """Which episode follows which, of those that pass."""
+        """The streams of the episodes that pass: which follows which."""
         name = self.view.stream
         names = [
-            None if name is None else _episode_column(*one[1:], name, s) for one, s in zip(each, slots, strict=True)
+            None if name is None else _episode_column(*folder[1:], name, s)
+            for folder, s in zip(each, slots, strict=True)
         ]
-        found = [Stream.of(one[-1], s, column) for one, s, column in zip(each, slots, names, strict=True)]
-        return Streams(self.view.continues, [(one[0], stream) for one, stream in zip(each, found, strict=True)])
+        streams = [Stream.of(folder[-1], s, column) for folder, s, column in zip(each, slots, names, strict=True)]
+        return Streams(self.view.continues, [(folder[0], stream) for folder, stream in zip(each, streams, strict=True)])
 
     @cached_property
     def by_episode(self) -> bool:
@@ -300,7 +301,7 @@ class Selection:
 
 def _highest(each: Sequence[NumberedFolder], slots: Sequence[IntArray], name: str, k: int) -> list[IntArray]:
     """The slots of the k episodes, of all folders, whose meta field is highest; newer episodes where it is equal."""
-    columns = [_episode_column(*one[1:], name, chosen) for one, chosen in zip(each, slots, strict=True)]
+    columns = [_episode_column(*folder[1:], name, chosen) for folder, chosen in zip(each, slots, strict=True)]
     values = np.concatenate([column.reshape(-1) for column in columns])
     best = np.zeros(len(values), np.bool_)
     best[np.argsort(values, kind="stable")[::-1][:k]] = True
@@ -323,8 +324,8 @@ def _check_number(where: str, name: str | None, schema: Schema) -> None:
         raise schema.unknown(name, where, [*schema.meta_fields, *EPISODE_COLUMNS])
     field = schema.meta_fields[name]
     if field.shape not in ((), (1,)) or field.storage.kind == "U":
-        held = "holds text" if field.storage.kind == "U" else f"has shape {field.shape}"
-        raise SchemaError(f"{where}: {name!r} {held}; give a field of one number")
+        why = "holds text" if field.storage.kind == "U" else f"has shape {field.shape}"
+        raise SchemaError(f"{where}: {name!r} {why}; give a field of one number")
 
 
 def _check_split(split: object, part: str | None) -> None:
@@ -385,7 +386,9 @@ def _weights(
     each: Sequence[NumberedFolder], parts: Sequence[Runs], name: str | None, weigh: Weigh | None
 ) -> list[FloatArray]:
     """(R,) the weight of each run's episode, folder by folder: a meta field, or what a function makes of all of it."""
-    columns = [_episode_column(*one[1:], str(name), p.slot).reshape(-1) for one, p in zip(each, parts, strict=True)]
+    columns = [
+        _episode_column(*folder[1:], str(name), p.slot).reshape(-1) for folder, p in zip(each, parts, strict=True)
+    ]
     every = np.concatenate(columns)
     weight = np.asarray(every if weigh is None else weigh(every), np.float64)
     if weight.shape != every.shape:
@@ -434,14 +437,14 @@ def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, e
     slots, serials, length = episodes.slot, episodes.serial, episodes.count
     numbers, stops, ended = [np.arange(len(slots))], [length], [np.zeros(len(slots), np.bool_)]
     for i in inner.tolist():
-        found, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)
+        is_end, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)
         for name in ends.names:
             first = int(storage.first_row(slots[i : i + 1], storage.layout.schema.fields[name].final)[0])
-            column = storage.read_rows(name, slice(first, first + len(found)), slots[i], serials[i])
+            column = storage.read_rows(name, slice(first, first + len(is_end)), slots[i], serials[i])
             here = column.any(axis=tuple(range(1, column.ndim)))
-            found |= here
+            is_end |= here
             terminated |= here & (name == ends.terminated)
-        at = np.flatnonzero(found)
+        at = np.flatnonzero(is_end)
         at = at[at >= start[i]]
         numbers.append(np.full(len(at), i))
         stops.append(at + 1)
@@ -455,7 +458,7 @@ def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, e
 
 
 def _ended(storage: Storage, episodes: Runs, flags: npt.NDArray[np.uint32], ends: Ends) -> BoolArray:
-    """Which episodes terminated: the record tells, or the last step is read."""
+    """The episodes that terminated, as a mask: the record tells, or the last step is read."""
     slots, serials, length = episodes.slot, episodes.serial, episodes.count
     name = ends.terminated
     if ends.recorded:

@@ -55,12 +55,12 @@ class Permutation:
 
     def _encrypt(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         half, mask = U64(self._half), U64((1 << self._half) - 1)
-        left, right = value >> half, value & mask
+        high, low = value >> half, value & mask
         for key in self._keys:
-            mixed = (right ^ key) * U64(0x9E3779B97F4A7C15)
+            mixed = (low ^ key) * U64(0x9E3779B97F4A7C15)
             mixed = (mixed ^ (mixed >> U64(29))) * U64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ ((mixed >> U64(32)) & mask)
-        return np.asarray((left << half) | right)
+            high, low = low, high ^ ((mixed >> U64(32)) & mask)
+        return np.asarray((high << half) | low)
 
 
 def crop(selection: Selection, folders: Folders, anchors: Anchors, rng: np.random.Generator) -> Anchors:
@@ -136,7 +136,7 @@ def uniform(i: IntArray, *seed: int) -> npt.NDArray[np.float64]:
 
 
 class Quota:
-    """Which folder gives which item of a stream, so that every part of it has the shares of the weights.
+    """The folder that gives each item of a stream, so that every part of it has the shares of the weights.
 
     The folders are halved again and again, and of the first n items of a half its first half gives its share, rounded:
     so the counts of any part follow without those before it, and what does not divide is carried over.
@@ -190,7 +190,7 @@ class Shuffle:
         return max(1, self.window // self.blocks)
 
     def state(self) -> dict[str, Any]:
-        """What a state tells of it."""
+        """The shuffle as a state has it."""
         return {"shuffle": self.kind, "window": self.window, "blocks": self.blocks}
 
     def turn(self, n: int, *seed: int) -> Callable[[IntArray], IntArray] | None:

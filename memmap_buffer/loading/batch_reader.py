@@ -74,7 +74,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def of_arrays(self) -> ArraySpec:
-        """The same for format="numpy"."""
+        """The key as it is for format="numpy"."""
         return self._replace(dtype="float32") if self.dtype == "bfloat16" else self
 
 
@@ -83,20 +83,20 @@ class BatchReader:
 
     Args:
         folders: the folders that are read.
-        given: the options, as `Options` names them; they stay in this process.
+        options: as `Options` names them; they stay in this process.
 
     Raises:
         SchemaError: the options contradict each other or the schema.
     """
 
-    def __init__(self, folders: Folders, given: Mapping[str, Any]) -> None:
-        options = parse(given)
-        self.given, self.folders = given, folders
-        self.selection: Selection = selection_of(options, folders.schema, folders.max_timesteps)
-        self.output = Output.of(options, self.selection.view, folders.schema)
-        self.on_stale = options["on_stale"]
-        self.hindsight = options.get("hindsight")
-        self.prioritized = Prioritized.parse(options.get("prioritized"), folders.schema)
+    def __init__(self, folders: Folders, options: Mapping[str, Any]) -> None:
+        parsed = parse(options)
+        self.given, self.folders = options, folders
+        self.selection: Selection = selection_of(parsed, folders.schema, folders.max_timesteps)
+        self.output = Output.of(parsed, self.selection.view, folders.schema)
+        self.on_stale = parsed["on_stale"]
+        self.hindsight = parsed.get("hindsight")
+        self.prioritized = Prioritized.parse(parsed.get("prioritized"), folders.schema)
         self._has_text = any(field.storage.kind == "U" for field in folders.schema.all.values())
         self._is_plain = not self._has_text and not self.output.widened
         self._plan = self.selection.view.plan(folders.schema)
@@ -129,7 +129,7 @@ class BatchReader:
         return {**state, "_frozen": frozen, "_by_anchors": self._by_anchors, "_process": self._process}
 
     def by_anchors(self) -> BatchReader:
-        """The same for processes that are given anchors and no positions, and so need no index before one is gone."""
+        """A copy for processes that are given anchors and no positions, and so need no index before one is gone."""
         other = copy.copy(self)
         other._by_anchors = True
         return other
@@ -137,12 +137,12 @@ class BatchReader:
     def __repr__(self) -> str:
         """Where it reads, and what."""
         selection, output = self.selection, self.output
-        given = [f"{name}={described(value)}" for name, value in (("hindsight", self.hindsight),) if value is not None]
-        given += [f"prioritized={described(self.prioritized)}"] if self.prioritized is not None else []
-        given += [f"min_episode_len={selection.min_episode_len}"] if selection.min_episode_len > 1 else []
-        given += [f"transform={getattr(each, '__name__', type(each).__name__)}" for each, _ in output.transforms]
-        given += [f"format={output.format!r}"] if output.format != "torch" else []
-        return ", ".join([str(self.folders), described(selection.view), *selection.narrowed, *given])
+        texts = [f"{name}={described(value)}" for name, value in (("hindsight", self.hindsight),) if value is not None]
+        texts += [f"prioritized={described(self.prioritized)}"] if self.prioritized is not None else []
+        texts += [f"min_episode_len={selection.min_episode_len}"] if selection.min_episode_len > 1 else []
+        texts += [f"transform={getattr(each, '__name__', type(each).__name__)}" for each, _ in output.transforms]
+        texts += [f"format={output.format!r}"] if output.format != "torch" else []
+        return ", ".join([str(self.folders), described(selection.view), *selection.narrowed, *texts])
 
     def index(self, refresh: bool = False) -> Index:
         """The anchors as of the last refresh; `refresh` looks for new episodes first."""
@@ -247,16 +247,16 @@ class BatchReader:
     def build(self, drawn: Anchors | Found) -> BatchBuilder:
         """The builder of a batch at these anchors, with all columns put, and few of them copied."""
         view, output = self.selection.view, self.output
-        found = self.folders.find(drawn) if isinstance(drawn, Anchors) else drawn
+        records = self.folders.find(drawn) if isinstance(drawn, Anchors) else drawn
         if self.hindsight is None:
-            builder = BatchBuilder(self.folders, found, self._ends, self._plan)
+            builder = BatchBuilder(self.folders, records, self._ends, self._plan)
         else:
-            builder = HindsightBuilder(self.folders, found, self._ends, self.hindsight, view.reach, self._plan)
+            builder = HindsightBuilder(self.folders, records, self._ends, self.hindsight, view.reach, self._plan)
         view.cut(builder)
         if output.meta:
             builder.put_meta(output.meta)
-        if output.indices or output.weights or found.anchors.weight is not None:
-            builder.batch |= self._told(builder.anchors)
+        if output.indices or output.weights or records.anchors.weight is not None:
+            builder.batch |= self._anchor_columns(builder.anchors)
         return builder
 
     @cached_property
@@ -326,7 +326,7 @@ class BatchReader:
             serials=gone,
         )
 
-    def _told(self, anchors: Anchors) -> dict[str, Array]:
+    def _anchor_columns(self, anchors: Anchors) -> dict[str, Array]:
         """The columns of a batch that tell of its anchors."""
         out: dict[str, Array] = {}
         if self.output.indices:

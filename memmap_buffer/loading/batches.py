@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Form(NamedTuple):
-    """What becomes of the columns of a batch.
+    """The form that the columns of a batch take.
 
     Attributes:
         make: makes a batch of columns.
@@ -125,8 +125,8 @@ class Batch(Sequence[Any]):
         return self._size
 
     def __repr__(self) -> str:
-        held = ", ".join(self.data) if isinstance(self.data, dict) else type(self.data).__name__
-        return f"<Batch of {self._size} items: {held}>"
+        contents = ", ".join(self.data) if isinstance(self.data, dict) else type(self.data).__name__
+        return f"<Batch of {self._size} items: {contents}>"
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
@@ -191,7 +191,7 @@ class ItemDataset:
         return f"<{type(self).__name__} of {self.reader}: {len(self)} items>"
 
     def by_anchors(self) -> Self:
-        """The same for processes that take no positions: it pickles without the index."""
+        """A copy for processes that take no positions: it pickles without the index."""
         other = copy.copy(self)
         other.reader = self.reader.by_anchors()
         return other
@@ -241,10 +241,10 @@ class ItemDataset:
         output = self.reader.output
         return Batch(data, anchors.size, output.tuple_names, Item if output.format == "torch" else dict)
 
-    def _located(self, numbers: Array, given: object) -> Anchors:
+    def _located(self, numbers: Array, indices: object) -> Anchors:
         index = self.reader.index()
         if numbers.ndim not in (1, 2) or (numbers.size and numbers.dtype.kind not in "iu"):
-            raise SchemaError(f"dataset: got {shortly(given)}, expected whole numbers, the positions of items")
+            raise SchemaError(f"dataset: got {shortly(indices)}, expected whole numbers, the positions of items")
         if numbers.ndim == 2:
             return items_at(self.reader, index, numbers)
         outside = (numbers < -len(index)) | (numbers >= len(index))
@@ -296,11 +296,11 @@ def _require_gone(reader: BatchReader, lost: Anchors) -> None:
     """Raise SchemaError where an item is missing though its timestep is there, or never was."""
     folders, numbers = reader.folders, np.zeros_like(lost.serial) if lost.folder is None else lost.folder
     folders.reach(numbers)
-    known = {number: table for number, _, table in folders.by_number(folders.tables)}
+    tables = {number: table for number, _, table in folders.by_number(folders.tables)}
     for number, serial, t in zip(numbers.tolist(), lost.serial.tolist(), lost.t.tolist(), strict=True):
-        if number not in known:
-            raise SchemaError(f"batch: folder {number}: there is none of that number; the folders are {[*known]}")
-        table = known[number]
+        if number not in tables:
+            raise SchemaError(f"batch: folder {number}: there is none of that number; the folders are {[*tables]}")
+        table = tables[number]
         slots = table.visible[table.serial[table.visible] == serial]
         if slots.size and not 0 <= t < table.start[slots[0]]:  # those a ring has forgotten
             length = table.length[slots[0]]
@@ -325,9 +325,9 @@ def _outside(position: int, items: int) -> str:
     )
 
 
-def _not_by_position(option: str, given: object, more: str = "") -> SchemaError:
+def _not_by_position(option: str, value: object, more: str = "") -> SchemaError:
     return SchemaError(
-        f"dataset: {option}={given!r} says which items are drawn, and here they are asked for by position, as a "
+        f"dataset: {option}={value!r} says which items are drawn, and here they are asked for by position, as a "
         f"DataLoader of your own does; use buffer.dataloader(batch_size, dataset=…){more}, or leave {option} out"
     )
 
@@ -346,7 +346,7 @@ def handed_out(reader: BatchReader, data: Any, device: Any) -> Any:
 
 
 def batch_of(reader: BatchReader, indices: Any, device: Any) -> Any:
-    """One batch of the items at some positions or of some `_indices`, None for all, as a loader would give it."""
+    """A batch of the items at some positions or of some `_indices`, None for all, as a loader would give it."""
     index = reader.index(refresh=True)
     reader.require(index)
     numbers = np.arange(len(index)) if indices is None else to_numpy(indices)

@@ -47,7 +47,7 @@ default_collate_fn_map.update({Item: _default_of_items, NamedBatch: _default_of_
 
 
 class EpisodeDataset(ItemDataset, Dataset[dict[str, Any]]):
-    """The same as PyTorch's `Dataset`, of which loaders of the library's take batches by the anchors of their items."""
+    """Items as PyTorch's `Dataset`, of which loaders of the library's take batches by the anchors of their items."""
 
     def __getitems__(self, indices: Sequence[int] | Anchors | Drawn) -> Batch:
         """Many items, read at once.
@@ -119,7 +119,7 @@ class EpisodeLoader(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:
-        """What PyTorch's own iterators draw from: this rank's part."""
+        """The sampler that PyTorch's own iterators draw from: this rank's part."""
         return self._drawn
 
     def _carriers(self, kwargs: dict[str, Any]) -> DataLoader[Any]:
@@ -171,11 +171,11 @@ class EpisodeLoader(DataLoader[Any]):
 _LOADER_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
 
 
-def check_loader_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_loader_options(options: Mapping[str, Any], own_options: Iterable[str]) -> None:
     """Raise SchemaError unless each is an argument of PyTorch's DataLoader that leaves the order to the library."""
     for name, value in options.items():
         if name not in _LOADER_OPTIONS:
-            raise unknown_option(name, sorted({*known, *_LOADER_OPTIONS} - {"self", "options"}))
+            raise unknown_option(name, sorted({*own_options, *_LOADER_OPTIONS} - {"self", "options"}))
         if name in ("sampler", "batch_sampler") and value is not None:
             raise SchemaError(
                 f"{name}: the order is the library's here; give dataset() to a DataLoader of your own for another"

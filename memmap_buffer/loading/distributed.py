@@ -39,17 +39,17 @@ class ProcessRanks(Ranks):
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        told = [None] * self.world_size
-        dist.all_gather_object(told, value)
-        return told
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def require_equal(self, batches: int, error: Exception | None = None) -> None:
         """Raise SchemaError where ranks differ, so that none waits for ever for a gradient of another."""
-        told: list[tuple[int, str]] = self.gather((batches, "" if error is None else str(error) or repr(error)))
-        wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+        answers: list[tuple[int, str]] = self.gather((batches, "" if error is None else str(error) or repr(error)))
+        wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
         if wrong and error is None:
             raise SchemaError(f"an epoch that not every rank can give: {'; '.join(wrong)}", ranks=len(wrong))
-        counts = [count for count, _ in told]
+        counts = [count for count, _ in answers]
         if not wrong and len(set(counts)) > 1:
             raise SchemaError(
                 f"an epoch of unequal length: the ranks have {counts} batches; give each the same batch_size, "
@@ -67,9 +67,9 @@ def ranks_of(rank: int | None, world_size: int | None) -> Ranks:
         return ProcessRanks()
     if rank is None or world_size is None:
         raise SchemaError(f"rank, world_size: got {rank!r}, {world_size!r}; give both, or none for torch.distributed's")
-    given = Ranks(rank, world_size)
+    ranks = Ranks(rank, world_size)
     same = _connected() and (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
-    return ProcessRanks() if same else given
+    return ProcessRanks() if same else ranks
 
 
 def _connected() -> bool:

@@ -309,13 +309,13 @@ class OrderedSampler(EpochSampler[Epoch]):
         self._loaded = epoch and self._rebuilt(epoch, on_stale)
         self.seed, self.epoch, self._on_stale = seed, number, on_stale
 
-    def _rebuilt(self, told: EpochState, on_stale: str) -> Epoch:
+    def _rebuilt(self, state: EpochState, on_stale: str) -> Epoch:
         """The rest of an epoch that a state tells of."""
-        index = told.snapshot.index(self.reader.selection, self.reader.folders, on_stale)
+        index = state.snapshot.index(self.reader.selection, self.reader.folders, on_stale)
         use = self._cache_use(index)
         if use is not None:
-            use.require(told.shuffle, "the epoch was begun with these")
-        return Epoch(told.seed, told.number, told.shuffle, index, snapshot=told.snapshot, begun=told.delivered)
+            use.require(state.shuffle, "the epoch was begun with these")
+        return Epoch(state.seed, state.number, state.shuffle, index, snapshot=state.snapshot, begun=state.delivered)
 
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
@@ -326,7 +326,7 @@ class OrderedSampler(EpochSampler[Epoch]):
         return Epoch(seed, self.epoch, self._fitted(asked, self._cache_use(index)), index)
 
     def _cache_use(self, index: Index) -> CacheUse | None:
-        """What an epoch in blocks takes in the cache; None where nothing is given back."""
+        """The use that an epoch in blocks makes of the cache; None where nothing is given back."""
         bound = smallest_bound(self.reader.folders)
         if self.shuffle != "block" or bound is None:
             return None
@@ -340,12 +340,12 @@ class OrderedSampler(EpochSampler[Epoch]):
         if ranks.world_size > 1 and not ranks.connected:  # each has a cache of its own, and all need one order
             use.require(asked, "ranks that are given cannot agree on smaller ones; initialise torch.distributed")
             return asked
-        found = use.fitted(asked)
-        if found != asked and not self._has_told:
+        shuffle = use.fitted(asked)
+        if shuffle != asked and not self._has_told:
             self._has_told = True
             where = where_of(self.reader.folders.storages[0])
-            log.warning(SMALLER, where, use.limit, found.window, found.blocks, asked.window, asked.blocks)
-        return found
+            log.warning(SMALLER, where, use.limit, shuffle.window, shuffle.blocks, asked.window, asked.blocks)
+        return shuffle
 
     def _asked(self, epoch: Epoch) -> Shuffle:
         return epoch.shuffle

@@ -47,7 +47,7 @@ def _key(value: Any) -> Hashable:
     if isinstance(value, FunctionType):
         return _of_function(value)
     if isinstance(value, partial):
-        return partial, _key(value.func), tuple(map(_held, value.args)), _attributes(value.keywords)
+        return partial, _key(value.func), tuple(map(_of_object, value.args)), _attributes(value.keywords)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.shape, value.dtype.str, value.tobytes()
     if is_dataclass(value) and not isinstance(value, type):
@@ -76,9 +76,9 @@ def _of_dataclass(value: Any) -> Hashable:
     """By its fields, if it is frozen; itself where they are their own keys, so that it is found at once."""
     if not type(value).__dataclass_params__.frozen:
         return Same(value)
-    given = [getattr(value, field.name) for field in fields(value)]
-    keys = [_key(each) for each in given]
-    return value if _are_same(keys, given) else (type(value), *keys)
+    values = [getattr(value, field.name) for field in fields(value)]
+    keys = [_key(each) for each in values]
+    return value if _are_same(keys, values) else (type(value), *keys)
 
 
 def _are_same(keys: Sequence[Any], values: Sequence[Any]) -> bool:
@@ -87,22 +87,22 @@ def _are_same(keys: Sequence[Any], values: Sequence[Any]) -> bool:
 
 def _of_function(function: FunctionType) -> Hashable:
     """By its code, and by the objects that it refers to now."""
-    refers = tuple(map(_content, function.__closure__ or ())), tuple(map(_held, function.__defaults__ or ()))
+    refers = tuple(map(_content, function.__closure__ or ())), tuple(map(_of_object, function.__defaults__ or ()))
     others = _attributes(function.__kwdefaults__ or {}), _attributes(function.__dict__)
     return function.__code__, Same(function.__globals__), refers, others
 
 
 def _content(cell: CellType) -> Hashable:
     try:
-        return _held(cell.cell_contents)
+        return _of_object(cell.cell_contents)
     except ValueError:  # it is empty: a name that was not given a value yet
         return Same(cell)
 
 
-def _held(value: Any) -> Hashable:
+def _of_object(value: Any) -> Hashable:
     """A plain value by its type and text, as 1, 1.0 and True differ; any other object by itself."""
     return (type(value), repr(value)) if type(value) in PLAIN or isinstance(value, np.generic) else Same(value)
 
 
 def _attributes(values: Mapping[str, Any]) -> Hashable:
-    return tuple((name, _held(value)) for name, value in values.items())
+    return tuple((name, _of_object(value)) for name, value in values.items())

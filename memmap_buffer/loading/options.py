@@ -194,18 +194,18 @@ _TYPES: tuple[tuple[str, type, str], ...] = (
 )
 
 
-def parse(given: Mapping[str, Any]) -> Parsed:
+def parse(options: Mapping[str, Any]) -> Parsed:
     """The options with their defaults.
 
     Raises:
         SchemaError: an option is unknown, of another type, or contradicts another.
     """
-    for name in given:
+    for name in options:
         if name not in Options.__annotations__:
             raise unknown_option(name, [*Options.__annotations__])
-    options = {**DEFAULTS, **{name: v for name, v in given.items() if v is not None or name == "terminated"}}
-    _check(options)
-    return options
+    parsed = {**DEFAULTS, **{name: v for name, v in options.items() if v is not None or name == "terminated"}}
+    _check(parsed)
+    return parsed
 
 
 def _check(options: Parsed) -> None:
@@ -233,8 +233,8 @@ def _objections(options: Parsed) -> Iterator[str]:
     if options["return_mask"] and levels and not isinstance(options.get("view"), Trajectory):
         yield "return_mask is for whole episodes; windows and offsets have masks of their own"
     for name in of_view:
-        known = hasattr(options["view"], _OF_VIEWS[name])
-        remedy = f"give {_OF_VIEWS[name]}=… to the view" if known else f"{type(options['view']).__name__} has none"
+        in_view = hasattr(options["view"], _OF_VIEWS[name])
+        remedy = f"give {_OF_VIEWS[name]}=… to the view" if in_view else f"{type(options['view']).__name__} has none"
         yield f"{name} says nothing to a view object; {remedy}"
     if not options["slice_by_episode_len"] and not options["return_episode_lens"]:
         yield "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told"
@@ -252,8 +252,8 @@ def _is_given(options: Parsed, name: str) -> bool:
 
 def transforms_of(options: Parsed) -> tuple[Transform, ...]:
     """The functions of `transform`."""
-    given = options.get("transform", ())
-    return (given,) if callable(given) else tuple(given)
+    transform = options.get("transform", ())
+    return (transform,) if callable(transform) else tuple(transform)
 
 
 def view_of(options: Parsed, max_timesteps: int) -> View:
@@ -429,10 +429,10 @@ def _is_number(key: str, view: View, schema: Schema) -> bool:
     return key in NUMBERS if field is None else not field.shape and field.storage.kind != "U"
 
 
-def unknown_option(name: str, known: Collection[str]) -> SchemaError:
+def unknown_option(name: str, names: Collection[str]) -> SchemaError:
     """The error for an option that does not exist."""
-    some = ", ".join(map(repr, closest(name, known, 4, 0)))
-    return SchemaError(f"option {name!r} is unknown; {did_you_mean(name, known) or f'the closest are {some}'}")
+    some = ", ".join(map(repr, closest(name, names, 4, 0)))
+    return SchemaError(f"option {name!r} is unknown; {did_you_mean(name, names) or f'the closest are {some}'}")
 
 
 def _split_by_field(schema: Schema, options: Parsed) -> dict[str, Any]:

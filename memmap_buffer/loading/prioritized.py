@@ -72,12 +72,12 @@ class NamedPriorities:
     def of(self, storage: Storage) -> Priorities:
         """The priorities of a folder. Raises as `Priorities.open`."""
         with self._opening.lock:
-            found = self._opened.get(storage)
-            if found is None:
+            priorities = self._opened.get(storage)
+            if priorities is None:
                 how: dict[str, Any] = {"alpha": self._alpha, "epsilon": self._epsilon, "highest": self._highest}
-                found = Priorities.open(storage, self._name, **how)
-                self._opened[storage] = found
-            return found
+                priorities = Priorities.open(storage, self._name, **how)
+                self._opened[storage] = priorities
+            return priorities
 
     def update(self, columns: IntArray, errors: FloatArray) -> int | None:
         """Give steps of several folders the priorities of their errors; see `SeveralPriorities.update`.
@@ -86,10 +86,10 @@ class NamedPriorities:
             columns: (B, 3) of each step the number of its folder, the serial and t.
             errors: (B,).
         """
-        found = self._folders.places(columns[:, 0])
-        if found is None:
+        places = self._folders.places(columns[:, 0])
+        if places is None:
             return None
-        storages, of = found
+        storages, of = places
         with self._opening.lock:
             each = [self._opened.get(storage) for storage in storages]
         return self._several.update(each, of, columns[:, 1], columns[:, 2], errors)
@@ -112,8 +112,8 @@ class NamedPriorities:
         with self._opening.lock:
             before, self._opened, self._folders = self._opened, {}, folders
             self.open()
-            for one in before.values():
-                one.close()
+            for priorities in before.values():
+                priorities.close()
 
     def require_episodes(self, indices: Array) -> None:
         """Raise SchemaError where numbers of one axis, which are serials, are rather positions of steps."""
@@ -150,22 +150,22 @@ class NamedPriorities:
         return not {*storages} <= {*self._folders.storages}
 
     def _find(self, number: int) -> Storage | None:
-        found = self._folders.numbered(number)
-        if found is None:
+        storage = self._folders.numbered(number)
+        if storage is None:
             self._folders.refresh()
-            found = self._folders.numbered(number)
-        return found
+            storage = self._folders.numbered(number)
+        return storage
 
     def use(self, how: Prioritized) -> None:
         """Go on with another α or ε, see `Priorities.use`, and another clip of errors."""
         self._alpha, self._epsilon, self.error_clip = how.alpha, how.epsilon, how.error_clip
-        for one in list(self._opened.values()):  # another thread may open more
-            one.use(alpha=how.alpha, epsilon=how.epsilon)
+        for priorities in list(self._opened.values()):  # another thread may open more
+            priorities.use(alpha=how.alpha, epsilon=how.epsilon)
 
     def checkpoint(self) -> None:
         """Wait until they are on the disk."""
-        for one in self._opened.values():
-            one.checkpoint()
+        for priorities in self._opened.values():
+            priorities.checkpoint()
 
     def close(self) -> None:
         """Bring all of them to the disk and close them."""
@@ -267,10 +267,10 @@ class PrioritizedDraws:
     def _follow(self) -> tuple[IntArray, list[AnyPriorities]]:
         """The numbers of the folders, and the priorities of the anchors of each, as of now."""
         if self.reader.folders.single and self.reader.selection.by_episode:
-            found = self._followed_by(self.reader.folders.storages[0], None)
-            if not found.count:
+            priorities = self._followed_by(self.reader.folders.storages[0], None)
+            if not priorities.count:
                 raise self.reader.nothing_to_read()
-            return _ONE, [found]
+            return _ONE, [priorities]
         index = self.reader.index(refresh=True)
         if self._followed is None or self._followed[0] is not index:
             self._followed = self._look(index)
@@ -294,7 +294,9 @@ class PrioritizedDraws:
         self.reader.require(index)
         gone = self._by_storage.keys() - set(self.reader.folders.storages)
         if gone:
-            self._by_storage = {storage: one for storage, one in self._by_storage.items() if storage not in gone}
+            self._by_storage = {
+                storage: priorities for storage, priorities in self._by_storage.items() if storage not in gone
+            }
             if self._priorities is not None:
                 self._priorities.prune()
         numbers, there = [], []
@@ -313,28 +315,28 @@ class PrioritizedDraws:
             runs: of its anchors; None where they are to be found slot by slot.
             by_step: every step is an anchor, where `runs` are given.
         """
-        found, how = self._by_storage.get(storage), self.how
-        if isinstance(found, AnchorPriorities):
-            found.follow(runs, later=runs is not None and not self.reader.folders.single)
-            return found
-        if found is not None and by_step and found.follow(runs):
-            return found
+        priorities, how = self._by_storage.get(storage), self.how
+        if isinstance(priorities, AnchorPriorities):
+            priorities.follow(runs, later=runs is not None and not self.reader.folders.single)
+            return priorities
+        if priorities is not None and by_step and priorities.follow(runs):
+            return priorities
         steps = None if self._priorities is None else self._priorities.of(storage)
         selection = self.reader.selection
         cut = None if runs is not None else partial(selection.runs_of, 0, storage)
-        found = None
+        priorities = None
         if by_step and self._by_step and steps is not None:
             by_steps = selection.by_steps(storage.layout.schema)
             anchors = None if cut is None else SlotAnchors(storage, selection.view.stride, cut, by_steps=by_steps)
-            found = self._by_storage[storage] = StepPriorities(steps, anchors)
-            if found.follow(runs):
-                return found
+            priorities = self._by_storage[storage] = StepPriorities(steps, anchors)
+            if priorities.follow(runs):
+                return priorities
         # From now on, whatever comes: to make it takes one look at every step.
-        found = self._by_storage[storage] = AnchorPriorities(
+        priorities = self._by_storage[storage] = AnchorPriorities(
             storage, steps, how, selection.view, cut, by_steps=selection.by_steps(storage.layout.schema)
         )
-        found.follow(runs)
-        return found
+        priorities.follow(runs)
+        return priorities
 
     @property
     def _by_step(self) -> bool:
@@ -359,8 +361,8 @@ class PrioritizedDraws:
             with nullcontext() if only.steps is None else only.steps.lock:  # others update them
                 total = self._require_some(only.total)
                 values = spread(batch_size, total, rng, stratified=self.how.stratified)
-                found = only.find(values)
-                return None, found, np.array([1 / total]), only.shown_at if current else None
+                drawn = only.find(values)
+                return None, drawn, np.array([1 / total]), only.shown_at if current else None
 
         def draw() -> tuple[IntArray, Drawn, FloatArray, None]:
             places, values, shares = self._choose(self._several.totals(), batch_size, rng, alone)
@@ -405,13 +407,13 @@ class PrioritizedDraws:
     ) -> FloatArray:
         """Importance weights (B,), normalised as `how` says. Source: Schaul et al. 2016, section 3.4."""
         if self.how.normalize is None:
-            count = sum(one.count for one in each_folder)
+            count = sum(priorities.count for priorities in each_folder)
             return np.asarray((count * probability) ** -beta)
         # The number of items cancels out of a quotient of two weights.
         if self.how.normalize == "batch":
             lowest = float(np.minimum.reduce(probability))
         else:
-            each = [one.minimum() * share for one, share in zip(each_folder, shares, strict=True)]
+            each = [priorities.minimum() * share for priorities, share in zip(each_folder, shares, strict=True)]
             some = [least for least in each if least > 0]
             lowest = min(some, default=float(np.minimum.reduce(probability)))  # others may have set all to 0 since
         return np.asarray((probability / lowest) ** -beta)
@@ -432,34 +434,34 @@ def gathered_errors(
         SchemaError: shapes that do not fit, serials where only steps were drawn, or an error that is no finite number;
             where ranks share the priorities, on each of them, whatever failed on one.
     """
-    ranks, given, why = priorities.ranks, None, ""
+    ranks, own_errors, why = priorities.ranks, None, ""
     if not ranks.connected:
         return [_checked(priorities, indices, td_errors)], 0
     try:
-        given = _checked(priorities, indices, td_errors)
-        if not np.isfinite(given[1]).all():
+        own_errors = _checked(priorities, indices, td_errors)
+        if not np.isfinite(own_errors[1]).all():
             raise SchemaError("td_errors: got a number that is not finite")
     except Exception as error:  # the others wait for this rank
         why = str(error) or repr(error)
-    told = ranks.gather((given, why))
-    wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    answers = ranks.gather((own_errors, why))
+    wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
     if wrong:
         raise SchemaError(f"update_priorities: nothing was changed on any rank: {'; '.join(wrong)}")
-    return [one for one, _ in told], ranks.rank
+    return [rank_errors for rank_errors, _ in answers], ranks.rank
 
 
-def update_priorities(priorities: NamedPriorities, given: tuple[list[tuple[IntArray, FloatArray]], int]) -> int:
+def update_priorities(priorities: NamedPriorities, gathered: tuple[list[tuple[IntArray, FloatArray]], int]) -> int:
     """Give the steps of items the priorities of their errors; it may be called again with the same.
 
     Args:
         priorities: of the folders.
-        given: what `gathered_errors` gave.
+        gathered: what `gathered_errors` gave.
 
     Returns:
         how many of this rank's items were dropped because their episode is gone.
     """
-    every, mine = given
-    return [_updated(priorities, *one) for one in every][mine]
+    every, mine = gathered
+    return [_updated(priorities, *rank_errors) for rank_errors in every][mine]
 
 
 def _checked(priorities: NamedPriorities, indices: Any, td_errors: Any) -> tuple[IntArray, FloatArray]:
@@ -482,8 +484,8 @@ def _updated(priorities: NamedPriorities, columns: IntArray, errors: FloatArray)
         if together is not None:
             return together
     dropped = 0
-    for mine, found, part in _by_folder(priorities, columns):
-        dropped += len(part) if found is None else _update(found, part, errors[mine])
+    for mine, folder_priorities, part in _by_folder(priorities, columns):
+        dropped += len(part) if folder_priorities is None else _update(folder_priorities, part, errors[mine])
     return dropped
 
 
@@ -504,9 +506,9 @@ def read_priorities(priorities: NamedPriorities, indices: Array) -> FloatArray:
     if columns.shape[1] - priorities.by_folder != 2:
         raise SchemaError(f"priorities: got indices of shape {indices.shape}, expected `_indices`, of steps")
     out = np.zeros(len(columns))
-    for mine, found, part in _by_folder(priorities, columns):
-        if found is not None:
-            out[mine] = found.get(part[:, 0], part[:, 1])
+    for mine, folder_priorities, part in _by_folder(priorities, columns):
+        if folder_priorities is not None:
+            out[mine] = folder_priorities.get(part[:, 0], part[:, 1])
     return out
 
 

@@ -40,7 +40,7 @@ def mirrors_of(folders: Folders) -> list[Mirror]:
 
 
 def traffic_of(folders: Folders) -> Traffic | None:
-    """What is fetched from now on into caches that have a bound; None where none has."""
+    """The traffic from now on into caches that have a bound; None where none has."""
     bounded: dict[Cache, list[str]] = {}
     for mirror in mirrors_of(folders):
         if mirror.cache.limit is not None:
@@ -50,7 +50,7 @@ def traffic_of(folders: Folders) -> Traffic | None:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What the items of an epoch take in a cache.
+    """The room that the items of an epoch take in a cache.
 
     Args:
         items: how many there are.
@@ -97,9 +97,9 @@ class CacheUse:
         block = min(max(1, int((blocks - 1) * self.edges / max(1.0, self.each))), asked.window)
         place = int(block * self.each) + self.edges
         count = max(1, min(room // place, asked.window // block, BLOCKS))
-        found = Shuffle("block", block * count, count)
-        self.require(found, "it can have no smaller windows")
-        return found
+        smaller = Shuffle("block", block * count, count)
+        self.require(smaller, "it can have no smaller windows")
+        return smaller
 
     def require(self, shuffle: Shuffle, why: str) -> None:
         """Raise SchemaError where the blocks of a window would be fetched again and again."""

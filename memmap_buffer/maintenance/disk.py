@@ -92,9 +92,9 @@ def measure_disk_speed(path: Path, seconds: float, *, larger: bool) -> DiskSpeed
 def _measured(sample: _Sample, seconds: float) -> dict[int, list[float]]:
     """Timesteps read at once -> the seconds of one of them, in each batch that had to wait for the disk."""
     took: dict[int, list[float]] = {}
-    left, end, batch = sample.missing(), perf_counter() + seconds, FIRST
-    while len(left) and (not took or perf_counter() < end):
-        part, left = sample.missing(left[:batch]), left[batch:]  # some shared pages with earlier ones
+    unread, end, batch = sample.missing(), perf_counter() + seconds, FIRST
+    while len(unread) and (not took or perf_counter() < end):
+        part, unread = sample.missing(unread[:batch]), unread[batch:]  # some shared pages with earlier ones
         if len(part):
             begin = perf_counter()
             sample.read(part)
@@ -128,7 +128,7 @@ class Compression(NamedTuple):
 
 
 def compression_of(storage: Storage, name: str) -> Compression:
-    """What the codec of a field saves."""
+    """The saving by the codec of a field."""
     field, table = storage.layout.coded[name], storage.table
     stored, rows = storage.layout.dictionaries.get(name, 0), 0
     for slot in table.visible.tolist():
@@ -170,10 +170,10 @@ class _Sample:
     def missing(self, part: IntArray | None = None) -> IntArray:
         """The timesteps of a part of the sample, default all, that have a page which is not in memory."""
         part = np.arange(self.size) if part is None else part
-        found = np.ones(len(part), bool)
+        cached = np.ones(len(part), bool)
         for place in self._places.values():
-            found &= in_memory(place.array, place.ranges(part))
-        return part[~found]
+            cached &= in_memory(place.array, place.ranges(part))
+        return part[~cached]
 
     def forget(self) -> None:
         """Drop the pages of the sample from the cache."""
@@ -205,5 +205,5 @@ class _Places(NamedTuple):
         return (self.stop - self.begin) * (self.array.nbytes // max(1, len(self.array)))
 
     def ranges(self, part: IntArray) -> Iterator[tuple[int, int]]:
-        """Those of some timesteps."""
+        """The ranges of some timesteps."""
         return zip(self.begin[part].tolist(), self.stop[part].tolist(), strict=True)

@@ -137,10 +137,10 @@ def unpack(
         layout = recoding.layout(most, longest, **options)
         needed = {"max_episodes": len(lengths), "max_timesteps": int(lengths.max()), "capacity": steps}
         for name, size in needed.items():
-            given = getattr(layout, name)
-            if given is not None and given < size:
+            limit = getattr(layout, name)
+            if limit is not None and limit < size:
                 raise SchemaError(
-                    f"{name}: got {given}, the episodes need {size}; give more, or fewer episodes by `episodes`"
+                    f"{name}: got {limit}, the episodes need {size}; give more, or fewer episodes by `episodes`"
                 )
         return layout
 
@@ -149,7 +149,7 @@ def unpack(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What goes where: the i-th episode to slot i of the new layout, its steps to the rows from `first` on.
+    """The places of a copy: the i-th episode goes to slot i of the new layout, its steps to the rows from `first` on.
 
     Attributes: slots, serials, start, length, flags, first: (n,), in the order of the serials, as they were when it was
         made. recoding: how the fields of the copy are compressed.

@@ -141,7 +141,7 @@ def require_fields(objects: Objects, what: str, layout: Layout, name: str = "") 
 
 
 def read_root(objects: Objects) -> Root | None:
-    """What `root.json` says; None where there is none."""
+    """The root that `root.json` describes; None where there is none."""
     try:
         return Root.from_json(objects.read(ROOT, MAX_ROOT_BYTES), objects.name_of(ROOT))
     except RemoteError as error:
@@ -151,7 +151,7 @@ def read_root(objects: Objects) -> Root | None:
 
 
 def read_shard(objects: Objects, name: str = "") -> Shard | None:
-    """What `shard.json` says; None where there is none.
+    """The shard that `shard.json` describes; None where there is none.
 
     Args: name: of the shard, if the URL is that of its root.
     """
@@ -200,9 +200,9 @@ def _packed(source: Path) -> Iterator[tuple[Path, list[int]]]:
 def _temporary(source: Path) -> Iterator[Path]:
     """A folder beside another; those that a publisher that was killed left there are removed."""
     prefix = f".{source.name}.publish-"
-    for left in source.parent.glob(f"{prefix}*"):
+    for leftover in source.parent.glob(f"{prefix}*"):
         with suppress(BufferLockedError, OSError):
-            _remove(left, Folder(left).lock())
+            _remove(leftover, Folder(leftover).lock())
     place, lock = _new_folder(prefix, source.parent)
     try:
         yield place
@@ -352,25 +352,27 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
     listed = (read_root(objects) or Root()).shards.get(name)
     _require_same_buffer(objects, name, shard, listed)
     if listed is None or listed.version != shard.version:
-        last = max((int(file[:20]) for file, found in _entries(objects).items() if found["name"] == name), default=-1)
+        last = max((int(file[:20]) for file, entry in _entries(objects).items() if entry["name"] == name), default=-1)
         at = max(time.time_ns(), last + 1)  # the clock may have been put back
         objects.write(f"{ENTRIES}/{at:020}.{shard.version}.{name}.json", shard.to_json())
     for _ in range(ROUNDS):
         files = _entries(objects)
         root = read_root(objects) or Root()
-        newest = {found["name"]: found for found in files.values()}  # by time, as they are sorted
-        unlisted = {one: _entered(objects, found) for one, found in newest.items() if _is_new(root, found)}
-        _rewrite(objects, {one: new for one, new in unlisted.items() if _is_of(root, one, new[0])})
+        newest = {entry["name"]: entry for entry in files.values()}  # by time, as they are sorted
+        unlisted = {
+            shard_name: _entered(objects, entry) for shard_name, entry in newest.items() if _is_new(root, entry)
+        }
+        _rewrite(objects, {shard_name: new for shard_name, new in unlisted.items() if _is_of(root, shard_name, new[0])})
         if _entries(objects).keys() == files.keys():
             break
-    for file, found in files.items():
-        if found["name"] == name and found is not newest[name]:
+    for file, entry in files.items():
+        if entry["name"] == name and entry is not newest[name]:
             objects.remove(f"{ENTRIES}/{file}")
     _require_same_buffer(objects, name, shard, (read_root(objects) or Root()).shards.get(name))
 
 
 def _entries(objects: Objects) -> dict[str, re.Match[str]]:
-    return {file: found for file in objects.names(ENTRIES) if (found := _ENTRY.fullmatch(file))}
+    return {file: entry for file in objects.names(ENTRIES) if (entry := _ENTRY.fullmatch(file))}
 
 
 def _is_new(root: Root, entry: re.Match[str]) -> bool:
@@ -424,17 +426,17 @@ def _with_shards(objects: Objects, root: Root, new: Mapping[str, tuple[Shard, by
 
 
 def _names_by_object(root: Root, but: Mapping[str, bytes]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, shard in root.shards.items():
         if name not in but:
-            found.setdefault(shard.head[0], []).append(name)
-    return found
+            names.setdefault(shard.head[0], []).append(name)
+    return names
 
 
 def _heads_of(objects: Objects, root: Root, key: str, names: list[str]) -> dict[str, bytes]:
     (data,) = objects.read_ranges([(head_object(key), 0, root.heads[key])], lambda i, data: digest(data) == key)
-    found = {}
+    heads = {}
     for name in names:
         _, first, size = root.shards[name].head
-        found[name] = data[first : first + size]
-    return found
+        heads[name] = data[first : first + size]
+    return heads

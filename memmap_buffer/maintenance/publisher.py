@@ -106,7 +106,8 @@ class Publisher:
         self._ending, self._looking = threading.RLock(), threading.Lock()
         self._again = False
         self._is_away = isinstance(away, RemoteError)  # whether the store could not be reached the last time
-        self._told: tuple[set[str], int] = set() if away is None else {_reason(away)}, 0  # why shards wait, how many
+        # Why shards wait, and how many do.
+        self._last_report: tuple[set[str], int] = set() if away is None else {_reason(away)}, 0
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
 
@@ -200,8 +201,8 @@ class Publisher:
         if self._timer is not None:
             self._timer.cancel()
         mine = [path for path in shards_in(self._root) if path.name.startswith(self._prefix)]
-        if left := sum(map(_has_episodes, mine)):
-            text = f"{self._root}: closing: {left} shards are left to be published to {self._where}"
+        if num_shards := sum(map(_has_episodes, mine)):
+            text = f"{self._root}: closing: {num_shards} shards are left to be published to {self._where}"
             if self._is_away:
                 log.warning("%s, which did not answer", text)
             else:
@@ -214,7 +215,7 @@ class Publisher:
             time.sleep(WAIT_PAUSE)
             failed = self._publish_all()
         if failed:
-            raise _told(failed, self._root, self._where)
+            raise _unpublished_error(failed, self._root, self._where)
 
     def _work(self) -> None:
         while True:
@@ -260,8 +261,8 @@ class Publisher:
 
     def _tell(self, failed: Mapping[Path, Exception]) -> None:
         """Say why shards are not published, each reason once as long as it lasts; else how many they are."""
-        reasons, count = self._told
-        self._told = {_reason(error) for error in failed.values()}, len(failed)
+        reasons, count = self._last_report
+        self._last_report = {_reason(error) for error in failed.values()}, len(failed)
         for path, error in failed.items():
             if _reason(error) not in reasons:
                 log.warning("%s is not published to %s yet: %s", path, self._where, error)
@@ -279,7 +280,7 @@ class Publisher:
                         _remove(path)
 
     def _asked(self) -> RemoteError | None:
-        """What the store fails by when it is asked for something small, once; None where it answers."""
+        """The error that the store fails by when it is asked for something small, once; None where it answers."""
         try:
             Objects(self._url, self._storage_options, tries=1).size(ROOT)
         except RemoteError as error:
@@ -313,8 +314,8 @@ class Publisher:
         """Remove those that are published beyond the newest ones."""
         if self._keep is None:
             return
-        found = {path: Folder(path).marks("schema.json") for path in (self._root / PUBLISHED).iterdir()}
-        made = sorted((time, path) for path, (_, time, _) in found.items() if _NAME.fullmatch(path.name))
+        marks = {path: Folder(path).marks("schema.json") for path in (self._root / PUBLISHED).iterdir()}
+        made = sorted((time, path) for path, (_, time, _) in marks.items() if _NAME.fullmatch(path.name))
         cut = [path for time, path in made if time < 0]  # by a kill in the middle of this
         whole = [path for time, path in made if time >= 0]
         for path in [*cut, *whole[: max(0, len(whole) - self._keep)]]:
@@ -362,7 +363,7 @@ def _remove(path: Path) -> None:
             break
 
 
-def _told(failed: Mapping[Path, Exception], root: Path, where: str) -> Exception:
+def _unpublished_error(failed: Mapping[Path, Exception], root: Path, where: str) -> Exception:
     """The error that says which shards are not published."""
     first = next(iter(failed.values()))
     names = ", ".join([path.name for path in failed][:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")

@@ -44,7 +44,7 @@ Digests = npt.NDArray[np.uint64]
 
 
 def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Shard]:
-    """What stands at a URL, from `root.json` or `shard.json` alone.
+    """The shards that stand at a URL, from `root.json` or `shard.json` alone.
 
     Returns:
         Name -> what is known of a shard; "" for the one whose own URL it is.
@@ -91,11 +91,11 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
     else:
         place.require_not_published()
         if place.exists("schema.json"):
-            one = objects.name_of(next(iter(shards)))
+            shard_url = objects.name_of(next(iter(shards)))
             raise SchemaMismatchError(
                 f"{target}: got a folder that holds a buffer, expected one for the shards of the root {objects}, each "
-                f"of which becomes a folder in it; give another folder, or the URL of one shard, as {one}, and a new "
-                "folder",
+                f"of which becomes a folder in it; give another folder, or the URL of one shard, as {shard_url}, and a "
+                "new folder",
                 path=target,
             )
     for name, shard in shards.items():
@@ -103,7 +103,7 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
 
 
 def shards_of(objects: Objects) -> dict[str, Shard]:
-    """The same of a store."""
+    """The shards of a store, as `shards_at` returns them."""
     if (root := read_root(objects)) is not None:
         return dict(root.shards)
     if (shard := read_shard(objects)) is not None:

@@ -54,7 +54,7 @@ class Recoding:
 
     @classmethod
     def of(cls, source: Storage, codec: Mapping[str, Any] | None, slots: IntArray, *, dense: bool) -> Recoding:
-        """What was asked for, with a dictionary trained for each field that is compressed anew by Zstandard.
+        """The recoding that was asked for, with a trained dictionary for each field that Zstandard compresses anew.
 
         Args:
             source: what is copied.
@@ -76,8 +76,8 @@ class Recoding:
                     field.codec.load()
         kept = {name: coded.dictionary for name, coded in maps.coded.items() if name not in anew}
         trained = {name: _trained(source, name, fields[name], slots) for name in sorted(anew)}
-        found = {name: one for name, one in {**kept, **trained}.items() if one is not None}
-        return cls(schema.with_fields(fields, schema.meta_fields), anew, found)
+        dictionaries = {name: dictionary for name, dictionary in {**kept, **trained}.items() if dictionary is not None}
+        return cls(schema.with_fields(fields, schema.meta_fields), anew, dictionaries)
 
     def layout(self, max_episodes: int, max_timesteps: int, rows: int | None = None, **options: Any) -> Layout:
         """A layout of the copy; of a packed one, whose files of blobs have room for timesteps that do not shrink."""
@@ -94,15 +94,15 @@ class Recoding:
                 for name, field in coded.items()
                 if field.is_coded
             },
-            dictionaries={name: len(one.content) for name, one in self.dictionaries.items()},
+            dictionaries={name: len(dictionary.content) for name, dictionary in self.dictionaries.items()},
             **options,
         )
 
     def write_dictionaries(self, layout: Layout, there: Mapping[str, int]) -> None:
         """Write the dictionaries of a copy."""
-        for name, one in self.dictionaries.items():
+        for name, dictionary in self.dictionaries.items():
             key = name + DICTIONARY
-            write_all(there[key], one.content, layout.arrays[key].offset(0))
+            write_all(there[key], dictionary.content, layout.arrays[key].offset(0))
 
 
 class Copied(NamedTuple):
@@ -157,10 +157,10 @@ def copy_rows(
         if coded is None:
             before = add_rows(before, stored)
         else:
-            found = stored_blobs(coded, stored)
-            if found is None:
+            copies = stored_blobs(coded, stored)
+            if copies is None:
                 raise DamagedError(f"has a blob of {name!r} that lies beyond its file")
-            blobs = found
+            blobs = copies
             before = add_rows(before, contents_of(stored, blobs))
             if name in recoding.anew:
                 values = _decoded(source, name, stored)
@@ -238,8 +238,8 @@ def _move(fd: int, origin: int, target: int, size: int) -> None:
 def _wanted(schema: Schema, codec: Mapping[str, Any], dense: bool) -> dict[str, Any]:
     """Field -> the codec that was asked for; a group's fields each have the one of the group."""
     wanted: dict[str, Any] = {}
-    for given, spec in codec.items():
-        for name in schema.require([given], "codec", schema.fields):
+    for field_or_group, spec in codec.items():
+        for name in schema.require([field_or_group], "codec", schema.fields):
             wanted[name] = Zstd(level=LEVEL) if dense and spec == "zstd" else parse_codec(spec)
             if name in schema.ends and wanted[name] is not None:
                 raise SchemaError(f"codec: field {name!r} tells where episodes end, so it is not compressed; drop it")
@@ -265,20 +265,20 @@ def _decoded(source: Storage, name: str, index: Array) -> Array:
         raise DamagedError(f"has a blob of {name!r} that cannot be decoded") from None
 
 
-def codecs_of(given: Sequence[str] | None) -> dict[str, Codec | str | None] | None:
+def codecs_of(options: Sequence[str] | None) -> dict[str, Codec | str | None] | None:
     """Field -> its codec, of words such as frame=zstd, frame=zstd:19, camera=jpeg:90 or depth=none."""
-    found: dict[str, Codec | str | None] = {}
-    for text in given or ():
+    codecs: dict[str, Codec | str | None] = {}
+    for text in options or ():
         field, _, spelled = text.partition("=")
         kind, colon, number = spelled.partition(":")
         try:
-            found[field] = {"none": None}.get(kind, kind) if not colon else CODECS[kind](int(number))
+            codecs[field] = {"none": None}.get(kind, kind) if not colon else CODECS[kind](int(number))
         except (KeyError, ValueError):
             raise SchemaError(
                 f"--codec {text!r}: expected a field and its codec, as in frame=zstd, frame=zstd:19, camera=jpeg:90 "
                 "or depth=none"
             ) from None
-    return found or None
+    return codecs or None
 
 
 # Dictionaries
@@ -301,9 +301,9 @@ def _trained(source: Storage, name: str, field: Field, slots: IntArray) -> Dicti
     content = field.codec.train(rows[~held_out], size)
     if content is None:
         return None
-    found, tried = Dictionary.of(content), rows[held_out][:: max(1, int(held_out.sum()) // TRIED)]
-    without, with_it = (sum(map(len, encode_many(field, tried, one))) for one in (None, found))
-    return found if (without - with_it) * total > len(content) * len(tried) else None
+    dictionary, tried = Dictionary.of(content), rows[held_out][:: max(1, int(held_out.sum()) // TRIED)]
+    without, with_it = (sum(map(len, encode_many(field, tried, candidate))) for candidate in (None, dictionary))
+    return dictionary if (without - with_it) * total > len(content) * len(tried) else None
 
 
 def _sample(source: Storage, name: str, slots: IntArray, steps: IntArray) -> Array:

@@ -70,17 +70,17 @@ def repair(folder: str | PathLike[str]) -> list[Finding]:
     try:
         survey = Survey(place.path)
         _require_repairable(survey)
-        found = survey.findings()
-        if found:
-            _repair(place, survey, found)
+        findings = survey.findings()
+        if findings:
+            _repair(place, survey, findings)
             _take_over(place, lock)
-        return found
+        return findings
     finally:
         lock.release()
 
 
-def _repair(place: Folder, survey: Survey, found: Sequence[Finding]) -> None:
-    lost = _lost_fields(survey, found)
+def _repair(place: Folder, survey: Survey, findings: Sequence[Finding]) -> None:
+    lost = _lost_fields(survey, findings)
     stay = survey.layout.schema.all.keys() - lost
     _keep_schema(place)
     _move_leftovers(place, survey)
@@ -90,10 +90,10 @@ def _repair(place: Folder, survey: Survey, found: Sequence[Finding]) -> None:
         _repair_file(place, survey, key)
     _repair_state(place, survey)
     _repair_records(place, Survey(place.path))
-    damage = [f for f in found if f.lost and f.file != "checksums.npy" and f.field not in lost]
+    damage = [f for f in findings if f.lost and f.file != "checksums.npy" and f.field not in lost]
     slots = {f.slot for f in damage if f.slot is not None} - survey.spoilt.keys()
     _take_out(place, slots | Survey(place.path).cut_slots(stay))
-    _repair_checksums(place, survey, found, lost)
+    _repair_checksums(place, survey, findings, lost)
     for key in (key for name in sorted(stay) for key in survey.layout.keys_of(name)):
         _repair_file(place, survey, key)
     _drop_fields(place, survey.layout, lost)
@@ -124,11 +124,11 @@ def _require_repairable(survey: Survey) -> None:
         raise CorruptBufferError(f"{survey.path / LOST} is a link or no folder; move it away", path=survey.path / LOST)
 
 
-def _lost_fields(survey: Survey, found: Iterable[Finding]) -> set[str]:
+def _lost_fields(survey: Survey, findings: Iterable[Finding]) -> set[str]:
     """The fields that leave the schema: nothing is there, or all episodes are damaged in it, which is no chance."""
     slots, names = survey.repaired.table.visible, survey.layout.schema.all
     nothing = {name for name in names if survey.is_lost(name)} if len(slots) else set()
-    rows = [f.field for f in found if f.slot is not None and f.file != "checksums.npy"]
+    rows = [f.field for f in findings if f.slot is not None and f.file != "checksums.npy"]
     bad = {name: rows.count(name) for name in names}
     every = {name for name, n in bad.items() if n and n == len(slots) and (n > 1 or survey.is_broken(name))}
     return nothing | every if survey.layout.schema.fields.keys() - nothing - every else nothing
@@ -138,7 +138,7 @@ def _lost_fields(survey: Survey, found: Iterable[Finding]) -> set[str]:
 
 
 def _keep_schema(place: Folder) -> None:
-    """What lies in `lost+found/` can only be read by the schema of its time."""
+    """Copy the schema to `lost+found/`: what lies there can only be read by the schema of its time."""
     place.copy_file("schema.json", place, _free(place, "schema.json"))
 
 
@@ -268,7 +268,7 @@ def _write_state(place: Folder, layout: Layout, words: dict[str, int]) -> None:
         write_counters(fd, layout, words)
 
 
-def _repair_checksums(place: Folder, survey: Survey, found: Iterable[Finding], lost: set[str]) -> None:
+def _repair_checksums(place: Folder, survey: Survey, findings: Iterable[Finding], lost: set[str]) -> None:
     """Write the checksums that are lost, of what stands there now; the digests in the records tell if it is right.
 
     Not where a field is lost: then the digest, which covers it, is written anew, and open episodes are ended.
@@ -287,7 +287,7 @@ def _repair_checksums(place: Folder, survey: Survey, found: Iterable[Finding], l
         for slot, row in rows.items():
             whole[slot] = np.frombuffer(row, array.dtype)
         _exchange(place, survey, "/checksums", whole)
-    spoilt = {finding.slot for finding in found if finding.file == array.name}
+    spoilt = {finding.slot for finding in findings if finding.file == array.name}
     with place.writing(array.name, array.header, array.size) as fd, _records(place, layout) as put:
         for slot in [slot for slot in slots if slot in spoilt | is_open]:
             row = _checksums(now, slot)
@@ -304,7 +304,7 @@ def _digested(survey: Survey, slot: int, row: bytes, **changes: int) -> bytes:
 
 
 def _ended(survey: Survey, slot: int) -> dict[str, int]:
-    """What the record of an open episode says when it ends with the step that is shown last."""
+    """The values in the record of an open episode when it ends with the step that is shown last."""
     steps, flags = int(survey.table.length[slot]), int(survey.table.flags[slot])
     last = (survey.record(slot)["round"] + steps - 1) % 2**32
     return {"flags": flags & ~OPEN | CUT, "length": steps, "stop": steps, "round": last}
@@ -390,9 +390,9 @@ def _copy_away(place: Folder, survey: Survey, slot: int) -> None:
     counts from the first byte of the slot, or from the first blob.
     """
     table, layout = survey.repaired.table, survey.layout
-    known = bool(table.valid[slot])
-    length = int(table.length[slot]) if known else layout.max_timesteps if layout.rows is None else 0
-    has_final = not known or bool(table.flags[slot] & FINAL)
+    is_valid = bool(table.valid[slot])
+    length = int(table.length[slot]) if is_valid else layout.max_timesteps if layout.rows is None else 0
+    has_final = not is_valid or bool(table.flags[slot] & FINAL)
     parts = {"record": ("/episodes", layout.arrays["/episodes"].offset(slot), survey.maps.words[slot].view(RECORD))}
     for name, rows in survey.maps.rows.items():
         final = layout.schema.fields[name].final

@@ -53,7 +53,9 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
     with creating(folder, new, bool(files.storage.state("reserved")), only=keys):
         with ExitStack() as opened:
             made = [(key, new.arrays[key]) for key in keys]
-            fd = {key: opened.enter_context(folder.writing(one.name, one.header, one.size)) for key, one in made}
+            fd = {
+                key: opened.enter_context(folder.writing(array.name, array.header, array.size)) for key, array in made
+            }
             for slot in progress(np.flatnonzero(table.valid).tolist(), f"add_field {name}"):
                 if rows_of is not None and slot in visible:
                     written, content = _in_files(new, name, field, slot, rows_of(slot))
@@ -73,7 +75,7 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
 
 
 def _in_files(layout: Layout, name: str, field: Field, slot: int, rows: Array) -> tuple[dict[str, Any], Array]:
-    """What stands at a slot of each file of a field for some rows; what its checksum is of."""
+    """The content of each file of a field at a slot that holds some rows; the content that its checksum is of."""
     if not field.is_coded:
         return {name: rows}, rows
     blobs = encode_many(field, rows)

@@ -150,10 +150,10 @@ def _doubtful(source: Storage) -> bool:
 
 
 def _following(source: Storage) -> int:
-    """One more than the last serial that was published."""
+    """The serial after the last one that was published."""
     table, stated = source.refresh(), source.state("next")
-    known = int(table.serial[table.valid].max(initial=-1)) + 1
-    return max(stated, known) if stated < MAX_SERIAL else known  # else it is damaged
+    least = int(table.serial[table.valid].max(initial=-1)) + 1
+    return max(stated, least) if stated < MAX_SERIAL else least  # else it is damaged
 
 
 def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) -> dict[int, bytes]:

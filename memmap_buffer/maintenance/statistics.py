@@ -205,25 +205,25 @@ def load_statistics(storage: Storage, names: Sequence[str] | None, quantiles: Se
         document = json.loads(storage.folder.read(FILE, MAX_BYTES))
         if {key: document[key] for key in ("changes", "records")} != fingerprint(storage.refresh()):
             return None
-        found = {name: _from_json(document["fields"][name], schema[name].shape) for name in chosen}
+        fields = {name: _from_json(document["fields"][name], schema[name].shape) for name in chosen}
         last_serial, num_episodes = (int(document[key]) for key in ("last_serial", "num_episodes"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None  # no statistics of these fields are stored, or another program wrote them
-    if any(tuple(one.quantiles) != tuple(quantiles) for one in found.values()):
+    if any(tuple(field.quantiles) != tuple(quantiles) for field in fields.values()):
         return None
-    return Statistics(found, last_serial, num_episodes)
+    return Statistics(fields, last_serial, num_episodes)
 
 
-def store_statistics(folder: Folder, found: Statistics, episodes: Mapping[str, int]) -> None:
+def store_statistics(folder: Folder, result: Statistics, episodes: Mapping[str, int]) -> None:
     """Write statistics into the folder, whose lock is held; an error is only logged.
 
     Args:
         folder: where.
-        found: the statistics.
+        result: the statistics.
         episodes: the fingerprint of their episodes.
     """
-    fields = {name: _to_json(one) for name, one in found.fields.items()}
-    document = {**episodes, "last_serial": found.last_serial, "num_episodes": found.num_episodes, "fields": fields}
+    fields = {name: _to_json(field) for name, field in result.fields.items()}
+    document = {**episodes, "last_serial": result.last_serial, "num_episodes": result.num_episodes, "fields": fields}
     try:
         folder.unlink(f"{FILE}.new", missing_ok=True)
         folder.write_new(f"{FILE}.new", json.dumps(document).encode(), sync=True)
@@ -252,10 +252,10 @@ def _of_field(
     for storage, table in folders:
         for rows, valid in _read_blocks(storage, table, name):
             running.add(decode(rows, field.dtype), valid)
-    found = running.result()
-    if found is None:
+    result = running.result()
+    if result is None:
         raise NotEnoughDataError(f"field {name!r}: every episode was overwritten before it was read", episodes=0)
-    return found
+    return result
 
 
 class RunningStatistics:
@@ -384,11 +384,11 @@ def _plan_blocks(episodes: Iterable[tuple[int, int]], most: int) -> Iterator[lis
         yield block
 
 
-def _shift_and_scale(found: FieldStatistics, by: str, eps: float, add_eps: bool) -> tuple[Array, Array]:
-    low, high = found.min, found.max
+def _shift_and_scale(field: FieldStatistics, by: str, eps: float, add_eps: bool) -> tuple[Array, Array]:
+    low, high = field.min, field.max
     if by == "quantiles":
-        low, high = found.quantiles[min(found.quantiles)], found.quantiles[max(found.quantiles)]
-    shift, scale = (found.mean, found.std) if by == "std" else ((low + high) / 2, (high - low) / 2)
+        low, high = field.quantiles[min(field.quantiles)], field.quantiles[max(field.quantiles)]
+    shift, scale = (field.mean, field.std) if by == "std" else ((low + high) / 2, (high - low) / 2)
     return shift, scale + eps if add_eps else np.where(scale > eps, scale, 1.0)
 
 
@@ -449,10 +449,10 @@ def _computed(value: Any, shift: Array, scale: Array, change: Any) -> Any:
     return out.to(value.dtype) if value.is_floating_point() else out.float()
 
 
-def _to_json(found: FieldStatistics) -> dict[str, Any]:
-    arrays = {key: getattr(found, key).tolist() for key in ("mean", "std", "min", "max")}
-    quantiles = [[q, value.tolist()] for q, value in found.quantiles.items()]
-    return {"count": found.count, **arrays, "quantiles": quantiles, "rank_error": found.rank_error}
+def _to_json(field: FieldStatistics) -> dict[str, Any]:
+    arrays = {key: getattr(field, key).tolist() for key in ("mean", "std", "min", "max")}
+    quantiles = [[q, value.tolist()] for q, value in field.quantiles.items()]
+    return {"count": field.count, **arrays, "quantiles": quantiles, "rank_error": field.rank_error}
 
 
 def _from_json(spec: Mapping[str, Any], shape: tuple[int, ...]) -> FieldStatistics:

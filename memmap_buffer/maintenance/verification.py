@@ -48,7 +48,7 @@ _NUMBER = re.compile(r"'[<|]([biufcU])([0-9]{1,4})'")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be.
+    """A thing that is not as it should be.
 
     Attributes:
         file: its name in the folder.
@@ -97,16 +97,16 @@ class Survey(Storage):
         self._broken: dict[str, OSError] = {}
 
     def findings(self) -> list[Finding]:
-        """What `verify` returns."""
+        """The findings that `verify` returns."""
         self.folder.require()
         try:
             _ = self.layout
         except MemmapBufferError as error:
             return [Finding("schema.json", f"cannot be read: {self._reason(error, 'schema.json')}")]
-        found = [*self._files(), *self._leftovers()]
+        findings = [*self._files(), *self._leftovers()]
         if not self.strangers:  # else the schema may be the one that is wrong, and what it says of records and rows
-            found += [*self._records(), *self._serials(), *self._episodes(), *self._state()]
-        return sorted(found, key=lambda finding: not finding.lost)
+            findings += [*self._records(), *self._serials(), *self._episodes(), *self._state()]
+        return sorted(findings, key=lambda finding: not finding.lost)
 
     # The files, as far as they go
 
@@ -166,7 +166,7 @@ class Survey(Storage):
         return raw[: count * math.prod(entry) * array.dtype.itemsize].view(array.dtype).reshape(count, *entry)
 
     def _bytes(self, key: str, array: ArrayFile) -> Array:
-        """What is there of a file behind its header."""
+        """The bytes that are there of a file behind its header."""
         start, byte = len(array.header), np.dtype(np.uint8)
         try:
             return self.folder.map(array.name, array.header, byte, (array.size - start,))
@@ -180,17 +180,17 @@ class Survey(Storage):
     @cached_property
     def strangers(self) -> dict[str, str]:
         """The key of each file that is whole in itself, but not what the schema says -> what it says that it is."""
-        found = {key: self._own_words(key) for key in self.broken if self.size_of(key)}
-        return {key: words for key, words in found.items() if words}
+        own_words = {key: self._own_words(key) for key in self.broken if self.size_of(key)}
+        return {key: words for key, words in own_words.items() if words}
 
     def _own_words(self, key: str) -> str:
-        """What a file of another size says that it is, if it holds just that: then it is not cut, but another's."""
+        """The shape and dtype in the header of a file of another size that holds just that: another's, not cut."""
         array, size = self.layout.arrays[key], self.size_of(key)
         head = self.folder.map(array.name, b"", np.dtype(np.uint8), (size,))[:4096].tobytes()
-        found = _HEADER.match(head, 10)
-        if found is None or size == array.size:
+        match = _HEADER.match(head, 10)
+        if match is None or size == array.size:
             return ""
-        descr, shape = found[1].decode("latin1"), tuple(int(n) for n in found[2].split(b",") if n.strip())
+        descr, shape = match[1].decode("latin1"), tuple(int(n) for n in match[2].split(b",") if n.strip())
         number = _NUMBER.fullmatch(descr)
         itemsize = int(number[2]) * (4 if number[1] == "U" else 1) if number else array.dtype.itemsize
         header = npy_header(descr, shape)
@@ -214,7 +214,7 @@ class Survey(Storage):
         return not (key in self.broken and not self.size_of(key)) and path.lstat().st_nlink > 1
 
     def _reason(self, error: Exception, name: str) -> str:
-        """What an error says, without the path and the remedy."""
+        """The text of an error, without the path and the remedy."""
         return str(error).removeprefix(f"{self.path / name} ").removeprefix(f"{self.path / name}: ").partition(";")[0]
 
     # The records
@@ -229,7 +229,7 @@ class Survey(Storage):
 
     @cached_property
     def repaired(self) -> Survey:
-        """The same folder with each spoilt record as it was before its slot was rewritten, or one byte changed."""
+        """The folder with each spoilt record as it was before its slot was rewritten, or one byte changed."""
         other, words = Survey(self.path), self.maps.words.copy()
         for i, (slot, word) in enumerate(self.spoilt.items()):
             words[slot] = repaired_record(word) if i < MAX_TRIED else word
@@ -238,20 +238,20 @@ class Survey(Storage):
 
     def _records(self) -> Iterator[Finding]:
         served = set(self.repaired.table.visible.tolist())
-        findings = {slot: self._record(slot, word, slot in served) for slot, word in self.spoilt.items()}
-        found = {slot: finding for slot, finding in findings.items() if finding is not None}
-        if any(finding.lost and self.spoilt[slot][GENERATION] & np.uint64(1) for slot, finding in found.items()):
+        candidates = {slot: self._record(slot, word, slot in served) for slot, word in self.spoilt.items()}
+        findings = {slot: finding for slot, finding in candidates.items() if finding is not None}
+        if any(finding.lost and self.spoilt[slot][GENERATION] & np.uint64(1) for slot, finding in findings.items()):
             time.sleep(WRITING_SECONDS)  # a writer that is at a slot ends
-        for slot, finding in found.items():
+        for slot, finding in findings.items():
             if self.maps.words[slot].tobytes() == self.spoilt[slot].tobytes():
                 yield finding
 
     def _record(self, slot: int, word: Words, served: bool) -> Finding | None:
-        """What is wrong with a spoilt record; None if an update of it is only unfinished."""
-        odd, known = bool(word[GENERATION] & np.uint64(1)), bool(self.repaired.table.valid[slot])
-        serial = int(self.repaired.table.serial[slot]) if known else None
-        if odd and (known or not word[1:].any()):
-            if known and self.repaired.table.start[slot] == self.repaired.table.length[slot]:
+        """The finding of a spoilt record; None if an update of it is only unfinished."""
+        odd, is_valid = bool(word[GENERATION] & np.uint64(1)), bool(self.repaired.table.valid[slot])
+        serial = int(self.repaired.table.serial[slot]) if is_valid else None
+        if odd and (is_valid or not word[1:].any()):
+            if is_valid and self.repaired.table.start[slot] == self.repaired.table.length[slot]:
                 return None  # a ring forgot all of its steps
             if not served:
                 what = "the slot holds no episode: it is being written, or its writer died"
@@ -259,7 +259,7 @@ class Survey(Storage):
             if self.pending is not None and self.pending.slot == slot:
                 return None
             return Finding("episodes.npy", "the episode was being changed, and what into is lost", slot, serial)
-        if known:
+        if is_valid:
             return Finding("episodes.npy", "the record fails its check, in one byte", slot, serial, lost=served)
         if word[CHECK] != check_of(word[None])[0]:
             return Finding("episodes.npy", "the record fails its check", slot)
@@ -284,7 +284,7 @@ class Survey(Storage):
             yield from self.episode(slot)
 
     def episode(self, slot: int) -> Iterator[Finding]:
-        """What is wrong with the rows of a visible slot."""
+        """The findings in the rows of a visible slot."""
         serial, cut = int(self.table.serial[slot]), self.cut(slot)
         for name in cut:
             key = name if name in self.broken else name + BLOBS
@@ -312,7 +312,7 @@ class Survey(Storage):
         return int(self.table.generation[slot]), int(self.table.check[slot])
 
     def _fault(self, name: str, slot: int) -> str:
-        """What is wrong with the index of an episode's blobs."""
+        """The fault in the index of an episode's blobs; "" for none."""
         field, is_grid = self.layout.coded[name], self.layout.rows is None
         index = self.maps.rows[name][self.rows_of(slot, field.final)].copy() if name in self.maps.rows else None
         region = self.layout.region(name, slot) if is_grid else None
@@ -345,7 +345,7 @@ class Survey(Storage):
 
     @property
     def least(self) -> dict[str, int]:
-        """What the counters `next` and `term` must be at least, as the records have it."""
+        """The least values that the counters `next` and `term` may have, as the records have it."""
         table = self.repaired.table
         serials = table.serial[table.valid & (table.serial < LAST)]
         terms = self.repaired.maps.words.view(RECORD)[:, 0]["term"][table.valid]
@@ -355,12 +355,12 @@ class Survey(Storage):
         """The words of state.npy that cannot be, each with what it should be."""
         state, least = self.state, self.least
         # Before `next`, which rises: a writer beside this raises the others to what it is then at most.
-        found = {name: state(name) for name in ("base", "synced", "suspect", "clean", "term")}
+        words = {name: state(name) for name in ("base", "synced", "suspect", "clean", "term")}
         right = {} if state("next") < MAX_SERIAL else {"next": least["next"]}
         following = max(least["next"], right.get("next", state("next")))
         bounds = {"base": (following, 0), "synced": (following, 0), "suspect": (following, following), "clean": (1, 0)}
         bounds["term"] = (MAX_TERM - 1, least["term"])
-        return right | {name: value for name, (most, value) in bounds.items() if found[name] > most}
+        return right | {name: value for name, (most, value) in bounds.items() if words[name] > most}
 
     def _state(self) -> Iterator[Finding]:
         for name, value in self.state_faults().items() if "/state" not in self.broken else ():
@@ -369,10 +369,10 @@ class Survey(Storage):
 
     @cached_property
     def update_left(self) -> redo.Left:
-        """What `.redo` says, if there is one."""
+        """The content of `.redo`, if there is one."""
         try:
-            with redo.left(self) as found:
-                return found
+            with redo.left(self) as update:
+                return update
         except OSError as error:
             return redo.Left(why=self._reason(error, redo.NAME))
 

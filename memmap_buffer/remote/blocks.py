@@ -48,7 +48,7 @@ class Blocks:
         key: what tells the file of these words from every other.
     """
 
-    _known: ClassVar[WeakValueDictionary[tuple[int, int], Blocks]] = WeakValueDictionary()  # threads share `_busy`
+    _by_key: ClassVar[WeakValueDictionary[tuple[int, int], Blocks]] = WeakValueDictionary()  # threads share `_busy`
     _making = threading.Lock()
 
     def __init__(self, folder: Folder, files: Sequence[int], locks: RangeLocks, place: str) -> None:
@@ -72,11 +72,11 @@ class Blocks:
             FileNotFoundError, CorruptBufferError: there are none, or other files than those of a mirror.
         """
         with cls._making:
-            found = cls._known.get(folder.file_key(NAME))
-            if found is None:
-                found = cls(folder, files, locks, place)
-                cls._known[found.key] = found
-            return found
+            blocks = cls._by_key.get(folder.file_key(NAME))
+            if blocks is None:
+                blocks = cls(folder, files, locks, place)
+                cls._by_key[blocks.key] = blocks
+            return blocks
 
     def _begin_boot(self) -> None:
         """After another boot of the machine what was written may not have reached the disk: it is checked again.
@@ -94,21 +94,21 @@ class Blocks:
                 self._locks.give(self._first + len(self.words), 1)
 
     def absent(self, blocks: IntArray) -> IntArray:
-        """Those of some blocks that are not there."""
+        """The blocks among some that are not there."""
         absent: IntArray = blocks[self.words[blocks, COUNTER] & np.uint32(1) == 1]
         return absent
 
     def counters(self, blocks: IntArray) -> Words:
         """Their counters now."""
-        found: Words = self.words[blocks, COUNTER].copy()
-        return found
+        counters: Words = self.words[blocks, COUNTER].copy()
+        return counters
 
     def touch(self, blocks: IntArray, tick: int) -> None:
         """Note that they are used now."""
         self.words[blocks, USED] = tick
 
     def change(self, block: int) -> None:
-        """One that was absent is there, or the other way round; its lock is held."""
+        """Note that a block that was absent is there, or the other way round; its lock is held."""
         self.words[block, COUNTER] += np.uint32(1)
 
     @contextmanager
@@ -117,18 +117,20 @@ class Blocks:
         with self._changed:
             mine = sorted(set(blocks).difference(self._busy))
             self._busy.update(mine)
-        held: list[tuple[int, int]] = []
+        locked_ranges: list[tuple[int, int]] = []
         try:
             for first, stop in runs(mine):
                 if self._locks.try_take(self._first + first, stop - first):
-                    held.append((first, stop))
+                    locked_ranges.append((first, stop))
                 else:
-                    held.extend(
-                        (one, one + 1) for one in range(first, stop) if self._locks.try_take(self._first + one, 1)
+                    locked_ranges.extend(
+                        (block, block + 1)
+                        for block in range(first, stop)
+                        if self._locks.try_take(self._first + block, 1)
                     )
-            yield np.array([block for part in held for block in range(*part)], np.int64)
+            yield np.array([block for part in locked_ranges for block in range(*part)], np.int64)
         finally:
-            for first, stop in held:
+            for first, stop in locked_ranges:
                 self._locks.give(self._first + first, stop - first)
             self._done_with(mine)
 
@@ -163,7 +165,7 @@ def by_last_use(used: Words) -> Words:
 def _after_fork() -> None:
     """The threads that were at work, and may have held any lock, are the parent's."""
     Blocks._making = threading.Lock()
-    for blocks in list(Blocks._known.values()):
+    for blocks in list(Blocks._by_key.values()):
         blocks._busy, blocks._changed = set(), threading.Condition()
 
 

@@ -78,15 +78,15 @@ class Cache:
             fetch: gives its bytes.
             anew: what was kept is not right.
         """
-        found = None if anew else self._heads.get(name)
-        if found is None and not anew:
-            found = self._kept_head(name, size)
-        if found is None:
-            found = memoryview(fetch())
-            self._keep(head_object(name), found)
-            found = self._kept_head(name, size) or found  # which takes no memory of this process
-        self._heads[name] = found
-        return found
+        content = None if anew else self._heads.get(name)
+        if content is None and not anew:
+            content = self._kept_head(name, size)
+        if content is None:
+            content = memoryview(fetch())
+            self._keep(head_object(name), content)
+            content = self._kept_head(name, size) or content  # which takes no memory of this process
+        self._heads[name] = content
+        return content
 
     def _kept_head(self, name: str, size: int) -> memoryview | None:
         with suppress(OSError, CorruptBufferError):
@@ -169,13 +169,13 @@ class Cache:
 
     def counters(self, names: Iterable[str]) -> dict[str, tuple[IntArray, Words]]:
         """Of mirrors, by the names of their folders, the bytes and the counter of each block."""
-        found: dict[str, tuple[IntArray, Words]] = {}
+        counters: dict[str, tuple[IntArray, Words]] = {}
 
         def look(folder: Folder, blocks: Blocks, _: dict[str, int]) -> None:
-            found[folder.path.name] = blocks.sizes, blocks.words[:, COUNTER].copy()
+            counters[folder.path.name] = blocks.sizes, blocks.words[:, COUNTER].copy()
 
         self._each(look, names)
-        return found
+        return counters
 
     def _each(self, work: Callable[[Folder, Blocks, dict[str, int]], None], names: Iterable[str] | None = None) -> None:
         """Do something with each mirror, or with some: its folder, its blocks, and its files with their sizes."""
@@ -191,17 +191,17 @@ class Cache:
 
     def _count(self) -> int:
         """The bytes of the blocks that may be on the disk."""
-        found: list[int] = []
-        self._each(lambda folder, blocks, files: found.append(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum())))
-        return sum(found)
+        sizes: list[int] = []
+        self._each(lambda folder, blocks, files: sizes.append(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum())))
+        return sum(sizes)
 
     def _give_back(self, size: int, keep: Sequence[tuple[Blocks, IntArray]]) -> int:
         """Give so many bytes of the longest unused blocks back; how many were."""
-        found: list[tuple[Folder, Blocks, dict[str, int]]] = []
-        self._each(lambda *mirror: found.append(mirror))
-        used = np.concatenate([blocks.words[:, USED] for _, blocks, _ in found])
-        local = np.concatenate([_local_but(blocks, keep) for _, blocks, _ in found])
-        starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in found)])
+        mirrors: list[tuple[Folder, Blocks, dict[str, int]]] = []
+        self._each(lambda *mirror: mirrors.append(mirror))
+        used = np.concatenate([blocks.words[:, USED] for _, blocks, _ in mirrors])
+        local = np.concatenate([_local_but(blocks, keep) for _, blocks, _ in mirrors])
+        starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in mirrors)])
         order = np.flatnonzero(local)
         order = order[np.argsort(by_last_use(used[order]), kind="stable")]
         freed = 0
@@ -209,14 +209,14 @@ class Cache:
             if freed >= size:
                 break
             number = int(np.searchsorted(starts, place, side="right")) - 1
-            folder, blocks, files = found[number]
+            folder, blocks, files = mirrors[number]
             block = place - int(starts[number])
             freed += int(blocks.sizes[block]) * _give_back(Folder(folder.path), blocks, files, block)
         return freed
 
 
 class Traffic:
-    """What is fetched of mirrors from now on, by all processes that share their caches.
+    """The bytes that are fetched of mirrors from now on, by all processes that share their caches.
 
     Args:
         where: what they are, for the log.
@@ -284,15 +284,15 @@ def place_of(path: Path) -> str:
 
 def _give_back(folder: Folder, blocks: Blocks, files: dict[str, int], block: int) -> bool:
     """Give one block back, unless somebody is at it."""
-    with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.held() as held:
-        if not mine.size or held.file_key(NAME) != blocks.key:
+    with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.held() as mirror:
+        if not mine.size or mirror.file_key(NAME) != blocks.key:
             return False
         if not blocks.words[block, COUNTER] & np.uint32(1):
             blocks.change(block)
         first = block
         for name, size in files.items():
             if first < num_blocks(size):
-                held.punch(name, first * BLOCK, min((first + 1) * BLOCK, size))
+                mirror.punch(name, first * BLOCK, min((first + 1) * BLOCK, size))
                 break
             first -= num_blocks(size)
         blocks.words[block, LOCAL] = 0

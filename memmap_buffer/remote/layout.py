@@ -51,7 +51,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 def digest(data: Any) -> str:
-    """What names the bytes of a head or a list of digests: 32 hexadecimal digits."""
+    """The digest that names the bytes of a head or a list of digests: 32 hexadecimal digits."""
     from hashlib import blake2b  # it takes 4 ms to load
 
     return blake2b(data, digest_size=16).hexdigest()
@@ -82,7 +82,7 @@ def data_files(layout: Layout) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """What is known of a shard before anything of it is opened.
+    """The facts about a shard that are known before anything of it is opened.
 
     Args:
         id: of the buffer.
@@ -103,7 +103,7 @@ class Shard:
     blocks: str
 
     def prefix(self, name: str = "") -> str:
-        """What the paths of its files begin with: under a root its name is needed, under its own URL it is not."""
+        """The beginning of the paths of its files: under a root its name is needed, under its own URL it is not."""
         return f"{name}/{self.version}/" if name else f"{self.version}/"
 
     @property
@@ -127,7 +127,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Root:
-    """What `root.json` says.
+    """The content of `root.json`.
 
     Args:
         shards: name -> what is known of it.
@@ -167,14 +167,14 @@ class Root:
         return cls(shards, heads)
 
     def with_shards(self, shards: Mapping[str, Shard], heads: Mapping[str, int]) -> Root:
-        """The same with more shards, or others under their names; heads that no shard has any more are left out."""
+        """The root with more shards, or others under their names; heads that no shard has any more are left out."""
         shards = {**self.shards, **shards}
-        used = {one.head[0] for one in shards.values()}
+        used = {shard.head[0] for shard in shards.values()}
         return replace(self, shards=shards, heads={k: n for k, n in {**self.heads, **heads}.items() if k in used})
 
 
 def version_of(head: bytes, blocks: str) -> str:
-    """What names a version of a shard, and checks its head.
+    """The name of a version of a shard, by which its head is checked, too.
 
     Args:
         head: the bytes of its head.

@@ -150,11 +150,11 @@ class Mirror:
     @cached_property
     def files(self) -> dict[str, tuple[int, int]]:
         """The files that are fetched block by block: name -> (its first block, its bytes)."""
-        found, first = {}, 0
+        files, first = {}, 0
         for name, size in data_files(self.layout).items():
-            found[name] = first, size
+            files[name] = first, size
             first += num_blocks(size)
-        return found
+        return files
 
     @property
     def num_blocks(self) -> int:
@@ -170,10 +170,10 @@ class Mirror:
     @property
     def local(self) -> Local:
         """The local copy, made or made anew where it is not whole."""
-        found = self._local
-        if found is None:
-            found = self._local = self._opened()
-        return found
+        local = self._local
+        if local is None:
+            local = self._local = self._opened()
+        return local
 
     @property
     def blocks(self) -> Blocks:
@@ -236,8 +236,8 @@ class Mirror:
     def digests(self) -> Array:
         """(blocks,) u8, fetched when the first block is."""
         require_digests([self])
-        found: Array = self.__dict__["digests"]
-        return found
+        digests: Array = self.__dict__["digests"]
+        return digests
 
     @property
     def digests_at(self) -> tuple[int, int]:
@@ -257,12 +257,12 @@ class Mirror:
         first, size = self.files[name]
         begin, end = np.clip(begin, 0, size - 1), np.minimum(end, size)  # an index that was forged may say anything
         low, high = begin // BLOCK, np.maximum(end - 1, begin) // BLOCK
-        held = np.zeros(num_blocks(size), np.bool_)
-        held[low] = held[high] = True
+        mask = np.zeros(num_blocks(size), np.bool_)
+        mask[low] = mask[high] = True
         wide = np.flatnonzero(high > low + 1)
         if wide.size:
-            held[_expanded(low[wide], high[wide])] = True
-        return first + np.flatnonzero(held)
+            mask[_expanded(low[wide], high[wide])] = True
+        return first + np.flatnonzero(mask)
 
     def blocks_of_rows(self, rows: Rows) -> IntArray:
         """The blocks that hold rows of a field, of one that is compressed those of its index."""
@@ -302,7 +302,7 @@ class Mirror:
     def write(self, blocks: Blocks, piece: range, data: bytes) -> None:
         """Have neighbouring blocks there, whose locks are held."""
         name, start, _ = self.place(piece[0])
-        with self._held(blocks) as folder, folder.changing(name, self.files[name][1]) as fd:
+        with self._held_folder(blocks) as folder, folder.changing(name, self.files[name][1]) as fd:
             try:
                 write_all(fd, data, start)
             except OSError as error:
@@ -319,7 +319,7 @@ class Mirror:
         chosen = chosen[blocks.words[chosen, LOCAL] != 0]
         if not chosen.size:
             return
-        with self._held(blocks) as folder:
+        with self._held_folder(blocks) as folder:
             for block in chosen.tolist():
                 name, start, stop = self.place(block)
                 with folder.reading(name) as (fd, _):
@@ -327,7 +327,7 @@ class Mirror:
                         blocks.change(block)
 
     @contextmanager
-    def _held(self, blocks: Blocks) -> Iterator[Folder]:
+    def _held_folder(self, blocks: Blocks) -> Iterator[Folder]:
         """The folder whose blocks these are. Raises _RemovedError where it stands there no more."""
         try:
             with Folder(self.path).held() as folder:
@@ -350,7 +350,7 @@ class Mirror:
         return storage
 
     def read(self, storage: Storage, name: str, low: IntArray, high: IntArray, copy: Callable[[], T]) -> T:
-        """What a function copies of some rows, once all of them stayed meanwhile."""
+        """The result of a function that copies some rows, once all of them stayed meanwhile."""
         return _copied([(storage, [Rows(name, low, high)])], copy)
 
     def rows(self, name: str) -> Array:
@@ -358,17 +358,17 @@ class Mirror:
         return self.local.arrays[name]
 
     def coded(self, name: str) -> CodedRows:
-        """What it takes to decode a field."""
+        """The blobs and the dictionary that it takes to decode a field."""
         local, key = self.local, name + DICTIONARY
-        found = local.coded.get(name)
-        if found is None:
+        coded_rows = local.coded.get(name)
+        if coded_rows is None:
             content = None
             if key in local.arrays:
                 content = _all_of(self, key)
             dictionary = None if content is None else Dictionary.of(content)
-            found = CodedRows(self.layout.coded[name], local.arrays[name + BLOBS].reshape(-1), dictionary)
-            local.coded[name] = found
-        return found
+            coded_rows = CodedRows(self.layout.coded[name], local.arrays[name + BLOBS].reshape(-1), dictionary)
+            local.coded[name] = coded_rows
+        return coded_rows
 
 
 class _RemovedError(Exception):
@@ -376,7 +376,7 @@ class _RemovedError(Exception):
 
 
 class _ByName(Mapping[str, T]):
-    """What is looked up when it is used: the copy that it comes from may be another one each time."""
+    """Values that are looked up when they are used: the copy that they come from may be another one each time."""
 
     def __init__(self, names: Mapping[str, Any], find: Callable[[str], T]) -> None:
         self._names, self._find = names, find
@@ -450,7 +450,7 @@ class MirrorStorage(Storage):
         return folder.path == self.path
 
     def require_schema(self, *, to_write: bool = False) -> None:
-        """What was published never changes."""
+        """A published folder never changes."""
 
     def slices_of(self, name: str, steps: int) -> Array:
         return slices_of(self.maps.rows[name], steps)  # not kept: it would keep a map that is not used any more
@@ -467,14 +467,14 @@ def bring(wanted: Wanted) -> Taken:
         mirror = storage.mirror
         whole = taken.add_whole(mirror)
         if not whole and rows:
-            parts.setdefault(mirror, []).extend(mirror.blocks_of_rows(one) for one in rows)
+            parts.setdefault(mirror, []).extend(mirror.blocks_of_rows(field_rows) for field_rows in rows)
     taken.add(parts)
     blobs: dict[Mirror, list[IntArray]] = {}
     for storage, rows in wanted:
         if storage.mirror in parts:
-            for one in rows:
-                if one.name in storage.layout.coded:
-                    blobs.setdefault(storage.mirror, []).append(storage.mirror.blocks_of_blobs(one))
+            for field_rows in rows:
+                if field_rows.name in storage.layout.coded:
+                    blobs.setdefault(storage.mirror, []).append(storage.mirror.blocks_of_blobs(field_rows))
     if blobs:
         taken.add({mirror: [*each, *blobs.get(mirror, [])] for mirror, each in parts.items()})  # none for another
     return taken
@@ -500,22 +500,26 @@ def bring_later(wanted: Wanted) -> None:
 def _bring_each(asked: SimpleQueue[Wanted], turn: threading.Lock) -> None:
     """Of two threads the second asks once the first has, so that the line is busy while that one writes."""
     while True:
-        with ExitStack() as held:
-            held.enter_context(turn)
-            _bring_quietly(asked.get(), held.close)
+        with ExitStack() as locks:
+            locks.enter_context(turn)
+            _bring_quietly(asked.get(), locks.close)
 
 
 def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
     with suppress(Exception):
         parts: dict[Mirror, list[IntArray]] = {}
         for storage, rows in wanted:
-            parts.setdefault(storage.mirror, []).extend(storage.mirror.blocks_of_rows(one) for one in rows)
+            parts.setdefault(storage.mirror, []).extend(
+                storage.mirror.blocks_of_rows(field_rows) for field_rows in rows
+            )
         chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in parts.items() if each}
         size = sum(int(mirror.blocks.sizes[these].sum()) for mirror, these in chosen.items())
         if chosen and all(mirror.cache.has_room_beside(size) for mirror in chosen):
             fetch(chosen, begun)
             begun()
-            coded = [(s, rows) for s, rows in wanted if s.layout.coded.keys() & {one.name for one in rows}]
+            coded = [
+                (s, rows) for s, rows in wanted if s.layout.coded.keys() & {field_rows.name for field_rows in rows}
+            ]
             bring(coded)  # their blobs
 
 
@@ -523,9 +527,9 @@ def _copied(wanted: Wanted, copy: Callable[[], T]) -> T:
     until = time.monotonic() + PATIENCE
     while True:
         taken = bring(wanted)
-        found = copy()
+        result = copy()
         if taken.unchanged():
-            return found
+            return result
         if time.monotonic() > until:
             raise SchemaError(
                 f"cache_bytes: {wanted[0][0].mirror.cache.limit} are too few for all that read from this cache at a "
@@ -540,9 +544,9 @@ def _all_of(mirror: Mirror, key: str) -> Array:
     while time.monotonic() < until:
         taken = Taken()
         taken.add({mirror: [mirror.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size]))]})
-        found = mirror.local.arrays[key].copy()
+        content = mirror.local.arrays[key].copy()
         if taken.unchanged():
-            return found
+            return content
     raise SchemaError(f"cache_bytes: {mirror.cache.limit} are too few for all that read from this cache; give more")
 
 
@@ -659,16 +663,16 @@ def _fetch_absent(
     until = time.monotonic() + PATIENCE
     while absent:
         part = _by_mirror(absent[:size])
-        with ExitStack() as held:
-            taken = {m: held.enter_context(blocks[m].taken(these.tolist())) for m, these in part.items()}
+        with ExitStack() as locks:
+            taken = {m: locks.enter_context(blocks[m].taken(these.tolist())) for m, these in part.items()}
             mine = dict(filter(_any_taken, taken.items()))
             fits = _fetch_held(mine, blocks, [(blocks[m], these) for m, these in chosen.items()], begun)
         if fits:
             others = {m: np.setdiff1d(these, taken[m], True) for m, these in part.items()}
-            left = [(m, block) for m, these in others.items() for block in blocks[m].absent(these).tolist()]
-            if left and not mine:
-                blocks[left[0][0]].wait_for(left[0][1])
-            absent, until = absent[size:] + left, time.monotonic() + PATIENCE
+            still_absent = [(m, block) for m, these in others.items() for block in blocks[m].absent(these).tolist()]
+            if still_absent and not mine:
+                blocks[still_absent[0][0]].wait_for(still_absent[0][1])
+            absent, until = absent[size:] + still_absent, time.monotonic() + PATIENCE
         elif time.monotonic() > until:
             raise SchemaError(
                 f"cache_bytes: {next(iter(chosen)).cache.limit:,} are too few for all that read from this cache at a "
@@ -694,7 +698,7 @@ def _fetch_held(
     require_digests([mirror for mirror, these in part.items() if these.size])
     for mirror, these in part.items():
         mirror.look_at(blocks[mirror], these)
-    part = {mirror: left for mirror, these in part.items() if (left := blocks[mirror].absent(these)).size}
+    part = {mirror: absent for mirror, these in part.items() if (absent := blocks[mirror].absent(these)).size}
     for cache in {mirror.cache for mirror in part}:
         wanted = [(blocks[mirror], these) for mirror, these in part.items() if mirror.cache is cache]
         if not cache.reserve(wanted, keep):
@@ -779,10 +783,10 @@ def _kept_digests(mirror: Mirror) -> bool:
 
 
 def _by_mirror(absent: Sequence[tuple[Mirror, int]]) -> Chosen:
-    found: dict[Mirror, list[int]] = {}
+    blocks: dict[Mirror, list[int]] = {}
     for mirror, block in absent:
-        found.setdefault(mirror, []).append(block)
-    return {mirror: np.array(these, np.int64) for mirror, these in found.items()}
+        blocks.setdefault(mirror, []).append(block)
+    return {mirror: np.array(these, np.int64) for mirror, these in blocks.items()}
 
 
 def _expanded(low: IntArray, high: IntArray) -> IntArray:

@@ -38,11 +38,11 @@ _file_systems: list[Any] = []  # all that were opened: a forked child that dropp
 
 def shown(text: str) -> str:
     """A URL, or a text that has some, without users, passwords and queries."""
-    return _URL.sub(lambda found: found[1] + found[3], text)
+    return _URL.sub(lambda match: match[1] + match[3], text)
 
 
 class _Unfit(Exception):
-    """What came is not what was asked for: `again` whether another try may help."""
+    """An answer that is not what was asked for: `again` whether another try may help."""
 
     def __init__(self, what: str, again: bool = True) -> None:
         super().__init__(what)
@@ -57,22 +57,22 @@ class _Line:
     """
 
     def __init__(self) -> None:
-        self._room, self._turn, self._left = BYTES_IN_FLIGHT, asyncio.Lock(), asyncio.Event()
+        self._room, self._turn, self._room_freed = BYTES_IN_FLIGHT, asyncio.Lock(), asyncio.Event()
 
     async def enter(self, size: int) -> int:
         """Wait for the turn of a range of so many bytes; the room that it has then, and gives back by `leave`."""
         size = min(max(size, BYTES_IN_FLIGHT // IN_FLIGHT), BYTES_IN_FLIGHT)
         async with self._turn:
             while self._room < size:
-                self._left.clear()
-                await self._left.wait()
+                self._room_freed.clear()
+                await self._room_freed.wait()
             self._room -= size
         return size
 
     def leave(self, room: int) -> None:
         """Something is not in flight any more."""
         self._room += room
-        self._left.set()
+        self._room_freed.set()
 
 
 class _Opened(NamedTuple):
@@ -127,8 +127,8 @@ class Objects:
 
     def read_ranges(self, ranges: Sequence[Range], check: Callable[[int, bytes], bool] | None = None) -> list[bytes]:
         """The bytes of each (path, start, stop), as `stream` fetches them."""
-        found: dict[int, bytes] = dict(self.stream(ranges, check))
-        return [found[i] for i in range(len(ranges))]
+        contents: dict[int, bytes] = dict(self.stream(ranges, check))
+        return [contents[i] for i in range(len(ranges))]
 
     def stream(
         self, ranges: Sequence[Range], check: Callable[[int, bytes], bool] | None = None
@@ -147,10 +147,10 @@ class Objects:
             for i, wanted in enumerate(ranges):
                 asked[self._submit(_outcome(self._read_range(i, wanted, check)))] = i
             for future in as_completed(asked):
-                i, found = asked.pop(future), future.result()
-                if isinstance(found, RemoteError):
-                    raise found
-                yield i, found
+                i, outcome = asked.pop(future), future.result()
+                if isinstance(outcome, RemoteError):
+                    raise outcome
+                yield i, outcome
         finally:
             for future in reversed(asked):  # one that waits for room before the one that has it
                 future.cancel()
@@ -251,7 +251,7 @@ class Objects:
     async def _try(
         self, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0, line: _Line | None = None
     ) -> Result:
-        """What a request gives, made when the line has room for it; it is made again after a failure that may pass."""
+        """The result of a request, made when the line has room for it, and again after a failure that may pass."""
         pause, error = FIRST_PAUSE, Exception()
         for attempt in range(1, self._tries + 1):
             room = 0 if line is None else await line.enter(size)
@@ -267,7 +267,7 @@ class Objects:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         url, missing = self.name_of(path), _is_missing(error)
-        came = "there is none" if missing else _told(error)
+        came = "there is none" if missing else _description(error)
         raise RemoteError(
             f"{url}: {what}: {came} (tries: {attempt}); {_remedy(error, missing)}",
             url=url,
@@ -342,10 +342,10 @@ class Objects:
 
     async def _size(self, path: str) -> int | None:
         async def request() -> int:
-            found = (await self._call("info", self._path(path))).get("size")
-            if type(found) is not int:
+            size = (await self._call("info", self._path(path))).get("size")
+            if type(size) is not int:
                 raise _Unfit("the store does not tell how large it is", again=False)
-            return found
+            return size
 
         try:
             return await self._try("size", path, request)
@@ -357,8 +357,8 @@ class Objects:
     async def _names(self, path: str) -> list[str]:
         async def request() -> list[str]:
             self._open().fs.invalidate_cache()
-            found = await self._call("ls", self._path(path), detail=False)
-            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+            paths = await self._call("ls", self._path(path), detail=False)
+            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in paths)
 
         try:
             return await self._try("list", path, request)
@@ -408,7 +408,7 @@ class Objects:
 
 
 def _after_fork() -> None:
-    """What fsspec makes its loop under may have been held by another thread; its own handler leaves that as it is."""
+    """The lock that fsspec makes its loop under may have been held by another thread; fsspec itself leaves it so."""
     if "fsspec.asyn" in sys.modules:
         sys.modules["fsspec.asyn"].reset_lock()
 
@@ -417,7 +417,7 @@ after_fork(_after_fork)
 
 
 async def _outcome(work: Coroutine[Any, Any, bytes]) -> bytes | RemoteError:
-    """What a request gives, or its error: asyncio logs one that nobody asks for, as after the first of many."""
+    """The result of a request, or its error: asyncio logs one that nobody asks for, as after the first of many."""
     try:
         return await work
     except RemoteError as error:
@@ -437,19 +437,20 @@ async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) ->
         reply.raise_for_status()
         if exact and reply.status != 206:
             raise _Unfit(NO_RANGES, again=False)
-        data, left = bytearray(), stop - start + exact
-        if reply.content_length is not None and reply.content_length <= left:
+        data, bytes_left = bytearray(), stop - start + exact
+        if reply.content_length is not None and reply.content_length <= bytes_left:
             whole: bytes = await reply.read()
             return whole
-        while left > 0 and (part := await reply.content.read(left)):
+        while bytes_left > 0 and (part := await reply.content.read(bytes_left)):
             data += part
-            left -= len(part)
+            bytes_left -= len(part)
         return bytes(data)
 
 
 def _status(error: Exception) -> int:
     """The HTTP status that an error is about, 0 if none."""
-    statuses = (getattr(one, "status", None) for one in (error, error.__cause__))  # fsspec may hide it behind another
+    # fsspec may hide it behind another
+    statuses = (getattr(cause, "status", None) for cause in (error, error.__cause__))
     return next((status for status in statuses if isinstance(status, int)), 0)
 
 
@@ -484,7 +485,7 @@ def _has_changed(error: BaseException | None) -> bool:
     return False
 
 
-def _told(error: Exception) -> str:
+def _description(error: Exception) -> str:
     if isinstance(error, _Unfit):
         return str(error)
     if isinstance(error, asyncio.TimeoutError):

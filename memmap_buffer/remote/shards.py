@@ -111,7 +111,7 @@ class RemoteShards:
             self._read_at = time.monotonic()
         new = {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
         if new:
-            found, numbers, names = dict[int, Storage](), self._numbers(), dict[str, list[str]]()
+            storages, numbers, names = dict[int, Storage](), self._numbers(), dict[str, list[str]]()
             for name, shard in new.items():
                 names.setdefault(shard.head[0], []).append(name)
             for key in self._fetch_heads(names):
@@ -119,14 +119,14 @@ class RemoteShards:
                 for name in names[key]:
                     shard = new[name]
                     mirror = Mirror(self._objects, shard.prefix(name), shard, self._cache, head)
-                    found[numbers[name]] = mirror.storage()
+                    storages[numbers[name]] = mirror.storage()
                     self._versions[name] = shard.version
-            self.storages = self.storages | dict(sorted(found.items()))  # each stays in the place that it has
+            self.storages = self.storages | dict(sorted(storages.items()))  # each stays in the place that it has
             self._read_at = time.monotonic()  # however long that took
         return self.storages
 
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
-        """The same; a number that there is none of stays unknown."""
+        """The storages, as `look` returns them; a number that there is none of stays unknown."""
         if any(number not in self.storages for number in numbers):
             self._read_at = -LOOK_SECONDS
             return self.look()
@@ -134,8 +134,8 @@ class RemoteShards:
 
     def by_name(self) -> list[Storage]:
         """The storages in the order of the shards' names."""
-        found, numbers = self.look(), self._known_numbers
-        return [found[numbers[name]] for name in sorted(numbers)]
+        storages, numbers = self.look(), self._known_numbers
+        return [storages[numbers[name]] for name in sorted(numbers)]
 
     def _numbers(self) -> dict[str, int]:
         """The number of each shard: that in its name, unless one before it in the list has it; else the next.
@@ -148,8 +148,8 @@ class RemoteShards:
         highest = max(used, default=-1)
         for name in self._root.shards:
             if name not in numbers:
-                found = _NUMBERED.fullmatch(name)
-                number = int(found[1]) if found else highest + 1
+                match = _NUMBERED.fullmatch(name)
+                number = int(match[1]) if match else highest + 1
                 numbers[name] = highest + 1 if number in used else number
                 used.add(numbers[name])
                 highest = max(highest, numbers[name])

@@ -58,12 +58,12 @@ class Anchors(NamedTuple):
         return Anchors._make([None if column[0] is None else np.concatenate(column) for column in columns])
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
-        """The same anchors, but `others` at the positions `chosen`; others that were not drawn by priority weigh 0.
+        """The anchors with `others` at the positions `chosen`; others that were not drawn by priority weigh 0.
 
         The records of all of them must be looked up again.
         """
-        one, others = _alike([self, others])
-        out = Anchors(*(None if column is None else column.copy() for column in one[:8]))  # type: ignore[arg-type]
+        own, others = _alike([self, others])
+        out = Anchors(*(None if column is None else column.copy() for column in own[:8]))  # type: ignore[arg-type]
         for column, new in zip(out[:8], others[:8], strict=True):
             if column is not None:
                 column[chosen] = 0 if new is None else new
@@ -116,7 +116,7 @@ class Runs:
 
 
 def _alike(parts: Sequence[Anchors]) -> Sequence[Anchors]:
-    """The same with room for as many following episodes in each."""
+    """Batches of anchors with room for as many following episodes in each."""
     most = max((0 if part.following is None else part.following.shape[1] for part in parts), default=0)
     if not most:
         return parts

@@ -185,16 +185,16 @@ class BatchBuilder:
         begin, stop = np.full_like(whole, -1), whole.copy()
         for start in range(0, ends.after, LOOK):
             steps = range(start, min(start + LOOK, ends.after))
-            found = self._is_end(steps)
-            here = found.any(axis=1) & (stop == whole)
-            stop = np.where(here, self.t + start + found.argmax(axis=1) + 1, stop)
+            is_end = self._is_end(steps)
+            here = is_end.any(axis=1) & (stop == whole)
+            stop = np.where(here, self.t + start + is_end.argmax(axis=1) + 1, stop)
             if not ((stop == whole) & (self.t + steps.stop < whole)).any():
                 break
         for start in range(0, ends.before, LOOK):
             steps = range(-min(start + LOOK, ends.before), -start)
-            found = self._is_end(steps)[:, ::-1]
-            here = found.any(axis=1) & (begin < 0)
-            begin = np.where(here, self.t - start - found.argmax(axis=1), begin)
+            is_end = self._is_end(steps)[:, ::-1]
+            here = is_end.any(axis=1) & (begin < 0)
+            begin = np.where(here, self.t - start - is_end.argmax(axis=1), begin)
             if not ((begin < 0) & (self.t + steps.start > 0)).any():
                 break
         self.has_final = (self._flags & FINAL).astype(np.bool_) & (stop == whole)
@@ -234,8 +234,8 @@ class BatchBuilder:
     @cached_property
     def goes_on(self) -> BoolArray:
         """(B,) whether something is known to follow the last step: an observation, or that nothing does."""
-        told = self._ends.recorded and not self._parted
-        return (self._flags & (FINAL | TERMINATED)).astype(np.bool_) if told else self.has_final | self.terminated
+        recorded = self._ends.recorded and not self._parted
+        return (self._flags & (FINAL | TERMINATED)).astype(np.bool_) if recorded else self.has_final | self.terminated
 
     def limit(self, final: bool) -> IntArray:
         """(B,) how many entries each anchor's episode has of fields with or without `final`."""
@@ -258,25 +258,25 @@ class BatchBuilder:
         Returns:
             (B,) the timesteps that exist are below it; those beyond the episode are of others.
         """
-        item, found = find_following(self.folders, self.anchors)
-        halves: npt.NDArray[np.uint32] = found.anchors.words.view(np.uint32)  # type: ignore[union-attr]
+        item, records = find_following(self.folders, self.anchors)
+        halves: npt.NDArray[np.uint32] = records.anchors.words.view(np.uint32)  # type: ignore[union-attr]
         start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
         sums = np.append(0, np.cumsum(stop - start))
         # Behind the item's own steps, and those of the episodes before it.
         before = sums[:-1] - sums[np.searchsorted(item, item)]
         lead = np.minimum((self.length - self.t)[item] + before, steps)
         end = np.minimum(lead + stop - start, steps)
-        self._following = Following(item, found, start, lead, end)
+        self._following = Following(item, records, start, lead, end)
         return self.length + np.bincount(item, stop - start, len(self.t)).astype(np.int64)
 
     def put_ends(self, first: str, last: str, steps: range) -> None:
         """Put (B, K) where episodes begin in an item that runs on, and its own first step; and where they end."""
-        item, found, start, lead, end = self._following  # type: ignore[misc]
-        flags = found.anchors.words.view(np.uint32)[:, FLAGS]  # type: ignore[union-attr]
+        item, records, start, lead, end = self._following  # type: ignore[misc]
+        flags = records.anchors.words.view(np.uint32)[:, FLAGS]  # type: ignore[union-attr]
         begins, ends = np.zeros((2, len(self.t), len(steps)), np.bool_)
         begins[:, 0] = True
         begins[item[end > lead], lead[end > lead]] = True
-        own, whole = self.length - self.t, found.anchors.length - start == end - lead
+        own, whole = self.length - self.t, records.anchors.length - start == end - lead
         # What is still appended to an episode follows its last step of now.
         over = np.flatnonzero((own <= len(steps)) & (self._flags & OPEN == 0))
         ends[over, own[over] - 1] = True
@@ -413,10 +413,10 @@ class BatchBuilder:
         """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
         self._require_mask(offsets)
         steps = array_of(offsets)
-        found = steps < ((self.length if limit is None else limit) - self.t)[:, None]
+        there = steps < ((self.length if limit is None else limit) - self.t)[:, None]
         if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
-            found &= steps >= -self.t[:, None]
-        return np.asarray(found)
+            there &= steps >= -self.t[:, None]
+        return np.asarray(there)
 
     # Where rows lie
 
@@ -649,18 +649,18 @@ class BatchBuilder:
 
         What a folder showed at a value of its change counter is as it was as long as that stands.
         """
-        since, known, only = self._since, self._since is not None, self.found.only
+        since, has_since, only = self._since, self._since is not None, self.found.only
         nothing_else = self._there is None and self._broken is None and self._following is None and not self._taken
-        if known and nothing_else and only is not None and only.changes == since:
+        if has_since and nothing_else and only is not None and only.changes == since:
             return None
         same = self.found.unchanged()
-        if known and self._ends.names and self._ends.after and self._ends.marked:
+        if has_since and self._ends.names and self._ends.after and self._ends.marked:
             same &= self._flags & INNER_END == 0
         if self._taken and not all(taken.unchanged() for taken in self._taken):
             same[:] = False  # a block was given back before its rows were copied
         if self._following is not None:
-            item, found, *_ = self._following
-            same[item[~(found.unchanged() & self.found.is_beside(found))]] = False
+            item, records, *_ = self._following
+            same[item[~(records.unchanged() & self.found.is_beside(records))]] = False
         if self._broken is not None:  # while it was copied it may have been overwritten
             storage, name, items = self._broken
             if (same & items).any():
@@ -741,7 +741,7 @@ def marked(field: Field, values: Array) -> Array:
 
 
 def placed(parts: list[tuple[IntArray, Columns]], count: int) -> Columns:
-    """One batch of `count` items out of parts, each with the places of its items; short sequences end in zeros."""
+    """A batch of `count` items out of parts, each with the places of its items; short sequences end in zeros."""
     out: Columns = {}
     for key, first in parts[0][1].items():
         shape = np.maximum.reduce([columns[key].shape[1:] for _, columns in parts]).astype(int).tolist()

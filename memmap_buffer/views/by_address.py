@@ -69,7 +69,7 @@ class Reach:
 
     def __init__(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...], before: Reach | None) -> None:
         self.storages, self.tables = storages, tables
-        self._held: dict[str, Held] = before._held if before is not None and before.storages is storages else {}
+        self._arrays: dict[str, Held] = before._arrays if before is not None and before.storages is storages else {}
         self.changes = np.array([table.changes for table in tables])
         self._served = Held.of([table.served for table in tables])  # another thread may put an equal one in its place
         self._records = self._hold("/episodes", lambda storage: storage.maps.words)
@@ -80,8 +80,8 @@ class Reach:
 
     def _hold(self, name: str, array_of: Callable[[Storage], Array]) -> Held:
         """The arrays of a name, those that were first asked for: what another thread was told stays held."""
-        found = self._held.get(name)
-        return self._held.setdefault(name, Held.of([*map(array_of, self.storages)])) if found is None else found
+        arrays = self._arrays.get(name)
+        return self._arrays.setdefault(name, Held.of([*map(array_of, self.storages)])) if arrays is None else arrays
 
     def rows(self, name: str, of: IntArray, rows: IntArray) -> Array | None:
         """Rows (B, …) of a field in the folders at some places, (B, …, *field) as stored.
@@ -92,8 +92,8 @@ class Reach:
         begin, width = self._rows_begin(name, of, rows, rows + 1), field.itemsize
         if begin is None or not 0 < width <= WIDE or rows.size * width >= LARGE:
             return None
-        found = bytes_at(begin.reshape(-1, *(1,) * (rows.ndim - 1)) + width * rows, width)
-        return found.view(field.storage).reshape(*rows.shape, *field.shape)
+        values = bytes_at(begin.reshape(-1, *(1,) * (rows.ndim - 1)) + width * rows, width)
+        return values.view(field.storage).reshape(*rows.shape, *field.shape)
 
     def ranges(self, name: str, of: IntArray, ranges: RowRanges, pool: Pool) -> Array | None:
         """Likewise ranges of rows, an item each: (B, K, *field)."""
@@ -110,8 +110,8 @@ class Reach:
         """(B,) where the rows of a field begin, if rows low … high - 1, as many an item, can be read so."""
         if self._mirrored:
             return None
-        held = self._hold(name, lambda storage: storage.maps.rows[name])
-        return held.at(of, low.reshape(len(of), -1), high.reshape(len(of), -1))
+        arrays = self._hold(name, lambda storage: storage.maps.rows[name])
+        return arrays.at(of, low.reshape(len(of), -1), high.reshape(len(of), -1))
 
     def meta(self, name: str, of: IntArray, slot: IntArray) -> Array | None:
         """Slots (B,) of a meta field in the folders at some places, as stored; None where they cannot be read so."""

@@ -89,7 +89,7 @@ class Found:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """One a folder, at least one."""
+        """The groups, one a folder, at least one."""
         return self._grouped[0] if self._group is None else (self._group,)
 
     @property
@@ -180,8 +180,8 @@ class Folders:
 
     def __init__(self, storages: Sequence[Storage], shards: Any = None) -> None:
         self.shards = shards
-        found = dict(enumerate(storages)) if shards is None else shards.look()
-        first = next(iter(found.values()))
+        by_number = dict(enumerate(storages)) if shards is None else shards.look()
+        first = next(iter(by_number.values()))
         self._where, self._layout = where_of(first), first.layout
         self.schema = self._layout.schema
         self.single = shards is None and len(storages) == 1
@@ -192,13 +192,13 @@ class Folders:
         self._lock = threading.Lock()
         renew_after_fork(self)
         self._looked = True
-        self._found: Mapping[int, Storage] = {}
+        self._by_number: Mapping[int, Storage] = {}
         self._places: tuple[tuple[Storage, ...], IntArray | None] = (), None  # see `_place`
         self._tables: tuple[EpisodeTable, ...] = ()
         self._changes: list[int] = []
         self._reached: Reach | None = None
         self._groups: dict[tuple[str, ...], tuple[FieldGroup, ...]] = {}
-        self._take_in(found)
+        self._take_in(by_number)
 
     def renew(self) -> None:
         """In a forked child: another thread may have been looking for shards, for as long as a request takes."""
@@ -217,31 +217,31 @@ class Folders:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Folders, (self.storages,)) if self.shards is None else (Folders.of_root, (self.shards,))
 
-    def _take_in(self, found: Mapping[int, Storage]) -> None:
+    def _take_in(self, storages: Mapping[int, Storage]) -> None:
         """Read these from now on, by their numbers."""
-        known, places = set(self.storages), self._places[1]
-        for storage in found.values():
-            if storage in known or storage.withdrawn:  # a withdrawn one is shaped as one that was taken in
+        before, places = set(self.storages), self._places[1]
+        for storage in storages.values():
+            if storage in before or storage.withdrawn:  # a withdrawn one is shaped as one that was taken in
                 continue
             if storage.layout.schema is self.schema:  # of the same text
                 continue
             if lines := self._layout.field_differences(storage.layout):
                 text = "\n  ".join([f"{where_of(storage)} and {self._where} have different fields:", *lines, APART])
                 raise SchemaMismatchError(text, differences=lines)
-        self.coded = self.coded.union(*(storage.layout.coded for storage in found.values()))
-        self.mirrored = self.mirrored or any(storage.mirror is not None for storage in found.values())
+        self.coded = self.coded.union(*(storage.layout.coded for storage in storages.values()))
+        self.mirrored = self.mirrored or any(storage.mirror is not None for storage in storages.values())
         buffers: dict[str, Storage] = {}
-        for storage in found.values():
+        for storage in storages.values():
             other = storage if storage.withdrawn else buffers.setdefault(storage.layout.id, storage)
             if other is not storage:
                 raise SchemaError(
                     f"{where_of(storage)} and {where_of(other)} are one buffer twice, or a copy of it: both have the "
                     f"id {storage.layout.id}; leave one out"
                 )
-        numbers = np.fromiter(found, np.int64, len(found))
+        numbers = np.fromiter(storages, np.int64, len(storages))
         if len(numbers) > len(self.numbers):
             self.numbers, places = numbers, _places(numbers)
-        self._found, self._places, self._changes = found, (tuple(found.values()), places), []
+        self._by_number, self._places, self._changes = storages, (tuple(storages.values()), places), []
         self._reached = None  # which would hold the maps of a shard that was removed
 
     @property
@@ -287,12 +287,12 @@ class Folders:
     def _look(self) -> None:
         """Read the shards that the root has now."""
         if self.shards is not None:
-            found = self.shards.look()
-            if found is not self._found:
-                self._take_in(found)
+            storages = self.shards.look()
+            if storages is not self._by_number:
+                self._take_in(storages)
 
     def _look_on(self) -> None:
-        """The same for a worker, which reads and never refreshes; a shard that was removed is whole while it is mapped.
+        """A look by a worker, which reads and never refreshes; a shard that was removed is whole while it is mapped.
 
         An error is raised by the next refresh; until then the shards of before are read.
         """
@@ -372,12 +372,12 @@ class Folders:
         if anchors.folder is not None and anchors.size:
             self._look_on()
             self.reach(anchors.folder)
-        found, same = self._looked_up(anchors, trusted)
+        records, same = self._looked_up(anchors, trusted)
         if not same.all():
             self.refresh()
-            found, same = self._looked_up(anchors, trusted)
-            found.anchors.words[~same] = 0  # type: ignore[index]
-        return found
+            records, same = self._looked_up(anchors, trusted)
+            records.anchors.words[~same] = 0  # type: ignore[index]
+        return records
 
     def at(self, anchors: Anchors, changes: int) -> Found:
         """The anchors with their records, where the one folder showed all of them at a value of its change counter."""

@@ -82,9 +82,9 @@ class Hindsight:
     def check(self, schema: Schema) -> None:
         """Raise SchemaError for fields that were not declared, or that cannot stand for one another."""
         for where in ("goal", "achieved", "reward"):
-            known = schema.all if where == "goal" else schema.fields
-            if getattr(self, where) not in known:
-                raise schema.unknown(getattr(self, where), f"hindsight, {where}", known)
+            fields = schema.all if where == "goal" else schema.fields
+            if getattr(self, where) not in fields:
+                raise schema.unknown(getattr(self, where), f"hindsight, {where}", fields)
         for name in self.info:
             if name not in schema.fields:
                 raise schema.unknown(name, "hindsight, info", schema.fields)

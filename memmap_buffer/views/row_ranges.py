@@ -41,7 +41,7 @@ class Further(NamedTuple):
     stop: IntArray
 
     def among(self, chosen: Any, count: int) -> Further:
-        """Those of some of `count` items, by their new numbers."""
+        """The ranges of some of `count` items, by their new numbers."""
         place = np.full(count, -1)
         items = np.arange(count)[chosen]
         place[items] = np.arange(len(items))
@@ -85,10 +85,10 @@ class RowRanges:
     def exist(self) -> npt.NDArray[np.bool_]:
         """(B, K) which rows exist."""
         steps = np.arange(self.steps, dtype=np.int32)  # no batch has more, and they compare at twice the speed
-        found = steps < self.stop.astype(np.int32)[:, None]
+        there = steps < self.stop.astype(np.int32)[:, None]
         if self.lead.any():
-            found &= steps >= self.lead.astype(np.int32)[:, None]
-        return np.asarray(found)
+            there &= steps >= self.lead.astype(np.int32)[:, None]
+        return np.asarray(there)
 
     def copy(self, storage: Storage, name: str, pool: Pool) -> Array:
         """Copy them out of a field's rows: (B, K, *field)."""

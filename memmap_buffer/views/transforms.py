@@ -211,10 +211,10 @@ class Advantages:
         if lens is not None and has_final is not None and values.shape[1] > rewards.shape[1]:
             values = values * 1.0
             values[~has_final, lens[~has_final]] = 0.0  # what a network makes of padding
-        found = advantages(rewards, values, over, self.gamma, self.lambda_, lens=lens)
+        columns = advantages(rewards, values, over, self.gamma, self.lambda_, lens=lens)
         if widened:
-            found = found[0][..., None], found[1][..., None]
-        return {**batch, self.name: found[0], self.returns: found[1]}
+            columns = columns[0][..., None], columns[1][..., None]
+        return {**batch, self.name: columns[0], self.returns: columns[1]}
 
 
 @dataclass(frozen=True)
@@ -267,10 +267,10 @@ def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> 
     """(a batch with one key, dotted within groups, changed; the new value); all other values are shared."""
     key, _, rest = name.partition(".")
     if not isinstance(batch, dict) or key not in batch:
-        held = ", ".join(map(repr, batch)) if isinstance(batch, dict) else "no groups there"
-        raise SchemaError(f"transform: the batch has no {name!r}; it has {held}")
-    value, found = _changed(batch[key], rest, change) if rest else (change(batch[key]),) * 2
-    return {**batch, key: value}, found
+        keys = ", ".join(map(repr, batch)) if isinstance(batch, dict) else "no groups there"
+        raise SchemaError(f"transform: the batch has no {name!r}; it has {keys}")
+    value, new_value = _changed(batch[key], rest, change) if rest else (change(batch[key]),) * 2
+    return {**batch, key: value}, new_value
 
 
 def _like(mask: npt.NDArray[np.bool_], array: Array) -> npt.NDArray[np.bool_]:

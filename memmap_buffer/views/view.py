@@ -111,18 +111,18 @@ def described(value: object) -> str:
     """A view, or another value, by the arguments that are not their defaults."""
     if not is_dataclass(value) or isinstance(value, type):
         return getattr(value, "__qualname__", None) or repr(value)
-    given = [(field.name, getattr(value, field.name)) for field in fields(value) if field.repr]
+    arguments = [(field.name, getattr(value, field.name)) for field in fields(value) if field.repr]
     defaults = {field.name: field.default for field in fields(value)}
-    return f"{type(value).__name__}({', '.join(f'{n}={described(v)}' for n, v in given if v != defaults[n])})"
+    return f"{type(value).__name__}({', '.join(f'{n}={described(v)}' for n, v in arguments if v != defaults[n])})"
 
 
-def names_of(where: str, given: Names) -> tuple[str, ...] | None:
+def names_of(where: str, names: Names) -> tuple[str, ...] | None:
     """Names as a tuple; a single one may stand alone. Raises SchemaError where it is something else."""
-    if given is None or isinstance(given, str):
-        return given if given is None else (given,)
-    if not isinstance(given, Iterable):
-        raise SchemaError(f"{where}: got {given!r}, expected a name, or several")
-    return tuple(given)
+    if names is None or isinstance(names, str):
+        return names if names is None else (names,)
+    if not isinstance(names, Iterable):
+        raise SchemaError(f"{where}: got {names!r}, expected a name, or several")
+    return tuple(names)
 
 
 def named(schema: Schema, names: Names, where: str) -> tuple[str, ...]:

@@ -308,17 +308,17 @@ class Window(View):
         entry, unpadded = np.arange(self.length), (builder.t == 0) & (np.asarray(builder.begin) > 0)
         learned = exists & (entry >= self.burn_in - self.pad_before * unpadded[:, None])
         if self.n_steps:
-            found = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward)
-            builder.batch |= found
+            returns = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward)
+            builder.batch |= returns
             for name in finals:
                 builder.batch[f"_mask_{name}"] = builder.exists(steps, builder.limit(True))
-            learned &= (found["n_step_lens"] > 0) & (entry < self.length - self.n_steps)
+            learned &= (returns["n_step_lens"] > 0) & (entry < self.length - self.n_steps)
         builder.batch["_loss_mask"] = learned
 
 
 @dataclass(frozen=True)
 class RandomCrop(View):
-    """One crop of at most `length` steps from each episode, at a random place, zero-padded.
+    """A crop of at most `length` steps from each episode, at a random place, zero-padded.
 
     A batch: as `Window`, without `_mask`. The place is drawn by the sampler.
 
@@ -395,15 +395,15 @@ class Offsets(View):
         drop_last: int = 0,
         **fields: Iterable[int],
     ) -> None:
-        given = {**(offsets or {}), **fields}
-        self.offsets = {name: tuple(values) for name, values in given.items()}
+        by_field = {**(offsets or {}), **fields}
+        self.offsets = {name: tuple(values) for name, values in by_field.items()}
         every = [k for values in self.offsets.values() for k in values]
         if (
             not self.offsets
             or not all(self.offsets.values())
             or not all(isinstance(k, (int, np.integer)) for k in every)
         ):
-            raise SchemaError(f"offsets: got {given!r}, expected at least one whole number for at least one field")
+            raise SchemaError(f"offsets: got {by_field!r}, expected at least one whole number for at least one field")
         check_choice("boundary", boundary, Boundary)
         check_choice("padding", padding, Padding)
         check_count("stride", stride)

@@ -13,7 +13,7 @@ from profiles import examples
 
 from memmap_buffer import NotEnoughDataError, RandomCrop, ReplayBuffer
 from memmap_buffer.items.shuffle import BlockShuffle, Permutation, Quota, uniform
-from memmap_buffer.loading import samplers
+from memmap_buffer.loading import epochs
 
 
 def order(n, *seed):
@@ -196,11 +196,11 @@ class TestBlockShuffle:
         buffer = buffer_of(tmp_path, *[50] * 20)  # 8 bytes a step
         loader = buffer.dataloader(16, timestep_level=True, shuffle="block", seed=5)
         for size, window in ((8 * 100, 100), (8 * 5000, 5000)):
-            monkeypatch.setattr(samplers, "WINDOW_BYTES", size)
+            monkeypatch.setattr(epochs, "WINDOW_BYTES", size)
             iter(loader)
             assert loader.state_dict()["window"] == window
         whole = buffer.dataloader(2, shuffle="block", seed=5)
-        monkeypatch.setattr(samplers, "WINDOW_BYTES", 8 * 50 * 3)
+        monkeypatch.setattr(epochs, "WINDOW_BYTES", 8 * 50 * 3)
         iter(whole)
         assert whole.state_dict()["window"] == 3
 
@@ -278,7 +278,7 @@ class TestEpochs:
     @pytest.mark.parametrize("batch_size", [1, 7, 64, 1000])
     @pytest.mark.parametrize("chunk", [1, 10, 1 << 14])
     def test_every_epoch_has_every_item_once_in_another_order(self, tmp_path, monkeypatch, batch_size, chunk):
-        monkeypatch.setattr(samplers, "CHUNK", chunk)
+        monkeypatch.setattr("memmap_buffer.loading.epochs.CHUNK", chunk)
         buffer = buffer_of(tmp_path, 40, 1, 60, 17)
         loader = buffer.dataloader(batch_size, timestep_level=True, shuffle=True, seed=5)
         epochs = [values(loader) for _ in range(3)]

@@ -10,7 +10,7 @@ import pytest
 
 from memmap_buffer import ConcatBuffer, Field, Offsets, ReplayBuffer, Window
 from memmap_buffer.format.folder import disk_reads, will_need
-from memmap_buffer.loading import batch_reader, read_ahead, samplers
+from memmap_buffer.loading import batch_reader, epochs, read_ahead
 from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
 from memmap_buffer.views.row_ranges import RowRanges
 
@@ -84,7 +84,7 @@ def rows_of(events, what):
 @pytest.mark.parametrize("chunk", [8, 64, 1 << 14])
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_row_is_asked_for_before_it_is_read(buffer, events, monkeypatch, view, chunk):
-    monkeypatch.setattr(samplers, "CHUNK", chunk)
+    monkeypatch.setattr(epochs, "CHUNK", chunk)
     list(buffer.dataloader(8, **BLOCK, **VIEWS[view]))
     asked = {}
     for kind, array, rows in events:
