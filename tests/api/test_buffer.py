@@ -1,5 +1,6 @@
 """`ReplayBuffer`'s own words: whole episodes, batches, groups; opening, continuing, replacing, closing, pickling."""
 
+import inspect
 import pickle
 import re
 import shutil
@@ -566,8 +567,8 @@ def test_a_home_that_does_not_exist_is_refused_and_a_folder_of_such_a_name_can_b
 
 
 def test_every_public_member_stands_in_a_group_of_the_docstring():
-    text = (ReplayBuffer.__doc__ or "").partition("Args:")[0]
-    groups = re.findall(r"^    - (\w+): (.*(?:\n      .*)*)", text, re.MULTILINE)
+    text = inspect.cleandoc(ReplayBuffer.__doc__ or "").partition("Args:")[0]
+    groups = re.findall(r"^- (\w+): (.*(?:\n  .*)*)", text, re.MULTILINE)
     assert [name for name, _ in groups] == ["Opening", "Writing", "Reading", "Changing", "Looking"]
     named = {word for _, text in groups for word in re.findall(r"\w+", text)}
     assert {name for name in dir(ReplayBuffer) if not name.startswith("_")} <= named
