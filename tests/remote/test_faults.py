@@ -276,6 +276,21 @@ def test_windows_are_asked_for_in_their_order(root, tmp_path, monkeypatch):
         assert len(set(asked)) == 3
 
 
+def test_a_window_for_which_the_bound_has_no_room_beside_what_is_read_is_not_fetched_ahead(root, tmp_path):
+    """It would be given back, or have what is read given back, before anybody reads it."""
+    url = f"file://{root}/far"
+    ((storage, rows),) = rows_of(ConcatBuffer.from_root(url, cache=tmp_path / "all"), 0)
+    blocks = storage.mirror.blocks
+    size = sum(int(blocks.sizes[storage.mirror.blocks_of_rows(each)].sum()) for each in rows)
+    for place, limit, is_fetched in (("less", 5 * size - 1, False), ("enough", 5 * size, True)):
+        far = ConcatBuffer.from_root(url, cache=tmp_path / place, cache_bytes=limit)
+        before = [absent(far, shard) for shard in (0, 1)]
+        bring_later(rows_of(far, 0))
+        bring_later([(far._folders.storages[1], [Rows("state", np.zeros(1, np.int64), np.ones(1, np.int64))])])
+        wait_for(lambda: absent(far, 1) < before[1])  # noqa: B023
+        assert (absent(far, 0) < before[0]) == is_fetched
+
+
 ENDS = """
     import sys, time
     import numpy as np

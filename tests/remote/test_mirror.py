@@ -18,7 +18,7 @@ from memmap_buffer.remote import shards
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.cache import _give_back as give_back
 from memmap_buffer.remote.layout import BLOCK
-from memmap_buffer.remote.mirror import bring
+from memmap_buffer.remote.mirror import Taken, bring
 from memmap_buffer.views import batch_builder
 from memmap_buffer.views.batch_builder import BatchBuilder
 
@@ -201,6 +201,18 @@ def test_rows_whose_block_is_given_back_before_they_are_copied_are_read_again(ro
     equal(near, far.sample(16, **options))
     assert all(any(given) for given in taken)
     assert len(taken) == 2
+
+
+def test_a_filter_reads_rows_again_whose_block_is_given_back_before_they_are_copied(root, tmp_path, monkeypatch):
+    far, unchanged, asked = (
+        ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path),
+        Taken.unchanged,
+        [],
+    )
+    monkeypatch.setattr(Taken, "unchanged", lambda taken: asked.append(0) or (len(asked) > 2 and unchanged(taken)))
+    options = {"timestep_level": True, "fields": ["reward"], "filter_fields": {"reward": (3, 50)}, "seed": 3}
+    equal(ReplayBuffer.from_folder(root / "grid0").sample(16, **options), far.sample(16, **options))
+    assert len(asked) > 2
 
 
 def test_a_batch_that_the_bound_cannot_hold_is_an_error(root, tmp_path):
