@@ -1096,6 +1096,23 @@ def test_an_interruption_between_the_ends_of_an_update_leaves_no_item_behind(tmp
     np.testing.assert_allclose(batch["_probabilities"], expected, rtol=1e-5)
 
 
+def test_a_draw_after_one_that_was_interrupted_is_of_all_anchors(tmp_path, monkeypatch):
+    """Also where nothing has changed since: what the tree of anchors was about to take in is known to nobody else."""
+    buffer, enter, options = make(tmp_path, (5, 4)), AnchorPriorities._enter, {"view": Window(3, boundary="drop")}
+    buffer.sample(1, prioritized=True, **options)
+    publish(buffer, 6)
+
+    def interrupted(self, gone, come):
+        raise KeyboardInterrupt("before they are taken in")
+
+    monkeypatch.setattr(AnchorPriorities, "_enter", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="before they are taken in"):
+        buffer.sample(1, prioritized=True, **options)
+    monkeypatch.setattr(AnchorPriorities, "_enter", enter)
+    batch = buffer.sample(64, prioritized=True, **options)
+    np.testing.assert_allclose(batch["_probabilities"], 1 / (3 + 2 + 4), rtol=1e-6)
+
+
 def test_threads_draw_from_the_same_folders_in_another_order_beside_updates(tmp_path):
     parts = [make(tmp_path / name, (9, 8, 7)) for name in "abcdef"]
     errors, views = [], [ConcatBuffer(parts), ConcatBuffer(parts[::-1])]

@@ -175,3 +175,18 @@ def test_a_shard_that_comes_later_enters_with_the_highest_priority_of_the_root(t
     root.update_priorities([[i, 0, t] for i in range(2) for t in range(4)], [50] * 8)
     make(tmp_path / "shard-00002", 4).close()
     np.testing.assert_allclose(draw(root, 64)["_probabilities"], 1 / 12, rtol=1e-6)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the first look", "later"])
+def test_errors_of_a_shard_that_was_removed_are_dropped_and_given_to_no_other(tmp_path, before):
+    for number in range(3):
+        make(tmp_path / f"shard-0000{number}", 4).close()
+    if before:
+        shutil.rmtree(tmp_path / "shard-00000")
+    root = ConcatBuffer.from_root(tmp_path)
+    draw(root)
+    if not before:
+        shutil.rmtree(tmp_path / "shard-00000")
+        draw(root)
+    assert root.update_priorities([[0, 0, 1], [1, 0, 1]], [80, 7]) == 1
+    np.testing.assert_allclose(root.priorities([[0, 0, 1], [1, 0, 1], [2, 0, 1]]), [0, 7, 1], rtol=1e-6)
