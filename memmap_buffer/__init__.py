@@ -6,11 +6,11 @@ The packages, from the top floor down; imports between them go down this list on
     interop       data sets and libraries of others, on the public names alone
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
     maintenance   verify, repair, pack, publish, snapshot, schema changes, statistics
+    remote        published folders at a URL: what is fetched of them, and kept
     loading       samplers, batches, datasets, loaders, workers; torch begins here
     priority      the sum tree on the disk, the priorities of items, importance weights
     items         which items exist, by filters and splits, and in which order they are given
     views         one batch: anchors, folders, views around them, the copy of their rows
-    remote        published folders at a URL: what is fetched of them, and kept
     writing       episodes, the slot that each goes to, the commit, recovery
     format        the bytes: the specification, system calls, one folder open
 

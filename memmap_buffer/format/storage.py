@@ -48,6 +48,7 @@ from memmap_buffer.format.records import (
     Words,
     columns_of,
 )
+from memmap_buffer.format.source import Source
 from memmap_buffer.paths import path_of
 from memmap_buffer.schema import Field
 
@@ -98,7 +99,7 @@ class Storage:
         self._readable: tuple[int, int] | None = None  # a later schema, whose fields include those that are read
         self._state_file: tuple[int, int] | None = None
         self._row_views: dict[tuple[str, int], Array] = {}
-        self.mirror: Any = None  # `remote.mirror.Mirror`, which fetches rows before they are copied
+        self.mirror: Source | None = None  # where rows have to be fetched before they are copied
 
     @classmethod
     def open(cls, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> Storage:
@@ -141,6 +142,11 @@ class Storage:
         self.folder.require()
         self._stamp = self.folder.stamp("schema.json")
         return Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
+
+    @property
+    def where(self) -> str:
+        """Where it is: its path, or the URL that it was published at."""
+        return str(self.path)
 
     @property
     def schema_replaced(self) -> bool:
@@ -222,16 +228,6 @@ class Storage:
         Raises:
             CorruptBufferError: a timestep of an episode that is as it was cannot be decoded.
         """
-        if self.mirror is not None:
-            low = np.array([rows.start]) if isinstance(rows, slice) else rows.ravel()
-            high = np.array([rows.stop]) if isinstance(rows, slice) else low + 1
-            values: Array = self.mirror.read(
-                self, name, low, high, lambda: self._rows_there(name, rows, slots, serials).copy()
-            )
-            return values
-        return self._rows_there(name, rows, slots, serials)
-
-    def _rows_there(self, name: str, rows: IntArray | slice, slots: Any, serials: Any) -> Array:
         stored, coded = self.maps.rows[name], self.maps.coded.get(name)
         if coded is None:
             return stored[rows] if isinstance(rows, slice) else stored.take(rows, 0, None, "clip")
@@ -257,13 +253,6 @@ class Storage:
 
     def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
         """The sums, for the checksum of a field, of what was before, and of some rows."""
-        if self.mirror is not None and stop > first:
-            low, high = np.array([first]), np.array([stop])
-            total: Sums = self.mirror.read(self, name, low, high, lambda: self._sums_there(name, first, stop, sums))
-            return total
-        return self._sums_there(name, first, stop, sums)
-
-    def _sums_there(self, name: str, first: int, stop: int, sums: Sums) -> Sums:
         rows, coded = self.maps.rows[name][first:stop], self.maps.coded.get(name)
         return add_rows(sums, rows) if coded is None else sums_of(coded.contents(rows), sums)
 

@@ -17,11 +17,11 @@ from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import OPEN
 from memmap_buffer.format.shards import MAX_SHARDS
+from memmap_buffer.format.source import Traffic
 from memmap_buffer.items.index import FolderTable, Index
 from memmap_buffer.items.rank_partition import RankPartition
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import Shuffle
-from memmap_buffer.remote.cache import Traffic
 from memmap_buffer.views.folders import Folders
 
 NONE: IntArray = np.empty((0, 2), np.int64)

@@ -30,7 +30,7 @@ from memmap_buffer.loading.read_ahead import Readahead
 from memmap_buffer.loading.samplers import folder_bounds
 from memmap_buffer.loading.shuffle_window import CacheUse, smallest_bound, steps_of, traffic_of
 from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.folders import Folders, where_of
+from memmap_buffer.views.folders import Folders
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -343,7 +343,7 @@ class OrderedSampler(EpochSampler[Epoch]):
         shuffle = use.fitted(asked)
         if shuffle != asked and not self._has_told:
             self._has_told = True
-            where = where_of(self.reader.folders.storages[0])
+            where = self.reader.folders.storages[0].where
             log.warning(SMALLER, where, use.limit, shuffle.window, shuffle.blocks, asked.window, asked.blocks)
         return shuffle
 

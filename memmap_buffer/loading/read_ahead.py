@@ -14,11 +14,11 @@ import numpy as np
 from memmap_buffer.format.blobs import lengths_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import disk_reads, will_need
+from memmap_buffer.format.source import Rows
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import BlockShuffle
-from memmap_buffer.remote.mirror import Rows, bring_later
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.batch_builder import BatchBuilder
 from memmap_buffer.views.folders import Folders
@@ -117,7 +117,9 @@ class Readahead:
                 self._ask(low, high, wanted)
             if wanted:
                 self._waiting[window] = list(wanted.items())
-                bring_later(self._waiting[window])
+                source = next(iter(wanted)).mirror
+                assert source is not None
+                source.bring_later(self._waiting[window])
         for window in [each for each in self._waiting if each < first // self._shuffle.window]:
             self._waiting.pop(window).clear()  # of a slow store: what was read by now would be fetched again
 

@@ -12,14 +12,12 @@ from math import isqrt
 import numpy as np
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.source import BLOCK, WINDOWS, Source, Traffic
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.shuffle import BLOCKS, Shuffle
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.read_ahead import read_fields
-from memmap_buffer.remote.cache import WINDOWS, Cache, Traffic
-from memmap_buffer.remote.layout import BLOCK
-from memmap_buffer.remote.mirror import Mirror
-from memmap_buffer.views.folders import Folders, where_of
+from memmap_buffer.views.folders import Folders
 
 LONGEST = 5  # blocks of each file that a place of a window that was made smaller takes at most; one is but its edges
 
@@ -31,21 +29,21 @@ def steps_of(index: Index) -> int:
 
 def smallest_bound(folders: Folders) -> int | None:
     """The bytes of the smallest cache that rows are read from; None: all may keep everything."""
-    return min((m.cache.limit for m in mirrors_of(folders) if m.cache.limit is not None), default=None)
+    return min((source.limit for source in sources_of(folders) if source.limit is not None), default=None)
 
 
-def mirrors_of(folders: Folders) -> list[Mirror]:
-    """The mirrors that rows are read from."""
+def sources_of(folders: Folders) -> list[Source]:
+    """The sources of the rows that are read, where these have to be fetched."""
     return [storage.mirror for storage in folders.storages if storage.mirror is not None]
 
 
 def traffic_of(folders: Folders) -> Traffic | None:
     """The traffic from now on into caches that have a bound; None where none has."""
-    bounded: dict[Cache, list[str]] = {}
-    for mirror in mirrors_of(folders):
-        if mirror.cache.limit is not None:
-            bounded.setdefault(mirror.cache, []).append(mirror.path.name)
-    return Traffic(where_of(folders.storages[0]), bounded) if bounded else None
+    for storage in folders.storages:
+        if storage.mirror is not None and storage.mirror.limit is not None:
+            bounded = [each for each in folders.storages if each.mirror is not None and each.mirror.limit is not None]
+            return storage.mirror.traffic(bounded)
+    return None
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,10 @@ class CacheUse:
     @classmethod
     def of(cls, reader: BatchReader, index: Index, orders: int, limit: int) -> CacheUse:
         """As far as it can be told of the sizes of files: rows of one that is compressed may differ."""
-        mirrors = mirrors_of(reader.folders)
+        sources = sources_of(reader.folders)
         fields = read_fields(reader.selection.view, reader.folders.schema)
-        sizes = [mirror.sizes_of(fields) for mirror in mirrors]
-        total, rows = sum(map(sum, sizes)), sum(mirror.layout.rows or 0 for mirror in mirrors)
+        sizes = [source.sizes_of(fields) for source in sources]
+        total, rows = sum(map(sum, sizes)), sum(source.num_rows for source in sources)
         each = total / max(1, rows) * steps_of(index) / max(1, len(index))
         edges = sum(min(BLOCK, max(of_file)) for of_file in zip(*sizes, strict=True))
         return cls(len(index), total, each, edges, orders, limit)

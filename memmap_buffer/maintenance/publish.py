@@ -23,6 +23,7 @@ import numpy as np
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, RemoteError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import ArrayFile, Layout
+from memmap_buffer.format.source import BLOCK
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import FileLock, read_at
 from memmap_buffer.maintenance.disk import bytes_to_copy
@@ -31,7 +32,6 @@ from memmap_buffer.maintenance.verification import verify
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.layout import (
-    BLOCK,
     BLOCKS_FILE,
     DATA,
     ENTRIES,

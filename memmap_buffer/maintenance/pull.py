@@ -18,6 +18,7 @@ from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.shards import require_new_place
+from memmap_buffer.format.source import BLOCK
 from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
 from memmap_buffer.paths import path_of, url_of
@@ -25,7 +26,6 @@ from memmap_buffer.progress import progress
 from memmap_buffer.remote.blocks import runs
 from memmap_buffer.remote.cache import Cache, fetched
 from memmap_buffer.remote.layout import (
-    BLOCK,
     BLOCKS_FILE,
     ROOT,
     Shard,

@@ -31,7 +31,6 @@ from memmap_buffer.format.shards import require_new_place
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
 from memmap_buffer.schema import DEFAULT_BLOB
-from memmap_buffer.views.folders import where_of
 
 ROUNDS, FEW = 100, 5
 SUBFOLDERS = ("priority", "extra")
@@ -55,7 +54,7 @@ def snapshot(source: Storage, path: Path) -> None:
     """
     layout = source.layout
     if source.mirror is not None:  # of which only what was read is here
-        url = where_of(source)
+        url = source.where
         raise SchemaError(f"snapshot: got {url}, expected a folder on a disk; `pull({url!r}, {str(path)!r})` copies it")
     with new_copy(source, path, layout, SUBFOLDERS) as there:
         with source.folder.held() as folder, _opened(folder.open_to_read, layout) as here:

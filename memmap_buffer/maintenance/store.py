@@ -10,12 +10,12 @@ from typing import Any
 
 from memmap_buffer.errors import RemoteError
 from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.loading.epochs import WINDOW_BYTES
 from memmap_buffer.maintenance.publish import read_head
 from memmap_buffer.maintenance.pull import shards_of
 from memmap_buffer.paths import url_of
-from memmap_buffer.remote.cache import WINDOWS
-from memmap_buffer.remote.layout import BLOCK, Shard, data_files, open_head
+from memmap_buffer.remote.layout import Shard, data_files, open_head
 from memmap_buffer.remote.mirror import PIECE
 from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
 from memmap_buffer.remote.shards import CACHE

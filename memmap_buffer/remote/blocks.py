@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from memmap_buffer.format.folder import MIRROR, Folder
 from memmap_buffer.format.host import boot_id
+from memmap_buffer.format.source import BLOCK
 from memmap_buffer.format.syscalls import RangeLocks, after_fork, npy_header
-from memmap_buffer.remote.layout import BLOCK, num_blocks
+from memmap_buffer.remote.layout import num_blocks
 
 IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]

@@ -17,14 +17,14 @@ from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
+from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.format.syscalls import RangeLocks, after_fork, locked, random_bytes, read_at, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray, Words, by_last_use
-from memmap_buffer.remote.layout import BLOCK, data_files, head_object, num_blocks
+from memmap_buffer.remote.layout import data_files, head_object, num_blocks
 
 USAGE, LOCKS = "usage", "locks"
 AT_ONCE = 20  # of the bound, a part that is given back together, so that it is not looked for too often
 FEWEST = 16  # blocks that a bound must have room for
-WINDOWS = 6  # that a bound has room for where they are read ahead: five, as some are larger than others
 MOST_MAPS = 1 << 14  # that mirrors have; Linux allows a process 65,530
 MEMORY = ("tmpfs", "ramfs")
 OFTEN = 2  # times that a block is fetched in an epoch, on average, from where on it is a warning
@@ -215,7 +215,7 @@ class Cache:
         return freed
 
 
-class Traffic:
+class CacheTraffic:
     """The bytes that are fetched of mirrors from now on, by all processes that share their caches.
 
     Args:

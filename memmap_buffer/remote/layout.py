@@ -36,10 +36,10 @@ from typing import Any
 
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.source import BLOCK
 
 ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "blocks.npy", "heads"
 FORMAT_OF_ROOT, FORMAT_OF_SHARD, VERSION = "memmap-buffer-root", "memmap-buffer-shard", 1
-BLOCK = 1 << 18
 MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 26, 1 << 16, 1 << 20
 VALUE_BYTES = 12  # of JSON on an average, at least: `[]` takes 20 times its bytes in memory, and ours has 20 a value
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,15 +23,16 @@ from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.blobs import CodedRows, Dictionary
+from memmap_buffer.format.checksums import EMPTY, Sums
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
 from memmap_buffer.format.records import WORDS
+from memmap_buffer.format.source import BLOCK, Rows, Traffic, Wanted
 from memmap_buffer.format.storage import Maps, Storage, slices_of
 from memmap_buffer.format.syscalls import process_id, random_bytes, read_at, write_all
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, now, runs
-from memmap_buffer.remote.cache import Cache, place_of
+from memmap_buffer.remote.cache import Cache, CacheTraffic, place_of
 from memmap_buffer.remote.layout import (
-    BLOCK,
     BLOCKS_FILE,
     DATA,
     Shard,
@@ -54,17 +55,6 @@ PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until t
 OPENINGS = 5
 _LENGTH = np.uint64(2**32 - 1)
 _ahead: tuple[int, SimpleQueue[Wanted]] | None = None  # of which process; what its threads are to fetch
-
-
-class Rows(NamedTuple):
-    """Rows of a field: (N,) ranges low … high - 1."""
-
-    name: str
-    low: IntArray
-    high: IntArray
-
-
-Wanted = Sequence[tuple[Storage, Sequence[Rows]]]
 
 
 class Local:
@@ -164,6 +154,39 @@ class Mirror:
         """The bytes of each file that rows of fields are read from."""
         keys = (key for name in fields for key in (name, name + BLOBS))
         return [self.layout.arrays[key].size for key in keys if key in self.layout.arrays]
+
+    # What readers ask it, see `Source`
+
+    @property
+    def limit(self) -> int | None:
+        """The bytes that the cache keeps at most."""
+        return self.cache.limit
+
+    @property
+    def num_rows(self) -> int:
+        """How many timesteps the folder has."""
+        return self.layout.rows or 0
+
+    def whole(self) -> Taken | None:
+        """All blocks, where all are there; else None."""
+        taken = Taken()
+        return taken if taken.add_whole(self) else None
+
+    def bring(self, wanted: Wanted) -> Taken:
+        """Have the blocks of rows there."""
+        return bring(wanted)
+
+    def bring_later(self, wanted: Wanted) -> None:
+        """Have the blocks of rows fetched in a thread; what fails is told when they are read."""
+        bring_later(wanted)
+
+    def traffic(self, storages: Sequence[Storage]) -> Traffic:
+        """The traffic from now on into the caches of some folders."""
+        names: dict[Cache, list[str]] = {}
+        for storage in storages:
+            mirror = mirror_of(storage)
+            names.setdefault(mirror.cache, []).append(mirror.path.name)
+        return CacheTraffic(storages[0].where, names)
 
     # The local copy
 
@@ -349,10 +372,6 @@ class Mirror:
         storage.check_always()
         return storage
 
-    def read(self, storage: Storage, name: str, low: IntArray, high: IntArray, copy: Callable[[], T]) -> T:
-        """The result of a function that copies some rows, once all of them stayed meanwhile."""
-        return _copied([(storage, [Rows(name, low, high)])], copy)
-
     def rows(self, name: str) -> Array:
         """The rows of a field, or the index of its blobs, as they are mapped."""
         return self.local.arrays[name]
@@ -439,6 +458,11 @@ class MirrorStorage(Storage):
         )
 
     @property
+    def where(self) -> str:
+        name, _, _ = self.mirror.prefix.rstrip("/").rpartition("/")  # without the version
+        return str(self.mirror.objects.name_of(name))
+
+    @property
     def schema_replaced(self) -> bool:
         return False
 
@@ -452,6 +476,19 @@ class MirrorStorage(Storage):
     def require_schema(self, *, to_write: bool = False) -> None:
         """A published folder never changes."""
 
+    def read_rows(self, name: str, rows: IntArray | slice, slots: Any, serials: Any) -> Array:
+        low = np.array([rows.start]) if isinstance(rows, slice) else rows.ravel()
+        high = np.array([rows.stop]) if isinstance(rows, slice) else low + 1
+        read = super().read_rows
+        return _copied([(self, [Rows(name, low, high)])], lambda: read(name, rows, slots, serials).copy())
+
+    def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
+        read = super().sums_of_rows
+        if stop <= first:
+            return read(name, first, stop, sums)
+        wanted = [(self, [Rows(name, np.array([first]), np.array([stop]))])]
+        return _copied(wanted, lambda: read(name, first, stop, sums))
+
     def slices_of(self, name: str, steps: int) -> Array:
         return slices_of(self.maps.rows[name], steps)  # not kept: it would keep a map that is not used any more
 
@@ -459,22 +496,29 @@ class MirrorStorage(Storage):
 # Several mirrors together
 
 
+def mirror_of(storage: Storage) -> Mirror:
+    """The mirror of a folder that has one."""
+    assert isinstance(storage.mirror, Mirror)
+    return storage.mirror
+
+
 def bring(wanted: Wanted) -> Taken:
     """Have the blocks of rows there."""
     taken = Taken()
     parts: dict[Mirror, list[IntArray]] = {}
     for storage, rows in wanted:
-        mirror = storage.mirror
+        mirror = mirror_of(storage)
         whole = taken.add_whole(mirror)
         if not whole and rows:
             parts.setdefault(mirror, []).extend(mirror.blocks_of_rows(field_rows) for field_rows in rows)
     taken.add(parts)
     blobs: dict[Mirror, list[IntArray]] = {}
     for storage, rows in wanted:
-        if storage.mirror in parts:
+        mirror = mirror_of(storage)
+        if mirror in parts:
             for field_rows in rows:
                 if field_rows.name in storage.layout.coded:
-                    blobs.setdefault(storage.mirror, []).append(storage.mirror.blocks_of_blobs(field_rows))
+                    blobs.setdefault(mirror, []).append(mirror.blocks_of_blobs(field_rows))
     if blobs:
         taken.add({mirror: [*each, *blobs.get(mirror, [])] for mirror, each in parts.items()})  # none for another
     return taken
@@ -509,9 +553,8 @@ def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
     with suppress(Exception):
         parts: dict[Mirror, list[IntArray]] = {}
         for storage, rows in wanted:
-            parts.setdefault(storage.mirror, []).extend(
-                storage.mirror.blocks_of_rows(field_rows) for field_rows in rows
-            )
+            mirror = mirror_of(storage)
+            parts.setdefault(mirror, []).extend(mirror.blocks_of_rows(field_rows) for field_rows in rows)
         chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in parts.items() if each}
         size = sum(int(mirror.blocks.sizes[these].sum()) for mirror, these in chosen.items())
         if chosen and all(mirror.cache.has_room_beside(size) for mirror in chosen):
@@ -532,7 +575,7 @@ def _copied(wanted: Wanted, copy: Callable[[], T]) -> T:
             return result
         if time.monotonic() > until:
             raise SchemaError(
-                f"cache_bytes: {wanted[0][0].mirror.cache.limit} are too few for all that read from this cache at a "
+                f"cache_bytes: {mirror_of(wanted[0][0]).limit} are too few for all that read from this cache at a "
                 "time: what one fetches is given back for another before it is read; give more"
             )
 

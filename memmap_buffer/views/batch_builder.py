@@ -19,8 +19,8 @@ from memmap_buffer.dtypes import FALSE, TRUE, Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
+from memmap_buffer.format.source import Fetched, Rows
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.remote.mirror import Rows, Taken, bring
 from memmap_buffer.schema import DECLARED, LENGTHS, Field, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import EVERY, INDEX_BYTES, FieldGroup, Folders, Found
@@ -147,7 +147,7 @@ class BatchBuilder:
         self._pool, self.folders = folders.pool, folders
         self._following: Following | None = None
         self._ends, self._parted = ends, False
-        self._taken: list[Taken] = []
+        self._fetched: list[Fetched] = []
         self._broken: tuple[Storage, str, BoolArray] | None = None  # a field of which some items cannot be decoded
         words: Words = self.anchors.words  # type: ignore[assignment]
         halves: npt.NDArray[np.uint32] = words.view(np.uint32)
@@ -582,24 +582,25 @@ class BatchBuilder:
         return values.reshape(-1, *field.shape)
 
     def _bring(self, columns: Iterable[Column]) -> None:
-        """Have rows fetched that are about to be copied; a mirror that is there whole is asked for none."""
-        taken = Taken()
-        wanted = [
-            (
-                storage,
-                [
-                    Rows(name, *_ranges_of(column.rows, len(self.t), chosen))
-                    for column in columns
-                    if type(column) is RowGather
-                    for name in column.group.names
-                ],
-            )
-            for storage, chosen, *_ in self.found.groups
-            if storage.mirror is not None and not taken.add_whole(storage.mirror)
-        ]
-        self._taken.append(taken)
+        """Have rows fetched that are about to be copied; a folder that is there whole is asked for none."""
+        wanted: list[tuple[Storage, list[Rows]]] = []
+        for storage, chosen, *_ in self.found.groups:
+            if storage.mirror is None:
+                continue
+            whole = storage.mirror.whole()
+            if whole is not None:
+                self._fetched.append(whole)
+                continue
+            rows = [
+                Rows(name, *_ranges_of(column.rows, len(self.t), chosen))
+                for column in columns
+                if type(column) is RowGather
+                for name in column.group.names
+            ]
+            wanted.append((storage, rows))
+            source = storage.mirror
         if wanted:
-            taken += bring(wanted)
+            self._fetched.append(source.bring(wanted))
 
     def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field, folder by folder: (B, …, *field)."""
@@ -650,13 +651,13 @@ class BatchBuilder:
         What a folder showed at a value of its change counter is as it was as long as that stands.
         """
         since, has_since, only = self._since, self._since is not None, self.found.only
-        nothing_else = self._there is None and self._broken is None and self._following is None and not self._taken
+        nothing_else = self._there is None and self._broken is None and self._following is None and not self._fetched
         if has_since and nothing_else and only is not None and only.changes == since:
             return None
         same = self.found.unchanged()
         if has_since and self._ends.names and self._ends.after and self._ends.marked:
             same &= self._flags & INNER_END == 0
-        if self._taken and not all(taken.unchanged() for taken in self._taken):
+        if self._fetched and not all(rows.unchanged() for rows in self._fetched):
             same[:] = False  # a block was given back before its rows were copied
         if self._following is not None:
             item, records, *_ = self._following

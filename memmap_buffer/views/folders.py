@@ -146,14 +146,6 @@ def grouped(reach: Reach, of: IntArray) -> tuple[tuple[Group, ...], IntArray | N
     return tuple(groups), order
 
 
-def where_of(storage: Storage) -> str:
-    """Where a folder is: its path, or the URL that it was published at."""
-    if storage.mirror is None:
-        return str(storage.path)
-    name, _, _ = storage.mirror.prefix.rstrip("/").rpartition("/")  # without the version
-    return str(storage.mirror.objects.name_of(name))
-
-
 class Folders:
     """The folders that are read as one; they must hold the same fields.
 
@@ -182,7 +174,7 @@ class Folders:
         self.shards = shards
         by_number = dict(enumerate(storages)) if shards is None else shards.look()
         first = next(iter(by_number.values()))
-        self._where, self._layout = where_of(first), first.layout
+        self._where, self._layout = first.where, first.layout
         self.schema = self._layout.schema
         self.single = shards is None and len(storages) == 1
         self.pool = Pool()
@@ -226,7 +218,7 @@ class Folders:
             if storage.layout.schema is self.schema:  # of the same text
                 continue
             if lines := self._layout.field_differences(storage.layout):
-                text = "\n  ".join([f"{where_of(storage)} and {self._where} have different fields:", *lines, APART])
+                text = "\n  ".join([f"{storage.where} and {self._where} have different fields:", *lines, APART])
                 raise SchemaMismatchError(text, differences=lines)
         self.coded = self.coded.union(*(storage.layout.coded for storage in storages.values()))
         self.mirrored = self.mirrored or any(storage.mirror is not None for storage in storages.values())
@@ -235,7 +227,7 @@ class Folders:
             other = storage if storage.withdrawn else buffers.setdefault(storage.layout.id, storage)
             if other is not storage:
                 raise SchemaError(
-                    f"{where_of(storage)} and {where_of(other)} are one buffer twice, or a copy of it: both have the "
+                    f"{storage.where} and {other.where} are one buffer twice, or a copy of it: both have the "
                     f"id {storage.layout.id}; leave one out"
                 )
         numbers = np.fromiter(storages, np.int64, len(storages))

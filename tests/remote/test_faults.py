@@ -21,11 +21,11 @@ from fault_injection import system
 from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, RemoteError, ReplayBuffer, SchemaError, pack, publish
+from memmap_buffer.format.source import BLOCK, Rows
 from memmap_buffer.remote import objects
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks
 from memmap_buffer.remote.cache import Cache
-from memmap_buffer.remote.layout import BLOCK
-from memmap_buffer.remote.mirror import Rows, Taken, bring_later, fetch
+from memmap_buffer.remote.mirror import Taken, bring_later, fetch
 
 FIELDS = {
     "state": Field("float32", (512,), final=True),
@@ -295,7 +295,8 @@ ENDS = """
     import sys, time
     import numpy as np
     from memmap_buffer import ConcatBuffer
-    from memmap_buffer.remote.mirror import Rows, bring_later
+    from memmap_buffer.format.source import Rows
+    from memmap_buffer.remote.mirror import bring_later
 
     for storage in ConcatBuffer.from_root(sys.argv[1], cache=sys.argv[2])._folders.storages:
         bring_later([(storage, [Rows("state", np.zeros(1, int), np.array([200]))])])

@@ -13,13 +13,11 @@ import torch
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, repair, verify
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.loading import read_ahead
+from memmap_buffer.format.source import BLOCK
 from memmap_buffer.remote import shards
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.cache import _give_back as give_back
-from memmap_buffer.remote.layout import BLOCK
 from memmap_buffer.remote.mirror import Taken, bring
-from memmap_buffer.views import batch_builder
 from memmap_buffer.views.batch_builder import BatchBuilder
 
 WIDE = 3000  # numbers, so that three shards have more blocks than the bounds below
@@ -122,7 +120,7 @@ def test_only_what_is_read_is_fetched_and_only_once(root, tmp_path):
 
 def test_the_blocks_of_a_batch_are_looked_for_once(root, tmp_path, monkeypatch):
     far, looked = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path), []
-    monkeypatch.setattr(batch_builder, "bring", lambda wanted: looked.append(len(wanted)) or bring(wanted))
+    monkeypatch.setattr("memmap_buffer.remote.mirror.bring", lambda wanted: looked.append(len(wanted)) or bring(wanted))
     far.sample(64, timestep_level=True, fields=["state", "reward", "terminated"], seed=1)
     assert looked == [3]
     far.batch(timestep_level=True)
@@ -135,7 +133,7 @@ def test_two_windows_are_asked_for_ahead_of_the_one_that_is_read_once_the_first_
     root, tmp_path, monkeypatch
 ):
     far, asked = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path), []
-    monkeypatch.setattr(read_ahead, "bring_later", asked.append)
+    monkeypatch.setattr("memmap_buffer.remote.mirror.bring_later", asked.append)
     batches = iter(far.dataloader(8, timestep_level=True, shuffle="block", shuffle_window=64, seed=1))
     for number in range(20):
         next(batches)

@@ -19,11 +19,10 @@ from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, Window, publish
 from memmap_buffer.cli import app
+from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.items.shuffle import BLOCKS, Shuffle
-from memmap_buffer.loading import read_ahead
 from memmap_buffer.loading.shuffle_window import CacheUse
-from memmap_buffer.remote.cache import OFTEN, WINDOWS
-from memmap_buffer.remote.layout import BLOCK
+from memmap_buffer.remote.cache import OFTEN
 
 STEPS, EPISODES, SHARDS = 100, 15, 2
 FIELDS = {"frame": Field("uint8", (64, 64)), "ids": ("int64", (None,)), "number": "int", "terminated": "bool"}
@@ -111,7 +110,7 @@ def test_a_window_that_was_read_before_its_turn_to_be_fetched_ahead_is_fetched_n
     far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(read_ahead, "bring_later", asked.append)
+    monkeypatch.setattr("memmap_buffer.remote.mirror.bring_later", asked.append)
     list(opened(far, tmp_path).dataloader(16, **OPTIONS))
     assert len(asked) > 4
     assert [bool(wanted) for wanted in asked] == [False] * (len(asked) - 1) + [True]
