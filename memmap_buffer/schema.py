@@ -326,6 +326,19 @@ class Schema:
                 flat[name] = _without_padding(name, flat[name], flat.pop(LENGTHS + name))
         return flat
 
+    def encode_all(
+        self, fields: Mapping[str, Field], given: Mapping[str, Any], lead: int, where: str = "", hint: str = ""
+    ) -> dict[str, Array]:
+        """The values that were given of some fields as stored, in the order of the schema; see `encode`."""
+        columns = {}
+        try:
+            for name, field in fields.items():
+                if name in given:
+                    columns[name] = field.encode(given[name], lead)
+        except SchemaError as error:
+            raise SchemaError(f"field {name!r}{where}: {error}{hint}", field=name) from None
+        return columns
+
     def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:
         """The values of a field as stored, (*lead dimensions, *field). Raises SchemaError naming the field."""
         try:

@@ -255,7 +255,7 @@ class Editing:
 
     def _follow_schema(self) -> None:
         """Open the folder again where a change of its schema came so far that it stands."""
-        with self._writer.turn:
+        with self._writer.lock.turn:
             if self._storage.schema_replaced:
                 self._reopen()
             self._schema_changes = False

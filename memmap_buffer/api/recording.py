@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -52,16 +52,23 @@ class Scope(Block, Generic[Opened]):
         self._after()
 
 
+class Recorded(Protocol):
+    """An episode that is published sooner or later; see `Episode`."""
+
+    serial: int
+    state: str
+
+
 class GivenErrors:
     """The errors of steps that are not published yet."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[Episode, list[tuple[Any, Any]]]] = {}
+        self._waiting: dict[str, dict[Recorded, list[tuple[Any, Any]]]] = {}
 
     def __bool__(self) -> bool:
         return any(self._waiting.values())
 
-    def add(self, name: str, episodes: Sequence[Episode], t: Sequence[Any], errors: Sequence[Any]) -> None:
+    def add(self, name: str, episodes: Sequence[Recorded], t: Sequence[Any], errors: Sequence[Any]) -> None:
         """Take errors for the priorities of a name: of each episode those of one step, or of several."""
         waiting = self._waiting.setdefault(name, {})
         for episode, at, error in zip(episodes, t, errors, strict=True):
@@ -217,12 +224,15 @@ class Recording(Editing):
             BufferLockedError: errors are given, and another process owns their priorities.
         """
         with self._turn:
-            priority = self._priority(priority, arrays)
-            columns, meta, finals, length = validation.whole_episode(self._storage.layout.schema, arrays)
-            errors = self._errors_given(priority, priority_name, (length,), "(T,)")
-            episode = self._writer_with_room().store(columns, length, finals, meta)
+            if priority is not None:
+                priority = self._priority(priority, arrays)
+            whole = validation.whole_episode(self._storage.layout.schema, arrays)
+            errors = None
+            if priority is not None:
+                errors = self._errors_given(priority, priority_name, (whole.length,), "(T,)")
+            episode = self._writer_with_room().store(whole)
             if errors is not None:
-                self._errors.add(priority_name, [episode], [np.arange(length)], [errors])
+                self._errors.add(priority_name, [episode], [np.arange(whole.length)], [errors])
                 self._settle_errors()
             self._finish_shard_if_due()
 

@@ -52,6 +52,11 @@ def checksum_of(sums: Sums) -> int:
     return crc32(rest, crc)
 
 
+def checksums_of(sums: Mapping[str, Sums]) -> dict[str, int]:
+    """The checksum of the rows of each name, as by `checksum_of`."""
+    return {name: crc32(rest, crc) for name, (crc, rest) in sums.items()}
+
+
 def checksum(rows: Array) -> int:
     """The checksum of C-contiguous rows."""
     return checksum_of(add_rows(EMPTY, rows))

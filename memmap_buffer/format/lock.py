@@ -99,14 +99,18 @@ class WriterLock:
     @property
     def episodes(self) -> list[Any]:
         """The episodes that did not end, and whose writer has this lock."""
-        episodes = (reference() for reference in self._episodes)
-        living = (episode for episode in episodes if episode is not None)
-        return [episode for episode in living if episode.state == "open" and episode.writer.lock is self]
+        if not self._episodes:
+            return []
+        return [
+            episode
+            for reference in self._episodes
+            if (episode := reference()) is not None and episode.state == "open" and episode.writer.lock is self
+        ]
 
     @property
     def open_episodes(self) -> list[Any]:
         """The `episodes` whose block was not left."""
-        return [episode for episode in self.episodes if not episode.was_left]
+        return [episode for episode in self.episodes if not episode.was_left] if self._episodes else []
 
     @property
     def held(self) -> bool:

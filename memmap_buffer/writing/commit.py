@@ -16,7 +16,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, EpisodeStateError
 from memmap_buffer.format.blobs import contents_of, encode_many, end_of, index_of
-from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
+from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_row, checksums_of, digest_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import file_system, stores_are_writes
 from memmap_buffer.format.layout import BLOBS, Layout
@@ -184,7 +184,14 @@ class WriteHandles:
         write_word(self.fd["/episodes"], start | stop << 32, self._records + slot * RECORD.itemsize + 8 * SHOWN)
 
     def write_rows(
-        self, columns: Mapping[str, Array], rows: range, slot: int, t: int, sums: Mapping[str, Sums] | None
+        self,
+        columns: Mapping[str, Array],
+        rows: range,
+        slot: int,
+        t: int,
+        sums: Mapping[str, Sums] | None,
+        *,
+        final: bool = False,
     ) -> dict[str, Sums]:
         """Write some rows of fields' columns from timestep `t` of a slot on.
 
@@ -194,17 +201,19 @@ class WriteHandles:
             slot: where the episode is.
             t: the timestep of the first of them.
             sums: field -> of the rows before these, for their checksums; None: these are not wanted.
+            final: of fields with `final`, one row more.
 
         Returns:
             The same, these rows included.
         """
-        checksum, stop = self.checksum and sums is not None, rows.stop
+        checksum, longest = self.checksum and sums is not None, self.layout.max_timesteps
         sums = dict(sums or {})
         for name, array in columns.items():
-            if name in self.layout.coded:
-                self._write_blobs(name, array, rows, slot, t, sums if checksum else None)
-                continue
             fd, header, itemsize, stride, piece = self._row[name]
+            stop = rows.stop + final * (stride - longest)
+            if name in self.layout.coded:
+                self._write_blobs(name, array, range(rows.start, stop), slot, t, sums if checksum else None)
+                continue
             offset = header + (slot * stride + t - rows.start) * itemsize
             row = rows.start
             while row < stop:
@@ -314,7 +323,7 @@ class SlotWriter:
         published: whether a record of it stands.
         length: timesteps written.
         meta: as written.
-        given: whether its episode was given up to be published, by itself or with others.
+        state: "open", or "published" once its episode was given up to be published, by itself or with others.
         room: before which timestep there is room on the disk for stores into maps.
         round: of the next record: in which its last step was published, or its first one if it is OPEN; see `slots`.
         appends: whether its record stands, and what is shown next are only more of its timesteps.
@@ -332,7 +341,7 @@ class SlotWriter:
         self._sums, self._summed = dict.fromkeys(files.layout.schema.fields, EMPTY), 0
         self._final_sums: dict[str, Sums] | None = None
         self._sealed = b""  # the last record
-        self.given = self.appends = False
+        self.state, self.appends = "open", False
         self.round = self.room = 0
         words = files.storage.maps.words
         generation, extent = words.item(slot, GENERATION), words.item(slot, EXTENT)
@@ -345,17 +354,16 @@ class SlotWriter:
     @property
     def num_published(self) -> int:
         """Timesteps that are published."""
-        return self._words.item(SHOWN) >> 32 if self.published else 0
+        return self._shown >> 32 if self.published else 0
 
     @property
     def start(self) -> int:
         """The first of them that is shown."""
-        return self._words.item(SHOWN) & 0xFFFFFFFF if self.published else 0
+        return self._shown & 0xFFFFFFFF if self.published else 0
 
     @property
-    def _words(self) -> Words:
-        words: Words = self.files.storage.maps.words[self.slot]
-        return words
+    def _shown(self) -> int:
+        return self.files.storage.maps.words.item(self.slot, SHOWN)
 
     @property
     def sums(self) -> dict[str, Sums]:
@@ -377,7 +385,8 @@ class SlotWriter:
             stop: how many timesteps are written then.
             add: add them to the sums now, while the processor has them; else when these are asked for.
         """
-        self._begin()
+        if not self._begun:
+            self._begin()
         start = self.length
         if start < stop:
             before = self.sums if add else None
@@ -385,6 +394,13 @@ class SlotWriter:
             self.length, self._final_sums = stop, None
             if add:
                 self._sums, self._summed = sums, stop
+
+    def write_whole(self, columns: Mapping[str, Array], length: int, has_final: bool) -> None:
+        """Write a whole episode; of fields with `final` that have one row more, this too."""
+        if not self._begun:
+            self._begin()
+        self._final_sums = self.files.write_rows(columns, range(length), self.slot, 0, self._sums, final=has_final)
+        self.length = length
 
     def write_final(self, final: Mapping[str, Array]) -> None:
         """Write the observation after the last action behind the last step, for every field with `final`."""
@@ -394,7 +410,8 @@ class SlotWriter:
 
     def write_meta(self, meta: Mapping[str, Array]) -> None:
         """Write the meta fields, each of its declared shape."""
-        self._begin()
+        if not self._begun:
+            self._begin()
         for name, value in meta.items():
             self.files.write_meta(name, self.slot, value)
         self.meta = dict(meta)
@@ -432,20 +449,21 @@ class SlotWriter:
 
     def shows(self, stop: int) -> bool:
         """Whether what `show` writes stands on the disk."""
-        return bool(self._words.item(SHOWN) >> 32 == stop and (self.appends or self._is_sealed))
+        return self._shown >> 32 == stop and (self.appends or self._is_sealed)
 
     @property
     def _is_sealed(self) -> bool:
         """Whether the record that was last sealed stands on the disk."""
-        return bool(self._words[CHECK].tobytes() == self._sealed[8 * CHECK :])
+        check = self.files.storage.maps.words.item(self.slot, CHECK)
+        return bool(self._sealed) and check == int.from_bytes(self._sealed[8 * CHECK :], "little")
 
     def settle(self) -> None:
         """Whatever went wrong: if the record that was last sealed stands on the disk, that much is published."""
-        words = self._words
         if self._is_sealed:
             self.published = True
-        if self.published and words[GENERATION] % 2 == 0:
-            self._generation = int(words[GENERATION]) - 1  # a redo file may have moved it on
+        generation = self.files.storage.maps.words.item(self.slot, GENERATION)
+        if self.published and generation % 2 == 0:
+            self._generation = generation - 1  # a redo file may have moved it on
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""
@@ -460,15 +478,16 @@ class SlotWriter:
             self.files.give_back(self.slot, self.length, before)
 
     def _begin(self) -> None:
-        if not self._begun:
-            self.files.write_generation(self.slot, self._generation)
-            self._begun = True
+        """Make the record that stands in the slot void."""
+        self.files.write_generation(self.slot, self._generation)
+        self._begun = True
 
     def _checksums(self) -> bytes:
         """The slot's row of checksums.npy."""
-        found = {name: checksum_of(sums) for name, sums in (self._final_sums or self.sums).items()}
-        found.update((name, checksum(value)) for name, value in self.meta.items())
-        return checksum_row(self.files.layout, found)
+        checksums = checksums_of(self._final_sums or self.sums)
+        for name, value in self.meta.items():
+            checksums[name] = checksum(value)
+        return checksum_row(self.files.layout, checksums)
 
 
 def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
@@ -485,7 +504,8 @@ def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
     new = [one.serial for one in sealed if not one.published]
     for one in sealed:
         one.seal()
-    files.barriers(*((*files.layout.keys_of_episodes, "/checksums") if sealed else files.layout.keys_of_steps))
+    if files.power:
+        files.sync(*((*files.layout.keys_of_episodes, "/checksums") if sealed else files.layout.keys_of_steps))
     try:
         show(files, [(one, one.length) for one in slot_writers])
     finally:
@@ -501,9 +521,11 @@ def show(files: WriteHandles, written: Sequence[tuple[SlotWriter, int]]) -> None
     """Show what was written and sealed, of each slot the timesteps before some one; twice is fine."""
     sector = None
     for one, stop in written:
-        # Sectors reach the disk in any order, and there must be no gap.
-        if not one.appends and sector not in (None, files.sector_of(one.slot)):
-            files.barriers("/episodes")
-        sector = files.sector_of(one.slot)
+        if files.power:
+            # Sectors reach the disk in any order, and there must be no gap.
+            before, sector = sector, files.sector_of(one.slot)
+            if not one.appends and before not in (None, sector):
+                files.sync("/episodes")
         one.show(stop)
-    files.barriers("/episodes")
+    if files.power:
+        files.sync("/episodes")

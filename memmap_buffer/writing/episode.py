@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 import numpy as np
 from numpy import ndarray
 
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, storage_dtype
 from memmap_buffer.errors import EpisodeStateError, SchemaError
-from memmap_buffer.schema import Field
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.blob_column import BlobColumn
 from memmap_buffer.writing.commit import require_room
@@ -121,7 +120,6 @@ class Episode(Block):
         state: "open", "published" or "aborted".
         serial: its number, from when it is first written to be published, else -1.
         ended: the field that ended it, or "".
-        has_inner_end: whether such a field is true before its last step.
         staged: whether nothing of it is written anywhere before it is published.
         thread: which opened it.
     """
@@ -137,16 +135,15 @@ class Episode(Block):
         self.writer = writer
         self._schema = writer.schema
         self._shows_steps = writer.how.publish == "step"
-        self.staged = not writer.how.in_place
+        self.staged = not writer.in_place
         self.keep_partial, self.held, self.thread = keep_partial, held, get_ident()
         self.length = 0
         self.base = 0
         self.columns: dict[str, Array] = {}
         self.finals: dict[str, Array] = {}
-        self.meta: dict[str, Array] = {name: field.fill for name, field in self._schema.meta_fields.items()}
+        self.meta: dict[str, Array] = dict(writer.no_meta)
         self.state, self.serial = "open", -1
         self.ended = ""
-        self.has_inner_end = False
         # Of fields of lists, the bytes up to the end of each timestep; of those from `length` on they do not count.
         self._list_ends: dict[str, list[int]] = {name: [] for name in self._schema.lists}
         self._plan: list[Column] = []
@@ -154,7 +151,8 @@ class Episode(Block):
         self._stop = 0
         self._flags: list[tuple[int, str, Array]] = []
         self._made, self._pick = _step_type(tuple(self._schema.fields))
-        self.update(meta)
+        if meta:
+            self.update(meta)
 
     def __repr__(self) -> str:
         number = "" if self.serial < 0 else f" {self.serial}"
@@ -187,13 +185,13 @@ class Episode(Block):
             values = ()
         if len(values) != len(step) or not values:
             values = self._completed(step, t)
-        for value, (array, dtype, shape, exact, others) in zip(values, self._plan):  # noqa: B905 `strict` takes 0.1 us
+        for value, (array, dtype, shape, exact, others, name) in zip(values, self._plan):  # noqa: B905 `strict` takes 0.1 us
             kind = type(value)
             if kind is ndarray:
                 fits = (value.dtype is dtype or value.dtype == dtype) and value.shape == shape
             else:
                 fits = kind in exact or (kind in others.kinds and others.low <= value <= others.high)
-            array[row] = value if fits else self._encode(others.field, others.name, value, t)
+            array[row] = value if fits else self._encode(name, value, t)
         if self._list_ends:
             self._count_lists(self.columns, row, row + 1)
         for place, name, flags in self._flags:
@@ -217,18 +215,17 @@ class Episode(Block):
             EpisodeStateError: the episode is over, longer than `max_timesteps`, or ends before the last timestep.
             OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
         """
-        columns, meta, finals, count = validation.whole_episode(self._schema, steps, "extend")
-        self._require_within(self.length + count)
+        columns, count, has_final, meta = validation.whole_episode(self._schema, steps, "extend")
+        self.writer.require_within(self.length + count)
         ends = [name for name in self._schema.ends if np.count_nonzero(columns[name][: count - 1])]
         if ends:
             raise EpisodeStateError(f"extend: `{ends[0]}` is true before the last timestep; give each episode its own")
         self.require_room(count)
         if meta:
-            self.update(meta)
-        self.store_rows(columns, count)
-        if finals:
-            self.require_lists({name: [row] for name, row in finals.items()})
-            self.finals = finals
+            self.set_meta(meta)
+        self.store_rows({name: column[:count] for name, column in columns.items()}, count)
+        if has_final:
+            self.set_final({name: columns[name][count] for name in self._schema.final_names})
 
     def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
         """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
@@ -284,18 +281,10 @@ class Episode(Block):
         if self.state != "open" or self.ended or self.finals:
             self._refuse()
         stop = self.length + count
-        self._require_within(stop)
+        self.writer.require_within(stop)
         if self._list_ends:
             self._count_lists(rows, 0, count)
         return Appended(self, rows, self.length, stop)
-
-    def fill(self, columns: Mapping[str, Array], length: int) -> None:
-        """Take whole encoded columns, (length, *field) each, as the episode's steps; views stop at each end in them."""
-        self._require_within(length)
-        self.has_inner_end = any(np.count_nonzero(columns[name][: length - 1]) for name in self._schema.ends)
-        self.columns, self.length, self.base = dict(columns), length, 0
-        self._plan, self._capacity, self._stop = [], 0, 0
-        self.ended = next((name for name in self._schema.ends if self.columns[name].item(length - 1)), "")
 
     def drop_last(self, count: int = 1) -> None:
         """Take the last stored timesteps back."""
@@ -312,8 +301,8 @@ class Episode(Block):
             EpisodeStateError: no step was stored yet, or it was called before.
         """
         self.require_open()
-        fields, given = self._schema.fields, validation.whole_final(self._schema, observation)
-        self.set_final({name: self._encode(fields[name], name, value, self.length) for name, value in given.items()})
+        given = validation.whole_final(self._schema, observation)
+        self.set_final({name: self._encode(name, value, self.length) for name, value in given.items()})
 
     def set_final(self, stored: Mapping[str, Array]) -> None:
         """Take the final observation, every field with `final` encoded already."""
@@ -355,11 +344,11 @@ class Episode(Block):
             EpisodeStateError: the episode is over.
         """
         self.require_open()
-        known = self._schema.meta_fields
-        for name, value in self._schema.flatten(meta).items():
+        flat, known = self._schema.flatten(meta), self._schema.meta_fields
+        for name in flat:
             if name not in known:
                 raise self._schema.unknown(name, "meta", known)
-            self.set_meta({name: self._encode(known[name], name, value, None)})
+        self.meta |= validation.whole_meta(self._schema, flat)
 
     def set_meta(self, stored: Mapping[str, Array]) -> None:
         """Set meta fields that are encoded already."""
@@ -434,16 +423,8 @@ class Episode(Block):
         what = f"ended at timestep {self.length - 1} by `{self.ended}`" if self.ended else "has its final observation"
         raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
 
-    def _require_within(self, length: int) -> None:
-        limit = self.writer.max_timesteps
-        if length > limit:
-            raise EpisodeStateError(
-                f"timestep {limit}: the episode is longer than max_timesteps ({limit}); create the buffer with "
-                "a larger max_timesteps, or end the episode here and go on in a new one"
-            )
-
     def _grow(self, needed: int) -> None:
-        self._require_within(needed)
+        self.writer.require_within(needed)
         if self._capacity and not self.staged:
             self.writer.spill(self)
             _clear(self.columns)
@@ -457,7 +438,11 @@ class Episode(Block):
         for name, rows in before.items():
             if isinstance(rows, np.ndarray):
                 columns[name][: self.length] = rows[: self.length]
-        self._plan = [column(name, field, columns[name]) for name, field in fields.items()]
+        plan: list[Column] = []
+        for name, field in fields.items():
+            numbers = Scalars.of(field.dtype, field.shape)
+            plan.append((columns[name], field.direct, field.shape, numbers.exact, numbers, name))
+        self._plan = plan
         self._flags = [(list(fields).index(name), name, columns[name]) for name in self._schema.ends]
         self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
         self._capacity = self._stop = len(self._plan[0][0])
@@ -484,12 +469,11 @@ class Episode(Block):
         if own:
             self.writer.staging.keep(columns)  # last, so that it is given back once
 
-    def _encode(self, field: Field, name: str, value: Any, t: int | None) -> Array:
+    def _encode(self, name: str, value: Any, t: int) -> Array:
         try:
-            return field.encode(value)
+            return self._schema.fields[name].encode(value)
         except SchemaError as error:
-            where = f"meta field {name!r}" if t is None else f"field {name!r}, timestep {t}"
-            raise SchemaError(f"{where}: {error}", field=name, timestep=t) from None
+            raise SchemaError(f"field {name!r}, timestep {t}: {error}", field=name, timestep=t) from None
 
     def _completed(self, step: Mapping[str, Any], t: int) -> tuple[Any, ...]:
         """The values of a step that is nested, or leaves fields to their defaults, in the order of the schema."""
@@ -545,7 +529,7 @@ class Staging:
             kept = self._kept.pop()  # at once, as another thread may want it, too
         except IndexError:
             return {}
-        if all(len(column) >= needed for column in kept[1].values()):
+        if len(next(iter(kept[1].values()))) >= needed:  # of all fields there is room for as many
             return kept[1]
         self._kept.append(kept)
         return {}
@@ -553,44 +537,37 @@ class Staging:
     def keep(self, columns: dict[str, Array]) -> None:
         """Take columns that nothing refers to any more, unless more than KEPT_BYTES would be kept."""
         _clear(columns)
-        size = sum(column.nbytes for column in columns.values())
-        if size + sum(kept for kept, _ in self._kept) <= KEPT_BYTES:
+        size = sum([column.nbytes for column in columns.values()])
+        if size + sum([kept for kept, _ in self._kept]) <= KEPT_BYTES:
             self._kept.append((size, columns))
 
 
 class Scalars(NamedTuple):
     """The numbers that fit a field without dimensions: any of the types `exact`, of `kinds` from `low` to `high`."""
 
-    name: str
-    field: Field
     exact: frozenset[type]
     kinds: frozenset[type]
     low: Any
     high: Any
 
-    @classmethod
-    def of(cls, name: str, field: Field) -> Scalars:
-        """Those that fit `field`."""
-        kind, low, high = field.storage.kind, 0, 1
-        kinds = _KINDS.get(kind, ()) if field.shape == () and field.dtype != "bfloat16" else ()
-        if kind == "f":
-            low, high = float(np.finfo(field.storage).min), float(np.finfo(field.storage).max)  # type: ignore[assignment]
-        elif kind in "iu":
-            low, high = int(np.iinfo(field.storage).min), int(np.iinfo(field.storage).max)
-        exact = (kind for kind in kinds if kind is not int and np.can_cast(kind, field.storage))
-        return cls(name, field, frozenset(exact), frozenset(kinds), low, high)
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(dtype: str, shape: tuple[int | None, ...]) -> Scalars:
+        """Those that fit a field of a dtype and a shape."""
+        storage, low, high = storage_dtype(dtype), 0, 1
+        kinds = _KINDS.get(storage.kind, ()) if shape == () and dtype != "bfloat16" else ()
+        if storage.kind == "f":
+            low, high = float(np.finfo(storage).min), float(np.finfo(storage).max)  # type: ignore[assignment]
+        elif storage.kind in "iu":
+            low, high = int(np.iinfo(storage).min), int(np.iinfo(storage).max)
+        exact = (kind for kind in kinds if kind is not int and np.can_cast(kind, storage))
+        return Scalars(frozenset(exact), frozenset(kinds), low, high)
 
 
 # A field's staged rows (capacity, *field), and which values can be assigned to one of them as they are: the dtype and
-# the shape of arrays; the types of numbers that can, whatever they are; what other numbers can. A plain tuple, as
-# Python takes four times as long to unpack a named one.
-Column: TypeAlias = tuple[Array, np.dtype[Any], tuple[int, ...], frozenset[type], Scalars]
-
-
-def column(name: str, field: Field, rows: Array) -> Column:
-    """The column of a field that is staged in `rows`."""
-    scalars = Scalars.of(name, field)
-    return rows, field.direct, field.shape, scalars.exact, scalars
+# the shape of arrays; the types of numbers that can, whatever they are; what other numbers can; its name. A plain
+# tuple, as Python takes four times as long to unpack a named one.
+Column: TypeAlias = tuple[Array, np.dtype[Any], tuple[int, ...], frozenset[type], Scalars, str]
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

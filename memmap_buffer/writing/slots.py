@@ -52,7 +52,7 @@ class SlotAllocator:
         self, layout: Layout, table: EpisodeTable, following: int, rounds: IntArray | None = None, path: object = ""
     ) -> None:
         self._layout, self._path, self._told = layout, path, False
-        self._max_episodes = layout.max_episodes
+        self._max_episodes, self._capacity = layout.max_episodes, layout.capacity
         self.next = following
         self.steps = table.steps
         self.serial, self.start, self.stop = table.serial.copy(), table.start.copy(), table.length.copy()
@@ -68,7 +68,7 @@ class SlotAllocator:
         self._entry = np.full(layout.slots, -1)
         self._entry[table.visible] = _entry_of(table.visible, table.serial[table.visible])
         self._entries, self._head, self._tail = NONE, 0, 0
-        if layout.capacity is not None:
+        if self._capacity is not None:
             self._entries = self._by_rounds(table.visible)
             self._tail = len(self._entries)
         # Likewise entries `_begin` to `_end` are of the visible episodes, by ascending serials.
@@ -99,8 +99,7 @@ class SlotAllocator:
     @property
     def surplus(self) -> int:
         """How many visible timesteps are more than `capacity`."""
-        limit = self._layout.capacity
-        return 0 if limit is None else max(0, self.steps - limit)
+        return 0 if self._capacity is None else max(0, self.steps - self._capacity)
 
     def take(self, busy: set[int]) -> int | None:
         """A slot to write to, neither visible nor `busy`, or None. It is not kept: an interruption leaks none."""
@@ -108,7 +107,7 @@ class SlotAllocator:
 
     def require_room(self, path: object, episodes: int, steps: int) -> None:
         """Raise BufferFullError unless so many more fit; a circular buffer always has room."""
-        limit = self._layout.capacity
+        limit = self._capacity
         if self._layout.circular:
             return
         if len(self) + episodes > self._layout.max_episodes:
@@ -143,18 +142,19 @@ class SlotAllocator:
             self.stop[slot] = length
             self.round += added - (not alone)
             self._last[slot] = self.round - alone
-            self._published(np.full(added, self._entry[slot]))
+            if self._capacity is not None:
+                self._published(np.full(added, self._entry[slot]))
         while self._count > self._max_episodes:
             slot = self._oldest_slot
             self.retired.append(slot)
             self.hide(slot)
-            self.hides = self._layout.capacity is not None
-            self._tell_of_short_episodes()
+            if self._capacity is not None:
+                self.hides = True
+                self._tell_of_short_episodes(self._capacity)
 
-    def _tell_of_short_episodes(self) -> None:
+    def _tell_of_short_episodes(self, capacity: int) -> None:
         """Log once that `max_episodes` is too low for the capacity ever to be reached."""
-        layout = self._layout
-        if not self._told and layout.capacity is not None and self.steps < layout.capacity:
+        if not self._told and self.steps < capacity:
             self._told = True
             text = (
                 "%s: %d steps are visible, not capacity=%d: more than max_episodes=%d episodes would be needed for that"
@@ -163,7 +163,7 @@ class SlotAllocator:
                 text + "; create it with a higher max_episodes",
                 self._path,
                 self.steps,
-                layout.capacity,
+                capacity,
                 self._max_episodes,
             )
 
@@ -178,7 +178,8 @@ class SlotAllocator:
                 self.stop[slot] = self.stop.item(slot) + 1
                 self._last[slot] = self.round
                 self.steps += 1
-                self._published(self._entry[slot : slot + 1])
+                if self._capacity is not None:
+                    self._published(self._entry[slot : slot + 1])
             self.round += 1
             return
         entries = self._entry.take(slots)
@@ -189,7 +190,8 @@ class SlotAllocator:
         self._last[slots] = self.round
         self.steps += len(slots)
         self.round += 1
-        self._published(entries)
+        if self._capacity is not None:
+            self._published(entries)
 
     def hide(self, slot: int) -> None:
         """The episode of a slot is not visible any more; its slot may be written again."""
@@ -261,8 +263,6 @@ class SlotAllocator:
 
     def _published(self, entries: IntArray) -> None:
         """Take note of steps that were published, each by the entry of its slot."""
-        if self._layout.capacity is None:
-            return
         if self._tail + len(entries) > len(self._entries):
             self._make_room(len(entries))
         start, self._tail = self._tail, self._tail + len(entries)
@@ -305,8 +305,9 @@ class _LongestFree:
 
     def remove(self, slot: int) -> None:
         """Take one, which is near the front: only slots that are being written lie before it."""
-        places = ((self._first + i) % len(self._slots) for i in range(self._count))
-        place = next(place for place in places if self._slots.item(place) == slot)
+        place = self._first
+        while self._slots.item(place) != slot:
+            place = (place + 1) % len(self._slots)
         while place != self._first:
             self._slots[place] = self._slots[place - 1]
             place = (place or len(self._slots)) - 1

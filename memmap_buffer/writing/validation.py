@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,29 +13,38 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Field, Schema
 
 
-def whole_episode(
-    schema: Schema, given: Mapping[str, Any], where: str = "store_episode"
-) -> tuple[dict[str, Array], dict[str, Any], dict[str, Array], int]:
-    """A whole episode's arrays.
+class Whole(NamedTuple):
+    """A whole episode as it is stored.
+
+    Attributes:
+        columns: field -> (T, *field), and one row more for the final observation where it has one.
+        length: T.
+        has_final: whether it has a final observation.
+        meta: meta field -> (*field), those that were given.
+    """
+
+    columns: dict[str, Array]
+    length: int
+    has_final: bool
+    meta: dict[str, Array]
+
+
+def whole_episode(schema: Schema, given: Mapping[str, Any], where: str = "store_episode") -> Whole:
+    """A whole episode, checked and encoded.
 
     Args: given: field -> (T, *field), or (T + 1, *field) for fields with `final`; meta field -> value.
         where: the method, for errors.
-    Returns: (field -> (T, *field) as stored, meta as given, final observations, T).
     Raises: SchemaError: an unknown field, one missing, or lengths that differ.
     """
     flat = schema.flatten(given)
-    schema.require(flat, where)
-    columns = {
-        name: schema.encode(name, flat[name], 1, hint="; the first axis is time")
-        for name in schema.fields
-        if name in flat
-    }
+    if not flat.keys() <= schema.all.keys():
+        schema.require(flat, where)
+    columns = schema.encode_all(schema.fields, flat, 1, hint="; the first axis is time")
     if not columns:
         raise SchemaError(f"{where}: no per-timestep field was given; give (T, *field) arrays")
-    length = min(len(column) for column in columns.values())
-    longer = {name for name, column in columns.items() if len(column) != length}
-    finals = schema.final_names
-    if longer and (longer != finals or any(len(columns[name]) != length + 1 for name in longer)):
+    length = min(map(len, columns.values()))
+    longer = {name: len(column) for name, column in columns.items() if len(column) != length}
+    if longer and longer != dict.fromkeys(schema.final_names, length + 1):
         lengths = ", ".join(f"{name}: {len(column)}" for name, column in columns.items())
         raise SchemaError(
             f"{where}: the lengths differ ({lengths}); only fields with final=True "
@@ -43,16 +52,23 @@ def whole_episode(
         )
     if length < 1:
         raise SchemaError(f"{where}: got arrays of length 0, expected at least one timestep")
-    for name, field in schema.fields.items():
-        if name not in columns:
-            columns[name] = np.broadcast_to(require_default(field, name, where), (length, *field.cell))
-    meta = {name: flat[name] for name in schema.meta_fields if name in flat}
-    return (
-        {name: _first(column, length) for name, column in columns.items()},
-        meta,
-        {name: np.array(columns[name][length], schema.fields[name].entries, order="C") for name in longer},
-        length,
-    )
+    if len(columns) < len(schema.fields):
+        for name, field in schema.fields.items():
+            if name not in columns:
+                columns[name] = np.broadcast_to(require_default(field, name, where), (length, *field.cell))
+    return Whole(columns, length, bool(longer), whole_meta(schema, flat) if schema.meta_fields else {})
+
+
+def whole_meta(schema: Schema, given: Mapping[str, Any]) -> dict[str, Array]:
+    """Copies of the meta fields among some values, encoded."""
+    meta = {}
+    for name, field in schema.meta_fields.items():
+        if name in given:
+            try:
+                meta[name] = np.array(field.encode(given[name]), field.entries, order="C")
+            except SchemaError as error:
+                raise SchemaError(f"meta field {name!r}: {error}", field=name) from None
+    return meta
 
 
 def whole_final(schema: Schema, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,11 +92,6 @@ def require_default(field: Field, name: str, where: str) -> Array:
             field=name,
         )
     return field.fill
-
-
-def _first(column: Array, length: int) -> Array:
-    """The first rows, one behind the other in memory."""
-    return column if len(column) == length and column.flags.c_contiguous else np.ascontiguousarray(column[:length])
 
 
 def positions_of(indices: Any, count: int) -> tuple[IntArray, bool]:

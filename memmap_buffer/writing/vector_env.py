@@ -180,7 +180,10 @@ class EpisodeStream(EpisodeGroup):
         # What a timestep may give, without the axis of environments and with it: the dtype and the shape of arrays that
         # are stored as they are, and which numbers are.
         self._plans = [
-            {name: (field.direct, (*axes, *field.shape), Scalars.of(name, field)) for name, field in known.items()}
+            {
+                name: (field, (*axes, *field.shape), Scalars.of(field.dtype, field.shape))
+                for name, field in known.items()
+            }
             for axes in ((), (size,))
         ]
         self.lead = 1  # axes that the last step had before those of a field
@@ -210,7 +213,7 @@ class EpisodeStream(EpisodeGroup):
             BufferFullError: there is no room for another episode; the timesteps before it are stored.
             OSError: the disk is full, say; `steps.done` tells how many are stored.
         """
-        with self._writer.turn:
+        with self._writer.lock.turn:
             before, self._round = self._round, None
             if self._missing is not None:
                 self._settle()
@@ -324,19 +327,19 @@ class EpisodeStream(EpisodeGroup):
         for name, value in step.items():
             if name not in plan:
                 return None
-            dtype, shape, numbers = plan[name]
+            field, shape, numbers = plan[name]
             kind = type(value)
-            if kind is ndarray and value.dtype == dtype and value.shape == shape:
+            if kind is ndarray and value.dtype == field.direct and value.shape == shape:
                 pass
             elif lead == 0 and (
                 kind in numbers.exact or (kind in numbers.kinds and numbers.low <= value <= numbers.high)
             ):
-                value = np.array(value, dtype)
+                value = np.array(value, field.direct)
             elif lead == 0 and kind not in NUMBERS and getattr(value, "ndim", None) != len(shape):
                 return None  # it may have the axis that steps before it had not
             else:
                 try:
-                    value = numbers.field.encode(value, lead)
+                    value = field.encode(value, lead)
                 except SchemaError:
                     return None  # there it is told in full
                 if value.shape != shape:

@@ -28,10 +28,11 @@ from memmap_buffer.format.records import CUT, DELETED, FINAL, GENERATION, INNER_
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
-from memmap_buffer.writing.episode import Appended, Episode, Held, Staging, left
+from memmap_buffer.writing.episode import Appended, Episode, Held, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
 from memmap_buffer.writing.rounds import MappedFiles, Round
 from memmap_buffer.writing.slots import SlotAllocator
+from memmap_buffer.writing.validation import Whole
 
 T = TypeVar("T")
 
@@ -105,6 +106,8 @@ class Writer:
         self.max_timesteps = storage.layout.max_timesteps
         how.require_spare(storage.path, storage.layout.spare_slots)
         self.how = how
+        self.in_place = how.in_place
+        self.no_meta = {name: field.fill for name, field in self.schema.meta_fields.items()}
         self.lock = lock
         self._files: WriteHandles | None = None
         self._slots: SlotAllocator
@@ -120,11 +123,6 @@ class Writer:
         self._given_up: list[int] = []  # slots whose space is given back once readers were told
         self._mapped: tuple[MappedFiles | None, ...] = ()  # once it was looked whether stores may go to maps
 
-    @property
-    def turn(self) -> Any:
-        """See `WriterLock.turn`."""
-        return self.lock.turn
-
     def begin(self, *, publishing: bool = False) -> WriteHandles:
         """The open files, with nothing left half done; takes the lock at the first call.
 
@@ -137,7 +135,7 @@ class Writer:
             WriterLostError: this object may not write any more.
             EpisodeStateError: it was closed.
         """
-        with self.turn:
+        with self.lock.turn:
             return self._begin(publishing)
 
     def _begin(self, publishing: bool) -> WriteHandles:
@@ -146,7 +144,8 @@ class Writer:
             files = self._take_over()
         else:
             (self.lock.glance if publishing and not files.power else self.lock.check)(self.storage)
-            files.catch_up()
+            if files.behind:
+                files.catch_up()
         if not self._settled:
             self._settle(files)
         self._end_what_was_left(files)
@@ -168,7 +167,7 @@ class Writer:
 
     def _change(self, work: Callable[[WriteHandles], T], *, publishing: bool = False) -> T:
         """Do a change in its turn; see `begin`. Whatever it ends with, what is on the disk then is what happened."""
-        with self.turn:
+        with self.lock.turn:
             return self._carry_out(work, self._begin(publishing))
 
     def _carry_out(self, work: Callable[[WriteHandles], T], files: WriteHandles) -> T:
@@ -198,13 +197,13 @@ class Writer:
         for slot_writer in [*self._slot_writers.values(), *self._pending]:
             slot_writer.settle()
         for episode, slot_writer in list(self._slot_writers.items()):
-            if not (slot_writer.published or self.how.in_place):
+            if not (slot_writer.published or self.in_place):
                 self._slot_writers.pop(episode)  # it is staged still, and its slot is free
             elif slot_writer.published and self.how.publish == "step":
                 self._follow(episode())
         if self._joint is not None:
             self._joint.settle()
-        self._pending = [one for one in self._pending if one.given and not one.published]
+        self._pending = [one for one in self._pending if one.state == "published" and not one.published]
         self._settled = True
 
     def _end_what_was_left(self, files: WriteHandles) -> None:
@@ -284,7 +283,7 @@ class Writer:
 
     def open(self, meta: Mapping[str, Any], *, keep_partial: bool = False, held: Held | None = None) -> Episode:
         """A new open episode. Raises BufferFullError or EpisodeStateError when it could not be published."""
-        with self.turn:
+        with self.lock.turn:
             self._begin(publishing=True)
             self._require_room_for_another()
             episode = Episode(self, meta, keep_partial=keep_partial, held=held)
@@ -296,51 +295,58 @@ class Writer:
                 raise
 
     def _require_room_for_another(self) -> None:
-        others = self.lock.open_episodes
-        started = [self._slot_writers.get(ref(episode)) for episode in others]
-        waiting = sum(p is None or not p.published for p in started) + len(self._pending)
+        others, waiting = self.lock.open_episodes, len(self._pending)
+        for episode in others:
+            slot_writer = self._slot_writers.get(ref(episode))
+            waiting += slot_writer is None or not slot_writer.published
         self._slots.require_room(self.storage.path, waiting + 1, 1)
         in_place = len(others) + 1
-        if self.how.in_place and in_place > self.storage.layout.spare_slots:
+        if self.in_place and in_place > self.storage.layout.spare_slots:
             self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
 
-    def store(
-        self, columns: Mapping[str, Array], length: int, finals: Mapping[str, Array], meta: Mapping[str, Any]
-    ) -> Episode:
-        """Publish a whole episode. Raises as `open` and `publish` raise it.
+    def require_within(self, length: int) -> None:
+        """Raise EpisodeStateError where an episode of so many timesteps is too long."""
+        limit = self.max_timesteps
+        if length > limit:
+            raise EpisodeStateError(
+                f"timestep {limit}: the episode is longer than max_timesteps ({limit}); create the buffer with "
+                "a larger max_timesteps, or end the episode here and go on in a new one"
+            )
 
-        Args:
-            columns: field -> (length, *field), encoded.
-            length: its timesteps.
-            finals: its final observation, encoded; empty if it has none.
-            meta: meta fields as given.
-        """
-        episode = Episode(self, meta, held=left)  # whatever interrupts this, nobody holds it
-        episode.fill(columns, length)
-        episode.finals = dict(finals)
-        with self.turn:
+    def store(self, whole: Whole) -> SlotWriter:
+        """Publish a whole episode. Raises as `open` and `publish` raise it."""
+        self.require_within(whole.length)
+        with self.lock.turn:
             files = self._begin(publishing=True)
             self._require_room_for_another()
-            try:
-                self._carry_out(partial(self._publish, episode, False), files)
-            except BaseException:
-                episode.settle()  # it may be published already, and the oldest one gone for it
-                raise
-        episode.release()
-        return episode
+            return self._carry_out(partial(self._store, whole), files)
+
+    def _store(self, whole: Whole, files: WriteHandles) -> SlotWriter:
+        columns, length, has_final, meta = whole
+        flags, ended = FINAL * has_final, ""
+        for name in self.schema.ends:
+            ends = columns[name]
+            if np.count_nonzero(ends[: length - 1]):
+                flags |= INNER_END
+            ended = ended or name * bool(ends.item(length - 1))
+        slot_writer = SlotWriter(files, self._free_slot())
+        slot_writer.write_whole(columns, length, has_final)
+        self._prepare(slot_writer, {**self.no_meta, **meta}, flags | TERMINATED * (ended == self.schema.terminated))
+        self._publish_prepared(files)
+        slot_writer.state = "published"
+        return slot_writer
 
     def publish(self, episode: Episode, *, cut: bool) -> None:
         """Make a staged episode visible; on an error it stays as it was and may be published again."""
-        with self.turn:
+        with self.lock.turn:
             if episode.writer is self:
-                self._change(partial(self._publish, episode, cut), publishing=True)
+                self._carry_out(partial(self._publish, episode, cut), self._begin(publishing=True))
             else:  # it was handed on while this thread waited for its turn
                 episode.writer.publish(episode, cut=cut)
 
     def _publish(self, episode: Episode, cut: bool, files: WriteHandles) -> None:
         episode.require_open()
-        flags = FINAL * bool(episode.finals) | CUT * cut | INNER_END * episode.has_inner_end
-        flags |= TERMINATED * self._terminated(episode)
+        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * self._terminated(episode)
         slot_writer = self._write(episode, files)
         if slot_writer.published and self._meta_changed(slot_writer, episode):
             slot_writer.round = self._slots.last_round(slot_writer.slot)
@@ -349,16 +355,21 @@ class Writer:
         else:
             slot_writer.write_final(episode.finals)
             at_once, slot_writer.appends = slot_writer.published, False
-            self._prepare(slot_writer, episode, flags)
-            if at_once or len(self._pending) >= self.how.sync_every:
-                self._commit_pending(files)
+            self._prepare(slot_writer, episode.meta, flags)
+            episode.serial = slot_writer.serial
+            self._publish_prepared(files, at_once=at_once)
         if slot_writer.published and self.storage.layout.capacity is not None:
             self._give_up_if_empty(files, slot_writer.slot)
             self._give_back(files)
-        episode.state, slot_writer.given = "published", True
+        episode.state = slot_writer.state = "published"
         if cut and not episode.finals:
             self._last_cut[episode] = slot_writer
         self._slot_writers.pop(ref(episode))
+
+    def _publish_prepared(self, files: WriteHandles, *, at_once: bool = False) -> None:
+        """Publish what was prepared: at once, or as soon as there is enough for the same barriers."""
+        if at_once or len(self._pending) >= self.how.sync_every:
+            self._commit_pending(files)
 
     def _terminated(self, episode: Episode) -> bool:
         return bool(episode.ended) and episode.ended == self.schema.terminated
@@ -385,7 +396,7 @@ class Writer:
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
-        with self.turn:
+        with self.lock.turn:
             if episode.writer is not self:
                 episode.writer.withdraw(episode)
                 return
@@ -398,7 +409,7 @@ class Writer:
 
     def settle(self, episode: Episode) -> None:
         """End an episode in the middle of its end: published if any of it is shown, else dropped."""
-        with self.turn, suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
+        with self.lock.turn, suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
             if episode.writer is not self:
                 episode.writer.settle(episode)
                 return
@@ -420,7 +431,7 @@ class Writer:
 
         Interrupted anywhere each of them has one of the two writers, and the same call moves the rest.
         """
-        with self.turn, other.turn:
+        with self.lock.turn, other.lock.turn:
             if self.begun and not self._settled:
                 self.begin()  # one that is published may not be known to be
             other.staging = self.staging
@@ -460,7 +471,8 @@ class Writer:
             trusted = not files.power or self.storage.state("synced") > slot_writer.serial
             slot_writer.appends = slot_writer.published and trusted and not episode.ended
             slot_writer.write(columns, base, stop, add=not slot_writer.appends)
-            self._prepare(slot_writer, episode, OPEN | TERMINATED * self._terminated(episode), together=together)
+            self._prepare(slot_writer, episode.meta, OPEN | TERMINATED * self._terminated(episode), together=together)
+            episode.serial = slot_writer.serial
 
     def follow(self, episode: Episode) -> None:
         """Where every step is shown, take for an episode's steps those that are."""
@@ -495,7 +507,7 @@ class Writer:
         """What appends to these open episodes together; None where they are not shown yet, or cannot be mapped."""
         if self.how.publish != "step":
             return None
-        with self.turn:
+        with self.lock.turn:
             files = self._begin(publishing=True)
             slot_writers = list(filter(None, map(self._slot_writers.get, map(ref, episodes))))
             if len(slot_writers) < len(episodes) or not all(one.published for one in slot_writers):
@@ -560,27 +572,39 @@ class Writer:
     def _slot_writer_of(self, episode: Episode, files: WriteHandles) -> SlotWriter:
         slot_writer = self._slot_writers.get(ref(episode))
         if slot_writer is None:
-            busy = {other.slot for other in (*self._slot_writers.values(), *self._pending)}
-            slot = self._slots.take(busy)
-            if slot is None:
-                what = f"{len(busy)} episodes that are being written in place, and one to publish"
-                self._refuse_spare(what, len(busy) + 1)
-            slot_writer = self._slot_writers[ref(episode)] = SlotWriter(files, slot)
+            slot_writer = self._slot_writers[ref(episode)] = SlotWriter(files, self._free_slot())
         return slot_writer
 
-    def _prepare(self, slot_writer: SlotWriter, episode: Episode, flags: int, *, together: bool = False) -> None:
+    def _free_slot(self) -> int:
+        """A slot that is neither visible nor being written. Raises EpisodeStateError where there is none."""
+        busy = {other.slot for other in (*self._slot_writers.values(), *self._pending)}
+        slot = self._slots.take(busy)
+        if slot is None:
+            what = f"{len(busy)} episodes that are being written in place, and one to publish"
+            self._refuse_spare(what, len(busy) + 1)
+        return slot
+
+    def _prepare(
+        self, slot_writer: SlotWriter, meta: Mapping[str, Array], flags: int, *, together: bool = False
+    ) -> None:
         """Have what was written be published by the next commit; `together`: what that publishes is one round."""
-        new = [one for one in self._pending if not one.published]
-        first, added = not slot_writer.published, slot_writer.length - slot_writer.num_published
-        waiting = sum(one.length - one.num_published for one in self._pending) if together else 0
-        self._slots.require_room(self.storage.path, len(new) + first, added + waiting)
+        new = before = waiting = 0  # episodes that wait to be published, and timesteps
+        for one in self._pending:
+            new += not one.published
+            if together:
+                waiting += one.length - one.num_published
+            else:
+                before += one.length
+        first, added = not slot_writer.published, slot_writer.length
+        if not first:
+            added -= slot_writer.num_published
+        self._slots.require_room(self.storage.path, new + first, added + waiting)
         if first:
-            slot_writer.write_meta(episode.meta)
-            slot_writer.serial = episode.serial = self._slots.next + len(new)
+            slot_writer.write_meta(meta)
+            slot_writer.serial = self._slots.next + new
         if not slot_writer.appends:
             slot_writer.flags, slot_writer.round = flags, self._slots.last_round(slot_writer.slot)
             if added:
-                before = 0 if together else sum(one.length for one in self._pending)
                 slot_writer.round = self._slots.round + before + added - 1
             if flags & OPEN:  # its last step is still to come
                 slot_writer.round -= slot_writer.length - 1
@@ -622,7 +646,8 @@ class Writer:
         if surplus:
             slots = [*slots, *self._forget(files, surplus).tolist()]
         files.announce(self._slots.next, slots)
-        self._give_back(files)
+        if self._given_up:
+            self._give_back(files)
 
     def _forget(self, files: WriteHandles, count: int, joint: Round | None = None) -> IntArray:
         """Show the oldest steps no more, so many; an episode that has none left gives its disk space back."""
@@ -737,7 +762,7 @@ class Writer:
 
     def flush(self) -> None:
         """Wait until everything published is on the disk. Raises OSError, and then nothing more may be written."""
-        with self.turn:
+        with self.lock.turn:
             if self._files is not None:
                 self.commit_pending()
                 self.begin().sync()
@@ -755,7 +780,7 @@ class Writer:
 
     def close(self) -> None:
         """Flush, mark the folder clean, and let go of the lock. Open episodes are dropped. Twice is fine."""
-        with self.turn:
+        with self.lock.turn:
             files = self._files
             try:
                 if files is not None and self.holds:

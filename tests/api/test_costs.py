@@ -101,7 +101,7 @@ def require(buffer: ReplayBuffer, work: Callable[[], Any], calls: int, writes: i
 
 def test_a_whole_episode(make: Callable[..., ReplayBuffer]) -> None:
     buffer, given = filled(make()), episode()
-    require(buffer, lambda: buffer.store_episode(**given), calls=171, writes=9)
+    require(buffer, lambda: buffer.store_episode(**given), calls=90, writes=8)
 
 
 def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
@@ -111,7 +111,7 @@ def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
         with buffer.one_episode():
             buffer.store(**given)
 
-    require(buffer, record, calls=206, writes=8)
+    require(buffer, record, calls=126, writes=8)
 
 
 @pytest.mark.parametrize(("num_envs", "calls"), [(None, 22), (1, 22), (8, 28)])

@@ -209,7 +209,7 @@ def test_a_change_that_is_interrupted_at_any_line_is_done_or_not_and_all_see_the
         error = interrupted(partial(change, buffer), at)
         found = content(buffer)
         assert found in states and content(folder) == found, error
-        assert free_for_other_threads(buffer._writer.turn)
+        assert free_for_other_threads(buffer._writer.lock.turn)
         if "field" not in name:  # readers of a field that goes are opened again
             require_whole(folder, buffer, reader)
         seen.add(states.index(found))

@@ -423,7 +423,7 @@ def test_a_child_that_is_forked_in_another_threads_turn_is_told_that_it_may_not_
     buffer, taken, end = make(tmp_path), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with buffer._writer.turn:
+        with buffer._writer.lock.turn:
             taken.set()
             end.wait()
 

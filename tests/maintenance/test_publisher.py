@@ -225,7 +225,7 @@ def test_open_episodes_go_on_in_the_next_shard(tmp_path: Path) -> None:
         for t in range(2, 4):
             handle.store(number=3, x=rows["x"][t])
         handle.final(x=rows["x"][4])
-        turn = buffer._writer.turn
+        turn = buffer._writer.lock.turn
         with turn:  # a publication waits while the shard is handed on
             thread = threading.Thread(target=handle.publish)
             thread.start()

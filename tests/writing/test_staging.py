@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.writing import episode as episodes
-from memmap_buffer.writing.episode import Staging, column
+from memmap_buffer.writing.episode import Scalars, Staging
 
 FIELDS = {"obs": ("float", 3), "reward": "float", "terminated": ("bool", (), False)}
 
@@ -95,7 +95,7 @@ def test_steps_survive_the_growth_of_what_is_staged(buffer, monkeypatch):
     assert rewards(buffer) == [list(range(71))] * 2
 
 
-@pytest.mark.parametrize("where", ["column", "np.empty"])
+@pytest.mark.parametrize("where", ["Scalars.of", "np.empty"])
 def test_an_interruption_while_what_is_staged_grows_loses_no_step(buffer, monkeypatch, where):
     monkeypatch.setattr("memmap_buffer.writing.episode.FIRST_CAPACITY", 2)
     monkeypatch.setattr("memmap_buffer.writing.episode.CHUNK_BYTES", 1)
@@ -134,8 +134,8 @@ def test_a_number_that_fits_as_it_is_is_stored_as_encode_makes_it(dtype, kind, n
         return
     field = Field(dtype)
     rows = np.zeros(1, field.storage)
-    _, _, _, exact, others = column("x", field, rows)
-    if kind in exact or (kind in others.kinds and others.low <= value <= others.high):
+    others = Scalars.of(field.dtype, field.shape)
+    if kind in others.exact or (kind in others.kinds and others.low <= value <= others.high):
         rows[0] = value
         assert rows[0].tobytes() == field.encode(value).tobytes()
 
