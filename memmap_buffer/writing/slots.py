@@ -9,6 +9,7 @@ r - (length - 1 - t), and of one round the episodes with lower serials come firs
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -196,7 +197,7 @@ class SlotAllocator:
     def hide(self, slot: int) -> None:
         """The episode of a slot is not visible any more; its slot may be written again."""
         if self._entry.item(slot) != -1:
-            self._free.add(np.array([slot]))
+            self._free.add([slot])
             self._count -= 1
             self.steps -= self.stop.item(slot) - self.start.item(slot)
             self.start[slot], self._entry[slot] = self.stop[slot], -1
@@ -204,7 +205,7 @@ class SlotAllocator:
     def hide_all(self, slots: IntArray) -> None:
         """`hide` of many slots, each once."""
         slots = slots[self._entry.take(slots) != -1]
-        self._free.add(slots)
+        self._free.add(slots.tolist())
         self._count -= len(slots)
         self.steps -= int(self.stop.take(slots).sum() - self.start.take(slots).sum())
         self.start[slots], self._entry[slots] = self.stop.take(slots), -1
@@ -293,34 +294,22 @@ class _LongestFree:
     """Free slots, of which the one that was freed first is taken."""
 
     def __init__(self, slots: IntArray) -> None:
-        self._slots, self._first, self._count = slots, 0, len(slots)
+        self._slots: deque[int] = deque(slots.tolist())
 
     def find(self, busy: Collection[int]) -> int | None:
         """The first that is not busy; it stays."""
-        for i in range(self._count):
-            slot = self._slots.item((self._first + i) % len(self._slots))
+        for slot in self._slots:
             if slot not in busy:
                 return slot
         return None
 
     def remove(self, slot: int) -> None:
         """Take one, which is near the front: only slots that are being written lie before it."""
-        place = self._first
-        while self._slots.item(place) != slot:
-            place = (place + 1) % len(self._slots)
-        while place != self._first:
-            self._slots[place] = self._slots[place - 1]
-            place = (place or len(self._slots)) - 1
-        self._first, self._count = (place + 1) % len(self._slots), self._count - 1
+        self._slots.remove(slot)
 
-    def add(self, slots: IntArray) -> None:
+    def add(self, slots: list[int]) -> None:
         """Some became free, in this order."""
-        if self._count + len(slots) > len(self._slots):
-            room = np.empty(2 * (self._count + len(slots)) + 64, np.int64)
-            room[: self._count] = np.roll(self._slots, -self._first)[: self._count]
-            self._slots, self._first = room, 0
-        self._slots[(self._first + self._count + np.arange(len(slots))) % len(self._slots)] = slots
-        self._count += len(slots)
+        self._slots.extend(slots)
 
 
 class _Lowest:
@@ -352,10 +341,10 @@ class _Lowest:
         """Take one."""
         self._free[slot] = False
 
-    def add(self, slots: IntArray) -> None:
+    def add(self, slots: list[int]) -> None:
         """Some became free."""
         self._free[slots] = True
-        self._lowest = min(self._lowest, int(slots.min(initial=self._lowest)))
+        self._lowest = min([self._lowest, *slots])
 
 
 def _retired_last(table: EpisodeTable) -> IntArray:

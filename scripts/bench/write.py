@@ -188,7 +188,7 @@ def publish(run: Run, durability: str, goal: float) -> Iterator[Row]:
         def stage() -> None:
             if not staged or staged[0].state != "open":
                 staged[:] = [buffer.begin_episode()]
-                staged[0].fill(datas[next(numbers) % 8], length)
+                staged[0].extend(**datas[next(numbers) % 8])
 
         calls: dict[str, Call] = {OURS: lambda: staged[0].publish(), BOUND: plain.write}
         repeats = run.repeats if durability == "process" else max(20, run.repeats // 10)
