@@ -393,7 +393,7 @@ class Recording(Editing):
         """The writer for another episode: of a new shard where this one is to be followed, or has no room."""
         if self._publisher is not None:
             count, limit = self._writer.num_given, self._storage.layout.max_episodes
-            if count and count + len(self._writer.lock.open_episodes) >= limit:
+            if count and count + len([*self._writer.lock.episodes]) >= limit:
                 self._finish_shard()
             else:
                 self._finish_shard_if_due(wait=False)

@@ -15,6 +15,7 @@ from typing import Any
 
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, WriterLostError
 from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.open_episodes import OpenEpisodes
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id, renew_after_fork
 
@@ -58,15 +59,18 @@ _REMEDY = {
 
 
 class WriterLock:
-    """The right to write to one folder, which is held as long as this has its lock."""
+    """The right to write to one folder, which is held as long as this has its lock.
+
+    Attributes: episodes: that are open; as long as there are some, no other object of the process takes it over.
+    """
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
+        self.episodes = OpenEpisodes()
         self._lock: Any = None
         self._pid = 0
         self._turn: Turn | None = None
         self.term, self._looked = 0, 0.0
-        self._episodes: tuple[weakref.ref[Any], ...] = ()
         self.lost = ""
         renew_after_fork(self)
 
@@ -91,26 +95,6 @@ class WriterLock:
         if turn is None:
             turn = _turns[key] = Turn()
         return turn
-
-    def add(self, episode: Any) -> None:
-        """Know of an open episode, as long as somebody holds it."""
-        self._episodes = (*map(weakref.ref, self.episodes), weakref.ref(episode))
-
-    @property
-    def episodes(self) -> list[Any]:
-        """The episodes that did not end, and whose writer has this lock."""
-        if not self._episodes:
-            return []
-        return [
-            episode
-            for reference in self._episodes
-            if (episode := reference()) is not None and episode.state == "open" and episode.writer.lock is self
-        ]
-
-    @property
-    def open_episodes(self) -> list[Any]:
-        """The `episodes` whose block was not left."""
-        return [episode for episode in self.episodes if not episode.was_left] if self._episodes else []
 
     @property
     def held(self) -> bool:
@@ -145,7 +129,7 @@ class WriterLock:
         holder = _holders.get(self._folder.lock_key())
         if holder is None or not holder.held or holder._pid != process_id():
             return None
-        if holder.open_episodes and not holder.lost:
+        if [*holder.episodes] and not holder.lost:
             raise BufferLockedError(
                 f"{self._folder.path}: another ReplayBuffer object of this process has an episode open; "
                 "finish that episode, or use that object",

@@ -133,16 +133,20 @@ class Episode(Block):
         held: Held | None = None,
     ) -> None:
         self.writer = writer
+        self.state = "open"
         self._schema = writer.schema
         self._shows_steps = writer.how.publish == "step"
         self.staged = not writer.in_place
-        self.keep_partial, self.held, self.thread = keep_partial, held, get_ident()
+        self.keep_partial, self.thread = keep_partial, get_ident()
+        self._held: Held | None = None
+        if held is not None:
+            self.held = held
         self.length = 0
         self.base = 0
         self.columns: dict[str, Array] = {}
         self.finals: dict[str, Array] = {}
         self.meta: dict[str, Array] = dict(writer.no_meta)
-        self.state, self.serial = "open", -1
+        self.serial = -1
         self.ended = ""
         # Of fields of lists, the bytes up to the end of each timestep; of those from `length` on they do not count.
         self._list_ends: dict[str, list[int]] = {name: [] for name in self._schema.lists}
@@ -153,6 +157,19 @@ class Episode(Block):
         self._made, self._pick = _step_type(tuple(self._schema.fields))
         if meta:
             self.update(meta)
+
+    @property
+    def held(self) -> Held | None:
+        """See `Block`; the writer looks at an episode that may be left."""
+        return self._held
+
+    @held.setter
+    def held(self, held: Held | None) -> None:
+        if held is not None:  # before, as it is to be seen whatever interrupts this
+            self.writer.lock.episodes.watch(self)
+        self._held = held
+        if held is None:
+            self.writer.lock.episodes.trust(self)
 
     def __repr__(self) -> str:
         number = "" if self.serial < 0 else f" {self.serial}"

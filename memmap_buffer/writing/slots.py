@@ -106,18 +106,22 @@ class SlotAllocator:
         """A slot to write to, neither visible nor `busy`, or None. It is not kept: an interruption leaks none."""
         return self._free.find(busy)
 
+    def has_room(self, episodes: int, steps: int) -> bool:
+        """Whether so many more fit."""
+        if self._layout.circular:
+            return True
+        limit = self._capacity
+        return len(self) + episodes <= self._max_episodes and (limit is None or self.steps + steps <= limit)
+
     def require_room(self, path: object, episodes: int, steps: int) -> None:
         """Raise BufferFullError unless so many more fit; a circular buffer always has room."""
-        limit = self._capacity
-        if self._layout.circular:
+        if self._layout.circular or self.has_room(episodes, steps):
             return
-        if len(self) + episodes > self._layout.max_episodes:
-            what = f"{len(self)} of max_episodes={self._layout.max_episodes} episodes are published"
+        if len(self) + episodes > self._max_episodes:
+            what = f"{len(self)} of max_episodes={self._max_episodes} episodes are published"
             what += f", {episodes - 1} more are open" if episodes > 1 else ""
-        elif limit is not None and self.steps + steps > limit:
-            what = f"{self.steps} timesteps are published, {steps} more would pass capacity={limit}"
         else:
-            return
+            what = f"{self.steps} timesteps are published, {steps} more would pass capacity={self._capacity}"
         raise BufferFullError(
             f"{path} is full: {what}; create it with circular=True to overwrite the oldest, or larger, or clear() it"
         )

@@ -112,6 +112,7 @@ class Writer:
         self._files: WriteHandles | None = None
         self._slots: SlotAllocator
         self._slot_writers: dict[ref[Episode], SlotWriter] = {}  # of open episodes
+        self._dropped: list[ref[Episode]] = []  # of these, those that nobody holds any more, or that are over
         self._last_cut: WeakKeyDictionary[Episode, SlotWriter] = WeakKeyDictionary()
         self._pending: list[SlotWriter] = []  # in the order of their serials
         # Of a step of several episodes, once all its rows are written: each, and before which timestep it is shown.
@@ -201,6 +202,8 @@ class Writer:
                 self._slot_writers.pop(episode)  # it is staged still, and its slot is free
             elif slot_writer.published and self.how.publish == "step":
                 self._follow(episode())
+        over = (each for each in self._slot_writers if (episode := each()) is not None and episode.state != "open")
+        self._dropped.extend(over)
         if self._joint is not None:
             self._joint.settle()
         self._pending = [one for one in self._pending if one.state == "published" and not one.published]
@@ -208,13 +211,12 @@ class Writer:
 
     def _end_what_was_left(self, files: WriteHandles) -> None:
         """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
-        for held in list(self._slot_writers):
-            episode = held()
-            if episode is None or episode.was_left or episode.state != "open":
-                self._end(files, held)
-        for episode in self.lock.episodes:
-            if episode.was_left:
-                self._drop(episode)
+        for episode in self.lock.episodes.left():
+            self._end(files, ref(episode))
+            self._drop(episode)
+        while self._dropped:
+            self._end(files, self._dropped[0])
+            del self._dropped[0]
 
     def _end(self, files: WriteHandles, held: ref[Episode]) -> None:
         """End an episode that was written to its slot: published if any of it is shown."""
@@ -225,8 +227,13 @@ class Writer:
             close_abandoned(files, np.array([slot_writer.slot]))
         episode = held()
         if episode is not None and episode.state == "open":
-            episode.state = "published" if slot_writer.published else "aborted"
+            self._close(episode, "published" if slot_writer.published else "aborted")
         self._slot_writers.pop(held)
+
+    def _close(self, episode: Episode, state: str) -> None:
+        """An episode is over."""
+        episode.state = state
+        self.lock.episodes.remove(episode)
 
     def _tidy(self) -> None:
         """Under the lock: no other schema than this one stands, and nothing of a change that was not finished."""
@@ -246,9 +253,9 @@ class Writer:
             MemmapBufferError: as `begin` raises it.
             EpisodeStateError: an episode is open.
         """
-        files = self.begin()
-        if self.lock.open_episodes:
-            raise EpisodeStateError(f"{what}: {len(self.lock.open_episodes)} episodes are open; end them first")
+        files, episodes = self.begin(), [*self.lock.episodes]
+        if episodes:
+            raise EpisodeStateError(f"{what}: {len(episodes)} episodes are open; end them first")
         self.commit_pending()
         self._change(self._retire)
         return files
@@ -288,20 +295,24 @@ class Writer:
             self._require_room_for_another()
             episode = Episode(self, meta, keep_partial=keep_partial, held=held)
             try:
-                self.lock.add(episode)
+                self.lock.episodes.add(episode)
                 return episode
             except BaseException:
-                episode.state = "aborted"  # whoever asked for it never gets it
+                self._close(episode, "aborted")  # whoever asked for it never gets it
                 raise
 
     def _require_room_for_another(self) -> None:
-        others, waiting = self.lock.open_episodes, len(self._pending)
+        most, spare_slots = len(self.lock.episodes) + 1, self.storage.layout.spare_slots
+        fits = self._slots.has_room(most + len(self._pending), 1)
+        if fits and (most <= spare_slots or not self.in_place):
+            return
+        others, waiting = [*self.lock.episodes], len(self._pending)
         for episode in others:
             slot_writer = self._slot_writers.get(ref(episode))
             waiting += slot_writer is None or not slot_writer.published
         self._slots.require_room(self.storage.path, waiting + 1, 1)
         in_place = len(others) + 1
-        if self.in_place and in_place > self.storage.layout.spare_slots:
+        if self.in_place and in_place > spare_slots:
             self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
 
     def require_within(self, length: int) -> None:
@@ -361,7 +372,8 @@ class Writer:
         if slot_writer.published and self.storage.layout.capacity is not None:
             self._give_up_if_empty(files, slot_writer.slot)
             self._give_back(files)
-        episode.state = slot_writer.state = "published"
+        slot_writer.state = "published"
+        self._close(episode, "published")
         if cut and not episode.finals:
             self._last_cut[episode] = slot_writer
         self._slot_writers.pop(ref(episode))
@@ -419,7 +431,7 @@ class Writer:
 
     def _drop(self, episode: Episode) -> None:
         if episode.state == "open":
-            episode.state = "aborted"
+            self._close(episode, "aborted")
         self._slot_writers.pop(ref(episode), None)
 
     def commit_pending(self) -> None:
@@ -435,9 +447,12 @@ class Writer:
             if self.begun and not self._settled:
                 self.begin()  # one that is published may not be known to be
             other.staging = self.staging
-            for episode in self.lock.episodes:
-                other.lock.add(episode)
+            for episode in self.lock.episodes.every():
+                other.lock.episodes.add(episode)
+                if episode.held is not None:
+                    other.lock.episodes.watch(episode)
                 episode.serial, episode.writer = -1, other
+                self.lock.episodes.remove(episode)
 
     @property
     def num_given(self) -> int:
@@ -572,7 +587,8 @@ class Writer:
     def _slot_writer_of(self, episode: Episode, files: WriteHandles) -> SlotWriter:
         slot_writer = self._slot_writers.get(ref(episode))
         if slot_writer is None:
-            slot_writer = self._slot_writers[ref(episode)] = SlotWriter(files, self._free_slot())
+            slot_writer = SlotWriter(files, self._free_slot())
+            self._slot_writers[ref(episode, self._dropped.append)] = slot_writer
         return slot_writer
 
     def _free_slot(self) -> int:
@@ -793,7 +809,7 @@ class Writer:
 
     def _finish(self) -> None:
         self.begin()
-        for episode in self.lock.open_episodes:
+        for episode in self.lock.episodes:
             if self.how.publish == "step":
                 episode.publish(cut=True)
             else:

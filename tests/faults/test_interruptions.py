@@ -115,7 +115,7 @@ def test_an_episode_that_is_interrupted_at_any_line_is_published_or_gone_and_the
         way(buffer, value)
         buffer.flush()
         assert require_whole(tmp_path, buffer, reader)[-1] == recorded(value), error
-        assert buffer._writer.lock.open_episodes == [] and not buffer._writer._slot_writers, error
+        assert buffer._writer.lock.episodes.every() == [] and not buffer._writer._slot_writers, error
     assert stride * value > 150 and ended == {True, False}
     assert verify(tmp_path) == []
 
@@ -263,7 +263,7 @@ def test_a_shard_that_is_finished_while_an_interruption_comes_at_any_line_loses_
         handles[8].publish()
         record_whole(buffer, 3)
         handles[9].publish()
-        assert buffer._writer.lock.open_episodes == [], error
+        assert buffer._writer.lock.episodes.every() == [], error
         went_on.add(buffer.folder != first)
         buffer.close()
         wanted = [recorded(value) for value in (1, 2, 3, 8, 9)]

@@ -238,7 +238,7 @@ def test_what_is_shown_is_what_was_stored(recording: Any, reopen: bool) -> None:
         steps = reference.items(lambda episode: reference.transitions(episode, 3, names))
         assert_view(buffer, steps, n_steps=3, current_fields=names, next_fields=names)
         assert not [finding for finding in verify(buffer.folder) if finding.lost]
-        if reopen and not any(one.state == "open" for one in buffer._writer.lock.open_episodes):
+        if reopen and not any(one.state == "open" for one in buffer._writer.lock.episodes):
             buffer.close()
             assert verify(buffer.folder) == []
 

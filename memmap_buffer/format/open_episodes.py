@@ -1,0 +1,62 @@
+"""`OpenEpisodes`: the episodes of one folder that are open, as long as somebody holds them. No I/O.
+
+To begin an episode, or to end one, takes as long however many there are: those that may have been left in the middle of
+their end are watched apart, and an episode that nobody holds any more takes itself out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+
+class OpenEpisodes:
+    """Open episodes, in the order in which they were begun; `len` is how many there are at most."""
+
+    def __init__(self) -> None:
+        self._every: dict[ref[Any], None] = {}
+        self._watched: dict[ref[Any], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._every)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Those whose block was not left."""
+        return iter([episode for episode in self.every() if not episode.was_left])
+
+    def every(self) -> list[Any]:
+        """All of them; whatever an interruption left here that is over is gone then."""
+        episodes = [episode for each in list(self._every) if (episode := each()) is not None]
+        for episode in episodes:
+            if episode.state != "open":
+                self.remove(episode)
+        return [episode for episode in episodes if episode.state == "open"]
+
+    def add(self, episode: Any) -> None:
+        """Know of one more."""
+        self._keep(self._every, episode)
+
+    def remove(self, episode: Any) -> None:
+        """One is over, or another folder's."""
+        self._every.pop(ref(episode), None)
+        self._watched.pop(ref(episode), None)
+
+    def watch(self, episode: Any) -> None:
+        """One may be left from now on: it has a block, or nobody has it yet."""
+        self._keep(self._watched, episode)
+
+    def trust(self, episode: Any) -> None:
+        """One can be left no more."""
+        self._watched.pop(ref(episode), None)
+
+    def left(self) -> list[Any]:
+        """Those whose block was left."""
+        if not self._watched:
+            return []
+        watched = [episode for each in list(self._watched) if (episode := each()) is not None]
+        return [episode for episode in watched if episode.state == "open" and episode.was_left]
+
+    @staticmethod
+    def _keep(episodes: dict[Any, None], episode: Any) -> None:
+        episodes[ref(episode, lambda gone: episodes.pop(gone, None))] = None
