@@ -8,14 +8,13 @@ timesteps are written one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
-from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import SHOWN, WORDS
 from memmap_buffer.format.syscalls import BLOCK, allocate, write_all
 from memmap_buffer.schema import Field
@@ -99,91 +98,112 @@ class MappedFiles:
 
 
 class Round:
-    """Several episodes of which every timestep is shown at once, appended to together.
+    """Several environments, the episodes of which are appended to together: every timestep is shown at once.
+
+    To take one in, or to let go of one, takes a few calls however many there are.
 
     Args:
         files: the open files.
         maps: the same, mapped.
-        episodes: published ones, still open.
-        slot_writers: of each.
+        size: how many environments there are.
 
-    Attributes: left: timesteps up to the longest episode. room: how many there is room for on the disk.
+    Attributes:
+        members: (B,) the environments whose episodes are appended to, ascending.
+        slots: (B,) of these episodes.
+        is_whole: whether these are all environments.
+        left: timesteps up to the longest episode.
+        room: how many there is room for on the disk.
     """
 
-    def __init__(
-        self, files: WriteHandles, maps: MappedFiles, episodes: Sequence[Episode], slot_writers: Sequence[SlotWriter]
-    ) -> None:
-        self.files, self.maps = files, maps
-        self._pairs = list(zip(episodes, slot_writers, strict=True))
-        self.slots: IntArray = np.array([one.slot for one in slot_writers])
-        self.room = 0
-        self._fields = maps.fields_of(len(self._pairs))
-        self._go_on()
+    def __init__(self, files: WriteHandles, maps: MappedFiles, size: int) -> None:
+        self.files, self.maps, self._size = files, maps, size
+        self._pairs: dict[int, tuple[Episode, SlotWriter]] = {}
+        self._fields = maps.fields_of(size)
+        # By environment, the slot, the timestep that is next, and the one before which there is room on the disk.
+        self._slot, self._t, self._until = np.zeros((3, size), np.int64)
+        self._look()
 
-    def _go_on(self) -> None:
-        """Count from what is published."""
-        t: IntArray = np.array([one.length for one in self.slot_writers])
-        self.left = self.files.layout.max_timesteps - int(t.max())
-        first = self.slots * self.files.layout.max_timesteps + t
-        # The row that is next, in files without and with `final`. One alone is a plain number, in a third of the time.
-        self._next: list[Any] = [first, first + self.slots]
-        if len(self._pairs) == 1:
-            self._next = [at.item() for at in self._next]
+    def join(self, i: int, episode: Episode, slot_writer: SlotWriter) -> None:
+        """Append to the episode of an environment, which is published and still open."""
+        self._pairs[i] = episode, slot_writer
+        self._look_at(i)
+        self._look()
 
-    @property
-    def episodes(self) -> list[Episode]:
-        """Those that are appended to."""
-        return [one for one, _ in self._pairs]
+    def leave(self, i: int) -> None:
+        """The episode of an environment is appended to no longer."""
+        if self._pairs.pop(i, None) is not None:
+            self._look()
 
     @property
     def slot_writers(self) -> list[SlotWriter]:
         """Those of the episodes."""
-        return [one for _, one in self._pairs]
+        return [slot_writer for _, slot_writer in self._pairs.values()]
+
+    def _look_at(self, i: int) -> None:
+        _, slot_writer = self._pairs[i]
+        self._slot[i], self._t[i], self._until[i] = slot_writer.slot, slot_writer.length, slot_writer.room
+
+    def _look(self) -> None:
+        members = np.fromiter(self._pairs, np.int64, len(self._pairs))
+        members.sort()
+        self.members, self.slots, self.is_whole = members, self._slot[members], len(members) == self._size
+        t, longest = self._t[members], self.files.layout.max_timesteps
+        self.left = longest - int(t.max(initial=0))
+        self.room = int((self._until[members] - t).min(initial=longest))
+        first = self.slots * longest + t
+        # The row that is next, in files without and with `final`. One alone is a plain number, in a third of the time.
+        self._next: list[Any] = [first, first + self.slots]
+        if self._size == 1 and len(members):
+            self._next = [at.item() for at in self._next]
 
     def prepare(self) -> None:
         """Have room for the next timestep of each. Raises OSError: the disk is full; nothing has changed."""
-        for one in self.slot_writers:
-            if one.room <= one.length:
-                one.room = self.maps.prepare(one.slot, one.length)
-        self.room = min(one.room - one.length for one in self.slot_writers)
+        for i in self.members[self._until[self.members] <= self._t[self.members]].tolist():
+            _, slot_writer = self._pairs[i]
+            slot_writer.room = self.maps.prepare(slot_writer.slot, slot_writer.length)
+            self._until[i] = slot_writer.room
+        self._look()
 
     def write(self, columns: Mapping[str, Array]) -> None:
-        """Write the next timestep of each, field -> (B, *field).
+        """Write the next timestep of each, field -> (environments, *field).
 
         Raises OSError: a wide row could not be written.
         """
-        following = self._next
+        following, members = self._next, None if self.is_whole else self.members
         for name, fd, header, size, final in self.maps.wide:
-            rows, column = np.atleast_1d(following[final]).tolist(), np.ascontiguousarray(columns[name])
-            for row, values in zip(rows, column, strict=True):
+            column = columns[name] if members is None else columns[name][members]
+            rows = np.atleast_1d(following[final]).tolist()
+            for row, values in zip(rows, np.ascontiguousarray(column), strict=True):
                 write_all(fd, values, header + row * size)
-        if len(self._pairs) == 1:
+        if self._size == 1:
             for name, rows, _, final in self._fields:
                 rows[following[final]] = columns[name][0]
         else:
             for name, rows, whole, final in self._fields:
-                column = columns[name]
+                column = columns[name] if members is None else columns[name][members]
                 rows[following[final]] = column if whole is None else bytes_of(column, whole)
 
     def show(self) -> None:
         """Show what was written, by one store for all. Readers are still to be told."""
         following, shown = self._next, self.maps.shown
-        if len(self._pairs) == 1:
+        if self._size == 1:
             slot = self.slots.item()
             shown[slot] = shown.item(slot) + STEP
         else:
             shown[self.slots] += ONE_STEP
         following[0] += 1
         following[1] += 1
+        self._t += 1
         self.room -= 1
         self.left -= 1
-        for episode, slot_writer in self._pairs:
+        for episode, slot_writer in self._pairs.values():
             slot_writer.length = episode.base = episode.length = episode.length + 1
 
     def settle(self) -> None:
         """Whatever went wrong: go on from what is shown."""
-        self.room = 0
-        self._go_on()
+        for i in self._pairs:
+            self._look_at(i)
+        self._look()
 
     def show_others(self, slots: Any, words: Any) -> None:
         """Show other steps of some slots: of each the first, and above it the end."""

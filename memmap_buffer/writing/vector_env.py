@@ -187,7 +187,10 @@ class EpisodeStream(EpisodeGroup):
             for axes in ((), (size,))
         ]
         self.lead = 1  # axes that the last step had before those of a field
-        self._round: Round | None = None  # what appends to all episodes together, as long as none of them ends
+        # What appends together to the episodes whose steps are shown; None where that cannot be, or is to be seen.
+        self._round: Round | None = None
+        self._sure = False  # whether what is kept of the episodes holds, and none needs a look that did not just end
+        self._idle: list[int] = []  # environments without an open episode
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
         self._following: dict[str, Array] = {}  # what was seen after the last step
         self._missing: object = None  # steps that were given, and may not all be stored
@@ -214,7 +217,6 @@ class EpisodeStream(EpisodeGroup):
             OSError: the disk is full, say; `steps.done` tells how many are stored.
         """
         with self._writer.lock.turn:
-            before, self._round = self._round, None
             if self._missing is not None:
                 self._settle()
             if self._missing not in (None, steps):
@@ -223,8 +225,9 @@ class EpisodeStream(EpisodeGroup):
             following, start, steps.over = self._following, steps.done, over
             self._missing, self.over = steps, over | steps.ends[-1]
             try:
-                self._extend(steps, over, before)
+                self._extend(steps, over)
             except (MemmapBufferError, OSError) as error:
+                self._round, self._sure = None, False
                 self._following = self._following or (following if steps.done == start else {})
                 if isinstance(error, MemmapBufferError) or steps.done == len(steps.ends):
                     self._missing, self.over = None, over
@@ -237,6 +240,7 @@ class EpisodeStream(EpisodeGroup):
 
     def _settle(self) -> None:
         """Whatever interrupted a step: all environments have it or none."""
+        self._round, self._sure = None, False
         self._take_back()
         for episode in self.episodes:
             if episode.state == "open":
@@ -250,9 +254,13 @@ class EpisodeStream(EpisodeGroup):
         self._following = {}
         self.over &= ~steps.ends[steps.done]  # a step that ends an episode is no reset
 
-    def _extend(self, steps: Steps, over: Array, before: Round | None) -> None:
+    def _extend(self, steps: Steps, over: Array) -> None:
+        if self._round is None:
+            self._round = self._writer.new_round(self._size)
+            for i, episode in enumerate(self.episodes) if self._round is not None else ():
+                self._writer.join(self._round, i, episode)  # type: ignore[arg-type]
         while steps.done < len(steps.ends):
-            self._publish_what_ended()
+            self._publish_what_ended(over)
             self._see(steps)
             self._begin_where_needed()
             start, steps.recorded = steps.done, self._recorded(over)
@@ -260,15 +268,13 @@ class EpisodeStream(EpisodeGroup):
                 self._look(steps, over)
             self._following = {}
             try:
-                self._append_some(steps, before)
+                self._append_some(steps)
             finally:  # also after an error, where the step is stored
                 if steps.done > start:
                     over[:] = False
                     over[steps.recorded] = steps.ends[steps.done - 1, steps.recorded]
                     self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
-        self._publish_what_ended()
-        if not (self._cut or over.any()) and all(episode.state == "open" for episode in self.episodes):
-            self._round = self._writer.round_of(self.episodes)
+        self._publish_what_ended(over)
 
     def _look(self, steps: Steps, over: Array) -> None:
         """Warn, once, where what was given as seen next cannot be right: at ends, as elsewhere the next step has it."""
@@ -289,10 +295,10 @@ class EpisodeStream(EpisodeGroup):
                 return
         self._looks *= self._linked is not False  # of who gives something else as seen next nothing is known
 
-    def _append_some(self, steps: Steps, before: Round | None) -> None:
+    def _append_some(self, steps: Steps) -> None:
         """Append timesteps up to the next end: for all environments or for none."""
         if self._writer.how.publish == "step":
-            self._append_shown(steps, before)
+            self._append_shown(steps)
         else:
             self._append(steps, self._stop(steps) if self._writer.how.stage == "ram" else steps.done + 1)
 
@@ -307,6 +313,8 @@ class EpisodeStream(EpisodeGroup):
             return False
         if (
             self._round is None
+            or not self._round.is_whole
+            or self._cut
             or self._missing is not None
             or self._round.left <= 1
             or any([np.count_nonzero(columns[end]) for end in self.schema.ends])
@@ -379,14 +387,21 @@ class EpisodeStream(EpisodeGroup):
 
     def go_on_with(self, writer: Writer) -> None:
         """Have another writer open the episodes; of those that it did not get the final observation is not kept."""
-        self._writer, self._round = writer, None
+        self._writer, self._round, self._sure = writer, None, False
         self._cut.clear()
 
-    def _publish_what_ended(self) -> None:
+    def _publish_what_ended(self, over: Array) -> None:
+        """Publish the episodes that ended, of which `over` knows, or are as long as they may be."""
         self.complete()
-        for i, episode in enumerate(self.episodes):
+        none_is_full = self._round is not None and self._round.left > 0
+        looked = np.flatnonzero(over).tolist() if self._sure and none_is_full else range(len(self.episodes))
+        for i in looked:
+            episode = self.episodes[i]
             if episode.state == "open" and (episode.ended or episode.length == self._limit):
+                if self._round is not None:
+                    self._round.leave(i)
                 episode.publish(cut=not episode.ended)
+                self._idle.append(i)
                 if self.schema.final_names and not (episode.ended or episode.finals):
                     self._cut[i] = episode, {}
 
@@ -403,10 +418,14 @@ class EpisodeStream(EpisodeGroup):
         return steps.done + int(ended[0]) + 1 if ended.size else stop
 
     def _begin_where_needed(self) -> None:
-        for i in range(self._size):
+        looked = self._idle if self._sure else range(self._size)
+        self._idle, self._sure = [], True
+        for i in looked:
             if i == len(self.episodes) or self.episodes[i].state != "open":
                 self.episodes[i : i + 1] = [self._open()]
                 self.episodes[i].held = None  # until it stands there it is nobody's, and dropped by the next call
+        if not self._sure:  # it went on in another folder, where others may be needed
+            self._begin_where_needed()
 
     def _append(self, steps: Steps, stop: int) -> None:
         """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
@@ -436,39 +455,33 @@ class EpisodeStream(EpisodeGroup):
             rows = {name: steps.fields[name][steps.done : stop, i] for name in self.schema.lists}
             self.episodes[i].require_lists(rows)
 
-    def _append_shown(self, steps: Steps, before: Round | None) -> None:
-        """Store one timestep, which is shown at once: for all environments or for none.
-
-        Args: before: what appended to all episodes together until now.
-        """
-        at, chosen = steps.done, steps.recorded
+    def _append_shown(self, steps: Steps) -> None:
+        """Store one timestep, which is shown at once: for all environments or for none."""
+        at, chosen, joint = steps.done, steps.recorded, self._round
         self._require_lists(steps, at + 1)
-        episodes = [self.episodes[i] for i in chosen.tolist()]
-        shown = np.array([self._writer.shows(episode) for episode in episodes], np.bool_)
-        joint, together = self._joint(chosen[shown], before), chosen[shown]
-        alone = [self._appended(steps, i) for i in (chosen if joint is None else chosen[~shown]).tolist()]
-        length = episodes[0].length if episodes else 0
+        others = np.ones(self._size, np.bool_)
+        if joint is not None:
+            others[joint.members] = False
+        alone = chosen[others[chosen]].tolist()
+        appended = [self._appended(steps, i) for i in alone]
+        first = self.episodes[chosen[0]] if len(chosen) else None
+        length = 0 if first is None else first.length
         try:
-            if joint is not None:
-                rows = {name: rows[at] for name, rows in steps.fields.items()}
-                every = len(together) == self._size
-                self._writer.append_round(joint, rows if every else _of(rows, together), alone)
-            elif alone:
-                self._writer.append(alone)
+            if joint is not None and len(joint.members):
+                self._writer.append_round(joint, {name: rows[at] for name, rows in steps.fields.items()}, appended)
+            elif appended:
+                self._writer.append(appended)
         finally:
-            steps.done += not episodes or episodes[0].length > length
-        for i in chosen[steps.ends[at, chosen]].tolist():
+            steps.done += first is None or first.length > length
+        for i in alone if joint is not None else ():
+            self._writer.join(joint, i, self.episodes[i])  # type: ignore[arg-type]
+        ended = chosen[steps.ends[at, chosen]].tolist()
+        for i in ended:
             ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
             self.episodes[i].ended = next(ends)
-        for i in chosen.tolist() if steps.meta or steps.following else ():
+        none_is_full = joint is not None and joint.left > 0
+        for i in ended if none_is_full and not steps.meta else chosen.tolist():
             self._tell(steps, i, at)
-
-    def _joint(self, chosen: IntArray, before: Round | None) -> Round | None:
-        """What appends to the episodes of these environments together, if that can be."""
-        episodes = [self.episodes[i] for i in chosen.tolist()]
-        if before is not None and before.episodes == episodes:
-            return before
-        return self._writer.round_of(episodes) if episodes else None
 
     def _appended(self, steps: Steps, i: int) -> Appended:
         """The next timestep of an environment, with the meta fields that its episode begins with."""

@@ -186,7 +186,7 @@ class Writer:
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
         redo.finish(files)
-        if any(one.shows(stop) for one, stop in self._showing):
+        if any([one.shows(stop) for one, stop in self._showing]):
             show(files, self._showing)  # for some is for all
         self._showing = []
         self._slots = count(files)
@@ -197,11 +197,11 @@ class Writer:
         self._give_back(files)
         for slot_writer in [*self._slot_writers.values(), *self._pending]:
             slot_writer.settle()
-        for episode, slot_writer in list(self._slot_writers.items()):
+        for held, slot_writer in list(self._slot_writers.items()):
             if not (slot_writer.published or self.in_place):
-                self._slot_writers.pop(episode)  # it is staged still, and its slot is free
+                self._slot_writers.pop(held)  # it is staged still, and its slot is free
             elif slot_writer.published and self.how.publish == "step":
-                self._follow(episode())
+                self._follow(held())
         over = (each for each in self._slot_writers if (episode := each()) is not None and episode.state != "open")
         self._dropped.extend(over)
         if self._joint is not None:
@@ -513,30 +513,28 @@ class Writer:
 
     # A timestep of several environments
 
-    def shows(self, episode: Episode) -> bool:
-        """Whether timesteps of an open episode are visible."""
-        slot_writer = self._slot_writers.get(ref(episode))
-        return slot_writer is not None and slot_writer.published
-
-    def round_of(self, episodes: Sequence[Episode]) -> Round | None:
-        """What appends to these open episodes together; None where they are not shown yet, or cannot be mapped."""
+    def new_round(self, size: int) -> Round | None:
+        """A round of so many environments, none of them a member; None where steps are not shown, or not by stores."""
         if self.how.publish != "step":
             return None
         with self.lock.turn:
             files = self._begin(publishing=True)
-            slot_writers = list(filter(None, map(self._slot_writers.get, map(ref, episodes))))
-            if len(slot_writers) < len(episodes) or not all(one.published for one in slot_writers):
-                return None
             if not self._mapped:
                 self._mapped = (MappedFiles.of(files),)
             maps = self._mapped[0]
-            self._joint = None if maps is None else Round(files, maps, episodes, slot_writers)
+            self._joint = None if maps is None else Round(files, maps, size)
             return self._joint
 
-    def append_round(self, joint: Round, columns: Mapping[str, Array], others: Sequence[Appended] = ()) -> None:
-        """Append one timestep to several episodes, field -> (B, *field), and publish it: to all of them or to none.
+    def join(self, joint: Round, i: int, episode: Episode) -> None:
+        """Append to the open episode of an environment together with others from now on, if steps of it are shown."""
+        slot_writer = self._slot_writers.get(ref(episode))
+        if slot_writer is not None and slot_writer.published and episode.state == "open":
+            joint.join(i, episode, slot_writer)
 
-        Who calls it has the turn.
+    def append_round(self, joint: Round, columns: Mapping[str, Array], others: Sequence[Appended] = ()) -> None:
+        """Append one timestep to the episodes of a round, and publish it: to all of them or to none.
+
+        Who calls it has the turn, and gives it as field -> (environments, *field).
 
         Args: others: of the same step, those of episodes that it cannot be appended to like this.
         """
@@ -631,7 +629,7 @@ class Writer:
         if self._pending:
             if together:
                 self._showing = [(one, one.length) for one in self._pending]
-                for one in joint.slot_writers if joint is not None else ():
+                for one in () if joint is None else joint.slot_writers:
                     one.appends = True
                     self._showing.append((one, one.length + 1))
             commit(files, self._pending)
