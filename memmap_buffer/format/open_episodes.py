@@ -22,7 +22,7 @@ class OpenEpisodes:
         return len(self._every)
 
     def __iter__(self) -> Iterator[Any]:
-        """Those whose block was not left."""
+        """The episodes whose block was not left."""
         return iter([episode for episode in self.every() if not episode.was_left])
 
     def every(self) -> list[Any]:
@@ -38,20 +38,20 @@ class OpenEpisodes:
         self._keep(self._every, episode)
 
     def remove(self, episode: Any) -> None:
-        """One is over, or another folder's."""
+        """An episode is over, or another folder's."""
         self._every.pop(ref(episode), None)
         self._watched.pop(ref(episode), None)
 
     def watch(self, episode: Any) -> None:
-        """One may be left from now on: it has a block, or nobody has it yet."""
+        """An episode may be left from now on: it has a block, or nobody has it yet."""
         self._keep(self._watched, episode)
 
     def trust(self, episode: Any) -> None:
-        """One can be left no more."""
+        """An episode can be left no more."""
         self._watched.pop(ref(episode), None)
 
     def left(self) -> list[Any]:
-        """Those whose block was left."""
+        """The episodes whose block was left."""
         if not self._watched:
             return []
         watched = [episode for each in list(self._watched) if (episode := each()) is not None]
