@@ -50,7 +50,7 @@ class OpenEpisodes:
         """An episode can be left no more."""
         self._watched.pop(ref(episode), None)
 
-    def left(self) -> list[Any]:
+    def abandoned(self) -> list[Any]:
         """The episodes whose block was left."""
         if not self._watched:
             return []

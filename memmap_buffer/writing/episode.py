@@ -210,7 +210,7 @@ class Episode(Block):
                 fits = kind in exact or (kind in others.kinds and others.low <= value <= others.high)
             array[row] = value if fits else self._encode(name, value, t)
         if self._list_ends:
-            self._count_lists(self.columns, row, row + 1)
+            self.count_lists({name: self.columns[name][row : row + 1] for name in self._list_ends})
         for place, name, flags in self._flags:
             if values[place] is not False and flags.item(row):
                 self.ended = name
@@ -254,7 +254,7 @@ class Episode(Block):
             self.writer.append([self.to_append(rows, count)])
             return
         if self._list_ends:
-            self._count_lists(rows, 0, count)
+            self.count_lists({name: rows[name][:count] for name in self._list_ends})
         if count > 1 and not self.staged:
             at = 0
             while at < count:
@@ -280,9 +280,9 @@ class Episode(Block):
                 require_room(self.writer.storage.layout, name, 0, after[name][-1])
         return after
 
-    def _count_lists(self, columns: Mapping[str, Array], begin: int, end: int) -> None:
-        """Count the lists in rows begin … end - 1 of columns, which are the next timesteps'."""
-        for name, ends in self.require_lists({name: columns[name][begin:end] for name in self._list_ends}).items():
+    def count_lists(self, rows: Mapping[str, Iterable[Array]]) -> None:
+        """Count the lists of the next timesteps; see `require_lists`."""
+        for name, ends in self.require_lists(rows).items():
             self._list_ends[name][self.length :] = ends
 
     def _store_rows(self, rows: Mapping[str, Array], count: int) -> None:
@@ -300,12 +300,8 @@ class Episode(Block):
         stop = self.length + count
         self.writer.require_within(stop)
         if self._list_ends:
-            self._count_lists(rows, 0, count)
+            self.count_lists({name: rows[name][:count] for name in self._list_ends})
         return Appended(self, rows, self.length, stop)
-
-    def drop_last(self, count: int = 1) -> None:
-        """Take the last stored timesteps back."""
-        self.length, self.ended = self.length - count, ""
 
     def final(self, **observation: Any) -> None:
         """Store the observation after the last action: every field that was declared with `final`, once.
@@ -443,14 +439,13 @@ class Episode(Block):
     def _grow(self, needed: int) -> None:
         self.writer.require_within(needed)
         if self._capacity and not self.staged:
-            self.writer.spill(self)
-            _clear(self.columns)
-            self.base, self._stop = self.length, self.length + self._capacity
+            self.spill()
+            self._stop = self.length + self._capacity
             return
         before, fields = self.columns, self._schema.fields
         columns = {} if before else self.writer.staging.take(needed)
         if not columns:
-            capacity = min(self.writer.max_timesteps, max(needed, self._first_capacity(), 2 * self._capacity))
+            capacity = min(self.writer.max_timesteps, max(needed, self.first_capacity(), 2 * self._capacity))
             columns = {name: self._new_column(name, capacity) for name in fields}
         for name, rows in before.items():
             if isinstance(rows, np.ndarray):
@@ -464,6 +459,12 @@ class Episode(Block):
         self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
         self._capacity = self._stop = len(self._plan[0][0])
 
+    def spill(self) -> None:
+        """Have the timesteps that are in memory written to the slot, so that there is room for others."""
+        self.writer.spill(self)
+        _clear(self.columns)
+        self.base = self.length
+
     def _new_column(self, name: str, capacity: int) -> Any:
         """Memory for the rows of a field; that of compressed ones is the same as before, as they are on their way."""
         field = self._schema.fields[name]
@@ -473,7 +474,8 @@ class Episode(Block):
         column.capacity = capacity
         return column
 
-    def _first_capacity(self) -> int:
+    def first_capacity(self) -> int:
+        """For how many timesteps there is room in memory at first."""
         # Pages that are not written to yet cost nothing; where they are written out in between, no more is staged.
         fields = self._schema.fields.values()
         step = sum(field.itemsize for field in fields if field.codec is None or not self.staged) or 1

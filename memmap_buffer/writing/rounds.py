@@ -111,7 +111,7 @@ class Round:
         members: (B,) the environments whose episodes are appended to, ascending.
         slots: (B,) of these episodes.
         is_whole: whether these are all environments.
-        left: timesteps up to the longest episode.
+        remaining: timesteps up to the longest episode.
         room: how many there is room for on the disk.
     """
 
@@ -148,7 +148,7 @@ class Round:
         members.sort()
         self.members, self.slots, self.is_whole = members, self._slot[members], len(members) == self._size
         t, longest = self._t[members], self.files.layout.max_timesteps
-        self.left = longest - int(t.max(initial=0))
+        self.remaining = longest - int(t.max(initial=0))
         self.room = int((self._until[members] - t).min(initial=longest))
         first = self.slots * longest + t
         # The row that is next, in files without and with `final`. One alone is a plain number, in a third of the time.
@@ -195,7 +195,7 @@ class Round:
         following[1] += 1
         self._t += 1
         self.room -= 1
-        self.left -= 1
+        self.remaining -= 1
         for episode, slot_writer in self._pairs.values():
             slot_writer.length = episode.base = episode.length = episode.length + 1
 

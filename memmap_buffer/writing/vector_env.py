@@ -22,6 +22,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import LENGTHS, Field, Schema
 from memmap_buffer.writing.episode import Appended, Block, Episode, Held, Scalars, left
 from memmap_buffer.writing.rounds import Round
+from memmap_buffer.writing.staged_round import StagedRound
 from memmap_buffer.writing.validation import require_default, whole_final
 from memmap_buffer.writing.writer import Writer
 
@@ -187,14 +188,14 @@ class EpisodeStream(EpisodeGroup):
             for axes in ((), (size,))
         ]
         self.lead = 1  # axes that the last step had before those of a field
-        # What appends together to the episodes whose steps are shown; None where that cannot be, or is to be seen.
-        self._round: Round | None = None
+        # What appends to several episodes together; None where that cannot be, or is to be seen.
+        self._round: Round | StagedRound | None = None
         self._sure = False  # whether what is kept of the episodes holds, and none needs a look that did not just end
         self._idle: list[int] = []  # environments without an open episode
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
         self._following: dict[str, Array] = {}  # what was seen after the last step
         self._missing: object = None  # steps that were given, and may not all be stored
-        self._before: list[tuple[Episode, int]] = []  # staged episodes with the lengths that they go back to
+        self._before: IntArray | None = None  # the lengths that staged episodes go back to
         self._looks = LOOKS if skips_resets or resets_at_once else 0  # at ends, still to come
         self._linked: bool | None = None  # whether what is seen next is what follows, within an episode
         self._seen_again: list[Any] = []  # at ends one behind the other, what was seen next and then again
@@ -240,8 +241,9 @@ class EpisodeStream(EpisodeGroup):
 
     def _settle(self) -> None:
         """Whatever interrupted a step: all environments have it or none."""
+        if isinstance(self._round, StagedRound):
+            self._take_back(self._round)
         self._round, self._sure = None, False
-        self._take_back()
         for episode in self.episodes:
             if episode.state == "open":
                 self._writer.follow(episode)
@@ -256,9 +258,9 @@ class EpisodeStream(EpisodeGroup):
 
     def _extend(self, steps: Steps, over: Array) -> None:
         if self._round is None:
-            self._round = self._writer.new_round(self._size)
-            for i, episode in enumerate(self.episodes) if self._round is not None else ():
-                self._writer.join(self._round, i, episode)  # type: ignore[arg-type]
+            self._round = self._new_round()
+            for i in range(len(self.episodes)):
+                self._join(i)
         while steps.done < len(steps.ends):
             self._publish_what_ended(over)
             self._see(steps)
@@ -297,10 +299,11 @@ class EpisodeStream(EpisodeGroup):
 
     def _append_some(self, steps: Steps) -> None:
         """Append timesteps up to the next end: for all environments or for none."""
-        if self._writer.how.publish == "step":
-            self._append_shown(steps)
+        joint = self._round
+        if isinstance(joint, StagedRound):
+            self._append_staged(joint, steps, self._stop(steps) if self._writer.how.stage == "ram" else steps.done + 1)
         else:
-            self._append(steps, self._stop(steps) if self._writer.how.stage == "ram" else steps.done + 1)
+            self._append_shown(joint, steps)
 
     def go_on(self, step: Mapping[str, Any]) -> bool:
         """Append one timestep that is given as it is to be stored; False where that is not so, and nothing was done."""
@@ -316,13 +319,16 @@ class EpisodeStream(EpisodeGroup):
             or not self._round.is_whole
             or self._cut
             or self._missing is not None
-            or self._round.left <= 1
+            or self._round.remaining <= 1
             or any([np.count_nonzero(columns[end]) for end in self.schema.ends])
         ):
             self.extend(Steps.of(self.schema, columns))
             return True
         self._missing, self._following = self, {}
-        self._writer.append_round(self._round, columns)
+        if isinstance(self._round, StagedRound):
+            self._round.append(columns)
+        else:
+            self._writer.append_round(self._round, columns)
         told = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in told}
         self._missing = None
@@ -393,7 +399,7 @@ class EpisodeStream(EpisodeGroup):
     def _publish_what_ended(self, over: Array) -> None:
         """Publish the episodes that ended, of which `over` knows, or are as long as they may be."""
         self.complete()
-        none_is_full = self._round is not None and self._round.left > 0
+        none_is_full = self._round is not None and self._round.remaining > 0
         looked = np.flatnonzero(over).tolist() if self._sure and none_is_full else range(len(self.episodes))
         for i in looked:
             episode = self.episodes[i]
@@ -413,7 +419,7 @@ class EpisodeStream(EpisodeGroup):
         """Up to which timestep all can be stored at once: only the last of them may end an episode, or be left out."""
         if len(steps.recorded) < self._size:
             return steps.done + 1
-        stop = min(len(steps.ends), steps.done + self._limit - max(episode.length for episode in self.episodes))
+        stop = min(len(steps.ends), steps.done + (self._limit if self._round is None else self._round.remaining))
         ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
         return steps.done + int(ended[0]) + 1 if ended.size else stop
 
@@ -424,30 +430,44 @@ class EpisodeStream(EpisodeGroup):
             if i == len(self.episodes) or self.episodes[i].state != "open":
                 self.episodes[i : i + 1] = [self._open()]
                 self.episodes[i].held = None  # until it stands there it is nobody's, and dropped by the next call
+                if isinstance(self._round, StagedRound):
+                    self._join(i)
         if not self._sure:  # it went on in another folder, where others may be needed
             self._begin_where_needed()
 
-    def _append(self, steps: Steps, stop: int) -> None:
-        """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
-        start = steps.done
-        for i in steps.recorded:
-            self.episodes[i].require_room(stop - start)
-        self._require_lists(steps, stop)
-        self._before = [(episode, episode.length) for episode in self.episodes]
-        try:
-            for i in steps.recorded:
-                self._store(steps, i, start, stop)
-        except BaseException:
-            self._take_back()
-            raise
-        steps.done, self._before = stop, []
+    def _new_round(self) -> Round | StagedRound | None:
+        if self._writer.how.publish == "step":
+            return self._writer.new_round(self._size)
+        return StagedRound(self.schema, self._size, self._limit)
 
-    def _take_back(self) -> None:
+    def _join(self, i: int) -> None:
+        """Append to the episode of an environment together with others from now on, if that can be."""
+        joint, episode = self._round, self.episodes[i]
+        if isinstance(joint, Round):
+            self._writer.join(joint, i, episode)
+        elif joint is not None and episode.state == "open":
+            joint.join(i, episode)
+
+    def _append_staged(self, joint: StagedRound, steps: Steps, stop: int) -> None:
+        """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
+        start, chosen = steps.done, steps.recorded
+        self._require_lists(steps, stop)
+        joint.prepare(stop - start)
+        self._before = joint.lengths
+        try:
+            joint.extend({name: rows[start:stop] for name, rows in steps.fields.items()}, chosen)
+            self._tell_of_ends(steps, stop - 1)
+        except BaseException:
+            self._take_back(joint)
+            raise
+        steps.done, self._before = stop, None
+
+    def _take_back(self, joint: StagedRound) -> None:
         """Drop the timesteps that were not stored for all environments."""
-        for episode, length in self._before:
-            episode.drop_last(episode.length - length)
-            episode.finals = {}
-        self._before = []
+        if self._before is not None:
+            joint.back_to(self._before)
+        joint.settle()
+        self._before = None
 
     def _require_lists(self, steps: Steps, stop: int) -> None:
         """Raise EpisodeStateError where lists have no room, before any environment has a timestep."""
@@ -455,9 +475,9 @@ class EpisodeStream(EpisodeGroup):
             rows = {name: steps.fields[name][steps.done : stop, i] for name in self.schema.lists}
             self.episodes[i].require_lists(rows)
 
-    def _append_shown(self, steps: Steps) -> None:
+    def _append_shown(self, joint: Round | None, steps: Steps) -> None:
         """Store one timestep, which is shown at once: for all environments or for none."""
-        at, chosen, joint = steps.done, steps.recorded, self._round
+        at, chosen = steps.done, steps.recorded
         self._require_lists(steps, at + 1)
         others = np.ones(self._size, np.bool_)
         if joint is not None:
@@ -473,15 +493,9 @@ class EpisodeStream(EpisodeGroup):
                 self._writer.append(appended)
         finally:
             steps.done += first is None or first.length > length
-        for i in alone if joint is not None else ():
-            self._writer.join(joint, i, self.episodes[i])  # type: ignore[arg-type]
-        ended = chosen[steps.ends[at, chosen]].tolist()
-        for i in ended:
-            ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
-            self.episodes[i].ended = next(ends)
-        none_is_full = joint is not None and joint.left > 0
-        for i in ended if none_is_full and not steps.meta else chosen.tolist():
-            self._tell(steps, i, at)
+        for i in alone:
+            self._join(i)
+        self._tell_of_ends(steps, at)
 
     def _appended(self, steps: Steps, i: int) -> Appended:
         """The next timestep of an environment, with the meta fields that its episode begins with."""
@@ -490,10 +504,16 @@ class EpisodeStream(EpisodeGroup):
             episode.set_meta({name: values[at, i] for name, values in steps.meta.items()})
         return episode.to_append({name: rows[at : at + 1, i] for name, rows in steps.fields.items()})
 
-    def _store(self, steps: Steps, i: int, start: int, stop: int) -> None:
-        """Store some timesteps of one environment, and what is known with the last of them."""
-        self.episodes[i].store_rows({name: rows[start:stop, i] for name, rows in steps.fields.items()}, stop - start)
-        self._tell(steps, i, stop - 1)
+    def _tell_of_ends(self, steps: Steps, at: int) -> None:
+        """Tell episodes that they ended with a timestep, and what else is known with it."""
+        chosen, joint = steps.recorded, self._round
+        ended = chosen[steps.ends[at, chosen]].tolist()
+        for i in ended:
+            ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
+            self.episodes[i].ended = next(ends)
+        none_is_full = joint is not None and joint.remaining > 0
+        for i in ended if none_is_full and not steps.meta else chosen.tolist():
+            self._tell(steps, i, at)
 
     def _tell(self, steps: Steps, i: int, at: int) -> None:
         """Tell an episode what is known with its last timestep, beside the fields."""

@@ -197,11 +197,11 @@ class Writer:
         self._give_back(files)
         for slot_writer in [*self._slot_writers.values(), *self._pending]:
             slot_writer.settle()
-        for held, slot_writer in list(self._slot_writers.items()):
+        for reference, slot_writer in list(self._slot_writers.items()):
             if not (slot_writer.published or self.in_place):
-                self._slot_writers.pop(held)  # it is staged still, and its slot is free
+                self._slot_writers.pop(reference)  # it is staged still, and its slot is free
             elif slot_writer.published and self.how.publish == "step":
-                self._follow(held())
+                self._follow(reference())
         over = (each for each in self._slot_writers if (episode := each()) is not None and episode.state != "open")
         self._dropped.extend(over)
         if self._joint is not None:
@@ -211,7 +211,7 @@ class Writer:
 
     def _end_what_was_left(self, files: WriteHandles) -> None:
         """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
-        for episode in self.lock.episodes.left():
+        for episode in self.lock.episodes.abandoned():
             self._end(files, ref(episode))
             self._drop(episode)
         while self._dropped:

@@ -1,0 +1,113 @@
+"""Environments whose episodes are in memory: whatever is staged, and however, the same episodes are published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fault_injection import system
+
+from memmap_buffer import Field, ReplayBuffer, verify
+from memmap_buffer.writing import episode
+
+FIELDS = {
+    "observation": Field("float32", (3,), final=True),
+    "frame": Field("uint8", (4, 4), codec="zstd", final=True),
+    "objects": ("int64", (None,)),
+    "reward": "float32",
+    "text": "U5",
+    "terminated": "bool",
+    "truncated": "bool",
+}
+
+
+def timestep(rng: np.random.Generator, num_envs: int) -> dict[str, Any]:
+    objects = np.empty(num_envs, object)
+    objects[:] = [rng.integers(0, 99, rng.integers(0, 4)) for _ in range(num_envs)]
+    frames = rng.integers(0, 255, (2, num_envs, 4, 4), np.uint8)
+    observation = rng.random((2, num_envs, 3), np.float32)
+    return {
+        "observation": observation[0],
+        "frame": frames[0],
+        "objects": objects,
+        "reward": rng.random(num_envs, np.float32),
+        "text": rng.choice(["a", "bcd", "efghi"], num_envs),
+        "terminated": rng.random(num_envs) < 0.1,
+        "truncated": rng.random(num_envs) < 0.1,
+        "next_observation": observation[1],
+        "next_frame": frames[1],
+    }
+
+
+def calls(seed: int, num_envs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Timesteps of all environments, some of which end; one by one, or several together."""
+    rng = np.random.default_rng(seed)
+    for _ in range(90):
+        count = int(rng.integers(1, 6)) if rng.random() < 0.3 else 0
+        steps = [timestep(rng, num_envs) for _ in range(count or 1)]
+        if rng.random() < 0.6:  # none of them ends
+            for step in steps:
+                step["terminated"] = step["truncated"] = np.zeros(num_envs, np.bool_)
+        yield (
+            ("extend", {name: np.stack([step[name] for step in steps]) for name in steps[0]})
+            if count
+            else ("add", steps[0])
+        )
+
+
+def contents(buffer: ReplayBuffer) -> list[dict[str, Any]]:
+    return [
+        {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in buffer.episode(i).items()}
+        for i in range(len(buffer))
+    ]
+
+
+WAYS = {
+    "in memory": {},
+    "in chunks": {"stage": "disk"},
+    "shown at once": {"publish": "step"},
+}
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("seed", range(2))
+def test_all_ways_to_stage_publish_the_same_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_envs: int, seed: int
+) -> None:
+    """Memory for few timesteps, so that it grows, or is written out, in the middle of episodes."""
+    monkeypatch.setattr(episode, "FIRST_CAPACITY", 2)
+    monkeypatch.setattr(episode, "CHUNK_BYTES", 300)
+    found = {}
+    for name, options in WAYS.items():
+        with ReplayBuffer(
+            tmp_path / name, 200, 11, FIELDS, circular=True, spare_slots=num_envs + 1, **options
+        ) as buffer:
+            for method, given in calls(seed, num_envs):
+                getattr(buffer, method)(**given)
+            buffer.end_episodes()
+            found[name] = contents(buffer)
+        assert verify(tmp_path / name) == []
+    lengths = [len(each["reward"]) for each in found["in memory"]]
+    assert max(lengths) == 11
+    assert len({*lengths}) > 4
+    for name in ("in chunks", "shown at once"):
+        assert sorted(map(repr, found[name])) == sorted(map(repr, found["in memory"])), name
+
+
+def test_episodes_in_memory_go_on_after_one_that_could_not_be_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was staged of the others is carried over to what appends to them then."""
+    fields = {"x": "int64", "terminated": "bool"}
+    with ReplayBuffer(tmp_path, 9, 30, fields, circular=True) as buffer:
+        for t in range(3):
+            buffer.add(x=[t, 10 + t], terminated=[False, False])
+        with system(at=2, error=28, only=("pwrite",)), pytest.raises(OSError, match="No space left"):
+            buffer.add(x=[3, 13], terminated=[True, False])
+        for t in range(4, 6):
+            buffer.add(x=[t, 10 + t], terminated=[False, t == 5])
+        buffer.end_episodes()
+        assert sorted(episode["x"].tolist() for episode in buffer) == [[0, 1, 2, 3], [4, 5], [10, 11, 12, 13, 14, 15]]
