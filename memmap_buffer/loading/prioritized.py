@@ -132,6 +132,11 @@ class NamedPriorities:
             if self._find(number) is None and not 0 <= number <= (highest := int(self._folders.numbers.max())):
                 raise SchemaError(f"priorities: got folder {number}, expected one from 0 to {highest}")
 
+    @property
+    def only(self) -> Priorities:
+        """Those of the one folder."""
+        return self.of(self._folders.storages[0])
+
     def numbered(self, number: int) -> Priorities | None:
         """The priorities of the folder of that number, None if it was removed, or is not there yet."""
         storage = self._find(number)
@@ -528,7 +533,7 @@ def _columns(priorities: NamedPriorities, indices: Array, what: str) -> IntArray
 def _by_folder(priorities: NamedPriorities, columns: IntArray) -> Iterator[tuple[Any, Priorities | None, IntArray]]:
     """(which items, the priorities of their folder or None where it was removed, their columns without the folder)."""
     if not priorities.by_folder:
-        yield slice(None), priorities.numbered(0), columns
+        yield slice(None), priorities.only, columns
         return
     for number in np.unique(columns[:, 0]).tolist():
         mine = columns[:, 0] == number

@@ -87,7 +87,8 @@ class SlotAnchors:
 
     def follow(self, given: Runs | None) -> tuple[Runs, Runs] | None:
         """Take in what changed; returns the anchors that went and those that came, None where nothing did."""
-        if self._is_current:
+        followed = self._cut is not None and not self._unfinished
+        if followed and self._storage.journal.is_current(self._storage, self._mark):
             return None
         if self._unfinished:
             self.clear()
@@ -106,11 +107,6 @@ class SlotAnchors:
                 self._mark, self._version, self.num_steps = change.mark, journal.version, journal.num_steps
         self._unfinished = False
         return changed
-
-    @property
-    def _is_current(self) -> bool:
-        followed = self._cut is not None and not self._unfinished
-        return followed and self._storage.journal.is_current(self._storage, self._mark)
 
     def _take_change(self, change: Change, journal: Journal, cut: Cut, *, every: bool) -> tuple[Runs, Runs] | None:
         slots = np.arange(len(self.serial)) if every or change.slots is None else change.slots

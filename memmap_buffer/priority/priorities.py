@@ -255,11 +255,11 @@ class Priorities:
         storage = self._file.storage
         if storage.layout.rows is None:
             slots = leaves // storage.layout.max_timesteps
-        else:
-            visible = storage.table.visible
-            first = storage.first_row(visible, False)
-            order = np.argsort(first, kind="stable")
-            slots = visible[order][np.maximum(np.searchsorted(first[order], leaves, side="right") - 1, 0)]
+            return slots, leaves - slots * storage.layout.max_timesteps
+        visible = storage.table.visible
+        first = storage.first_row(visible, False)
+        order = np.argsort(first, kind="stable")
+        slots = visible[order][np.maximum(np.searchsorted(first[order], leaves, side="right") - 1, 0)]
         return slots, leaves - storage.first_row(slots, False)
 
     # Changing
@@ -404,19 +404,21 @@ class Priorities:
 
     def _set(self, leaves: IntArray, raw: FloatArray, highest: float) -> None:
         file = self._file
-        file.prepare(leaves)
-        with file.storing:
-            powers = raw**file.alpha
-            file.tree.put(leaves, powers if file.epsilon > 0 else with_zeros(powers))
+        if not file.ready:
+            file.prepare(leaves)
+        powers = raw**file.alpha
+        file.begin()
+        file.tree.put(leaves, powers if file.epsilon > 0 else with_zeros(powers))
+        if highest > file.maximum:
             self._raise(highest)
-            if self.changes.maxlen:  # before the end: of what is interrupted later nobody would be told
-                self._changed(*self._steps(leaves))
+        if self.changes.maxlen:  # before the end: of what is interrupted later nobody would be told
+            self._changed(*self._steps(leaves))
+        file.end()
 
     def _raise(self, highest: float) -> None:
-        if highest > self._file.maximum:
-            self._file.raise_maximum(highest)
-            for each in self._highest:
-                each.rise_to(highest)
+        self._file.raise_maximum(highest)
+        for each in self._highest:
+            each.rise_to(highest)
 
     def _priority_of_new(self) -> float:
         """The priority of steps that enter now."""
@@ -478,10 +480,11 @@ class Priorities:
             return True
         leaves = np.array(gone + come)
         file.prepare(leaves)
-        with file.storing:
-            self.tree.put(leaves, np.repeat([0.0, self._priority_of_new()], [len(gone), len(come)]))
-            file.pairs[slots] = pairs
-            file.put_pairs(slots)
+        file.begin()
+        self.tree.put(leaves, np.repeat([0.0, self._priority_of_new()], [len(gone), len(come)]))
+        file.pairs[slots] = pairs
+        file.put_pairs(slots)
+        file.end()
         if self.changes.maxlen and come:
             self._changed(*self._steps(leaves[len(gone) :]))
         return True
@@ -491,12 +494,13 @@ class Priorities:
         for steps in (gone, come):  # a full disk is met before anything has changed
             for leaves in file.blocks(*steps):
                 file.prepare(leaves)
-        with file.storing:
-            for steps, priority in ((gone, 0.0), (come, self._priority_of_new())):
-                for leaves in file.blocks(*steps):
-                    self.tree.put(leaves, np.full(len(leaves), priority))
-            file.pairs[slots] = pairs
-            file.put_pairs(slots)
+        file.begin()
+        for steps, priority in ((gone, 0.0), (come, self._priority_of_new())):
+            for leaves in file.blocks(*steps):
+                self.tree.put(leaves, np.full(len(leaves), priority))
+        file.pairs[slots] = pairs
+        file.put_pairs(slots)
+        file.end()
 
     def _load(self, distrust: str = "") -> None:
         self.stamp += 1
@@ -684,7 +688,7 @@ class SeveralPriorities:
             maxima[i] = one._file.maximum
         file = next(iter(mine.values()))._file
         powers = raw**file.alpha
-        for one in mine.values():  # as in the block `storing`: those that do not end are made anew
+        for one in mine.values():  # those that do not end are made anew
             one._file.begin()
         trees.put(index, leaves, powers if file.epsilon > 0 else with_zeros(powers))
         for i in np.unique(of[raw > maxima.take(of)]).tolist():

@@ -62,20 +62,6 @@ NEW = "it is new"
 CHUNK_BITS, PAGE_BITS = 18, 9  # words in 2 MiB, and in 4 KiB
 
 
-class Storing:
-    """A block that stores to the tree of a file."""
-
-    def __init__(self, file: TreeFile) -> None:
-        self._file = weakref.proxy(file)
-
-    def __enter__(self) -> None:
-        self._file.begin()
-
-    def __exit__(self, failed: object, *_: object) -> None:
-        if failed is None:
-            self._file.end()
-
-
 class TreeFile:
     """One named tree of one folder, in its files or, where the folder is only read, in memory.
 
@@ -89,8 +75,7 @@ class TreeFile:
         pairs: (slots, 2) u8, each slot's serial + 1 and its steps, start | stop << 32.
         pair_words: (2 * slots,) int64, the same words one behind the other.
         maximum: of |δ| + ε so far.
-        storing: the `with` block in which the tree is stored to.
-        whole: false after such a block that did not end; then `load` makes the tree anew.
+        whole: false where what `begin` began did not `end`; then `load` makes the tree anew.
     """
 
     def __init__(self, storage: Storage, name: str, *, alpha: float, epsilon: float) -> None:
@@ -110,7 +95,6 @@ class TreeFile:
         self._locks: list[Any] = []
         self._folder = Folder(storage.path)
         self._pid, self._closed = process_id(), False
-        self.storing = Storing(self)
         self._finalizer = weakref.finalize(self, _release, self._fd, self._locks)
         self._finalizer.atexit = False
 
@@ -184,7 +168,7 @@ class TreeFile:
             self._nodes.prepare(leaves)
 
     def begin(self) -> None:
-        """Begin to store to the tree; it is made anew of its leaves unless `end` follows. See `storing`."""
+        """Begin to store to the tree; it is made anew of its leaves unless `end` follows."""
         if self._closed:
             raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
         self._require_process()
@@ -244,11 +228,12 @@ class TreeFile:
         steps = slots, *self.steps_of(slots)
         for leaves in self.blocks(*steps):
             self.prepare(leaves)
-        with self.storing:
-            self.tree.minima = True
-            for leaves in self.blocks(*steps):
-                self.tree.refresh(leaves)
-            self._put(MINIMA, 1)
+        self.begin()
+        self.tree.minima = True
+        for leaves in self.blocks(*steps):
+            self.tree.refresh(leaves)
+        self._put(MINIMA, 1)
+        self.end()
 
     def checkpoint(self) -> None:
         """Wait until all that was stored is on the disk. Raises OSError, WriterLostError."""
@@ -452,9 +437,10 @@ class TreeFile:
             self._rebuild(f"alpha was {before} and is {alpha}", slots, shown[slots], self._nodes.array)
             self._begin_use()
         else:
-            with self.storing:
-                for leaves in self.blocks(slots, *self.steps_of(slots)):
-                    self.tree.put(leaves, self._scaled(self.tree.get(leaves), before))
+            self.begin()
+            for leaves in self.blocks(slots, *self.steps_of(slots)):
+                self.tree.put(leaves, self._scaled(self.tree.get(leaves), before))
+            self.end()
         assert np.array_equal(self.pairs, shown)  # each step that was shown still has its leaf
 
     def _require_room_for(self, alpha: float) -> None:
