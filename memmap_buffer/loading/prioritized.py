@@ -134,7 +134,7 @@ class NamedPriorities:
 
     @property
     def only(self) -> Priorities:
-        """Those of the one folder."""
+        """The priorities of the one folder."""
         return self.of(self._folders.storages[0])
 
     def numbered(self, number: int) -> Priorities | None:

@@ -100,7 +100,7 @@ class MappedFiles:
 class Round:
     """Several environments, the episodes of which are appended to together: every timestep is shown at once.
 
-    To take one in, or to let go of one, takes a few calls however many there are.
+    To take one in, or to let go of one, takes two calls however many there are; `look` follows once for several.
 
     Args:
         files: the open files.
@@ -121,18 +121,16 @@ class Round:
         self._fields = maps.fields_of(size)
         # By environment, the slot, the timestep that is next, and the one before which there is room on the disk.
         self._slot, self._t, self._until = np.zeros((3, size), np.int64)
-        self._look()
+        self.look()
 
     def join(self, i: int, episode: Episode, slot_writer: SlotWriter) -> None:
-        """Append to the episode of an environment, which is published and still open."""
+        """Append to the episode of an environment, which is published and still open, once `look` was called."""
         self._pairs[i] = episode, slot_writer
         self._look_at(i)
-        self._look()
 
     def leave(self, i: int) -> None:
-        """The episode of an environment is appended to no longer."""
-        if self._pairs.pop(i, None) is not None:
-            self._look()
+        """The episode of an environment is appended to no longer, once `look` was called."""
+        self._pairs.pop(i, None)
 
     @property
     def slot_writers(self) -> list[SlotWriter]:
@@ -143,7 +141,8 @@ class Round:
         _, slot_writer = self._pairs[i]
         self._slot[i], self._t[i], self._until[i] = slot_writer.slot, slot_writer.length, slot_writer.room
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """See which environments are members now."""
         members = np.fromiter(self._pairs, np.int64, len(self._pairs))
         members.sort()
         self.members, self.slots, self.is_whole = members, self._slot[members], len(members) == self._size
@@ -162,7 +161,7 @@ class Round:
             _, slot_writer = self._pairs[i]
             slot_writer.room = self.maps.prepare(slot_writer.slot, slot_writer.length)
             self._until[i] = slot_writer.room
-        self._look()
+        self.look()
 
     def write(self, columns: Mapping[str, Array]) -> None:
         """Write the next timestep of each, field -> (environments, *field).
@@ -203,7 +202,7 @@ class Round:
         """Whatever went wrong: go on from what is shown."""
         for i in self._pairs:
             self._look_at(i)
-        self._look()
+        self.look()
 
     def show_others(self, slots: Any, words: Any) -> None:
         """Show other steps of some slots: of each the first, and above it the end."""

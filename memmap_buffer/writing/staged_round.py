@@ -39,10 +39,10 @@ class StagedRound:
         # By environment, how long its episode is, and from which timestep on it is in memory. The first is what counts:
         # the lengths of the episodes follow it.
         self._t, self._base = np.zeros((2, size), np.int64)
-        self._look()
+        self.look()
 
     def join(self, i: int, episode: Episode) -> None:
-        """Append to the open episode of an environment."""
+        """Append to the open episode of an environment, once `look` was called."""
         self._t[i], self._base[i] = episode.length, episode.base
         count = episode.length - episode.base
         if count >= self._capacity:
@@ -63,14 +63,13 @@ class StagedRound:
                 rows[i, :count] = episode.columns[name][:count]
         episode.columns = columns
         self._episodes[i] = episode
-        self._look()
 
     def leave(self, i: int) -> None:
-        """The episode of an environment is appended to no longer."""
-        if self._episodes.pop(i, None) is not None:
-            self._look()
+        """The episode of an environment is appended to no longer, once `look` was called."""
+        self._episodes.pop(i, None)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """See which environments are members now."""
         members = np.fromiter(self._episodes, np.int64, len(self._episodes))
         members.sort()
         self.members, self.is_whole = members, len(members) == self._size
@@ -102,7 +101,7 @@ class StagedRound:
                 self._base[i] = episode.base
         else:
             self._grow(min(self._longest, max(2 * self._capacity, self._capacity - self._room + count)))
-        self._look()
+        self.look()
 
     def append(self, columns: Mapping[str, Array], chosen: IntArray | None = None) -> None:
         """Append one timestep to all episodes, or to some: field -> (environments, *field)."""
@@ -118,9 +117,12 @@ class StagedRound:
         if self._schema.lists:
             self._count_lists({name: column[None] for name, column in columns.items()}, some)
         self._t[some] += 1
+        if chosen is not None:  # it may be none of the longest
+            self.settle()
+            return
         self._room -= 1
         self.remaining -= 1
-        for episode in self._episodes.values() if chosen is None else [self._episodes[i] for i in some.tolist()]:
+        for episode in self._episodes.values():
             episode.length += 1
 
     def extend(self, columns: Mapping[str, Array], chosen: IntArray) -> None:
@@ -146,7 +148,7 @@ class StagedRound:
         """Whatever went wrong: the episodes have the timesteps that count."""
         for i, episode in self._episodes.items():
             episode.length = self._t.item(i)
-        self._look()
+        self.look()
 
     @property
     def lengths(self) -> IntArray:

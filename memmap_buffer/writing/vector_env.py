@@ -257,10 +257,6 @@ class EpisodeStream(EpisodeGroup):
         self.over &= ~steps.ends[steps.done]  # a step that ends an episode is no reset
 
     def _extend(self, steps: Steps, over: Array) -> None:
-        if self._round is None:
-            self._round = self._new_round()
-            for i in range(len(self.episodes)):
-                self._join(i)
         while steps.done < len(steps.ends):
             self._publish_what_ended(over)
             self._see(steps)
@@ -410,6 +406,8 @@ class EpisodeStream(EpisodeGroup):
                 self._idle.append(i)
                 if self.schema.final_names and not (episode.ended or episode.finals):
                     self._cut[i] = episode, {}
+        if self._round is not None and self._idle:
+            self._round.look()
 
     def _recorded(self, over: Array) -> IntArray:
         """The environments whose next step is one of an episode."""
@@ -430,23 +428,29 @@ class EpisodeStream(EpisodeGroup):
             if i == len(self.episodes) or self.episodes[i].state != "open":
                 self.episodes[i : i + 1] = [self._open()]
                 self.episodes[i].held = None  # until it stands there it is nobody's, and dropped by the next call
-                if isinstance(self._round, StagedRound):
-                    self._join(i)
         if not self._sure:  # it went on in another folder, where others may be needed
             self._begin_where_needed()
+            return
+        if self._round is None:
+            self._round, looked = self._new_round(), range(self._size)
+        self._join(looked)
 
     def _new_round(self) -> Round | StagedRound | None:
         if self._writer.how.publish == "step":
             return self._writer.new_round(self._size)
         return StagedRound(self.schema, self._size, self._limit)
 
-    def _join(self, i: int) -> None:
-        """Append to the episode of an environment together with others from now on, if that can be."""
-        joint, episode = self._round, self.episodes[i]
-        if isinstance(joint, Round):
-            self._writer.join(joint, i, episode)
-        elif joint is not None and episode.state == "open":
-            joint.join(i, episode)
+    def _join(self, environments: Sequence[int]) -> None:
+        """Append to the episodes of some environments together with others from now on, as far as that can be."""
+        joint = self._round
+        if joint is None or not environments:
+            return
+        for i in environments:
+            if isinstance(joint, Round):
+                self._writer.join(joint, i, self.episodes[i])
+            else:
+                joint.join(i, self.episodes[i])
+        joint.look()
 
     def _append_staged(self, joint: StagedRound, steps: Steps, stop: int) -> None:
         """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
@@ -493,8 +497,7 @@ class EpisodeStream(EpisodeGroup):
                 self._writer.append(appended)
         finally:
             steps.done += first is None or first.length > length
-        for i in alone:
-            self._join(i)
+        self._join(alone)
         self._tell_of_ends(steps, at)
 
     def _appended(self, steps: Steps, i: int) -> Appended:

@@ -111,3 +111,25 @@ def test_episodes_in_memory_go_on_after_one_that_could_not_be_published(
             buffer.add(x=[t, 10 + t], terminated=[False, t == 5])
         buffer.end_episodes()
         assert sorted(episode["x"].tolist() for episode in buffer) == [[0, 1, 2, 3], [4, 5], [10, 11, 12, 13, 14, 15]]
+
+
+@pytest.mark.parametrize("publish", ["episode", "step"])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_after_resets_that_are_left_out_an_episode_is_as_long_as_it_may_be(
+    tmp_path: Path, publish: str, num_envs: int
+) -> None:
+    """All environments end at the same step, so that the step behind is recorded of none."""
+    fields = {"x": Field("int64", (), final=True), "terminated": "bool"}
+    with ReplayBuffer(
+        tmp_path, 50, 6, fields, circular=True, skips_resets=True, publish=publish, spare_slots=num_envs + 1
+    ) as buffer:
+        t = 0
+        for length in (3, 4, 15):
+            for i in range(length + 1):  # with the reset
+                ended = np.full(num_envs, i == length - 1)
+                x = np.full(num_envs, t)
+                buffer.add(x=x, terminated=ended, next_x=x + 1)
+                t += 1
+        buffer.end_episodes()
+        lengths = [len(episode["terminated"]) for episode in buffer]
+    assert lengths == [length for length in (3, 4, 6, 6, 3) for _ in range(num_envs)]
