@@ -307,17 +307,24 @@ def race(
     """
     turn(folder, truth, after(RING), **how)  # the ring is full when the readers begin
     end, first = time.monotonic() + seconds, after(1)
-    shared = np.frombuffer(mmap.mmap(-1, 16), np.int64)  # the episodes that were written; whether the readers are done
+    # The episodes that were written; whether the readers are done; whether the writer is, as it fails.
+    shared = np.frombuffer(mmap.mmap(-1, 24), np.int64)
 
     def wrote() -> bool:
         shared[0] += 1
         return bool(shared[1])
 
     def has_read() -> bool:
-        return first() and time.monotonic() > end and bool(shared[0] > 2 * RING)
+        return bool(shared[2]) or (first() and time.monotonic() > end and bool(shared[0] > 2 * RING))
+
+    def write() -> int:
+        try:
+            return turn(folder, truth, wrote, updates=updates, **how)
+        finally:
+            shared[2] = 1
 
     with _few_processors():
-        writer = Beside(lambda: turn(folder, truth, wrote, updates=updates, **how))
+        writer = Beside(write)
         reading = [Beside(lambda: read(folder, truth, has_read)) for _ in range(readers)]
     try:
         counts = sum((Counter(reader.result()) for reader in reading), Counter())
