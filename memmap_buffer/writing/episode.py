@@ -92,7 +92,8 @@ class Block:
     @property
     def was_left(self) -> bool:
         """Whether its block was left and the end of it did not run through; another thread may only be about to."""
-        return self.held is left or (self.held is not None and self.held() is None and self.thread == get_ident())
+        asked = self.held  # once: its end may run in another thread meanwhile
+        return asked is left or (asked is not None and asked() is None and self.thread == get_ident())
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
         """The end of the block."""

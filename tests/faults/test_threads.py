@@ -31,7 +31,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.maintenance import schema_changes
-from memmap_buffer.writing.episode import Staging
+from memmap_buffer.writing.episode import Block, Staging
 
 STEP = {"timestep_level": True, "return_indices": True}
 
@@ -441,6 +441,15 @@ def test_a_child_that_is_forked_in_another_threads_turn_is_told_that_it_may_not_
     end.set()
     thread.join()
     assert status == 0
+
+
+def test_a_block_that_another_thread_ends_while_it_is_looked_at_was_not_left():
+    looks = iter([lambda: None, lambda: None, None])
+
+    class Ending(Block):
+        held = property(lambda self: next(looks))
+
+    assert not Ending().was_left
 
 
 def test_memory_that_two_threads_ask_for_is_given_to_one():
