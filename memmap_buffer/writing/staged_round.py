@@ -49,7 +49,7 @@ class StagedRound:
             step = sum(field.itemsize for field in self._schema.fields.values() if field.codec is None) or 1
             first = episode.first_capacity()
             if episode.staged:
-                first = min(first, max(64, AT_FIRST // step // self._size))
+                first = min(first, max(8, AT_FIRST // step // self._size))
             self._grow(min(self._longest, max(first, count + 1)))
         columns: dict[str, Any] = {}
         for name, field in self._schema.fields.items():
