@@ -26,12 +26,8 @@ class OpenEpisodes:
         return iter([episode for episode in self.every() if not episode.was_left])
 
     def every(self) -> list[Any]:
-        """All of them; whatever an interruption left here that is over is gone then."""
-        episodes = [episode for each in list(self._every) if (episode := each()) is not None]
-        for episode in episodes:
-            if episode.state != "open":
-                self.remove(episode)
-        return [episode for episode in episodes if episode.state == "open"]
+        """All of them."""
+        return self._open(self._every)
 
     def add(self, episode: Any) -> None:
         """Know of one more."""
@@ -54,8 +50,15 @@ class OpenEpisodes:
         """The episodes whose block was left."""
         if not self._watched:
             return []
-        watched = [episode for each in list(self._watched) if (episode := each()) is not None]
-        return [episode for episode in watched if episode.state == "open" and episode.was_left]
+        return [episode for episode in self._open(self._watched) if episode.was_left]
+
+    def _open(self, episodes: dict[ref[Any], None]) -> list[Any]:
+        """The ones that are open here; whatever an interruption left that is over, or another's, is gone then."""
+        living = [episode for each in list(episodes) if (episode := each()) is not None]
+        for episode in living:
+            if episode.state != "open" or episode.writer.lock.episodes is not self:
+                self.remove(episode)
+        return [episode for episode in living if ref(episode) in episodes]
 
     @staticmethod
     def _keep(episodes: dict[Any, None], episode: Any) -> None:

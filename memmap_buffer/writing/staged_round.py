@@ -55,7 +55,7 @@ class StagedRound:
         for name, field in self._schema.fields.items():
             rows = self._rows.get(name)
             if rows is None:
-                columns[name] = episode.columns.get(name, None) or BlobColumn(field, self._capacity)
+                columns[name] = episode.columns.get(name) or BlobColumn(field, self._capacity)
                 columns[name].capacity = self._capacity
                 continue
             columns[name] = rows[i]
@@ -104,7 +104,7 @@ class StagedRound:
         self.look()
 
     def append(self, columns: Mapping[str, Array], chosen: IntArray | None = None) -> None:
-        """Append one timestep to all episodes, or to some: field -> (environments, *field)."""
+        """Append one timestep to all episodes, or to some: field -> (environments, *field). Lists take `extend`."""
         if self._room <= 0:
             self.prepare()
         some = self.members if chosen is None else chosen
@@ -114,8 +114,6 @@ class StagedRound:
         for name in self._coded:
             for i, row in zip(some.tolist(), at.tolist(), strict=True):
                 self._episodes[i].columns[name][row] = columns[name][i]
-        if self._schema.lists:
-            self._count_lists({name: column[None] for name, column in columns.items()}, some)
         self._t[some] += 1
         if chosen is not None:  # it may be none of the longest
             self.settle()
@@ -129,6 +127,8 @@ class StagedRound:
         """Append several timesteps to some episodes: field -> (T, environments, *field)."""
         count = len(next(iter(columns.values())))
         self.prepare(count)
+        for i in chosen.tolist() if self._schema.lists else ():
+            self._episodes[i].count_lists({name: columns[name][:, i] for name in self._schema.lists})
         if count == 1:
             self.append({name: rows[0] for name, rows in columns.items()}, chosen)
             return
@@ -136,13 +136,8 @@ class StagedRound:
             at = self._t.item(i) - self._base.item(i)
             for name, column in self._episodes[i].columns.items():
                 column[at : at + count] = columns[name][:, i]
-        self._count_lists(columns, chosen)
         self._t[chosen] += count
         self.settle()
-
-    def _count_lists(self, columns: Mapping[str, Array], chosen: IntArray) -> None:
-        for i in chosen.tolist() if self._schema.lists else ():
-            self._episodes[i].count_lists({name: columns[name][:, i] for name in self._schema.lists})
 
     def settle(self) -> None:
         """Whatever went wrong: the episodes have the timesteps that count."""

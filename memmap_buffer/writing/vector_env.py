@@ -531,11 +531,6 @@ def _bytes(columns: Mapping[str, Array], at: Any) -> list[bytes]:
     return [np.asarray(rows[at]).tobytes() for rows in columns.values()]
 
 
-def _of(columns: Mapping[str, Array], chosen: IntArray) -> dict[str, Array]:
-    """The rows of some environments."""
-    return {name: column[chosen] for name, column in columns.items()}
-
-
 def _has_room(episode: Episode, final: Mapping[str, Array]) -> bool:
     """Whether the lists of a final observation have room; if not, the log says that the episode goes without one."""
     try:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fault_injection import system
 
-from memmap_buffer import Field, ReplayBuffer, verify
+from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, verify
+from memmap_buffer.format.open_episodes import OpenEpisodes
 from memmap_buffer.writing import episode
 
 FIELDS = {
@@ -133,3 +135,33 @@ def test_after_resets_that_are_left_out_an_episode_is_as_long_as_it_may_be(
         buffer.end_episodes()
         lengths = [len(episode["terminated"]) for episode in buffer]
     assert lengths == [length for length in (3, 4, 6, 6, 3) for _ in range(num_envs)]
+
+
+def test_after_lists_that_have_no_room_the_episodes_go_on(tmp_path: Path) -> None:
+    """No environment got the step, so nothing is missing."""
+    fields = {"x": "int64", "objects": ("int64", (None,)), "terminated": "bool"}
+    ended = np.zeros(2, np.bool_)
+    with ReplayBuffer(tmp_path, 9, 4, fields, circular=True) as buffer:
+        for t in range(3):
+            buffer.add(x=[t, 10 + t], objects=[[t], []], terminated=ended)
+            if t == 1:
+                with pytest.raises(EpisodeStateError, match="more members than there is room for"):
+                    buffer.add(x=[7, 7], objects=[[], [0] * 5000], terminated=ended)
+        buffer.end_episodes()
+        assert [episode["x"].tolist() for episode in buffer] == [[0, 1, 2], [10, 11, 12]]
+
+
+def test_an_episode_that_another_folder_took_is_none_of_the_first_any_more() -> None:
+    """Also where that was interrupted before the first had let go of it."""
+    mine, other = SimpleNamespace(episodes=OpenEpisodes()), SimpleNamespace(episodes=OpenEpisodes())
+
+    class Moved:
+        state, was_left, writer = "open", True, SimpleNamespace(lock=mine)
+
+    moved = Moved()
+    mine.episodes.add(moved)
+    mine.episodes.watch(moved)
+    assert mine.episodes.every() == mine.episodes.abandoned() == [moved]
+    moved.writer = SimpleNamespace(lock=other)
+    assert mine.episodes.abandoned() == mine.episodes.every() == []
+    assert len(mine.episodes) == 0
