@@ -206,7 +206,7 @@ def test_after_a_step_that_was_interrupted_a_ring_still_forgets_the_oldest_first
 
 
 SIGNALLED = """
-    import random, signal, sys
+    import random, signal, sys, time
     from pathlib import Path
     from test_whole_steps import ENDS, Program
 
@@ -214,7 +214,7 @@ SIGNALLED = """
     from memmap_buffer.writing import commit
 
     folder, mode, count, skips_resets = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
-    rng, hits, told, armed = random.Random(count), 0, [], False
+    rng, hits, told, armed, took = random.Random(count), 0, [], False, 2e-3
     if mode == "written":
         commit.stores_are_writes = lambda path: False
 
@@ -226,7 +226,7 @@ SIGNALLED = """
         global hits, armed
         try:
             armed = True
-            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))  # the last line on which nothing is given
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, took))  # the last line on which nothing is given
             add()
             armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -244,10 +244,14 @@ SIGNALLED = """
 
     signal.signal(signal.SIGALRM, fire)
 
-    for i in range(count // 20):
+    for i in range(count):  # until there were enough, however fast this machine is
+        if hits >= count:
+            break
         program = Program(folder / str(i), mode, skips_resets=skips_resets, following=i % 2 == 0, errors=i % 3 == 0)
         for _ in range(20):
-            program.add(*rng.choices(list(ENDS), [5, 1, 1], k=rng.randrange(1, 3)))
+            kinds, began = rng.choices(list(ENDS), [5, 1, 1], k=rng.randrange(1, 3)), time.perf_counter()
+            program.add(*kinds)
+            took = (time.perf_counter() - began) / len(kinds)
             program.interrupted_add(rng.choice(list(ENDS)), interrupted)
         program.end()
     print(hits)
@@ -256,7 +260,7 @@ SIGNALLED = """
 
 @pytest.mark.parametrize(
     ("mode", "skips_resets", "times"),
-    [("ram", False, 40), ("step", True, 40)]
+    [("ram", False, 50), ("step", True, 50)]
     + [pytest.param(mode, resets, 1000, marks=pytest.mark.slow) for mode in MODES for resets in (False, True)],
 )
 def test_after_signals_every_item_leads_to_what_followed(
@@ -267,4 +271,4 @@ def test_after_signals_every_item_leads_to_what_followed(
     paths = os.pathsep.join([*map(str, (Path(__file__).parent, Path(__file__).parents[1] / "support")), *sys.path])
     done = subprocess.run(program, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > times / 4
+    assert int(done.stdout) >= times
