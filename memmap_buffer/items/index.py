@@ -5,6 +5,7 @@ An `Index` is a cumulative count per run, 36 bytes an episode (with `filter_fiel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.items.shared_arrays import SharedArrays
-from memmap_buffer.items.streams import Streams
+from memmap_buffer.items.streams import Streams, followed
 from memmap_buffer.views.anchors import Anchors, BoolArray, Runs
 from memmap_buffer.views.folders import Folders
 
@@ -50,7 +51,7 @@ class Index:
         last: (R,) or None.
         weight_sums: (R + 1,) the weight that the runs before have, in all; None where every anchor counts the same.
         tables: of each folder, by ascending numbers, what it was made of; () where that is not known.
-        streams: which episode follows which, where items run on; else None.
+        streams: of each folder by its number, which episode follows which, where items run on; else None.
     """
 
     slot: IntArray
@@ -62,7 +63,7 @@ class Index:
     last: IntArray | None = None
     weight_sums: FloatArray | None = None
     tables: tuple[FolderTable, ...] = ()
-    streams: Streams | None = None
+    streams: Mapping[int, Streams] | None = None
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -172,7 +173,7 @@ class Index:
 
     def followed(self, anchors: Anchors) -> Anchors:
         """Anchors of it, with the episodes that their items run on into, if they do."""
-        return anchors if self.streams is None else self.streams.followed(anchors)
+        return anchors if self.streams is None else followed(self.streams, anchors)
 
     def find(self, folder: IntArray | None, serial: IntArray, t: IntArray) -> tuple[Anchors, BoolArray]:
         """(the anchors at timesteps of episodes, whether each is one); there must be runs.
@@ -223,7 +224,7 @@ class Index:
         return shift, np.cumsum(before, dtype=np.int32)
 
 
-def _index(shared: SharedArrays, stride: int, streams: Streams | None) -> Index:
+def _index(shared: SharedArrays, stride: int, streams: Mapping[int, Streams] | None) -> Index:
     slot, serial, first, starts, folder, last, weight_sums = shared.arrays
     return Index(slot, serial, first, starts, stride, folder, last, weight_sums, (), streams)  # type: ignore[arg-type]
 

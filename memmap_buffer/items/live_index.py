@@ -13,6 +13,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.journal import Change
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.selection import Selection
+from memmap_buffer.items.streams import Streams, followed
 from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Folders
 
@@ -40,14 +41,15 @@ class LiveIndex:
         self._order = self._journal.order  # as of the last `follow`
         self.changes = -1
         self._by_steps = selection.by_steps(folders.schema)
+        self._streams: Streams | None = None
         self._whole = False
         self._stride = selection.view.stride
         self._low = self._high = self.num_anchors = 0  # the runs that count, and how many anchors they have
 
     @staticmethod
     def follows(selection: Selection, folders: Folders) -> bool:
-        """Whether anchors of this kind can be followed: those of an episode follow from it alone, and are one run."""
-        if not selection.by_episode or selection.filter_fields or selection.mixes:
+        """Whether anchors of this kind can be followed: an episode's are one run, whatever most others are."""
+        if not (selection.by_episode or selection.in_streams) or selection.filter_fields or selection.mixes:
             return False
         storage = folders.storages[0]
         return folders.single and storage.layout.writable and not folders.mirrored
@@ -87,7 +89,8 @@ class LiveIndex:
             i *= stride
         i += self._first.take(run)
         serials, slots = self._order
-        return Anchors(None, slots.take(run), serials.take(run), i)
+        anchors = Anchors(None, slots.take(run), serials.take(run), i)
+        return anchors if self._streams is None else followed({0: self._streams}, anchors)
 
     def _begin(self) -> bool:
         """Make it of all visible episodes."""
@@ -96,6 +99,7 @@ class LiveIndex:
         self._first, self._count, self._starts = (np.zeros(size, np.int64) for size in (room, room, room + 1))
         self._run_of = np.full(len(episodes.table.serial), -1)
         self._low = self._high = episodes.head
+        self._streams = self._selection.no_streams(episodes.table) if self._selection.in_streams else None
         self.made += 1
         return self._take_in(np.flatnonzero(episodes.shown))
 
@@ -140,8 +144,15 @@ class LiveIndex:
         self._starts[self._high + 1 : episodes.tail + 1] = self._starts[self._high]
         self._run_of[new] = np.arange(self._high, episodes.tail)
         self._high = episodes.tail
-        shown = slots[episodes.shown.take(slots)]
+        shown, streams = slots[episodes.shown.take(slots)], self._streams
+        if streams is not None:
+            others = self._selection.follow(streams, self.storage, episodes.table, slots, shown)
+            if others is None:
+                return False
+            shown = np.union1d(shown, others)
         shown_runs = self._selection.runs_of(0, self.storage, episodes.table, shown)
+        if streams is not None:
+            shown_runs = streams.fitting(shown_runs, self._stride)
         if shown_runs.last is not None or episodes.has_inner_end(slots):
             return False
         runs, theirs = self._run_of.take(shown_runs.slot), self._run_of.take(shown)

@@ -18,7 +18,7 @@ from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED, TIME
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import START, VALID, filtered, matches
 from memmap_buffer.items.index import FolderTable, Index, sums
-from memmap_buffer.items.streams import Stream, Streams
+from memmap_buffer.items.streams import Streams
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
 from memmap_buffer.views.batch_builder import Ends
@@ -147,7 +147,7 @@ class Selection:
             parts = [self._cut(*folder[1:], chosen) for folder, chosen in zip(each, slots, strict=True)]
             if self.view.continues:
                 streams = self._streams(each, slots)
-                parts = [streams.fitting(folder[0], p, self.view.stride) for folder, p in zip(each, parts, strict=True)]
+                parts = [streams[folder[0]].fitting(p, self.view.stride) for folder, p in zip(each, parts, strict=True)]
         else:  # a callable may tell by all episodes which of them pass
             earlier = () if before is None or self.has_callables else before.by_folder()
             earlier_by_number = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
@@ -168,21 +168,36 @@ class Selection:
             streams=streams,
         )
 
-    def _streams(self, each: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> Streams:
-        """The streams of the episodes that pass: which follows which."""
-        name = self.view.stream
-        names = [
-            None if name is None else _episode_column(*folder[1:], name, s)
-            for folder, s in zip(each, slots, strict=True)
-        ]
-        streams = [Stream.of(folder[-1], s, column) for folder, s, column in zip(each, slots, names, strict=True)]
-        return Streams(self.view.continues, [(folder[0], stream) for folder, stream in zip(each, streams, strict=True)])
+    def _streams(self, each: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> dict[int, Streams]:
+        """The streams of the episodes that pass, by the numbers of the folders."""
+        streams = {}
+        for (number, storage, table), passing in zip(each, slots, strict=True):
+            streams[number] = self.no_streams(table)
+            self.follow(streams[number], storage, table, passing, passing)
+        return streams
+
+    def no_streams(self, table: EpisodeTable) -> Streams:
+        """The streams of a folder before any episode is taken in."""
+        return Streams(self.view.continues, len(table.serial))
+
+    def follow(
+        self, streams: Streams, storage: Storage, table: EpisodeTable, slots: IntArray, shown: IntArray
+    ) -> IntArray | None:
+        """Have the streams of a folder take in what changed, see `Streams.take_in`."""
+        name, unknown = self.view.stream, shown[streams.unknown(table, shown)]
+        names = None if name is None else _episode_column(storage, table, name, unknown)
+        return streams.take_in(table, slots, shown, names)
 
     @cached_property
     def by_episode(self) -> bool:
         """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
         follows = self.top_k or self.weight_by or self.has_callables or self.view.continues or _counts(self.split)
         return not follows
+
+    @property
+    def in_streams(self) -> bool:
+        """Whether they follow from it and from those around it in its stream, of which none is left out."""
+        return bool(self.view.continues) and self.takes_every_episode and self.top_k is None and self.weight_by is None
 
     @property
     def takes_every_episode(self) -> bool:

@@ -22,6 +22,7 @@ FIELDS = {
     "terminated": "bool",
     "truncated": "bool",
 }
+META = {"env": "int64"}
 VIEWS = [
     Timestep(),
     NStep(1),
@@ -31,6 +32,10 @@ VIEWS = [
     Window(3, boundary="pad"),
     Offsets({"observation": [-1, 0]}),
     Trajectory(),
+    Window(4, boundary="continue"),
+    Window(9, boundary="continue", stride=3),
+    Window(12, boundary="continue", stream="env"),
+    Window(5, boundary="continue", stream="env", stride=2),
 ]
 
 
@@ -42,9 +47,10 @@ STEP = {
 }
 
 
-def described(index: Any) -> list[list[int]]:
+def described(index: Any) -> list[Any]:
     anchors = index.locate(np.arange(len(index)))
-    return np.stack([anchors.slot, anchors.serial, anchors.t]).tolist()
+    following = [] if anchors.following is None else anchors.following.tolist()
+    return [*np.stack([anchors.slot, anchors.serial, anchors.t]).tolist(), following]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,7 @@ def described(index: Any) -> list[list[int]]:
 def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, options: Any, publish: str) -> None:
     rng = np.random.default_rng(7)
     buffer = ReplayBuffer(
-        tmp_path, 12, 30, FIELDS, circular=True, publish=publish, spare_slots=6, durability="process", **options
+        tmp_path, 12, 30, FIELDS, META, circular=True, publish=publish, spare_slots=6, durability="process", **options
     )
     beside = ReplayBuffer.from_folder(tmp_path, read_only=True)
     followed = []
@@ -71,7 +77,7 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
         if call % 50 == 49:
             buffer.end_episodes()
             buffer.store_episode(
-                observation=np.zeros((4, 2)), step=np.arange(4), terminated=np.zeros(4), truncated=np.zeros(4)
+                observation=np.zeros((4, 2)), step=np.arange(4), terminated=np.zeros(4), truncated=np.zeros(4), env=1
             )
             if call == 99 and buffer.num_episodes > 2:
                 buffer.delete(buffer.num_episodes - 2)
@@ -81,6 +87,7 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
             step=np.full(num_envs, call),
             terminated=told,
             truncated=rng.random(num_envs) < 0.05,
+            env=np.arange(num_envs) // 2,
             **({"next_observation": rng.random((num_envs, 2), dtype=np.float32)} if call % 2 else {}),
         )
         for live, selection, folders in followed if call % 3 == 0 else ():
