@@ -36,7 +36,7 @@ from memmap_buffer.items.filters import matches
 from memmap_buffer.paths import AnyPath
 from memmap_buffer.schema import Schema
 from memmap_buffer.writing.episode import Episode
-from memmap_buffer.writing.vector_env import EpisodeGroup
+from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.writer import Writer
 
 if TYPE_CHECKING:
@@ -472,7 +472,7 @@ class ReplayBuffer(api.ReplayBuffer):
                     log.warning("%s: %s of %s episodes fit; the others are dropped", self.folder, len(episodes), size)
                     break
             self._asked[get_ident()] = size
-            return EpisodeGroup(self.schema, episodes)
+            return EpisodeGroup(self._writer, episodes)
 
     def _completed(self, group: EpisodeGroup, values: dict[str, Any]) -> dict[str, Any]:
         """A batch with what was assigned ahead, and zeros."""

@@ -10,7 +10,8 @@ import numpy as np
 from memmap_buffer.dtypes import Array, decode, to_numpy
 from memmap_buffer.errors import EpisodeStateError, NotEnoughDataError, SchemaError
 from memmap_buffer.schema import Schema, nest
-from memmap_buffer.writing.vector_env import NEXT, EpisodeStream, Steps
+from memmap_buffer.writing.steps import NEXT, Steps
+from memmap_buffer.writing.vector_env import EpisodeStream
 
 if TYPE_CHECKING:
     from memmap_buffer.api.buffer import ReplayBuffer

@@ -19,7 +19,9 @@ from memmap_buffer.errors import BufferFullError, EpisodeStateError, MemmapBuffe
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.episode import Block, Episode, Held, left
-from memmap_buffer.writing.vector_env import EpisodeGroup, EpisodeStream, Steps
+from memmap_buffer.writing.episode_group import EpisodeGroup
+from memmap_buffer.writing.steps import Steps
+from memmap_buffer.writing.vector_env import EpisodeStream
 from memmap_buffer.writing.writer import Writer
 
 log = logging.getLogger("memmap_buffer")
@@ -168,7 +170,7 @@ class Recording(Editing):
             self._require_no_scope()
             with self._turn:
                 episodes = [self._writer_with_room().open({}, held=block) for _ in range(batch_size)]
-                group = EpisodeGroup(self._storage.layout.schema, episodes, block)
+                group = EpisodeGroup(self._writer, episodes, held=block)
             group.update(meta_batch)
             return group
 

@@ -241,11 +241,11 @@ class Episode(Block):
         self.require_room(count)
         if meta:
             self.set_meta(meta)
-        self.store_rows({name: column[:count] for name, column in columns.items()}, count)
+        self._extend({name: column[:count] for name, column in columns.items()}, count)
         if has_final:
             self.set_final({name: columns[name][count] for name in self._schema.final_names})
 
-    def store_rows(self, rows: Mapping[str, Array], count: int = 1) -> None:
+    def _extend(self, rows: Mapping[str, Array], count: int) -> None:
         """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
 
         Where every step is shown they are written as they are; of any other episode that is written in place as many
@@ -256,16 +256,12 @@ class Episode(Block):
             return
         if self._list_ends:
             self.count_lists({name: rows[name][:count] for name in self._list_ends})
-        if count > 1 and not self.staged:
-            at = 0
-            while at < count:
-                self.require_room()
-                here = min(count - at, self._stop - self.length)
-                self._store_rows({name: column[at : at + here] for name, column in rows.items()}, here)
-                at += here
-            return
-        self.require_room(count)
-        self._store_rows(rows, count)
+        at = 0
+        while at < count:
+            self.require_room(count if self.staged else 1)
+            here = min(count - at, self._stop - self.length)
+            self._store_rows({name: column[at : at + here] for name, column in rows.items()}, here)
+            at += here
 
     def require_lists(self, rows: Mapping[str, Iterable[Array]]) -> dict[str, list[int]]:
         """Raise EpisodeStateError where the lists of the next timesteps, or of the final observation, have no room.
@@ -296,8 +292,7 @@ class Episode(Block):
 
     def to_append(self, rows: Mapping[str, Array], count: int = 1) -> Appended:
         """The same timesteps as a writer takes them that shows every step."""
-        if self.state != "open" or self.ended or self.finals:
-            self._refuse()
+        self.require_going_on()
         stop = self.length + count
         self.writer.require_within(stop)
         if self._list_ends:
@@ -427,12 +422,14 @@ class Episode(Block):
 
     def require_room(self, count: int = 1) -> None:
         """Raise EpisodeStateError unless so many more steps can be stored."""
-        if self.state != "open" or self.ended or self.finals:
-            self._refuse()
+        self.require_going_on()
         if self.length + (count if self.staged else 1) > self._stop:
             self._grow(self.length + count)
 
-    def _refuse(self) -> None:
+    def require_going_on(self) -> None:
+        """Raise EpisodeStateError where it is over, or ended with its last step."""
+        if self.state == "open" and not (self.ended or self.finals):
+            return
         self.require_open()
         what = f"ended at timestep {self.length - 1} by `{self.ended}`" if self.ended else "has its final observation"
         raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
@@ -448,9 +445,10 @@ class Episode(Block):
         if not columns:
             capacity = min(self.writer.max_timesteps, max(needed, self.first_capacity(), 2 * self._capacity))
             columns = {name: self._new_column(name, capacity) for name in fields}
+        count = self.length - self.base
         for name, rows in before.items():
             if isinstance(rows, np.ndarray):
-                columns[name][: self.length] = rows[: self.length]
+                columns[name][:count] = rows[:count]
         plan: list[Column] = []
         for name, field in fields.items():
             numbers = Scalars.of(field.dtype, field.shape)
@@ -458,7 +456,8 @@ class Episode(Block):
         self._plan = plan
         self._flags = [(list(fields).index(name), name, columns[name]) for name in self._schema.ends]
         self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
-        self._capacity = self._stop = len(self._plan[0][0])
+        self._capacity = len(self._plan[0][0])
+        self._stop = self.base + self._capacity
 
     def spill(self) -> None:
         """Have the timesteps that are in memory written to the slot, so that there is room for others."""
@@ -482,10 +481,14 @@ class Episode(Block):
         step = sum(field.itemsize for field in fields if field.codec is None or not self.staged) or 1
         return max(FIRST_CAPACITY if self.staged else 1, CHUNK_BYTES // step)
 
+    def stand_in(self, columns: dict[str, Array]) -> None:
+        """Have its rows, from timestep `base` on, in memory of somebody else."""
+        self.columns, self._plan, self._flags, self._capacity, self._stop = columns, [], [], 0, 0
+
     def release(self) -> None:
         """Give the memory back, unless the columns are a user's."""
         columns, own = self.columns, self._capacity
-        self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
+        self.stand_in({})
         if own:
             self.writer.staging.keep(columns)  # last, so that it is given back once
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import SHOWN, WORDS
 from memmap_buffer.format.syscalls import BLOCK, allocate, write_all
 from memmap_buffer.schema import Field
@@ -127,6 +128,15 @@ class Round:
         """Append to the episode of an environment, which is published and still open, once `look` was called."""
         self._pairs[i] = episode, slot_writer
         self._look_at(i)
+
+    @property
+    def lengths(self) -> IntArray:
+        """(environments,) of the episodes; 0 where there is none."""
+        return self._t
+
+    def knows(self, i: int, episode: Episode) -> bool:
+        """See `StagedRound`."""
+        return i in self._pairs and self._pairs[i][0] is episode and self._t.item(i) == episode.length
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""

@@ -43,6 +43,7 @@ class StagedRound:
 
     def join(self, i: int, episode: Episode) -> None:
         """Append to the open episode of an environment, once `look` was called."""
+        self._episodes.pop(i, None)  # of one that others appended to, what stands here is old
         self._t[i], self._base[i] = episode.length, episode.base
         count = episode.length - episode.base
         if count >= self._capacity:
@@ -61,8 +62,12 @@ class StagedRound:
             columns[name] = rows[i]
             if count:
                 rows[i, :count] = episode.columns[name][:count]
-        episode.columns = columns
+        episode.stand_in(columns)
         self._episodes[i] = episode
+
+    def knows(self, i: int, episode: Episode) -> bool:
+        """Whether the episode of an environment is appended to, and nobody else appended to it."""
+        return self._episodes.get(i) is episode and self._t.item(i) == episode.length
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""

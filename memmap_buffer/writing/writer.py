@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import numpy as np
 
@@ -117,7 +117,7 @@ class Writer:
         self._pending: list[SlotWriter] = []  # in the order of their serials
         # Of a step of several episodes, once all its rows are written: each, and before which timestep it is shown.
         self._showing: list[tuple[SlotWriter, int]] = []
-        self._joint: Round | None = None  # what appends to several episodes together
+        self._rounds: WeakSet[Round] = WeakSet()  # what appends to several episodes together
         self.staging = Staging()  # of all episodes
         self._settled = True
         self._closed = False
@@ -204,8 +204,8 @@ class Writer:
                 self._follow(reference())
         over = (each for each in self._slot_writers if (episode := each()) is not None and episode.state != "open")
         self._dropped.extend(over)
-        if self._joint is not None:
-            self._joint.settle()
+        for joint in self._rounds:
+            joint.settle()
         self._pending = [one for one in self._pending if one.state == "published" and not one.published]
         self._settled = True
 
@@ -522,8 +522,11 @@ class Writer:
             if not self._mapped:
                 self._mapped = (MappedFiles.of(files),)
             maps = self._mapped[0]
-            self._joint = None if maps is None else Round(files, maps, size)
-            return self._joint
+            if maps is None:
+                return None
+            joint = Round(files, maps, size)
+            self._rounds.add(joint)
+            return joint
 
     def join(self, joint: Round, i: int, episode: Episode) -> None:
         """Append to the open episode of an environment together with others from now on, if steps of it are shown."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from fault_injection import in_child
 from interruptions import interrupted
+from ways import way_of
 
 from memmap_buffer import Field, ReplayBuffer, WriterLostError, verify
 from memmap_buffer.format import lock
@@ -310,22 +310,9 @@ def test_an_end_of_one_environment_takes_as_many_calls_however_many_there_are(tm
             an_end = [{**steps[0], "terminated": np.arange(num_envs) == 0}, *steps[1:]]
             for step in [*steps, *an_end]:
                 buffer.add(**step)
-            counts = [calls_of(lambda some=some: [buffer.add(**step) for step in some]) for some in (steps, an_end)]
+            counts = [
+                len(way_of(lambda some=some: [buffer.add(**step) for step in some]).functions)
+                for some in (steps, an_end)
+            ]
         calls.append(counts[1] - counts[0])
     assert calls[1] <= calls[0] + 4
-
-
-def calls_of(work: Any) -> int:
-    """How many functions are called by some work."""
-    count = 0
-
-    def called(frame: Any, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(called)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count

@@ -1,0 +1,296 @@
+"""Several open episodes that step together; a step is stored for all of them or for none.
+
+What an episode's timesteps are is `episode`'s; how it becomes visible is the writer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import get_ident
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import MemmapBufferError, SchemaError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.schema import Field
+from memmap_buffer.writing.episode import Appended, Block, Episode, Held
+from memmap_buffer.writing.rounds import Round
+from memmap_buffer.writing.staged_round import StagedRound
+from memmap_buffer.writing.steps import Steps
+from memmap_buffer.writing.validation import require_default, whole_final
+from memmap_buffer.writing.writer import Writer
+
+
+class EpisodeGroup(Block):
+    """B open episodes that step together; `episodes` are its members, in the order of the batch axis.
+
+    As a context manager it publishes all of them at the end of the block, and aborts all on any exception.
+
+    Args:
+        writer: who publishes them.
+        episodes: the members.
+        size: B, where there are not so many yet.
+        held: of the block that they were opened for, see `Block`.
+    """
+
+    def __init__(
+        self, writer: Writer, episodes: Sequence[Episode], *, size: int | None = None, held: Held | None = None
+    ) -> None:
+        self.schema = writer.schema
+        self.episodes = list(episodes)
+        self.held, self.thread = held, get_ident()
+        self._writer, self._limit = writer, writer.max_timesteps
+        self._size = len(self.episodes) if size is None else size
+        # What appends to several episodes together; None where that cannot be, or is to be seen.
+        self._round: Round | StagedRound | None = None
+        self._missing: object = None  # steps that were given, and may not all be stored
+        self._before: IntArray | None = None  # the lengths that staged episodes go back to
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def state(self) -> str:
+        """ "open" as long as one of them is, then "ended"."""
+        return "open" if any(episode.state == "open" for episode in self.episodes) else "ended"
+
+    def store(self, **batch: Any) -> None:
+        """Append one timestep to every episode.
+
+        Args:
+            batch: field -> (B, *field).
+
+        Raises:
+            SchemaError: as `Episode.store` raises it; then no episode got the step.
+            EpisodeStateError: likewise.
+            OSError: likewise.
+        """
+        where = f"timestep {self.episodes[0].length}"
+        columns = self._encode(self.schema.flatten(batch), self.schema.fields, where)
+        for name, field in self.schema.fields.items():
+            if name not in columns:
+                columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.cell))
+        steps, writer = Steps.of(self.schema, columns), None
+        while writer is not self.episodes[0].writer:  # they may be handed on while this thread waits for its turn
+            writer = self.episodes[0].writer
+            with writer.lock.turn:
+                if writer is self.episodes[0].writer:
+                    self._store(steps, writer)
+
+    def _store(self, steps: Steps, writer: Writer) -> None:
+        if writer is not self._writer:
+            self._writer, self._round = writer, None
+        self._settle_interrupted()
+        for episode in self.episodes:
+            episode.require_going_on()
+        joint = self._round = self._round or self._new_round()
+        lengths = [episode.length for episode in self.episodes]
+        if joint is not None and not (joint.is_whole and joint.lengths.tolist() == lengths):
+            self._join([i for i, episode in enumerate(self.episodes) if not joint.knows(i, episode)])
+        self._missing, columns = steps, {name: rows[0] for name, rows in steps.fields.items()}
+        try:
+            if self._all_go_on(columns):
+                self._append_to_all(columns)
+            else:
+                self._append_some(steps)
+        except (MemmapBufferError, OSError):
+            self._settle_interrupted()
+            raise
+        self._missing = None
+
+    def final(self, **batch: Any) -> None:
+        """Store every episode's observation after the last action: field -> (B, *field)."""
+        columns = self._encode(whole_final(self.schema, batch), self.schema.fields, "final")
+        self._settle_interrupted()
+        for i, episode in enumerate(self.episodes):
+            episode.set_final({name: rows[i] for name, rows in columns.items()})
+
+    def update(self, meta: Mapping[str, Any]) -> None:
+        """Set meta fields: name -> (B, *field)."""
+        columns = self._encode(self.schema.flatten(meta), self.schema.meta_fields, "meta")
+        for i, episode in enumerate(self.episodes):
+            episode.set_meta({name: rows[i] for name, rows in columns.items()})
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        self.update({name: values})
+
+    def publish(self) -> None:
+        """Publish the episodes, in the order of the batch axis."""
+        self._settle_interrupted()
+        for episode in self.episodes:
+            if episode.state == "open":
+                episode.publish()
+
+    def abort(self) -> None:
+        """Drop all that are open."""
+        for episode in self.episodes:
+            episode.abort()
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """The end of its block, as for each of its episodes."""
+        try:
+            for episode in self.episodes:
+                episode.held = None  # none of them is over as long as this runs
+            self._settle_interrupted()
+            for episode in self.episodes:
+                episode.leave(kind, error, trace)
+        except Exception:
+            raise
+        except BaseException:
+            for episode in self.episodes:
+                episode.settle()
+            raise
+
+    def _encode(self, batch: Mapping[str, Any], known: Mapping[str, Field], where: str) -> dict[str, Array]:
+        out: dict[str, Array] = {}
+        for name, values in batch.items():
+            if name not in known:
+                raise self.schema.unknown(name, where, known)
+            rows = self.schema.encode(name, values, 1, f", {where}")
+            if len(rows) != len(self):
+                raise SchemaError(
+                    f"field {name!r}, {where}: got a batch of {len(rows)}, expected {len(self)}", field=name
+                )
+            out[name] = rows
+        return out
+
+    # A step of all of them
+
+    def _all_go_on(self, columns: Mapping[str, Array]) -> bool:
+        """Whether a timestep (B, *field) goes to all episodes, and none ends with it."""
+        joint = self._round
+        if joint is None or not joint.is_whole or joint.remaining <= 1 or self.schema.lists:
+            return False
+        return not any([np.count_nonzero(columns[end]) for end in self.schema.ends])
+
+    def _append_to_all(self, columns: Mapping[str, Array]) -> None:
+        """Append such a timestep."""
+        if isinstance(self._round, StagedRound):
+            self._round.append(columns)
+        elif self._round is not None:
+            self._writer.append_round(self._round, columns)
+
+    def _append_some(self, steps: Steps) -> None:
+        """Append timesteps up to the next end: for all environments or for none."""
+        joint = self._round
+        if isinstance(joint, StagedRound):
+            self._append_staged(joint, steps, self._stop(steps) if self._writer.how.stage == "ram" else steps.done + 1)
+        else:
+            self._append_shown(joint, steps)
+
+    def _stop(self, steps: Steps) -> int:
+        """Up to which timestep all can be stored at once: only the last of them may end an episode, or be left out."""
+        if len(steps.recorded) < self._size:
+            return steps.done + 1
+        stop = min(len(steps.ends), steps.done + (self._limit if self._round is None else self._round.remaining))
+        ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
+        return steps.done + int(ended[0]) + 1 if ended.size else stop
+
+    def _settle_interrupted(self) -> None:
+        """Have a step that was interrupted be of all episodes or of none."""
+        if self._missing is not None:
+            self._settle()
+            self._missing = None
+
+    def _settle(self) -> None:
+        """Whatever interrupted a step: all environments have it or none."""
+        if isinstance(self._round, StagedRound):
+            self._take_back(self._round)
+        self._round = None
+        for episode in self.episodes:
+            if episode.state == "open":
+                self._writer.follow(episode)
+
+    def _new_round(self) -> Round | StagedRound | None:
+        if self._writer.how.publish == "step":
+            return self._writer.new_round(self._size)
+        return StagedRound(self.schema, self._size, self._limit)
+
+    def _join(self, environments: Sequence[int]) -> None:
+        """Append to the episodes of some environments together with others from now on, as far as that can be."""
+        joint = self._round
+        if joint is None or not environments:
+            return
+        for i in environments:
+            if isinstance(joint, Round):
+                self._writer.join(joint, i, self.episodes[i])
+            else:
+                joint.join(i, self.episodes[i])
+        joint.look()
+
+    def _append_staged(self, joint: StagedRound, steps: Steps, stop: int) -> None:
+        """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
+        start, chosen = steps.done, steps.recorded
+        self._require_lists(steps, stop)
+        joint.prepare(stop - start)
+        self._before = joint.lengths
+        try:
+            joint.extend({name: rows[start:stop] for name, rows in steps.fields.items()}, chosen)
+            self._tell_of_ends(steps, stop - 1)
+        except BaseException:
+            self._take_back(joint)
+            raise
+        steps.done, self._before = stop, None
+
+    def _take_back(self, joint: StagedRound) -> None:
+        """Drop the timesteps that were not stored for all environments."""
+        if self._before is not None:
+            joint.back_to(self._before)
+        joint.settle()
+        self._before = None
+
+    def _require_lists(self, steps: Steps, stop: int) -> None:
+        """Raise EpisodeStateError where lists have no room, before any environment has a timestep."""
+        for i in steps.recorded.tolist() if self.schema.lists else ():
+            rows = {name: steps.fields[name][steps.done : stop, i] for name in self.schema.lists}
+            self.episodes[i].require_lists(rows)
+
+    def _append_shown(self, joint: Round | None, steps: Steps) -> None:
+        """Store one timestep, which is shown at once: for all environments or for none."""
+        at, chosen = steps.done, steps.recorded
+        self._require_lists(steps, at + 1)
+        others = np.ones(self._size, np.bool_)
+        if joint is not None:
+            others[joint.members] = False
+        alone = chosen[others[chosen]].tolist()
+        appended = [self._appended(steps, i) for i in alone]
+        first = self.episodes[chosen[0]] if len(chosen) else None
+        length = 0 if first is None else first.length
+        try:
+            if joint is not None and len(joint.members):
+                self._writer.append_round(joint, {name: rows[at] for name, rows in steps.fields.items()}, appended)
+            elif appended:
+                self._writer.append(appended)
+        finally:
+            steps.done += first is None or first.length > length
+        self._join(alone)
+        self._tell_of_ends(steps, at)
+
+    def _appended(self, steps: Steps, i: int) -> Appended:
+        """The next timestep of an environment, with the meta fields that its episode begins with."""
+        episode, at = self.episodes[i], steps.done
+        if steps.meta and not episode.length:  # it may be visible from its first timestep on
+            episode.set_meta({name: values[at, i] for name, values in steps.meta.items()})
+        return episode.to_append({name: rows[at : at + 1, i] for name, rows in steps.fields.items()})
+
+    def _tell_of_ends(self, steps: Steps, at: int) -> None:
+        """Tell episodes that they ended with a timestep, and what else is known with it."""
+        chosen, joint = steps.recorded, self._round
+        ended = chosen[steps.ends[at, chosen]].tolist()
+        for i in ended:
+            ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
+            self.episodes[i].ended = next(ends)
+        none_is_full = joint is not None and joint.remaining > 0
+        for i in ended if none_is_full and not steps.meta else chosen.tolist():
+            self._tell(steps, i, at)
+
+    def _tell(self, steps: Steps, i: int, at: int) -> None:
+        """Tell an episode what is known with its last timestep, beside the fields."""
+        episode = self.episodes[i]
+        if steps.meta:
+            episode.set_meta({name: values[at, i] for name, values in steps.meta.items()})
+        if steps.following and (episode.ended or episode.length == self._limit):
+            episode.set_final({name: rows[at, i] for name, rows in steps.following.items()})

@@ -1,0 +1,136 @@
+"""Timesteps of several environments as they were given: checked, encoded, with both axes, and where they end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array, to_numpy
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.schema import LENGTHS, Schema
+from memmap_buffer.writing.validation import require_default
+
+NEXT = "next_"
+_GIVEN = "fields", "meta", "following"  # of `Steps`
+
+
+class Steps:
+    """Timesteps of several environments, checked and encoded.
+
+    Args:
+        schema: the fields.
+        given: field -> (T, B, *field), (B, *field) for one timestep, (T, *field) or (*field) for one environment; meta
+            fields alike; `next_<field>` of fields with `final`: the observation after the step.
+        time: whether there is an axis of time.
+
+    Attributes:
+        lead: the axes that were given before those of a field.
+        fields: name -> (T, B, *field).
+        meta: likewise.
+        following: likewise, the observations after each step.
+        ends: (T, B) bool, where an episode ends.
+        done: how many of the timesteps a stream has stored.
+        recorded: the environments of which the last of them was one of an episode.
+        over: (B,) of which environments it ended one.
+
+    Raises:
+        SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
+    """
+
+    def __init__(self, schema: Schema, given: Mapping[str, Any], *, time: bool) -> None:
+        self.done = 0
+        groups = {name.split(".")[0] for name in schema.all}
+        own = {name: name.removeprefix(LENGTHS) for name in given}
+        later = {name for name in given if own[name].startswith(NEXT) and own[name].split(".")[0] not in groups}
+        flat = schema.flatten({name: value for name, value in given.items() if name not in later})
+        following = schema.flatten({name.replace(NEXT, "", 1): given[name] for name in later})
+        if not flat:
+            raise SchemaError("no field was given; give field=values for every environment")
+        schema.require(flat, "timesteps")
+        schema.require(following, "`next_` of fields declared with final=True", schema.final_names)
+        if following and following.keys() != schema.final_names:
+            missing = ", ".join(f"{NEXT}{name}" for name in sorted(schema.final_names - following.keys()))
+            raise SchemaError(f"{missing} missing; all fields with final=True belong together")
+        self.lead = _leading(schema, {**{f"{NEXT}{name}": value for name, value in following.items()}, **flat}, time)
+        self.following = {name: _encode(schema, name, value, self.lead, time) for name, value in following.items()}
+        columns = {name: _encode(schema, name, value, self.lead, time) for name, value in flat.items()}
+        self._axes = _require_same_axes({**self.following, **columns})
+        self.fields = {name: columns[name] for name in schema.fields if name in columns}
+        self.meta = {name: columns[name] for name in schema.meta_fields if name in columns}
+        for name, field in schema.fields.items():
+            if name not in columns:
+                row = require_default(field, name, "timesteps")
+                self.fields[name] = np.broadcast_to(row, (*self._axes, *field.cell))
+        self._find_ends(schema)
+
+    @classmethod
+    def of(cls, schema: Schema, columns: Mapping[str, Array]) -> Steps:
+        """One timestep, of every field as (B, *field), and `next_<field>` where given."""
+        steps = cls.__new__(cls)
+        steps.done, steps.meta = 0, {}
+        steps.fields = {name: columns[name][None] for name in schema.fields}
+        steps.following = {
+            name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()
+        }
+        steps._axes = next(iter(steps.fields.values())).shape[:2]
+        steps._find_ends(schema)
+        return steps
+
+    def _find_ends(self, schema: Schema) -> None:
+        self.recorded: IntArray = np.arange(self._axes[1])
+        self.over = np.zeros(self._axes[1], np.bool_)
+        self.ends = np.zeros(self._axes, np.bool_)
+        for name in schema.ends:
+            if np.count_nonzero(self.fields[name]):
+                self.ends |= self.fields[name].reshape(self._axes) != 0
+
+    @property
+    def num_envs(self) -> int:
+        return self._axes[1]
+
+    def part(self, t: int) -> Steps:
+        """One of the timesteps."""
+        part, here = copy(self), slice(t, t + 1)
+        part.done, part._axes, part.ends = 0, (1, self.num_envs), self.ends[here]
+        for name in _GIVEN:
+            setattr(part, name, {field: rows[here] for field, rows in getattr(self, name).items()})
+        return part
+
+
+def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
+    """How many axes stand before those of the fields: time, if there is one, and the environments, if several."""
+    found = {}
+    for name, value in flat.items():
+        field = schema.all[name] if name in schema.all else schema.fields[name.removeprefix(NEXT)]
+        if field.is_list:  # it does not tell
+            continue
+        ndim = getattr(value, "ndim", None)
+        found[name] = (to_numpy(value).ndim if ndim is None else int(ndim)) - len(field.shape)
+    lead = next(iter(found.values()), time + 1)
+    if {lead, *found.values()} != {lead} or lead not in (time, time + 1):
+        shown = ", ".join(f"{name}: {axes}" for name, axes in found.items())
+        wanted = "(T, *field) or (T, B, *field)" if time else "(*field) or (B, *field)"
+        raise SchemaError(f"got so many axes before those of a field: {shown}; expected every field as {wanted}")
+    return lead
+
+
+def _encode(schema: Schema, name: str, value: Any, lead: int, time: bool) -> Array:
+    """(T, B, *field) of a field as it was given."""
+    if not lead and schema.all[name].is_list:
+        value, lead = [value], 1  # of one environment: encoded with its axis, as a list's own tells nothing
+    rows = schema.encode(name, value, lead)
+    axes, shape = rows.shape[:lead], rows.shape[lead:]
+    return rows.reshape((*(axes if time else (1, *axes)), *([1] if lead == time else []), *shape))
+
+
+def _require_same_axes(columns: Mapping[str, Array]) -> tuple[int, int]:
+    axes = {name: column.shape[:2] for name, column in columns.items()}
+    first = next(iter(axes.values()))
+    if set(axes.values()) != {first} or 0 in first:
+        shown = ", ".join(f"{name}: {time} × {envs}" for name, (time, envs) in axes.items())
+        raise SchemaError(f"got timesteps × environments {shown}; expected the same number for every field, from 1")
+    return first[0], first[1]
