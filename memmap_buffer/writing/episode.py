@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import itemgetter
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, overload
 
 import numpy as np
 from numpy import ndarray
@@ -292,7 +292,8 @@ class Episode(Block):
 
     def to_append(self, rows: Mapping[str, Array], count: int = 1) -> Appended:
         """The same timesteps as a writer takes them that shows every step."""
-        self.require_going_on()
+        if self.state != "open" or self.ended or self.finals:
+            self.refuse()
         stop = self.length + count
         self.writer.require_within(stop)
         if self._list_ends:
@@ -422,14 +423,13 @@ class Episode(Block):
 
     def require_room(self, count: int = 1) -> None:
         """Raise EpisodeStateError unless so many more steps can be stored."""
-        self.require_going_on()
+        if self.state != "open" or self.ended or self.finals:
+            self.refuse()
         if self.length + (count if self.staged else 1) > self._stop:
             self._grow(self.length + count)
 
-    def require_going_on(self) -> None:
-        """Raise EpisodeStateError where it is over, or ended with its last step."""
-        if self.state == "open" and not (self.ended or self.finals):
-            return
+    def refuse(self) -> NoReturn:
+        """Raise EpisodeStateError, as it is over, or ended with its last step."""
         self.require_open()
         what = f"ended at timestep {self.length - 1} by `{self.ended}`" if self.ended else "has its final observation"
         raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
@@ -488,7 +488,7 @@ class Episode(Block):
     def release(self) -> None:
         """Give the memory back, unless the columns are a user's."""
         columns, own = self.columns, self._capacity
-        self.stand_in({})
+        self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
         if own:
             self.writer.staging.keep(columns)  # last, so that it is given back once
 

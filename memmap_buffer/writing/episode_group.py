@@ -47,6 +47,7 @@ class EpisodeGroup(Block):
         # What appends to several episodes together; None where that cannot be, or is to be seen.
         self._round: Round | StagedRound | None = None
         self._missing: object = None  # steps that were given, and may not all be stored
+        self._following: dict[str, Array] = {}  # what was seen after the last step
         self._before: IntArray | None = None  # the lengths that staged episodes go back to
 
     def __len__(self) -> int:
@@ -85,16 +86,15 @@ class EpisodeGroup(Block):
             self._writer, self._round = writer, None
         self._settle_interrupted()
         for episode in self.episodes:
-            episode.require_going_on()
+            if episode.state != "open" or episode.ended or episode.finals:
+                episode.refuse()
         joint = self._round = self._round or self._new_round()
         lengths = [episode.length for episode in self.episodes]
         if joint is not None and not (joint.is_whole and joint.lengths.tolist() == lengths):
             self._join([i for i, episode in enumerate(self.episodes) if not joint.knows(i, episode)])
-        self._missing, columns = steps, {name: rows[0] for name, rows in steps.fields.items()}
         try:
-            if self._all_go_on(columns):
-                self._append_to_all(columns)
-            else:
+            if not self._append_to_all({name: rows[0] for name, rows in steps.fields.items()}):
+                self._missing = self
                 self._append_some(steps)
         except (MemmapBufferError, OSError):
             self._settle_interrupted()
@@ -159,19 +159,23 @@ class EpisodeGroup(Block):
 
     # A step of all of them
 
-    def _all_go_on(self, columns: Mapping[str, Array]) -> bool:
-        """Whether a timestep (B, *field) goes to all episodes, and none ends with it."""
+    def _append_to_all(self, columns: Mapping[str, Array]) -> bool:
+        """Append a timestep (B, *field) that ends no episode; False where it may, or not all are appended to together.
+
+        It may not be stored as long as `_missing` is not None.
+        """
         joint = self._round
         if joint is None or not joint.is_whole or joint.remaining <= 1 or self.schema.lists:
             return False
-        return not any([np.count_nonzero(columns[end]) for end in self.schema.ends])
-
-    def _append_to_all(self, columns: Mapping[str, Array]) -> None:
-        """Append such a timestep."""
-        if isinstance(self._round, StagedRound):
-            self._round.append(columns)
-        elif self._round is not None:
-            self._writer.append_round(self._round, columns)
+        for name in self.schema.ends:
+            if np.count_nonzero(columns[name]):
+                return False
+        self._missing, self._following = self, {}
+        if isinstance(joint, StagedRound):
+            joint.append(columns)
+        else:
+            self._writer.append_round(joint, columns)
+        return True
 
     def _append_some(self, steps: Steps) -> None:
         """Append timesteps up to the next end: for all environments or for none."""

@@ -81,7 +81,6 @@ class EpisodeStream(EpisodeGroup):
         self._sure = False  # whether what is kept of the episodes holds, and none needs a look that did not just end
         self._idle: list[int] = []  # environments without an open episode
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
-        self._following: dict[str, Array] = {}  # what was seen after the last step
         self._looks = LOOKS if skips_resets or resets_at_once else 0  # at ends, still to come
         self._linked: bool | None = None  # whether what is seen next is what follows, within an episode
         self._seen_again: list[Any] = []  # at ends one behind the other, what was seen next and then again
@@ -180,11 +179,9 @@ class EpisodeStream(EpisodeGroup):
         columns = self._encoded(step)
         if columns is None:
             return False
-        if self._cut or self._missing is not None or not self._all_go_on(columns):
+        if self._cut or self._missing is not None or not self._append_to_all(columns):
             self.extend(Steps.of(self.schema, columns))
             return True
-        self._missing, self._following = self, {}
-        self._append_to_all(columns)
         told = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in told}
         self._missing = None
