@@ -240,8 +240,9 @@ class PrioritizedDraws:
             if self._priorities is not None:  # others of the name may have changed them
                 self._priorities.use(self.how)
                 self._priorities.drawn.add(self.reader.selection.view.per_episode)
-            numbers, each_folder = self._follow()
-            places, (slot, serial, t, priority), shares, shown_at = self._draw(each_folder, batch_size, rng, alone)
+            with self._locked():  # what is drawn from must be what was followed: others add steps, and update them
+                numbers, each_folder = self._follow()
+                places, (slot, serial, t, priority), shares, shown_at = self._draw(each_folder, batch_size, rng, alone)
             probability = priority * shares[0 if places is None else places]
             beta = self.how.beta_at(self.num_drawn if number is None else number)
             weight = self._weigh(probability, beta, each_folder, shares)
@@ -251,6 +252,11 @@ class PrioritizedDraws:
         if shown_at is not None:
             return anchors, shown_at
         return self.reader.crop(self.reader.index().followed(anchors), lambda: rng), None
+
+    def _locked(self) -> Any:
+        """The lock of the priorities of the only folder; those of several are taken together, see `SeveralAnchors`."""
+        only = self.reader.folders.single and self._priorities is not None
+        return self._priorities.only.lock if only else nullcontext()  # type: ignore[union-attr]
 
     def share(self, ranks: Ranks) -> None:
         """Have these ranks draw by the same priorities from now on."""
@@ -363,11 +369,9 @@ class PrioritizedDraws:
             (only,) = each_folder
             tells = reader.folders.storages[0].tells_by_counter
             current = tells and not (reader.selection.random or reader.selection.mixes)
-            with nullcontext() if only.steps is None else only.steps.lock:  # others update them
-                total = self._require_some(only.total)
-                values = spread(batch_size, total, rng, stratified=self.how.stratified)
-                drawn = only.find(values)
-                return None, drawn, np.array([1 / total]), only.shown_at if current else None
+            total = self._require_some(only.total)
+            drawn = only.find(spread(batch_size, total, rng, stratified=self.how.stratified))
+            return None, drawn, np.array([1 / total]), only.shown_at if current else None
 
         def draw() -> tuple[IntArray, Drawn, FloatArray, None]:
             places, values, shares = self._choose(self._several.totals(), batch_size, rng, alone)

@@ -1113,6 +1113,35 @@ def test_a_draw_after_one_that_was_interrupted_is_of_all_anchors(tmp_path, monke
     np.testing.assert_allclose(batch["_probabilities"], 1 / (3 + 2 + 4), rtol=1e-6)
 
 
+def test_a_step_that_comes_between_the_look_at_the_folder_and_the_draw_is_not_drawn_where_it_is_no_item(
+    tmp_path, monkeypatch
+):
+    """Another thread records it, and another sampler by the same priorities has entered it, at the highest of all."""
+    buffer = make(tmp_path, publish="step", spare_slots=3)
+    buffer.store_episode(
+        number=np.zeros(4), t=np.arange(4), reward=np.ones(4), terminated=[0, 0, 0, 1], o=np.zeros((4, 2))
+    )
+    options = {"n_steps": 1, "prioritized": Prioritized(alpha=1.0, epsilon=0.0)}
+    buffer.sample(1, **options)
+    buffer.update_priorities([[0, t] for t in range(4)], [1e-9] * 4)
+    draw, threads = prioritized.PrioritizedDraws._draw, []
+
+    def record():
+        buffer.add(number=1, t=0, reward=1, terminated=False, o=[1, 0])
+        buffer._priorities["td"].only.follow()
+
+    def late(*arguments):
+        threads.append(threading.Thread(target=record))
+        threads[-1].start()
+        threads[-1].join(0.3)
+        return draw(*arguments)
+
+    monkeypatch.setattr(prioritized.PrioritizedDraws, "_draw", late)
+    assert set(buffer.sample(64, **options)["number"].tolist()) == {0}
+    threads[0].join()
+    assert buffer.priorities([[1, 0]]).tolist() == [1.0]
+
+
 def test_threads_draw_from_the_same_folders_in_another_order_beside_updates(tmp_path):
     parts = [make(tmp_path / name, (9, 8, 7)) for name in "abcdef"]
     errors, views = [], [ConcatBuffer(parts), ConcatBuffer(parts[::-1])]
