@@ -589,15 +589,19 @@ class Readable:
         Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
         others, and all ranks take in those of all.
         """
-        gathered: list[Any] = []
+        gathered = None
+        while True:
+            folders = self._folders
+            try:
+                priorities = self._named(name)
+                if gathered is None:  # once, as ranks wait for each other: so this is not `_retried`
+                    gathered = gathered_errors(priorities, indices, td_errors)
+                return update_priorities(priorities, gathered)
+            except SchemaMismatchError:
+                if self._settled() is folders:
+                    raise
 
-        def update(priorities: NamedPriorities) -> int:
-            if not gathered:
-                gathered.append(gathered_errors(priorities, indices, td_errors))
-            return update_priorities(priorities, gathered[0])
-
-        return int(self._by_name(name, update))
-
+    @_retried
     def priorities(self, indices: Any, *, name: str = "td") -> Array:
         """The priorities of steps: p = (|δ| + ε)^α, in proportion to which they are drawn.
 
@@ -615,18 +619,7 @@ class Readable:
         Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
         others, and all ranks take in those of all.
         """
-        steps = to_numpy(indices)
-        return np.asarray(self._by_name(name, lambda priorities: read_priorities(priorities, steps)))
-
-    def _by_name(self, name: str, work: Callable[[NamedPriorities], Any]) -> Any:
-        """The result of a function of the priorities of a name; called again where the columns change meanwhile."""
-        while True:
-            folders = self._folders
-            try:
-                return work(self._named(name))  # errors are given once, so this is no `_retried`
-            except SchemaMismatchError:
-                if self._settled() is folders:
-                    raise
+        return read_priorities(self._named(name), to_numpy(indices))
 
     def flush(self) -> None:
         """Wait until the priorities are on the disk."""

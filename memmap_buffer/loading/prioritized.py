@@ -488,7 +488,9 @@ def _checked(priorities: NamedPriorities, indices: Any, td_errors: Any) -> tuple
 
 
 def _updated(priorities: NamedPriorities, columns: IntArray, errors: FloatArray) -> int:
-    if priorities.by_folder and errors.ndim == 1 and columns.shape[1] == 3:
+    if not priorities.by_folder:
+        return _update(priorities.only, columns, errors)
+    if errors.ndim == 1 and columns.shape[1] == 3:
         together = priorities.update(columns, errors)
         if together is not None:
             return together

@@ -169,9 +169,9 @@ class TreeFile:
 
     def begin(self) -> None:
         """Begin to store to the tree; it is made anew of its leaves unless `end` follows."""
-        if self._closed:
+        if self._closed or process_id() != self._pid:
+            self._require_process()
             raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
-        self._require_process()
         self.whole = False
         self._put(GENERATION, self._head.item(GENERATION) | 1)
 

@@ -81,7 +81,8 @@ def record_whole(buffer: ReplayBuffer, value: int) -> None:
     buffer.store_episode(x=[10 * value, 10 * value + 1], task=value + 1)
 
 
-some_lines = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 41], ids=["all", "some"])
+EVERY_LINE = pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])  # three minutes of an idle machine
+some_lines = pytest.mark.parametrize("stride", [EVERY_LINE, 41], ids=["all", "some"])
 WAYS = (record, record_by_handle, record_batch, record_whole)
 EVERY = [pytest.param(mode, way, 1, marks=pytest.mark.slow) for mode in MODES for way in WAYS]
 SOME = [
