@@ -74,14 +74,14 @@ class EpisodeGroup(Block):
         for name, field in self.schema.fields.items():
             if name not in columns:
                 columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.cell))
-        steps, writer = Steps.of(self.schema, columns), None
-        while writer is not self.episodes[0].writer:  # they may be handed on while this thread waits for its turn
+        while True:
             writer = self.episodes[0].writer
             with writer.lock.turn:
-                if writer is self.episodes[0].writer:
-                    self._store(steps, writer)
+                if writer is self.episodes[0].writer:  # they may have been handed on while this thread waited
+                    self._store(columns, writer)
+                    return
 
-    def _store(self, steps: Steps, writer: Writer) -> None:
+    def _store(self, columns: Mapping[str, Array], writer: Writer) -> None:
         if writer is not self._writer:
             self._writer, self._round = writer, None
         self._settle_interrupted()
@@ -93,9 +93,9 @@ class EpisodeGroup(Block):
         if joint is not None and not (joint.is_whole and joint.lengths.tolist() == lengths):
             self._join([i for i, episode in enumerate(self.episodes) if not joint.knows(i, episode)])
         try:
-            if not self._append_to_all({name: rows[0] for name, rows in steps.fields.items()}):
+            if not self._append_to_all(columns):
                 self._missing = self
-                self._append_some(steps)
+                self._append_some(Steps.of(self.schema, columns))
         except (MemmapBufferError, OSError):
             self._settle_interrupted()
             raise

@@ -238,7 +238,16 @@ def test_open_episodes_go_on_in_the_next_shard(tmp_path: Path) -> None:
             record(buffer, range(4, 7))
             group.episodes[0].abort()
             group.episodes[1].abort()
-    assert sorted(published(tmp_path)) == [0, 1, 3, 4, 5, 6]
+        rows, folders = [columns(number) for number in (9, 17)], []
+        with buffer.batched_episode(2) as group:
+            for t in range(2):
+                group.store(number=[9, 17], x=[each["x"][t] for each in rows])
+                folders.append(buffer.folder)
+                if t == 0:
+                    record(buffer, range(11, 13))
+            group.final(x=[each["x"][2] for each in rows])
+        assert folders[0] != folders[1]
+    assert sorted(published(tmp_path)) == [0, 1, 3, 4, 5, 6, 9, 11, 12, 17]
 
 
 @pytest.mark.parametrize("every", [3, 7])
