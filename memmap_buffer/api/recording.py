@@ -169,6 +169,7 @@ class Recording(Editing):
         def begin(block: Held | None) -> EpisodeGroup:
             self._require_no_scope()
             with self._turn:
+                self._writer.require_spare_slots(batch_size)
                 episodes = [self._writer_with_room().open({}, held=block) for _ in range(batch_size)]
                 group = EpisodeGroup(self._writer, episodes, held=block)
             group.update(meta_batch)

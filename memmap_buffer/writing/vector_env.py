@@ -272,6 +272,8 @@ class EpisodeStream(EpisodeGroup):
 
     def _begin_where_needed(self) -> None:
         looked = self._idle if self._sure else range(self._size)
+        if not self.episodes:
+            self._writer.require_spare_slots(self._size)
         self._idle, self._sure = [], True
         for i in looked:
             if i == len(self.episodes) or self.episodes[i].state != "open":

@@ -311,9 +311,12 @@ class Writer:
             slot_writer = self._slot_writers.get(ref(episode))
             waiting += slot_writer is None or not slot_writer.published
         self._slots.require_room(self.storage.path, waiting + 1, 1)
-        in_place = len(others) + 1
-        if self.in_place and in_place > spare_slots:
-            self._refuse_spare(f"{in_place} open episodes that are written in place", in_place)
+        self.require_spare_slots(len(others) + 1)
+
+    def require_spare_slots(self, count: int) -> None:
+        """Raise EpisodeStateError where so many episodes cannot be open at a time."""
+        if self.in_place and count > self.storage.layout.spare_slots:
+            self._refuse_spare(f"{count} open episodes that are written in place", count)
 
     def require_within(self, length: int) -> None:
         """Raise EpisodeStateError where an episode of so many timesteps is too long."""
