@@ -54,7 +54,7 @@ class Pool:
         self._lock = threading.Lock()
         self._loans: dict[int, tuple[weakref.ref[Any], Buffer]] = {}
         self._free: list[Buffer] = []  # the longest unused first
-        self._dead: deque[Buffer] = deque()  # come back, and not yet counted
+        self._deaths: deque[weakref.ref[Any]] = deque()  # of what has come back, and is not yet counted
         self._lent = self._unused = 0
 
     @property
@@ -86,7 +86,8 @@ class Pool:
         finally:
             self._lock.release()
         array = array_over(buffer, dtype, nbytes // dtype.itemsize)
-        death = weakref.ref(array.base, self._come_back)
+        # No line of Python runs at a death, in which Ctrl-C would be lost, unless much memory must be given back then.
+        death = weakref.ref(array.base, self._deaths.append if self._lent <= self._keep else self._come_back)
         self._loans[id(death)] = death, buffer
         return array.reshape(shape)
 
@@ -103,7 +104,7 @@ class Pool:
         return buffer
 
     def _come_back(self, death: weakref.ref[Any]) -> None:
-        self._dead.append(self._loans.pop(id(death))[1])
+        self._deaths.append(death)
         self._settle()
 
     def _settle(self) -> None:
@@ -114,8 +115,8 @@ class Pool:
                 self._lock.release()
 
     def _count_dead(self) -> None:
-        while self._dead:
-            buffer = self._dead.popleft()
+        while self._deaths:
+            _, buffer = self._loans.pop(id(self._deaths.popleft()))
             self._free.append(buffer)
             self._lent -= buffer.nbytes
             self._unused += buffer.nbytes

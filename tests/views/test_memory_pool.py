@@ -3,7 +3,9 @@
 import gc
 import multiprocessing
 import random
+import sys
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -229,3 +231,28 @@ def test_a_batch_that_is_dropped_is_held_by_nobody(tmp_path):
             assert buffer._folders.pool.lent > 0
             del batch
         assert buffer._folders.pool.lent == 0
+
+
+def test_at_the_death_of_a_batch_no_line_runs_in_which_an_interruption_would_be_lost():
+    pool, called = Pool(), []
+    array = filled(pool, 1)
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        del array
+    finally:
+        sys.setprofile(None)
+    assert called == []
+    assert (pool.lent, pool.unused) == (0, np.prod(SHAPE))
+
+
+def test_of_many_batches_that_are_dropped_together_little_stays_without_another_look():
+    tracemalloc.start()
+    try:
+        pool = Pool(keep=1 << 20)
+        arrays = [filled(pool, i) for i in range(40)]
+        before = tracemalloc.get_traced_memory()[0]
+        assert before > 40 * np.prod(SHAPE)
+        arrays.clear()
+        assert tracemalloc.get_traced_memory()[0] < before / 4
+    finally:
+        tracemalloc.stop()

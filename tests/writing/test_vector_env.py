@@ -289,10 +289,10 @@ def test_after_a_full_disk_the_number_of_steps_tells_which_are_to_be_given_again
 def test_environments_in_place_need_a_spare_slot_each_and_a_read_only_buffer_none(tmp_path):
     with make(tmp_path, publish="step") as buffer:
         for _ in range(2):
-            with pytest.raises(EpisodeStateError, match="spare_slots=5$"):
+            with pytest.raises(EpisodeStateError, match=r"spare_slots=5$"):
                 buffer.add(**at(steps_of([[0, 0, 0, 0, 0]]), 0))
             assert buffer.num_steps == 0 and not len(buffer._writer.lock.episodes)
-        with pytest.raises(EpisodeStateError, match="spare_slots=7$"), buffer.batched_episode(7):
+        with pytest.raises(EpisodeStateError, match=r"spare_slots=7$"), buffer.batched_episode(7):
             pass
         with pytest.raises(ReadOnlyError, match="read_only=True"):
             ReplayBuffer.from_folder(tmp_path, read_only=True).add(**at(steps_of([[0]]), 0))
