@@ -321,6 +321,9 @@ class ReplayBuffer(Recording, Readable):
                 writer.begin()
                 writer.storage.check_always()
 
+    def _own_priorities(self, name: str) -> None:
+        self._named(name)
+
     def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> int:
         return self.update_priorities(indices, td_errors, name=name)
 

@@ -112,6 +112,10 @@ class Recording(Editing):
         self._stream: EpisodeStream | None = None
         self._errors = GivenErrors()
 
+    def _own_priorities(self, name: str) -> None:
+        """Open the priorities of that name. Raises BufferLockedError."""
+        raise NotImplementedError
+
     def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> Any:
         """Give published steps the priorities of their errors."""
         raise NotImplementedError
@@ -378,7 +382,7 @@ class Recording(Editing):
         if priority is None:
             return None
         errors = _errors_of(priority, shape, axes)
-        self._give_errors(name, np.empty((0, 2), np.int64), np.empty(0))  # to own them, or to raise
+        self._own_priorities(name)
         return errors
 
     def _settle_errors(self) -> None:
