@@ -40,7 +40,7 @@ Cut: TypeAlias = Callable[[EpisodeTable, IntArray], Runs]  # the runs of anchors
 
 
 class SlotAnchors:
-    """Which anchors each slot of a folder has, followed change by change.
+    """The anchors that each slot of a folder has, followed change by change.
 
     Args:
         storage: the folder.
@@ -64,7 +64,7 @@ class SlotAnchors:
         self._mark = 0  # of the journal
         self._version: int | None = None  # likewise
         self.num_steps = 0
-        self._given: Runs | None = None
+        self._runs_given: Runs | None = None
         self._inner_end = False
         self.num_cleared = 0
         self.clear()
@@ -85,7 +85,7 @@ class SlotAnchors:
         step; None where that is not known."""
         return None if self._cut is None or self._inner_end or self._unfinished else self._version
 
-    def follow(self, given: Runs | None) -> tuple[Runs, Runs] | None:
+    def follow(self, runs: Runs | None) -> tuple[Runs, Runs] | None:
         """Take in what changed; returns the anchors that went and those that came, None where nothing did."""
         followed = self._cut is not None and not self._unfinished
         if followed and self._storage.journal.is_current(self._storage, self._mark):
@@ -94,10 +94,10 @@ class SlotAnchors:
             self.clear()
         every, self._unfinished = self._unfinished, True
         if self._cut is None:
-            assert given is not None
-            slots = np.arange(len(self.serial)) if every or given is not self._given else NO_SLOTS
-            self._given = given
-            changed = self._take_in(slots, given, self._storage.table) if len(slots) else None
+            assert runs is not None
+            slots = np.arange(len(self.serial)) if every or runs is not self._runs_given else NO_SLOTS
+            self._runs_given = runs
+            changed = self._take_in(slots, runs, self._storage.table) if len(slots) else None
         else:
             journal = self._storage.journal
             with journal.lock:
@@ -478,9 +478,9 @@ class AnchorPriorities:
         """(the changes of steps that are to be taken in, None where they are not known any more; up to which)."""
         assert self.steps is not None
         with self.steps.lock:  # others update them
-            seen, known = self.steps.num_changes, self.steps.changes
+            seen, changes = self.steps.num_changes, self.steps.changes
             behind = seen - self._seen
-            return None if behind > len(known) else [known[i] for i in range(-behind, 0)], seen
+            return None if behind > len(changes) else [changes[i] for i in range(-behind, 0)], seen
 
     def catch_up(self) -> None:
         """Take in other priorities of steps."""
@@ -515,8 +515,8 @@ class AnchorPriorities:
                 inside &= t < self.steps.steps_of(slots)[1]
             slots, t = slots[inside], t[inside]
         leaves = self._leaves(slots, t)
-        held = self._tree.get(leaves)
-        served = (held > 0) | np.signbit(held)
+        values = self._tree.get(leaves)
+        served = (values > 0) | np.signbit(values)
         if not all_of(served):
             slots, t = slots[served], t[served]
         if len(slots):
@@ -539,12 +539,12 @@ class AnchorPriorities:
             t = self._anchor(self._leaves(slots, t), t)
         start = np.maximum(t, 0)
         if self._reduce == "first":
-            found = self.steps.tree.get(self.steps.leaves(slots, start))
+            values = self.steps.tree.get(self.steps.leaves(slots, start))
         else:
             length = self.steps.steps_of(slots)[1]
             stop = length if self._view.per_episode else np.minimum(t + self._length, length)
-            found = self._reduced(slots, start, np.maximum(stop, start + 1))
-        return np.where(self.steps.serials_of(slots) == self._anchors.serial[slots], found, 0.0)
+            values = self._reduced(slots, start, np.maximum(stop, start + 1))
+        return np.where(self.steps.serials_of(slots) == self._anchors.serial[slots], values, 0.0)
 
     def _reduced(self, slots: IntArray, start: IntArray, stop: IntArray) -> FloatArray:
         """The maximum or mean over steps start … stop - 1."""
@@ -606,16 +606,19 @@ class SeveralAnchors:
     def over(self, each: Sequence[AnyPriorities], work: Callable[[], T]) -> T:
         """Do something with the priorities in some folders, which were followed; meanwhile nobody stores to them."""
         if each is not self._each:
-            self._each, self._stored = each, in_turn(one.steps for one in each if one.steps is not None)
+            self._each, self._stored = (
+                each,
+                in_turn(priorities.steps for priorities in each if priorities.steps is not None),
+            )
         return while_locked(self._stored, partial(self._over, work))
 
     def _over(self, work: Callable[[], T]) -> T:
         self._places.follow(self._each)
         # What another thread stored since `follow`, of the priorities of others, is for their next one.
         behind = {
-            i: one
-            for i, one in enumerate(self._each)
-            if isinstance(one, AnchorPriorities) and one.like_steps and one.behind
+            i: priorities
+            for i, priorities in enumerate(self._each)
+            if isinstance(priorities, AnchorPriorities) and priorities.like_steps and priorities.behind
         }
         if behind:
             self._catch_up(behind)
@@ -624,27 +627,29 @@ class SeveralAnchors:
 
     def totals(self) -> FloatArray:
         """(F,) the sum of each folder."""
-        return np.array([one.total for one in self._each]) if self._trees is None else self._trees.totals()
+        return (
+            np.array([priorities.total for priorities in self._each]) if self._trees is None else self._trees.totals()
+        )
 
     def find(self, of: IntArray, values: FloatArray) -> Drawn:
         """The anchors in the folders `of` (B,) at values (B,) of their cumulative sums."""
-        found = None if self._trees is None else self._at(self._trees, of, values)
-        return _found_in_each(self._each, of, values) if found is None else found
+        drawn = None if self._trees is None else self._at(self._trees, of, values)
+        return _found_in_each(self._each, of, values) if drawn is None else drawn
 
     def _catch_up(self, behind: Mapping[int, AnchorPriorities]) -> None:
         """Have anchors, each of which has the priority of its step, take in those that are others, in all folders."""
-        self._steps.follow([one.steps for one in self._each])
+        self._steps.follow([priorities.steps for priorities in self._each])
         of: list[int] = []
         slots: list[IntArray] = []
         t: list[IntArray] = []
         seen: dict[int, int] = {}
-        for i, one in behind.items():
-            changes, upto = one.changes()
+        for i, priorities in behind.items():
+            changes, upto = priorities.changes()
             if min(self._places.index[i], self._steps.index[i]) < 0 or changes is None:
                 changes = [(NO_SLOTS, None)]
             steps = [(some, at) for some, at in changes if at is not None]
             if len(steps) < len(changes):  # of whole episodes, or not plain
-                one.catch_up()
+                priorities.catch_up()
                 continue
             seen[i] = upto
             for some, at in steps:
@@ -664,15 +669,15 @@ class SeveralAnchors:
         trees, steps = self._places.trees, self._steps.trees
         assert trees is not None and steps is not None
         leaves, tree = slots * self._places.rows[:, 0].take(of) + t, self._places.index.take(of)
-        held = trees.get(tree, leaves)
-        served = (held > 0) | np.signbit(held)
+        before = trees.get(tree, leaves)
+        served = (before > 0) | np.signbit(before)
         if not all_of(served):
             of, slots, leaves, tree = of[served], slots[served], leaves[served], tree[served]
         if len(of):
             serials = self._memory.take(self._places.rows[:, 3].take(of) + slots)
             same = self._memory.take(self._steps.rows[:, 0].take(of) + 2 * slots) == serials + 1
-            found = steps.get(self._steps.index.take(of), leaves)
-            trees.put(tree, leaves, with_zeros(np.where(same, found, 0.0)))
+            values = steps.get(self._steps.index.take(of), leaves)
+            trees.put(tree, leaves, with_zeros(np.where(same, values, 0.0)))
 
     def _at(self, trees: SumTrees, of: IntArray, values: FloatArray) -> Drawn | None:
         """None where a value leads to a leaf that is no step, as the sums of a tree are damaged."""
@@ -693,8 +698,8 @@ def _found_in_each(each: Sequence[AnyPriorities], of: IntArray, values: FloatArr
     order = np.argsort(of, kind="stable")
     chosen = np.flatnonzero(np.bincount(of))
     parts = np.split(values[order], np.searchsorted(of[order], chosen[1:]))
-    found = [each[s].find(part) for s, part in zip(chosen.tolist(), parts, strict=True)]
-    slot, serial, t, priority = (_placed(columns, order) for columns in zip(*found, strict=True))
+    drawn = [each[s].find(part) for s, part in zip(chosen.tolist(), parts, strict=True)]
+    slot, serial, t, priority = (_placed(columns, order) for columns in zip(*drawn, strict=True))
     return slot, serial, t, priority
 
 

@@ -40,14 +40,14 @@ def compiled() -> Kernels | None:
     except ImportError:
         return None
     floats, integers, integer, yes = numba.float64[::1], numba.int64[::1], numba.int64, numba.boolean
-    given = integers.copy(layout="A", readonly=True)  # strided and read-only arrays too
+    any_integers = integers.copy(layout="A", readonly=True)  # strided and read-only arrays too
     chosen, values, begins = integers.copy(readonly=True), floats.copy(readonly=True), numba.int64[:, ::1]
     signatures = {
         accumulate: numba.void(floats, floats),
         find: yes(floats, floats, values, integers, floats),
         put: numba.void(floats, integer, chosen, values),
         locate: yes(integers, integer, integers, integers, integers, integers),
-        leaves: yes(given, given, integer, given, integers, integer, integers),
+        leaves: yes(any_integers, any_integers, integer, any_integers, integers, integer, integers),
         find_in: numba.void(floats, begins, integers, chosen, integers, floats),
         put_in: numba.void(floats, begins, integers, chosen, chosen, values),
     }
@@ -100,24 +100,24 @@ def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
             touched += heap[8 * nodes[i]]
         for i in range(count):
             node, value = 8 * nodes[i], rest[i]
-            left = (heap[node] + heap[node + 1]) + (heap[node + 2] + heap[node + 3])
-            right = int(value >= left)
-            value -= left * right
+            lower = (heap[node] + heap[node + 1]) + (heap[node + 2] + heap[node + 3])
+            right = int(value >= lower)
+            value -= lower * right
             node += 4 * right
-            left = heap[node] + heap[node + 1]
-            right = int(value >= left)
-            value -= left * right
+            lower = heap[node] + heap[node + 1]
+            right = int(value >= lower)
+            value -= lower * right
             node += 2 * right
-            left = heap[node]
-            right = int(value >= left)
-            rest[i] = value - left * right
+            lower = heap[node]
+            right = int(value >= lower)
+            rest[i] = value - lower * right
             nodes[i] = node + right
-    found = touched >= 0
+    are_positive = touched >= 0
     for i in range(count):
         rest[i] = heap[nodes[i]]
         nodes[i] -= len(heap) >> 1
-        found &= rest[i] > 0
-    return found
+        are_positive &= rest[i] > 0
+    return are_positive
 
 
 def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
@@ -130,8 +130,8 @@ def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
         for i in range(count):
             node = (capacity + leaves[i]) >> levels
             low, high = 8 * node, 8 * node + 4
-            left = (heap[low] + heap[low + 1]) + (heap[low + 2] + heap[low + 3])
-            heap[node] = left + ((heap[high] + heap[high + 1]) + (heap[high + 2] + heap[high + 3]))
+            lower = (heap[low] + heap[low + 1]) + (heap[low + 2] + heap[low + 3])
+            heap[node] = lower + ((heap[high] + heap[high + 1]) + (heap[high + 2] + heap[high + 3]))
 
 
 def locate(leaves: Any, per_slot: int, pairs: Any, slots: Any, serials: Any, t: Any) -> bool:
@@ -183,18 +183,18 @@ def find_in(memory: Any, begins: Any, heights: Any, of: Any, nodes: Any, rest: A
             if level >= heights[of[i]]:
                 continue
             node, value = begins[level, of[i]] + 8 * nodes[i], rest[i]
-            left = (memory[node] + memory[node + 1]) + (memory[node + 2] + memory[node + 3])
+            lower = (memory[node] + memory[node + 1]) + (memory[node + 2] + memory[node + 3])
             beyond = (memory[node + 4] + memory[node + 5]) + (memory[node + 6] + memory[node + 7])
-            right = int(value >= left) * int(beyond > 0)
-            value -= left * right
+            right = int(value >= lower) * int(beyond > 0)
+            value -= lower * right
             at = 4 * right
-            left, beyond = memory[node + at] + memory[node + at + 1], memory[node + at + 2] + memory[node + at + 3]
-            right = int(value >= left) * int(beyond > 0)
-            value -= left * right
+            lower, beyond = memory[node + at] + memory[node + at + 1], memory[node + at + 2] + memory[node + at + 3]
+            right = int(value >= lower) * int(beyond > 0)
+            value -= lower * right
             at += 2 * right
-            left = memory[node + at]
-            right = int(value >= left) * int(memory[node + at + 1] > 0)
-            rest[i] = value - left * right
+            lower = memory[node + at]
+            right = int(value >= lower) * int(memory[node + at + 1] > 0)
+            rest[i] = value - lower * right
             nodes[i] = 8 * nodes[i] + at + right
     for i in range(len(of)):
         rest[i] = memory[begins[0, of[i]] + nodes[i]]
@@ -210,6 +210,6 @@ def put_in(memory: Any, begins: Any, heights: Any, of: Any, leaves: Any, priorit
                 continue
             node = leaves[i] >> 3 * level
             low, high = begins[level - 1, of[i]] + 8 * node, begins[level - 1, of[i]] + 8 * node + 4
-            left = (memory[low] + memory[low + 1]) + (memory[low + 2] + memory[low + 3])
+            lower = (memory[low] + memory[low + 1]) + (memory[low + 2] + memory[low + 3])
             right = (memory[high] + memory[high + 1]) + (memory[high + 2] + memory[high + 3])
-            memory[begins[level, of[i]] + node] = left + right
+            memory[begins[level, of[i]] + node] = lower + right

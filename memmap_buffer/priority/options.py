@@ -105,19 +105,19 @@ class Prioritized:
         return cls(**{**SYSTEMS[system], **changes})
 
     @classmethod
-    def parse(cls, given: Any, schema: Schema) -> Prioritized | None:
+    def parse(cls, option: Any, schema: Schema) -> Prioritized | None:
         """The option of that name; True means the defaults. Raises SchemaError."""
-        if given is None or given is False:
+        if option is None or option is False:
             return None
-        found = cls() if given is True else given
-        if not isinstance(found, cls):
-            raise SchemaError(f"prioritized: got {given!r}, expected Prioritized(...), or True for its defaults")
-        if found.weight_field is not None:
-            schema.require([found.weight_field], "prioritized", schema.meta_fields)
-            field = schema.meta_fields[found.weight_field]
+        how = cls() if option is True else option
+        if not isinstance(how, cls):
+            raise SchemaError(f"prioritized: got {option!r}, expected Prioritized(...), or True for its defaults")
+        if how.weight_field is not None:
+            schema.require([how.weight_field], "prioritized", schema.meta_fields)
+            field = schema.meta_fields[how.weight_field]
             if field.shape not in ((), (1,)) or field.storage.kind not in "fiub" or field.dtype == "bfloat16":
-                raise SchemaError(f"prioritized: {found.weight_field!r} is no field of one number; give one")
-        return found
+                raise SchemaError(f"prioritized: {how.weight_field!r} is no field of one number; give one")
+        return how
 
     def beta_at(self, batch: int) -> float:
         """β of the batch of that number, counted from 0."""

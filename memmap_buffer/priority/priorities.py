@@ -115,36 +115,36 @@ class Priorities:
         if not (name.isidentifier() and name.isascii() and len(name) <= 64) or name.startswith("_"):
             raise SchemaError(f"priorities: {name!r} cannot name a file; give an identifier of at most 64 characters")
         with _opening.lock:
-            found = cls._found(storage, name, alpha, epsilon)
+            priorities = cls._shared(storage, name, alpha, epsilon)
             if highest is not None:
-                with found.lock:
-                    found._highest.add(highest)
-                    highest.rise_to(found._file.maximum)
-            return found
+                with priorities.lock:
+                    priorities._highest.add(highest)
+                    highest.rise_to(priorities._file.maximum)
+            return priorities
 
     @classmethod
-    def _found(cls, storage: Storage, name: str, alpha: float | None, epsilon: float | None) -> Priorities:
+    def _shared(cls, storage: Storage, name: str, alpha: float | None, epsilon: float | None) -> Priorities:
         file = TreeFile(storage, name, alpha=Prioritized.alpha, epsilon=Prioritized.epsilon)
         file.require_place()
         key = storage.folder.lock_key(), name, process_id()
-        found = _open.get(key)
-        if found is not None and not found.storage.is_of(storage.folder):  # the buffer was overwritten
-            found._file.close()
-            found = None
-        if found is None or not found._users:
+        priorities = _open.get(key)
+        if priorities is not None and not priorities.storage.is_of(storage.folder):  # the buffer was overwritten
+            priorities._file.close()
+            priorities = None
+        if priorities is None or not priorities._users:
             stored = file.stored()
             file.alpha, file.epsilon = (
                 next(value for value in values if value is not None)
                 for values in zip((alpha, epsilon), stored, (file.alpha, file.epsilon), strict=True)
             )
-            found = cls(file)
-            found._begin()
-            _open[key] = found
-        elif found.storage.schema_replaced and not storage.schema_replaced:
-            found._file.storage = storage
-        found._users += 1
-        found.use(alpha=alpha, epsilon=epsilon)
-        return found
+            priorities = cls(file)
+            priorities._begin()
+            _open[key] = priorities
+        elif priorities.storage.schema_replaced and not storage.schema_replaced:
+            priorities._file.storage = storage
+        priorities._users += 1
+        priorities.use(alpha=alpha, epsilon=epsilon)
+        return priorities
 
     def use(self, *, alpha: float | None, epsilon: float | None) -> None:
         """Go on with another α or ε; None for what it is.
@@ -225,16 +225,16 @@ class Priorities:
             NotEnoughDataError: every priority is 0.
         """
         with self.lock:
-            found = self._at(values)
-            if found is None:
+            drawn = self._at(values)
+            if drawn is None:
                 self._load("its sums are damaged")
                 self.follow()
                 if not self.tree.total:
                     text = f"{self.storage.path}: nothing to draw: every item has priority 0"
                     raise NotEnoughDataError(text, episodes=0)
-                found = self._at(np.minimum(values, self.tree.total))
-            assert found is not None
-            return found
+                drawn = self._at(np.minimum(values, self.tree.total))
+            assert drawn is not None
+            return drawn
 
     def _at(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
         """None where a value leads to a leaf that is no step, as the sums are damaged."""
@@ -326,8 +326,8 @@ class Priorities:
         layout, loops = file.storage.layout, file.tree.loops
         if loops is not None and layout.rows is None and self._gapless:
             leaves = np.empty(len(serials), np.int64)
-            known, visible = self._order
-            pairs, oldest = file.pair_words, known.item(0)
+            shown, visible = self._order
+            pairs, oldest = file.pair_words, shown.item(0)
             if loops.leaves(serials, t, oldest, visible, pairs, layout.max_timesteps, leaves):
                 return leaves, None
         slots, here = self._places(serials)
@@ -344,17 +344,17 @@ class Priorities:
     @property
     def _gapless(self) -> bool:
         """Whether the serials of `_order` follow one another."""
-        known = self._order[0]
-        return len(known) > 0 and known.item(-1) - known.item(0) == len(known) - 1
+        shown = self._order[0]
+        return len(shown) > 0 and shown.item(-1) - shown.item(0) == len(shown) - 1
 
     def _places(self, serials: IntArray) -> tuple[IntArray, Any]:
         """(slots, whether each episode (B,) has leaves there)."""
-        known, slots = self._order
-        if not len(known):
+        shown, slots = self._order
+        if not len(shown):
             return np.zeros_like(serials), np.zeros(len(serials), np.bool_)
-        place = serials - known.item(0) if self._gapless else np.searchsorted(known, serials)
-        found = slots.take(place, mode="clip")
-        return found, self.serials_of(found) == serials
+        place = serials - shown.item(0) if self._gapless else np.searchsorted(shown, serials)
+        chosen = slots.take(place, mode="clip")
+        return chosen, self.serials_of(chosen) == serials
 
     def lengths_of(self, serials: IntArray) -> tuple[IntArray, Any]:
         """(the length of each episode (B,), 0 where it is gone; whether it is there)."""
@@ -368,9 +368,9 @@ class Priorities:
         with self.lock:
             self.follow()
             leaves, here = self._leaves_of(serials, t)
-            found = np.zeros(len(serials))
-            found[... if here is None else here] = self.tree.get(leaves) + 0.0  # which makes 0.0 of -0.0
-            return found
+            out = np.zeros(len(serials))
+            out[... if here is None else here] = self.tree.get(leaves) + 0.0  # which makes 0.0 of -0.0
+            return out
 
     def keep_changes(self) -> None:
         """From now on keep `changes`: up to 16 MB of memory, and a page fault an update."""
@@ -429,12 +429,12 @@ class Priorities:
     def row(self) -> Row | None:
         """For `Places`: where the pairs, the known serials and their slots lie, each as a number of eight bytes; the
         first of these serials, how many there are; the leaves of a slot."""
-        known, slots = self._order
-        if not self.plain or not len(known):
+        shown, slots = self._order
+        if not self.plain or not len(shown):
             return None
-        arrays = self._file.pair_words, known, slots
+        arrays = self._file.pair_words, shown, slots
         at = (address_of(array) >> 3 for array in arrays)
-        return self.tree, (*at, known.item(0), len(known), self.storage.layout.max_timesteps), arrays
+        return self.tree, (*at, shown.item(0), len(shown), self.storage.layout.max_timesteps), arrays
 
     def _enter(self, slots: IntArray, shown: list[tuple[int, int]] | IntArray) -> None:
         """Give leaves to the steps that slots show, and to no others of theirs; shown: `Journal.pairs`."""
@@ -563,29 +563,29 @@ class Places:
         self.index: IntArray = np.zeros(0, np.int64)
         self.trees: SumTrees | None = None
 
-    def follow(self, each: Sequence[Any], held: Iterable[int] | None = None) -> None:
+    def follow(self, each: Sequence[Any], locked: Iterable[int] | None = None) -> None:
         """Look at those again that changed.
 
         Args:
             each: of the folders; None for one that is not there.
-            held: which of them may be looked at, as this thread holds their locks; None for all.
+            locked: which of them may be looked at, as this thread holds their locks; None for all.
         """
-        looked = range(len(each)) if held is None else list(held)
-        stamps = [0 if (one := each[i]) is None else one.stamp for i in looked]
+        looked = range(len(each)) if locked is None else list(locked)
+        stamps = [0 if (folder := each[i]) is None else folder.stamp for i in looked]
         before, seen = self._seen
         same = each is before or each == before
-        if same and stamps == (seen if held is None else [seen[i] for i in looked]):
+        if same and stamps == (seen if locked is None else [seen[i] for i in looked]):
             return
         self._seen = (), []  # until all is done
         if len(before) != len(each):
             before, seen, self._rows = [None] * len(each), [0] * len(each), [None] * len(each)
-        for i, one in enumerate(each):
-            if one is not before[i]:
+        for i, folder in enumerate(each):
+            if folder is not before[i]:
                 self._rows[i], seen[i] = None, -1
         for i, stamp in zip(looked, stamps, strict=True):
             if stamp != seen[i]:
-                one = each[i]
-                self._rows[i], seen[i] = None if one is None else one.row(), stamp
+                folder = each[i]
+                self._rows[i], seen[i] = None if folder is None else folder.row(), stamp
         plain = [i for i, row in enumerate(self._rows) if row is not None]
         rows = [row for row in self._rows if row is not None]
         trees = tuple(tree for tree, *_ in rows)
@@ -623,7 +623,7 @@ class SeveralPriorities:
             how many were dropped; None where it has to be done folder by folder, as not all of these are plain.
         """
         touched = np.flatnonzero(np.bincount(of)).tolist()
-        mine = {i: one for i in touched if (one := each[i]) is not None}
+        mine = {i: priorities for i in touched if (priorities := each[i]) is not None}
         if not mine or len(mine) < len(touched):
             return None
         work = partial(self._update, each, mine, of, serials, t, td_errors)
@@ -640,8 +640,8 @@ class SeveralPriorities:
         td_errors: FloatArray,
     ) -> int | None:
         """`update` of folders whose locks are held."""
-        for one in mine.values():
-            one.follow()
+        for priorities in mine.values():
+            priorities.follow()
         self._places.follow(each, mine)
         index, alike = self._places.index.take(of), set(map(_SCALE, mine.values()))
         if not all_of(index >= 0) or len(alike) > 1:
@@ -656,10 +656,10 @@ class SeveralPriorities:
 
     def _leaves_of(self, of: IntArray, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
         """(the leaves (B,), whether each step is there). Raises SchemaError: an episode has no such step."""
-        pairs, known, order, oldest, number, per_slot = self._places.rows.take(of, axis=0).T
+        pairs, shown, order, oldest, number, per_slot = self._places.rows.take(of, axis=0).T
         place = np.minimum(np.maximum(serials - oldest, 0), number - 1)  # there, where they follow one another
-        if not all_of(self._memory.take(known + place) == serials):
-            place = self._last_up_to(serials, known, number)
+        if not all_of(self._memory.take(shown + place) == serials):
+            place = self._last_up_to(serials, shown, number)
         slots = self._memory.take(order + place)
         pair = bytes_at(8 * pairs + 16 * slots, 16).view(np.int64).reshape(-1, 2)
         here, (start, stop) = pair[:, 0] == serials + 1, steps_in(pair[:, 1])
@@ -669,7 +669,7 @@ class SeveralPriorities:
         return slots * per_slot + t, here & (t >= start)
 
     def _last_up_to(self, values: IntArray, begin: IntArray, number: IntArray) -> IntArray:
-        """Which of `number` ascending integers from `begin` on is the last of at most a value, each (B,); else 0."""
+        """The place of the last of `number` ascending integers from `begin` on that is at most a value (B,); else 0."""
         place = np.zeros_like(values)
         step = 1 << int(number.max()).bit_length()
         while step := step >> 1:
@@ -682,27 +682,27 @@ class SeveralPriorities:
     ) -> None:
         trees, maxima = self._places.trees, np.zeros(len(self._places.index))
         assert trees is not None
-        for i, one in mine.items():
-            if not one._file.ready:
-                one._file.prepare(leaves[of == i])
-            maxima[i] = one._file.maximum
+        for i, priorities in mine.items():
+            if not priorities._file.ready:
+                priorities._file.prepare(leaves[of == i])
+            maxima[i] = priorities._file.maximum
         file = next(iter(mine.values()))._file
         powers = raw**file.alpha
-        for one in mine.values():  # those that do not end are made anew
-            one._file.begin()
+        for priorities in mine.values():  # those that do not end are made anew
+            priorities._file.begin()
         trees.put(index, leaves, powers if file.epsilon > 0 else with_zeros(powers))
         for i in np.unique(of[raw > maxima.take(of)]).tolist():
             mine[i]._raise(float(raw[of == i].max()))
-        if any(one.changes.maxlen for one in mine.values()):
+        if any(priorities.changes.maxlen for priorities in mine.values()):
             order = np.argsort(of, kind="stable")
             slots, t = np.divmod(leaves, self._places.rows[:, -1].take(of))
             slots, t, ends = slots[order], t[order], np.bincount(of, minlength=len(maxima)).cumsum().tolist()
-            for i, one in mine.items():
-                if one.changes.maxlen:
+            for i, priorities in mine.items():
+                if priorities.changes.maxlen:
                     part = slice(ends[i - 1] if i else 0, ends[i])
-                    one._changed(slots[part], t[part])
-        for one in mine.values():
-            one._file.end()
+                    priorities._changed(slots[part], t[part])
+        for priorities in mine.values():
+            priorities._file.end()
 
 
 def _no_step(serials: IntArray, t: IntArray, stop: IntArray, outside: Any) -> SchemaError:

@@ -200,10 +200,10 @@ class SumTree:
         nodes = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
         left_over = values - sums.take(nodes)
         nodes += self._top
-        found = self._descend(nodes, left_over, careful=False)
-        if not all_of(self._heap.take(found) > 0):
-            found = self._descend(nodes, left_over, careful=True)
-        return found - self.capacity, self._heap.take(found)
+        below = self._descend(nodes, left_over, careful=False)
+        if not all_of(self._heap.take(below) > 0):
+            below = self._descend(nodes, left_over, careful=True)
+        return below - self.capacity, self._heap.take(below)
 
     def query(self, values: FloatArray) -> tuple[IntArray, FloatArray]:
         """`find` of values that are checked.
@@ -303,8 +303,8 @@ class SumTrees:
         for tree in stored:
             tree.sum_up()
         if loops is not None:
-            given = (np.ascontiguousarray(column) for column in (of, leaves, priorities))
-            loops.put_in(self._memory, self._begins, self._heights, *given)
+            columns = (np.ascontiguousarray(column) for column in (of, leaves, priorities))
+            loops.put_in(self._memory, self._begins, self._heights, *columns)
         else:
             self._put(of, leaves, priorities)
         for tree in stored:
@@ -374,7 +374,7 @@ def _paired(sums: FloatArray) -> FloatArray:
 
 
 def _chosen(eight: FloatArray, left_over: FloatArray, first: IntArray, careful: bool) -> IntArray:
-    """Which of eight nodes (8 * B,) holds each value: its place among all of them.
+    """The place, among all of them, of that of eight nodes (8 * B,) which holds each value.
 
     Args:
         left_over: (B,) the values; what lies before the nodes is taken off.
@@ -384,12 +384,12 @@ def _chosen(eight: FloatArray, left_over: FloatArray, first: IntArray, careful: 
     four, at = _paired(eight), first
     for sums in (_paired(four), four, eight):
         at = at << 1
-        left = sums.take(at)
-        right = left_over >= left
+        lower = sums.take(at)
+        right = left_over >= lower
         if careful:
             right &= sums.take(at + 1) > 0
-        left *= right
-        left_over -= left
+        lower *= right
+        left_over -= lower
         at += right
     return at
 

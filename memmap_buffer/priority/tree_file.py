@@ -63,7 +63,7 @@ CHUNK_BITS, PAGE_BITS = 18, 9  # words in 2 MiB, and in 4 KiB
 
 
 class TreeFile:
-    """One named tree of one folder, in its files or, where the folder is only read, in memory.
+    """A named tree of one folder, in its files or, where the folder is only read, in memory.
 
     Args:
         storage: the folder.
@@ -317,14 +317,14 @@ class TreeFile:
         if not folder.exists(file.name) or not folder.exists(nodes.name):
             return NEW
         data: dict[str, bytes] = {}
-        for one, size in ((file, file.size - len(file.header)), (nodes, 0)):
+        for array_file, size in ((file, file.size - len(file.header)), (nodes, 0)):
             try:
-                fd = {"": folder.open_to_read(one.name, one.header, one.size)}
+                fd = {"": folder.open_to_read(array_file.name, array_file.header, array_file.size)}
             except CorruptBufferError as error:
                 if "size" not in error.named:
                     raise
                 return str(error)
-            data[one.name] = read_at(fd[""], size, len(one.header))
+            data[array_file.name] = read_at(fd[""], size, len(array_file.header))
             close_all(fd)
         head = np.frombuffer(data[file.name], np.uint64).copy()
         maximum = float(head[MAXIMUM : MAXIMUM + 1].view(np.float64)[0])
@@ -588,16 +588,16 @@ class Nodes:
 
     def _with_above(self, blocks: IntArray) -> IntArray:
         """Blocks of leaves, and of the nodes kept above them, each of which has an eighth of the number."""
-        found, level = [np.zeros(1, np.int64), blocks], blocks
+        every, level = [np.zeros(1, np.int64), blocks], blocks
         while len(level) and level[-1] > 0:
             first, last = (nodes >> STEP for nodes in self._nodes(level))
             level = np.unique(self._block(np.concatenate([first, last])))
-            found.append(level)
+            every.append(level)
             if self.minima:
-                found += self._keys(first, last)
+                every += self._keys(first, last)
         if self.minima:
-            found += self._keys(np.zeros(1, np.int64), np.array([1 << self._bits]))
-        return np.unique(np.concatenate(found))
+            every += self._keys(np.zeros(1, np.int64), np.array([1 << self._bits]))
+        return np.unique(np.concatenate(every))
 
     def _keys(self, first: IntArray, last: IntArray) -> list[IntArray]:
         """The blocks of the second heap that the keys of nodes first … last, at most a block of each, lie in."""

@@ -311,7 +311,7 @@ def require_room(layout: Layout, name: str, slot: int, end: int) -> None:
 
 
 class SlotWriter:
-    """One slot being written. After an error the same calls may be made again, or the slot be left.
+    """A slot that is being written. After an error the same calls may be made again, or the slot be left.
 
     Args:
         files: the open files.
@@ -500,32 +500,32 @@ def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
     Raises:
         OSError: what is not `published` now did not become visible; a failed barrier poisons the lock.
     """
-    sealed = [one for one in slot_writers if not one.appends]
-    new = [one.serial for one in sealed if not one.published]
-    for one in sealed:
-        one.seal()
+    sealed = [slot_writer for slot_writer in slot_writers if not slot_writer.appends]
+    new = [slot_writer.serial for slot_writer in sealed if not slot_writer.published]
+    for slot_writer in sealed:
+        slot_writer.seal()
     if files.power:
         files.sync(*((*files.layout.keys_of_episodes, "/checksums") if sealed else files.layout.keys_of_steps))
     try:
-        show(files, [(one, one.length) for one in slot_writers])
+        show(files, [(slot_writer, slot_writer.length) for slot_writer in slot_writers])
     finally:
-        for one in slot_writers:
-            one.settle()
+        for slot_writer in slot_writers:
+            slot_writer.settle()
     if files.power and new:
         files.trust(new[0], new[-1] + 1)
-        if any(one.flags & OPEN for one in sealed):
+        if any(slot_writer.flags & OPEN for slot_writer in sealed):
             files.barriers("/state")  # it is by this that the steps are trusted that follow
 
 
 def show(files: WriteHandles, written: Sequence[tuple[SlotWriter, int]]) -> None:
     """Show what was written and sealed, of each slot the timesteps before some one; twice is fine."""
     sector = None
-    for one, stop in written:
+    for slot_writer, stop in written:
         if files.power:
             # Sectors reach the disk in any order, and there must be no gap.
-            before, sector = sector, files.sector_of(one.slot)
-            if not one.appends and before not in (None, sector):
+            before, sector = sector, files.sector_of(slot_writer.slot)
+            if not slot_writer.appends and before not in (None, sector):
                 files.sync("/episodes")
-        one.show(stop)
+        slot_writer.show(stop)
     if files.power:
         files.sync("/episodes")

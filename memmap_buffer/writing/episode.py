@@ -39,7 +39,7 @@ Held: TypeAlias = Callable[[], Leave | None]
 
 
 def left() -> None:
-    """What is held of a block whose end did not run through."""
+    """The value that is held of a block whose end did not run through."""
 
 
 class _Exit:
@@ -101,7 +101,7 @@ class Block:
 
 
 class Episode(Block):
-    """One episode being written. Nothing of it is visible before `publish`, unless the buffer publishes every step.
+    """An episode being written. Nothing of it is visible before `publish`, unless the buffer publishes every step.
 
     As a context manager it publishes at the end of the block and aborts on any exception; with `keep_partial` it
     publishes, flagged as cut short, what was stored before the exception.
@@ -291,7 +291,7 @@ class Episode(Block):
         self.length += count
 
     def to_append(self, rows: Mapping[str, Array], count: int = 1) -> Appended:
-        """The same timesteps as a writer takes them that shows every step."""
+        """Timesteps as a writer takes them that shows every step."""
         if self.state != "open" or self.ended or self.finals:
             self.refuse()
         stop = self.length + count
@@ -534,7 +534,7 @@ def _clear(columns: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=64)
 def _step_type(names: tuple[str, ...]) -> tuple[Any, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
-    """What makes the named tuple of a step; what takes its values out of a dict, in the order of the schema."""
+    """The function that makes the named tuple of a step, and that which takes its values, as the schema orders them."""
     pick = itemgetter(*names) if len(names) > 1 else lambda step: (step[names[0]],)
     step = namedtuple("Step", [name.replace(".", "_") for name in names], rename=True)  # type: ignore[misc]
     return partial(tuple.__new__, step), pick
@@ -576,7 +576,7 @@ class Scalars(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=256)
     def of(dtype: str, shape: tuple[int | None, ...]) -> Scalars:
-        """Those that fit a field of a dtype and a shape."""
+        """The numbers that fit a field of a dtype and a shape."""
         storage, low, high = storage_dtype(dtype), 0, 1
         kinds = _KINDS.get(storage.kind, ()) if shape == () and dtype != "bfloat16" else ()
         if storage.kind == "f":

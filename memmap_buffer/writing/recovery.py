@@ -98,7 +98,7 @@ def _following(files: WriteHandles) -> int:
 
 
 def _doubts(files: WriteHandles) -> dict[str, int]:
-    """What this writer leaves trusted of what earlier ones wrote (`format`, "Creating, opening, trusting")."""
+    """The words of the state that say what of earlier writers is trusted (`format`, "Creating, opening, trusting")."""
     state, first = files.storage.state, files.storage.first_unsettled
     words = {"clean": 0}
     if first is not None:

@@ -112,7 +112,7 @@ def _parts(data: bytes | Region) -> Iterable[bytes]:
 
 
 class Left(NamedTuple):
-    """What `.redo` says: a rewrite to be carried through, or why it is put aside; neither, where it may be dropped.
+    """The rewrite that `.redo` asks for, or why it is put aside; neither, where it may be dropped.
 
     Attributes: done: the rewrite was carried out already, but for the file.
     """
@@ -124,7 +124,7 @@ class Left(NamedTuple):
 
 @contextmanager
 def left(storage: Storage) -> Iterator[Left]:
-    """What a writer left, or is at; its pieces may be read within the block.
+    """The rewrite that a writer did not finish, or is at; its pieces may be read within the block.
 
     Raises: FileNotFoundError: nothing. CorruptBufferError: it is a link or no plain file.
     """

@@ -70,7 +70,7 @@ class MappedFiles:
             return None
 
     def fields_of(self, num_rows: int) -> list[Rows]:
-        """What so many rows are stored to at a time; those of wide fields are written."""
+        """The arrays that so many rows are stored to at a time; rows of wide fields are written."""
         return self._single if num_rows == 1 else self._several
 
     def _rows_of(self, name: str, field: Field, several: bool) -> Rows:
@@ -144,7 +144,7 @@ class Round:
 
     @property
     def slot_writers(self) -> list[SlotWriter]:
-        """Those of the episodes."""
+        """The writers of the episodes' slots."""
         return [slot_writer for _, slot_writer in self._pairs.values()]
 
     def _look_at(self, i: int) -> None:

@@ -69,7 +69,7 @@ class Steps:
 
     @classmethod
     def of(cls, schema: Schema, columns: Mapping[str, Array]) -> Steps:
-        """One timestep, of every field as (B, *field), and `next_<field>` where given."""
+        """A timestep, of every field as (B, *field), and `next_<field>` where given."""
         steps = cls.__new__(cls)
         steps.done, steps.meta = 0, {}
         steps.fields = {name: columns[name][None] for name in schema.fields}
@@ -93,7 +93,7 @@ class Steps:
         return self._axes[1]
 
     def part(self, t: int) -> Steps:
-        """One of the timesteps."""
+        """A single timestep of them."""
         part, here = copy(self), slice(t, t + 1)
         part.done, part._axes, part.ends = 0, (1, self.num_envs), self.ends[here]
         for name in _GIVEN:
@@ -103,16 +103,16 @@ class Steps:
 
 def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
     """How many axes stand before those of the fields: time, if there is one, and the environments, if several."""
-    found = {}
+    axes_of = {}
     for name, value in flat.items():
         field = schema.all[name] if name in schema.all else schema.fields[name.removeprefix(NEXT)]
         if field.is_list:  # it does not tell
             continue
         ndim = getattr(value, "ndim", None)
-        found[name] = (to_numpy(value).ndim if ndim is None else int(ndim)) - len(field.shape)
-    lead = next(iter(found.values()), time + 1)
-    if {lead, *found.values()} != {lead} or lead not in (time, time + 1):
-        shown = ", ".join(f"{name}: {axes}" for name, axes in found.items())
+        axes_of[name] = (to_numpy(value).ndim if ndim is None else int(ndim)) - len(field.shape)
+    lead = next(iter(axes_of.values()), time + 1)
+    if {lead, *axes_of.values()} != {lead} or lead not in (time, time + 1):
+        shown = ", ".join(f"{name}: {axes}" for name, axes in axes_of.items())
         wanted = "(T, *field) or (T, B, *field)" if time else "(*field) or (B, *field)"
         raise SchemaError(f"got so many axes before those of a field: {shown}; expected every field as {wanted}")
     return lead

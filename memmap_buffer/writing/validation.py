@@ -29,14 +29,14 @@ class Whole(NamedTuple):
     meta: dict[str, Array]
 
 
-def whole_episode(schema: Schema, given: Mapping[str, Any], where: str = "store_episode") -> Whole:
+def whole_episode(schema: Schema, arrays: Mapping[str, Any], where: str = "store_episode") -> Whole:
     """A whole episode, checked and encoded.
 
-    Args: given: field -> (T, *field), or (T + 1, *field) for fields with `final`; meta field -> value.
+    Args: arrays: field -> (T, *field), or (T + 1, *field) for fields with `final`; meta field -> value.
         where: the method, for errors.
     Raises: SchemaError: an unknown field, one missing, or lengths that differ.
     """
-    flat = schema.flatten(given)
+    flat = schema.flatten(arrays)
     if not flat.keys() <= schema.all.keys():
         schema.require(flat, where)
     columns = schema.encode_all(schema.fields, flat, 1, hint="; the first axis is time")
@@ -59,21 +59,21 @@ def whole_episode(schema: Schema, given: Mapping[str, Any], where: str = "store_
     return Whole(columns, length, bool(longer), whole_meta(schema, flat) if schema.meta_fields else {})
 
 
-def whole_meta(schema: Schema, given: Mapping[str, Any]) -> dict[str, Array]:
+def whole_meta(schema: Schema, values: Mapping[str, Any]) -> dict[str, Array]:
     """Copies of the meta fields among some values, encoded."""
     meta = {}
     for name, field in schema.meta_fields.items():
-        if name in given:
+        if name in values:
             try:
-                meta[name] = np.array(field.encode(given[name]), field.entries, order="C")
+                meta[name] = np.array(field.encode(values[name]), field.entries, order="C")
             except SchemaError as error:
                 raise SchemaError(f"meta field {name!r}: {error}", field=name) from None
     return meta
 
 
-def whole_final(schema: Schema, given: Mapping[str, Any]) -> dict[str, Any]:
+def whole_final(schema: Schema, observation: Mapping[str, Any]) -> dict[str, Any]:
     """A final observation by dotted names. Raises SchemaError unless it is of every field with `final`."""
-    flat, names = schema.flatten(given), schema.final_names
+    flat, names = schema.flatten(observation), schema.final_names
     for name in flat:
         if name not in names:
             raise schema.unknown(name, "final (fields declared with final=True)", names)

@@ -162,7 +162,7 @@ class EpisodeStream(EpisodeGroup):
                 continue
             self._looks -= 1
             self._seen_again = [*self._seen_again, seen] if same else []
-            forgotten = len(self._seen_again) >= SAME and any(one != seen for one in self._seen_again)
+            forgotten = len(self._seen_again) >= SAME and any(other != seen for other in self._seen_again)
             if not same if self._skips_resets else forgotten:
                 self._looks = 0
                 text = RESET if self._skips_resets else FORGOTTEN.format(count=len(self._seen_again))

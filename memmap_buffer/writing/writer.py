@@ -186,7 +186,7 @@ class Writer:
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
         redo.finish(files)
-        if any([one.shows(stop) for one, stop in self._showing]):
+        if any([slot_writer.shows(stop) for slot_writer, stop in self._showing]):
             show(files, self._showing)  # for some is for all
         self._showing = []
         self._slots = count(files)
@@ -206,7 +206,11 @@ class Writer:
         self._dropped.extend(over)
         for joint in self._rounds:
             joint.settle()
-        self._pending = [one for one in self._pending if one.state == "published" and not one.published]
+        self._pending = [
+            slot_writer
+            for slot_writer in self._pending
+            if slot_writer.state == "published" and not slot_writer.published
+        ]
         self._settled = True
 
     def _end_what_was_left(self, files: WriteHandles) -> None:
@@ -470,8 +474,8 @@ class Writer:
         try:
             self._change(partial(self._append, appended), publishing=True)
         except BaseException:
-            for one in appended:
-                self._follow(one.episode)
+            for step in appended:
+                self._follow(step.episode)
             raise
 
     def _append(self, appended: Sequence[Appended], files: WriteHandles) -> None:
@@ -510,7 +514,7 @@ class Writer:
         episode.base, episode.length, episode.ended = visible, visible, ended
 
     def _last(self, slot_writer: SlotWriter, name: str) -> Array:
-        """What the last step of an open episode has of a field, (1, *field)."""
+        """The value of a field at the last step of an open episode, (1, *field)."""
         row = self.storage.start_of(name, slot_writer.slot) + slot_writer.length - 1
         return self.storage.read_rows(name, slice(row, row + 1), slot_writer.slot, slot_writer.serial)
 
@@ -609,12 +613,12 @@ class Writer:
     ) -> None:
         """Have what was written be published by the next commit; `together`: what that publishes is one round."""
         new = before = waiting = 0  # episodes that wait to be published, and timesteps
-        for one in self._pending:
-            new += not one.published
+        for other in self._pending:
+            new += not other.published
             if together:
-                waiting += one.length - one.num_published
+                waiting += other.length - other.num_published
             else:
-                before += one.length
+                before += other.length
         first, added = not slot_writer.published, slot_writer.length
         if not first:
             added -= slot_writer.num_published
@@ -634,10 +638,10 @@ class Writer:
         """Publish what waits for it, and with it the step that was written of other episodes; together or not."""
         if self._pending:
             if together:
-                self._showing = [(one, one.length) for one in self._pending]
-                for one in () if joint is None else joint.slot_writers:
-                    one.appends = True
-                    self._showing.append((one, one.length + 1))
+                self._showing = [(slot_writer, slot_writer.length) for slot_writer in self._pending]
+                for slot_writer in () if joint is None else joint.slot_writers:
+                    slot_writer.appends = True
+                    self._showing.append((slot_writer, slot_writer.length + 1))
             commit(files, self._pending)
             if joint is not None:
                 joint.show()
@@ -647,7 +651,7 @@ class Writer:
                 self._slots.show_round(joint.slots)
             elif together:
                 self._slots.round += 1
-            shown, self._pending, self._showing = [one.slot for one in self._pending], [], []
+            shown, self._pending, self._showing = [slot_writer.slot for slot_writer in self._pending], [], []
             self._tell(files, shown)
 
     def _tell(self, files: WriteHandles, slots: list[int]) -> None:
@@ -689,7 +693,7 @@ class Writer:
         if files.power:
             files.barriers("/episodes")
         if empty:
-            growing = {one.slot for one in self._slot_writers.values() if one.flags & OPEN}
+            growing = {slot_writer.slot for slot_writer in self._slot_writers.values() if slot_writer.flags & OPEN}
             for slot in empty:
                 if slot not in growing:
                     self._give_up_if_empty(files, slot)
@@ -758,7 +762,7 @@ class Writer:
             files.catch_up()
 
     def _retire(self, files: WriteHandles) -> None:
-        """What is not visible any more never comes back, whatever leaves."""
+        """Episodes that are not visible any more never come back, whatever leaves."""
         files.write_state("base", self._slots.oldest)
         files.barriers("/state")
 
@@ -790,10 +794,15 @@ class Writer:
 
     def _seal_open(self, files: WriteHandles) -> None:
         """Give open episodes, whose steps are on the disk now, records that vouch for these steps."""
-        growing = [one for one in self._slot_writers.values() if one.published and not files.power]
-        for one in growing:
-            one.flags = self.storage.record(one.slot)["flags"] & (OPEN | TERMINATED)
-            one.round, one.appends = self._slots.last_round(one.slot) - (one.length - 1), False
+        growing = [
+            slot_writer for slot_writer in self._slot_writers.values() if slot_writer.published and not files.power
+        ]
+        for slot_writer in growing:
+            slot_writer.flags = self.storage.record(slot_writer.slot)["flags"] & (OPEN | TERMINATED)
+            slot_writer.round, slot_writer.appends = (
+                self._slots.last_round(slot_writer.slot) - (slot_writer.length - 1),
+                False,
+            )
         if growing:
             commit(files, growing)
             files.sync("/episodes")
