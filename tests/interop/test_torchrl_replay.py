@@ -329,14 +329,14 @@ def test_what_is_stored_before_an_error_keeps_what_followed_it(tmp_path: Path, m
     (batch,) = collected(1, 12, 12)
     buffer = DiskReplayBuffer(tmp_path, 100, batch_size=4)
     buffer.extend(batch[:3])
-    store_rows = Episode.store_rows
+    extend = Episode._extend
 
     def full(self: Episode, given: Any, count: int) -> None:
-        store_rows(self, {name: column[:2] for name, column in given.items()}, 2)
+        extend(self, {name: column[:2] for name, column in given.items()}, 2)
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Episode, "store_rows", full)
+        patched.setattr(Episode, "_extend", full)
         with pytest.raises(OSError, match="full"):
             buffer.extend(batch[3:8])
     for _ in range(2):
