@@ -240,8 +240,10 @@ class PrioritizedDraws:
             if self._priorities is not None:  # others of the name may have changed them
                 self._priorities.use(self.how)
                 self._priorities.drawn.add(self.reader.selection.view.per_episode)
-            with self._locked():  # what is drawn from must be what was followed: others add steps, and update them
-                numbers, each_folder = self._follow()
+            steps = self._steps_of_one()
+            with nullcontext() if steps is None else steps.lock:
+                # What is drawn from must be what was followed: others add steps, and update them.
+                numbers, each_folder = self._follow(steps)
                 places, (slot, serial, t, priority), shares, shown_at = self._draw(each_folder, batch_size, rng, alone)
             probability = priority * shares[0 if places is None else places]
             beta = self.how.beta_at(self.num_drawn if number is None else number)
@@ -253,10 +255,16 @@ class PrioritizedDraws:
             return anchors, shown_at
         return self.reader.crop(self.reader.index().followed(anchors), lambda: rng), None
 
-    def _locked(self) -> Any:
-        """The lock of the priorities of the only folder; those of several are taken together, see `SeveralAnchors`."""
-        only = self.reader.folders.single and self._priorities is not None
-        return self._priorities.only.lock if only else nullcontext()  # type: ignore[union-attr]
+    def _steps_of_one(self) -> Priorities | None:
+        """The priorities of the only folder; of several, the locks are taken together, see `SeveralAnchors`.
+
+        What takes other locks, or long, is done here: they are opened, and items that no episode tells of are found.
+        """
+        if not self.reader.folders.single or self._priorities is None:
+            return None
+        if not self.reader.selection.by_episode:
+            self.reader.index(refresh=True)
+        return self._priorities.of(self.reader.folders.storages[0])
 
     def share(self, ranks: Ranks) -> None:
         """Have these ranks draw by the same priorities from now on."""
@@ -275,10 +283,10 @@ class PrioritizedDraws:
     def _path(self) -> object:
         return self.reader.folders.storages[0].path
 
-    def _follow(self) -> tuple[IntArray, list[AnyPriorities]]:
-        """The numbers of the folders, and the priorities of the anchors of each, as of now."""
+    def _follow(self, steps: Priorities | None = None) -> tuple[IntArray, list[AnyPriorities]]:
+        """The numbers of the folders, and the priorities of the anchors of each, as of now; steps: of the only one."""
         if self.reader.folders.single and self.reader.selection.by_episode:
-            priorities = self._followed_by(self.reader.folders.storages[0], None)
+            priorities = self._followed_by(self.reader.folders.storages[0], None, steps=steps)
             if not priorities.count:
                 raise self.reader.nothing_to_read()
             return _ONE, [priorities]
@@ -292,11 +300,11 @@ class PrioritizedDraws:
         if alone or now != before or not all(map(_SETTLED, each)):
             self._current = None, []
             try:
-                each = [self._followed_by(storage, runs, whole) for storage, runs, whole in followed]
+                each = [self._followed_by(storage, runs, whole, steps=steps) for storage, runs, whole in followed]
             except WriterLostError:
                 if self.reader.index(refresh=True) is index:
                     raise
-                return self._follow()  # a shard was removed, or made anew, since it was looked at
+                return self._follow(steps)  # a shard was removed, or made anew, since it was looked at
             self._current = now, each
         return places, each
 
@@ -318,13 +326,16 @@ class PrioritizedDraws:
                 there.append((storage, runs, runs.count.sum() == table.steps))
         return index, np.array(numbers), there
 
-    def _followed_by(self, storage: Storage, runs: Runs | None, by_step: bool = True) -> AnyPriorities:
+    def _followed_by(
+        self, storage: Storage, runs: Runs | None, by_step: bool = True, *, steps: Priorities | None = None
+    ) -> AnyPriorities:
         """The priorities of the anchors of a folder, as of now.
 
         Args:
             storage: the folder.
             runs: of its anchors; None where they are to be found slot by slot.
             by_step: every step is an anchor, where `runs` are given.
+            steps: the priorities of its steps, if they are open; with a lock that is held nothing may be opened.
         """
         priorities, how = self._by_storage.get(storage), self.how
         if isinstance(priorities, AnchorPriorities):
@@ -332,7 +343,8 @@ class PrioritizedDraws:
             return priorities
         if priorities is not None and by_step and priorities.follow(runs):
             return priorities
-        steps = None if self._priorities is None else self._priorities.of(storage)
+        if steps is None and self._priorities is not None:
+            steps = self._priorities.of(storage)
         selection = self.reader.selection
         cut = None if runs is not None else partial(selection.runs_of, 0, storage)
         priorities = None

@@ -116,7 +116,9 @@ class Pool:
 
     def _count_dead(self) -> None:
         while self._deaths:
-            _, buffer = self._loans.pop(id(self._deaths.popleft()))
+            _, buffer = self._loans.pop(id(self._deaths.popleft()), (None, None))
+            if buffer is None:  # it was interrupted before it was lent
+                continue
             self._free.append(buffer)
             self._lent -= buffer.nbytes
             self._unused += buffer.nbytes

@@ -119,6 +119,7 @@ class Episode(Block):
         finals: the final observation, as stored.
         meta: the meta fields, as stored.
         state: "open", "published" or "aborted".
+        capacity: timesteps that its own memory has room for; 0 where its rows stand in somebody else's.
         serial: its number, from when it is first written to be published, else -1.
         ended: the field that ended it, or "".
         staged: whether nothing of it is written anywhere before it is published.
@@ -152,7 +153,7 @@ class Episode(Block):
         # Of fields of lists, the bytes up to the end of each timestep; of those from `length` on they do not count.
         self._list_ends: dict[str, list[int]] = {name: [] for name in self._schema.lists}
         self._plan: list[Column] = []
-        self._capacity = 0
+        self.capacity = 0
         self._stop = 0
         self._flags: list[tuple[int, str, Array]] = []
         self._made, self._pick = _step_type(tuple(self._schema.fields))
@@ -436,14 +437,14 @@ class Episode(Block):
 
     def _grow(self, needed: int) -> None:
         self.writer.require_within(needed)
-        if self._capacity and not self.staged:
+        if self.capacity and not self.staged:
             self.spill()
-            self._stop = self.length + self._capacity
+            self._stop = self.length + self.capacity
             return
         before, fields = self.columns, self._schema.fields
         columns = {} if before else self.writer.staging.take(needed)
         if not columns:
-            capacity = min(self.writer.max_timesteps, max(needed, self.first_capacity(), 2 * self._capacity))
+            capacity = min(self.writer.max_timesteps, max(needed, self.first_capacity(), 2 * self.capacity))
             columns = {name: self._new_column(name, capacity) for name in fields}
         count = self.length - self.base
         for name, rows in before.items():
@@ -456,8 +457,8 @@ class Episode(Block):
         self._plan = plan
         self._flags = [(list(fields).index(name), name, columns[name]) for name in self._schema.ends]
         self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
-        self._capacity = len(self._plan[0][0])
-        self._stop = self.base + self._capacity
+        self.capacity = len(self._plan[0][0])
+        self._stop = self.base + self.capacity
 
     def spill(self) -> None:
         """Have the timesteps that are in memory written to the slot, so that there is room for others."""
@@ -483,12 +484,12 @@ class Episode(Block):
 
     def stand_in(self, columns: dict[str, Array]) -> None:
         """Have its rows, from timestep `base` on, in memory of somebody else."""
-        self.columns, self._plan, self._flags, self._capacity, self._stop = columns, [], [], 0, 0
+        self.columns, self._plan, self._flags, self.capacity, self._stop = columns, [], [], 0, 0
 
     def release(self) -> None:
         """Give the memory back, unless the columns are a user's."""
-        columns, own = self.columns, self._capacity
-        self.columns, self._plan, self._flags, self._capacity, self._stop = {}, [], [], 0, 0
+        columns, own = self.columns, self.capacity
+        self.columns, self._plan, self._flags, self.capacity, self._stop = {}, [], [], 0, 0
         if own:
             self.writer.staging.keep(columns)  # last, so that it is given back once
 

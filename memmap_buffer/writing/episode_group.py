@@ -6,6 +6,7 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from threading import get_ident
 from types import TracebackType
 from typing import Any
@@ -82,24 +83,26 @@ class EpisodeGroup(Block):
                     return
 
     def _store(self, columns: Mapping[str, Array], writer: Writer) -> None:
+        self._settle_interrupted()
         if writer is not self._writer:
             self._writer, self._round = writer, None
-        self._settle_interrupted()
         for episode in self.episodes:
             if episode.state != "open" or episode.ended or episode.finals:
                 episode.refuse()
+            if episode.length >= self._limit:
+                writer.require_within(episode.length + 1)
         joint = self._round = self._round or self._new_round()
-        lengths = [episode.length for episode in self.episodes]
-        if joint is not None and not (joint.is_whole and joint.lengths.tolist() == lengths):
-            self._join([i for i, episode in enumerate(self.episodes) if not joint.knows(i, episode)])
+        if joint is not None:
+            self._join(joint.strangers(self.episodes))
         try:
             if not self._append_to_all(columns):
                 self._missing = self
                 self._append_some(Steps.of(self.schema, columns))
-        except (MemmapBufferError, OSError):
-            self._settle_interrupted()
+            self._missing = None
+        except BaseException:  # now, as a member may be given a step of its own next
+            with suppress(MemmapBufferError, OSError):  # of a disk that is full, say: then the next call does it
+                self._settle_interrupted()
             raise
-        self._missing = None
 
     def final(self, **batch: Any) -> None:
         """Store every episode's observation after the last action: field -> (B, *field)."""
@@ -218,6 +221,8 @@ class EpisodeGroup(Block):
         joint = self._round
         if joint is None or not environments:
             return
+        for i in environments:
+            joint.leave(i)  # all of them first: what stands in the round of one that others appended to is old
         for i in environments:
             if isinstance(joint, Round):
                 self._writer.join(joint, i, self.episodes[i])

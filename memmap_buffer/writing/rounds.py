@@ -8,14 +8,13 @@ timesteps are written one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
-from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import SHOWN, WORDS
 from memmap_buffer.format.syscalls import BLOCK, allocate, write_all
 from memmap_buffer.schema import Field
@@ -129,14 +128,10 @@ class Round:
         self._pairs[i] = episode, slot_writer
         self._look_at(i)
 
-    @property
-    def lengths(self) -> IntArray:
-        """(environments,) of the episodes; 0 where there is none."""
-        return self._t
-
-    def knows(self, i: int, episode: Episode) -> bool:
-        """See `StagedRound`."""
-        return i in self._pairs and self._pairs[i][0] is episode and self._t.item(i) == episode.length
+    def strangers(self, episodes: Sequence[Episode]) -> list[int]:
+        """The environments whose episodes are no members, or were appended to by others."""
+        each = zip(episodes, self._t.tolist(), strict=True)
+        return [i for i, (episode, t) in enumerate(each) if episode.length != t or i not in self._pairs]
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""

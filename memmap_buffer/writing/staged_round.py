@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,6 @@ class StagedRound:
 
     def join(self, i: int, episode: Episode) -> None:
         """Append to the open episode of an environment, once `look` was called."""
-        self._episodes.pop(i, None)  # of one that others appended to, what stands here is old
         self._t[i], self._base[i] = episode.length, episode.base
         count = episode.length - episode.base
         if count >= self._capacity:
@@ -65,9 +64,14 @@ class StagedRound:
         episode.stand_in(columns)
         self._episodes[i] = episode
 
-    def knows(self, i: int, episode: Episode) -> bool:
-        """Whether the episode of an environment is appended to, and nobody else appended to it."""
-        return self._episodes.get(i) is episode and self._t.item(i) == episode.length
+    def strangers(self, episodes: Sequence[Episode]) -> list[int]:
+        """The environments whose episodes are no members, were appended to by others, or have memory of their own."""
+        each = zip(episodes, self._t.tolist(), strict=True)
+        return [
+            i
+            for i, (episode, t) in enumerate(each)
+            if episode.length != t or episode.capacity or i not in self._episodes
+        ]
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""

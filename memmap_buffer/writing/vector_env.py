@@ -246,6 +246,8 @@ class EpisodeStream(EpisodeGroup):
 
     def go_on_with(self, writer: Writer) -> None:
         """Have another writer open the episodes; of those that it did not get the final observation is not kept."""
+        if self._missing is not None:
+            self._settle()
         self._writer, self._round, self._sure = writer, None, False
         self._cut.clear()
 

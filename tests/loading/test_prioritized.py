@@ -1142,6 +1142,26 @@ def test_a_step_that_comes_between_the_look_at_the_folder_and_the_draw_is_not_dr
     assert buffer.priorities([[1, 0]]).tolist() == [1.0]
 
 
+def test_a_first_draw_beside_a_change_of_the_columns_waits_for_no_one_who_waits_for_it(tmp_path, monkeypatch):
+    buffer, followed_by, threads = make(tmp_path, (5, 6)), prioritized.PrioritizedDraws._followed_by, []
+    buffer.update_priorities([[0, 0]], [2.0])
+
+    def late(*arguments, **options):
+        if not threads:
+            threads.append(threading.Thread(target=buffer.add_field, args=["more", ("int", (), 7)], daemon=True))
+            threads[0].start()
+            threads[0].join(0.5)
+        return followed_by(*arguments, **options)
+
+    monkeypatch.setattr(prioritized.PrioritizedDraws, "_followed_by", late)
+    draw = threading.Thread(target=buffer.sample, args=[8], kwargs={"prioritized": True, **STEP}, daemon=True)
+    draw.start()
+    draw.join(60)
+    threads[0].join(60)
+    assert not draw.is_alive() and not threads[0].is_alive()
+    assert (buffer.sample(8, prioritized=True, **STEP)["more"] == 7).all()
+
+
 def test_threads_draw_from_the_same_folders_in_another_order_beside_updates(tmp_path):
     parts = [make(tmp_path / name, (9, 8, 7)) for name in "abcdef"]
     errors, views = [], [ConcatBuffer(parts), ConcatBuffer(parts[::-1])]

@@ -14,7 +14,7 @@ from fault_injection import system
 from interruptions import interrupted
 from ways import way_of
 
-from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, verify
+from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, verify
 from memmap_buffer.writing import commit, episode
 
 SIZE, STEPS = 3, 12
@@ -37,6 +37,7 @@ MODES = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode, "CHUNK_BYTES", 100)  # so that what is staged is written out, too
+    monkeypatch.setattr(episode, "FIRST_CAPACITY", 2)  # and grows
     monkeypatch.setattr(commit, "barrier", lambda fd: None)
 
 
@@ -53,7 +54,7 @@ def step_of(value: int, fields: dict[str, Any]) -> dict[str, Any]:
 
 def batch_of(values: list[int], fields: dict[str, Any]) -> dict[str, Any]:
     steps = [step_of(value, fields) for value in values]
-    return {name: [step[name] for step in steps] for name in steps[0]}
+    return {name: [step[name] for step in steps] for name in fields}
 
 
 def contents(buffer: ReplayBuffer) -> list[dict[str, Any]]:
@@ -63,32 +64,37 @@ def contents(buffer: ReplayBuffer) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("fields", [PLAIN, FIELDS], ids=["plain", "lists and codecs"])
 @pytest.mark.parametrize("how", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_each_episode_is_that_which_is_recorded_alone(
     tmp_path: Path, how: dict[str, Any], fields: dict[str, Any], seed: int
 ) -> None:
-    """Also where some are given steps by themselves in between, one or several."""
+    """Also where some are given steps by themselves in between, one or several, or such as are refused."""
     rng, value = np.random.default_rng(seed), count()
     together, alone = (
         ReplayBuffer(tmp_path / name, 9, STEPS, fields, spare_slots=SIZE + 1, **how) for name in ("together", "alone")
     )
     others = [alone.begin_episode() for _ in range(SIZE)]
     with together.batched_episode(SIZE) as group:
-        for _ in range(STEPS - 3):
+        while max(other.length for other in others) < STEPS:
             values = [next(value) for _ in others]
             together.store_batch(**batch_of(values, fields))
             for other, one in zip(others, values, strict=True):
                 other.store(**step_of(one, fields))
-            i = int(rng.integers(4 * SIZE))
-            if i < SIZE and others[i].length < STEPS - 3:
-                several = batch_of([next(value) for _ in range(rng.integers(1, 3))], fields)
+            for i in np.flatnonzero(rng.random(SIZE) < 0.3).tolist():
+                several = batch_of([next(value) for _ in range(rng.integers(4))], fields)
+                several = {name: rows[: STEPS - others[i].length] for name, rows in several.items()} if several else {}
                 for episode in (group.episodes[i], others[i]):
-                    if len(several["x"]) == 1:
+                    if not several or not several["x"]:
+                        with pytest.raises((SchemaError, EpisodeStateError)):
+                            episode.store(**step_of(0, fields) | {"x": "none"})
+                    elif len(several["x"]) == 1:
                         episode.store(**{name: rows[0] for name, rows in several.items()})
                     else:
                         episode.extend(**several)
-            if max(other.length for other in others) == STEPS:
-                break
+        lengths = [one.length for one in group.episodes]
+        with pytest.raises(EpisodeStateError, match=f"longer than max_timesteps \\({STEPS}\\)"):
+            together.store_batch(**batch_of([0] * SIZE, fields))
+        assert lengths == [one.length for one in group.episodes]
         group.final(x=np.arange(3 * SIZE).reshape(SIZE, 3))
     for i, other in enumerate(others):
         other.final(x=np.arange(3 * i, 3 * i + 3))
@@ -163,6 +169,46 @@ def test_what_is_interrupted_in_a_block_that_goes_on_to_its_end_is_of_all_or_of_
             group.store(**batch_of([1] * SIZE, PLAIN))
             places.add(str(interrupted(partial(group.store, **batch_of([2] * SIZE, PLAIN)), at)))
         assert {len(buffer.episode(i)["x"]) for i in range(SIZE)} in ({1}, {2})
+    assert len(places) > 5
+
+
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES)
+def test_a_step_beyond_the_longest_episode_touches_no_other(tmp_path: Path, how: dict[str, Any]) -> None:
+    with ReplayBuffer(tmp_path, 9, 3, PLAIN, spare_slots=SIZE + 1, **how) as buffer:
+        for value in range(6):  # the slots around
+            buffer.store_episode(**batch_of([100 + value] * 3, PLAIN))
+        with buffer.batched_episode(SIZE) as group:
+            for value in range(5):
+                try:
+                    group.store(**batch_of([value] * SIZE, PLAIN))
+                except EpisodeStateError:
+                    assert value >= 3
+                else:
+                    assert value < 3
+        assert [[row[0] for row in each["x"]] for each in contents(buffer)] == [
+            *[[100 + value] * 3 for value in range(6)],
+            *[[0, 1, 2]] * SIZE,
+        ]
+    assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("handed_on", [False, True])
+def test_after_an_interrupted_step_members_go_on_alone_and_in_another_folder(tmp_path: Path, handed_on: bool) -> None:
+    places = set()
+    for at in range(5, 300, 9):
+        buffer, other = (ReplayBuffer(tmp_path / f"{at}{name}", 9, STEPS, PLAIN) for name in "ab")
+        with buffer.batched_episode(SIZE) as group:
+            group.store(**batch_of([1] * SIZE, PLAIN))
+            places.add(str(interrupted(partial(group.store, **batch_of([2] * SIZE, PLAIN)), at)))
+            if handed_on:
+                other._writer.begin()
+                buffer._writer.move_episodes(other._writer)
+            else:
+                group.episodes[1].store(**step_of(7, PLAIN))
+            group.store(**batch_of([8] * SIZE, PLAIN))
+        found = [[row[0] for row in each["x"]] for each in contents(other if handed_on else buffer)]
+        rest = [[*([7] * (i == 1 and not handed_on)), 8] for i in range(SIZE)]
+        assert found in ([[1, *each] for each in rest], [[1, 2, *each] for each in rest]), at
     assert len(places) > 5
 
 
