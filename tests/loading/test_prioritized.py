@@ -929,8 +929,8 @@ def test_what_a_thread_stores_between_the_look_at_folders_and_the_draw_is_that_o
     for part, slow in zip(parts, slows, strict=True):
         slow.follow(part)
 
-    def followed(self):
-        found = follow(self)
+    def followed(self, *steps):
+        found = follow(self, *steps)
         if not stored:
             stored.append(both.update_priorities([[0, 0, 2], [1, 1, 1], [1, 2, 0]], [50, 60, 0.1]))
         return found
