@@ -615,9 +615,6 @@ class Readable:
         Raises:
             SchemaError: shapes do not fit, or an episode has no such step.
             BufferLockedError: another process owns the priorities of the name.
-
-        Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
-        others, and all ranks take in those of all.
         """
         return read_priorities(self._named(name), to_numpy(indices))
 

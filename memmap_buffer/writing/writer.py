@@ -521,9 +521,7 @@ class Writer:
     # A timestep of several environments
 
     def new_round(self, size: int) -> Round | None:
-        """A round of so many environments, none of them a member; None where steps are not shown, or not by stores."""
-        if self.how.publish != "step":
-            return None
+        """A round of so many environments whose steps are shown, none of them a member; None where not by stores."""
         with self.lock.turn:
             files = self._begin(publishing=True)
             if not self._mapped:
