@@ -315,10 +315,11 @@ class Writer:
             slot_writer = self._slot_writers.get(ref(episode))
             waiting += slot_writer is None or not slot_writer.published
         self._slots.require_room(self.storage.path, waiting + 1, 1)
-        self.require_spare_slots(len(others) + 1)
+        self.require_spare_slots(1)
 
-    def require_spare_slots(self, count: int) -> None:
-        """Raise EpisodeStateError where so many episodes cannot be open at a time."""
+    def require_spare_slots(self, more: int) -> None:
+        """Raise EpisodeStateError where so many more episodes cannot be open at a time."""
+        count = len([*self.lock.episodes]) + more
         if self.in_place and count > self.storage.layout.spare_slots:
             self._refuse_spare(f"{count} open episodes that are written in place", count)
 

@@ -292,8 +292,10 @@ def test_environments_in_place_need_a_spare_slot_each_and_a_read_only_buffer_non
             with pytest.raises(EpisodeStateError, match=r"spare_slots=5$"):
                 buffer.add(**at(steps_of([[0, 0, 0, 0, 0]]), 0))
             assert buffer.num_steps == 0 and not len(buffer._writer.lock.episodes)
-        with pytest.raises(EpisodeStateError, match=r"spare_slots=7$"), buffer.batched_episode(7):
+        begun = buffer.begin_episode()
+        with pytest.raises(EpisodeStateError, match=r"spare_slots=8$"), buffer.batched_episode(7):
             pass
+        begun.abort()
         with pytest.raises(ReadOnlyError, match="read_only=True"):
             ReplayBuffer.from_folder(tmp_path, read_only=True).add(**at(steps_of([[0]]), 0))
 
