@@ -5,6 +5,7 @@ The packages, from the top floor down; imports between them go down this list on
     cli           the command `memmap-buffer`
     interop       data sets and libraries of others, on the public names alone
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
+    browse        episodes in a browser, by the public methods of a buffer
     maintenance   verify, repair, pack, publish, snapshot, schema changes, statistics
     remote        published folders at a URL: what is fetched of them, and kept
     loading       samplers, batches, datasets, loaders, workers; torch begins here
@@ -15,9 +16,10 @@ The packages, from the top floor down; imports between them go down this list on
     format        the bytes: the specification, system calls, one folder open
 
 Above them: compat, functions that users of other systems look for; memmap_replay_buffer and memmap_replay_datasets, the
-names of that package. Below them: schema, codecs, dtypes, errors, and seven that know no buffer: choices, environments,
-names, paths, pictures, extras, progress. torch is imported by `loading.tensors`, `datasets`, `transport`, `prefetch`
-and `distributed` alone, which are loaded when tensors or a loader are first asked for.
+names of that package. Below them: schema, codecs, dtypes, errors, and nine that know no folder: choices, conditions,
+environments, episode_columns, names, paths, pictures, extras, progress. torch is imported by `loading.tensors`,
+`datasets`, `transport`, `prefetch` and `distributed` alone, which are loaded when tensors or a loader are first asked
+for.
 """
 
 import importlib
@@ -43,6 +45,7 @@ from memmap_buffer.errors import (
     StaleEpisodeError,
     WriterLostError,
 )
+from memmap_buffer.format.marks import Mark
 from memmap_buffer.loading.options import Options
 from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.priority.options import Prioritized, compute_importance_weights
@@ -77,6 +80,7 @@ __all__ = [
     "Finding",
     "Hindsight",
     "Jpeg",
+    "Mark",
     "MemmapBufferError",
     "NStep",
     "Normalize",

@@ -171,7 +171,18 @@ def test_only_the_modules_nearest_to_the_system_touch_it(name: str) -> None:
 def private_names(source: str, *allowed: str) -> list[str]:
     """The names that a source takes from the package and that are not public, but those of the allowed packages."""
     taken = [(module, name) for module, name in imports(parse(source)) if module.split(".")[0] == NAME]
-    modules = ("choices", "interop", "environments", "extras", "names", "paths", "pictures", "progress", *allowed)
+    modules = (
+        "choices",
+        "conditions",
+        "environments",
+        "episode_columns",
+        "extras",
+        "interop",
+        "names",
+        "paths",
+        "pictures",
+    )
+    modules = (*modules, "progress", *allowed)
     shared = tuple(f"{NAME}.{module}" for module in modules)
     theirs = [(module, name) for module, name in taken if not module.startswith(shared)]
     return [f"{module}.{name}" for module, name in theirs if name not in memmap_buffer.__all__]

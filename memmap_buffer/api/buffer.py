@@ -59,9 +59,10 @@ class ReplayBuffer(Recording, Readable):
       that run on; create_collector
     - Reading: dataloader, dataset, sample, batch; priorities, update_priorities; episode, episodes, get_all_data
     - Changing: update, store_datapoint, store_meta_datapoint: values; delete, clear, reset_: episodes; add_field,
-      drop_field, rename_field, recompute: columns
-    - Looking: num_episodes, num_steps, episode_lens, serials, refresh; schema, fieldnames, meta_fieldnames, batch_spec,
-      show, statistics; folder, read_only; capacity, max_episodes, max_timesteps, circular, spare_slots
+      drop_field, rename_field, recompute: columns; mark: labels and notes
+    - Looking: num_episodes, num_steps, episode_lens, episode_times, serials, marks, refresh; schema, fieldnames,
+      meta_fieldnames, batch_spec, show, browse, statistics; folder, read_only; capacity, max_episodes, max_timesteps,
+      circular, spare_slots
 
     Args:
         folder: where it is; made if it is missing. As in every path, `~` is the home folder.

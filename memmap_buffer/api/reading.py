@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar,
 
 import numpy as np
 
+from memmap_buffer.api.marking import Markable
 from memmap_buffer.choices import Shuffle, Tail
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
+from memmap_buffer.items.selection import published_at
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
 from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, finished, form_of, handed_out
 from memmap_buffer.loading.epochs import EpochSampler, OrderedSampler, PrioritizedSampler
@@ -74,7 +76,7 @@ def _retried(read: Callable[Concatenate[Readable, P], T]) -> Callable[Concatenat
     return call
 
 
-class Readable:
+class Readable(Markable):
     """The reading half of `ReplayBuffer` and `ConcatBuffer`.
 
     Args:
@@ -131,6 +133,13 @@ class Readable:
     def serials(self) -> IntArray:
         """(episodes,) int64 the number of each episode, which it keeps for ever; oldest first."""
         return np.concatenate([table.serial[table.whole] for table in self._tables()])
+
+    @property
+    @_retried
+    def episode_times(self) -> IntArray:
+        """(episodes,) int64 when each episode was published, in seconds since 1970; oldest first."""
+        folders = self._folders.by_number(self._folders.refresh())
+        return np.concatenate([published_at(storage, table.whole) for _, storage, table in folders])
 
     @_retried
     def _tables(self) -> list[EpisodeTable]:

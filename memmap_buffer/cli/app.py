@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memmap_buffer.cli import doctor_bench, import_export, inspection, maintain, minimal, pictures, remote
+from memmap_buffer.cli import browse, doctor_bench, import_export, inspection, maintain, minimal, pictures, remote
 from memmap_buffer.cli.terminal import Problem
 from memmap_buffer.errors import MemmapBufferError
 
@@ -39,6 +39,7 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "bench": (doctor_bench.bench, "bench replay_data --seconds 4"),
     "plot": (pictures.plot, "plot replay_data --out episodes.png"),
     "video": (pictures.video, "video replay_data 3 --out episode.mp4"),
+    "browse": (browse.browse, "browse replay_data"),
     "view": (pictures.view, "view replay_data 1-3 --save episodes.rrd"),
 }
 

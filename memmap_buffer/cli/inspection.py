@@ -14,7 +14,7 @@ import typer
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.cli.episodes import Array, column_of, matching, read_episode, serial_of, table_of
+from memmap_buffer.cli.episodes import Array, marked_table_of, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, folders_at, name_of, opened
 from memmap_buffer.cli.minimal import say, shards_of
 from memmap_buffer.cli.remote import CacheFolder, StorageOptions, info_of_url
@@ -32,6 +32,8 @@ from memmap_buffer.cli.terminal import (
     say_json,
     show_table,
 )
+from memmap_buffer.conditions import column_of, matching
+from memmap_buffer.episode_columns import TAGS
 from memmap_buffer.maintenance.disk import compression_of
 from memmap_buffer.maintenance.statistics import FieldStatistics
 from memmap_buffer.schema import Field
@@ -85,7 +87,9 @@ def episodes(
     reward: Reward = "reward",
 ) -> None:
     """List the episodes: number, length, return, how each ended, and its meta fields."""
-    table = matching(_table_of_all(folder, reward), where or ())
+    table = _table_of_all(folder, reward)
+    unmarked = [name for name in TAGS if not any(table[name])]
+    table = {name: values for name, values in matching(table, where or ()).items() if name not in unmarked}
     order = np.argsort(column_of(table, sort, "--sort"), kind="stable")
     order = order[::-1] if reverse else order
     shown = {name: values[order][: limit or None] for name, values in table.items()}
@@ -165,7 +169,7 @@ def _table_of_all(folder: str, reward: str) -> dict[str, Array]:
     shards, tables = folders_at(folder), []
     for each in shards or [folder]:
         with opened(each) as buffer:
-            tables.append(table_of(buffer, reward))
+            tables.append(marked_table_of(buffer, reward))
     if not shards:
         return tables[0]
     names = np.repeat(list(map(name_of, shards)), [len(table["serial"]) for table in tables])

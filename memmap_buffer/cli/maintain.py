@@ -14,10 +14,12 @@ import typer
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.cli import minimal
-from memmap_buffer.cli.episodes import matching, read_episode, serials_of, table_of
+from memmap_buffer.cli.episodes import marked_table_of, read_episode, serials_of
 from memmap_buffer.cli.folders import new_folder, opened, require_new, watching
 from memmap_buffer.cli.minimal import FOUND, OK, agreed, print_left_out, say, shards_of
 from memmap_buffer.cli.terminal import Episodes, FolderArgument, Problem, Target, Where, Yes, end, progress
+from memmap_buffer.conditions import matching
+from memmap_buffer.format.marks import Mark
 from memmap_buffer.maintenance import pack as copies
 from memmap_buffer.maintenance.disk import bytes_to_copy
 from memmap_buffer.maintenance.recoding import codecs_of
@@ -74,22 +76,27 @@ def merge(
         folders = [folder for source in sources for folder in shards_of(source) or [source]]
         buffers = [stack.enter_context(opened(folder, verify="read")) for folder in folders]
         joined = ConcatBuffer(buffers)  # refuses fields that differ, and names them
-        planned = [(buffer, serial) for buffer in buffers for serial in buffer.serials.tolist()]
+        marks = [buffer.marks() for buffer in buffers]
+        planned = [(n, serial) for n, buffer in enumerate(buffers) for serial in buffer.serials.tolist()]
         if not planned:
             raise Problem("merge: there is no episode in any of the folders")
         room = max(len(planned), max_episodes or 0)
-        left_out = []
+        left_out, marked = [], dict[Mark, list[int]]()
         with (
             new_folder(target) as place,
             progress("merging", len(planned)) as tell,
             ReplayBuffer(place, room, joined.max_timesteps, joined.schema) as merged,
         ):
-            for count, (buffer, serial) in enumerate(planned):
+            for count, (n, serial) in enumerate(planned):
                 try:
-                    merged.store_episode(**read_episode(buffer, serial))
+                    merged.store_episode(**read_episode(buffers[n], serial))
+                    if serial in marks[n]:
+                        marked.setdefault(marks[n][serial], []).append(int(merged.serials[-1]))
                 except Problem:
-                    left_out.append(f"{buffer.folder}: episode {serial}")
+                    left_out.append(f"{buffers[n].folder}: episode {serial}")
                 tell(count + 1)
+            for mark, serials in marked.items():
+                merged.mark(serials, add=mark.labels, note=mark.note)
             made = f"{target}: {merged.num_episodes} episodes, {merged.num_steps} steps"
     say(made)
     for name in left_out:
@@ -133,16 +140,20 @@ def delete(
     folder: FolderArgument,
     episode: Episodes = None,
     where: Where = None,
+    mark: Annotated[
+        list[str] | None, typer.Option("--mark", help="Only those with this mark, as in bad; may be repeated.")
+    ] = None,
     yes: Yes = False,
 ) -> None:
-    """Remove episodes, by number or by --where; their numbers are never used again."""
-    if not episode and not where:
-        raise Problem("delete: name the episodes, or choose them by --where")
+    """Remove episodes, by number, --where or --mark; their numbers are never used again."""
+    conditions = [*(where or ()), *(f"mark={label}" for label in mark or ())]
+    if not episode and not conditions:
+        raise Problem("delete: name the episodes, or choose them by --where or --mark")
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.delete([])  # takes the lock: from here on nobody else changes which episodes there are
         serials = serials_of(buffer, episode) if episode else buffer.serials.tolist()
-        if where:
-            serials = np.intersect1d(serials, matching(table_of(buffer), where)["serial"]).tolist()
+        if conditions:
+            serials = np.intersect1d(serials, matching(marked_table_of(buffer), conditions)["serial"]).tolist()
         steps = int(buffer.episode_lens[np.isin(buffer.serials, serials)].sum())
         if not serials:
             raise Problem("delete: no episode is like that")

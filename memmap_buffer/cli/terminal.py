@@ -122,6 +122,8 @@ def cell_of(value: Any) -> str:
         return "-"
     if isinstance(value, (bool, np.bool_)):
         return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
     return number_of(float(value)) if isinstance(value, (float, np.floating)) else str(value)
 
 

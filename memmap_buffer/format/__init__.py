@@ -13,10 +13,11 @@ The folder
     data/<f>.dictionary.npy  of one that has a dictionary
     meta/<field>.npy       (slots, *shape)
     priority/<name>.*      optional, one tree of priorities each: `priority.tree_file` tells their format
-    extra/                 optional
+    extra/                 optional, JSON: `extra/marks.json` holds labels and notes of episodes, see "Marks"
     .redo                  present only while an `update` is being carried out
     .redo.bad              the last one that failed its check; nothing reads it
     .lock                  locked by the one writer; readers never touch it
+    .marks.lock            locked while marks are changed
 
 Every array file MUST be exactly the header below followed by its elements, neither shorter nor longer. Readers MUST
 refuse any other, and MUST NOT extend, truncate or delete it. The header is numpy's version 1.0: `93 4E 55 4D 50 59 01
@@ -168,6 +169,15 @@ Updating in place
 `.redo` gets all new bytes (`writing.redo`); then steps 1 to 5 with the same serial, `changes` being raised behind step
 1, too ("power": a barrier there, too, as these rows were visible before); then `.redo` is removed. Whoever takes the
 lock next carries a valid `.redo` through, removes one that was not finished, and renames any other to `.redo.bad`.
+
+Marks
+-----
+`extra/marks.json`, UTF-8: `{"format": "memmap-buffer-marks", "version": 1, "folders": {id: {serial: {"labels": [text,
+…], "note": text}}}}`, ids as in schema.json, serials in decimal, labels sorted, of 1 to 64 printable characters without
+"!" in front, notes of at most 10,000 characters. Only marks of the folder's own id count, and only those of visible
+serials; the next writer SHOULD drop others of its id. The file is replaced as a whole, by `marks.json.new` and a
+rename, under an exclusive lock of `.marks.lock`, whoever holds `.lock`; readers need none. A copy of a folder that gets
+another id has its own in the file.
 
 Creating, opening, trusting
 ---------------------------

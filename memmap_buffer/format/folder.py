@@ -385,10 +385,11 @@ class Folder:
         return status.f_bavail * status.f_frsize
 
     def list(self, sub: str) -> list[str]:
-        """The plain files of a subfolder, by name; none where there is no such folder."""
+        """The plain files of a subfolder, by name, but for what is not finished yet; none where there is no folder."""
         try:
             with self._directory(sub) as directory:
-                return sorted(entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
+                files = [entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)]
+                return sorted(name for name in files if not name.endswith(".new"))
         except FileNotFoundError:
             return []
 

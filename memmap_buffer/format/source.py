@@ -5,7 +5,7 @@ Readers know nothing of where it fetches them from: they ask for rows, copy them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from memmap_buffer.format.episode_table import IntArray
@@ -48,6 +48,9 @@ class Source(Protocol):
     @property
     def limit(self) -> int | None:
         """The bytes that it keeps at most; None where it keeps everything."""
+
+    def head(self) -> Mapping[str, bytes]:
+        """The files that are there whole: all but those of the fields."""
 
     @property
     def num_rows(self) -> int:

@@ -18,6 +18,7 @@ from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED, TIME
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import START, VALID, filtered, matches
 from memmap_buffer.items.index import FolderTable, Index, sums
+from memmap_buffer.items.marked import Marked
 from memmap_buffer.items.streams import Streams
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
@@ -44,6 +45,7 @@ class Selection:
             {"valid": True} holds unless another condition on it is given; see `excluding`.
         min_episode_len: timesteps.
         top_k: (meta field, k): only the k episodes where it is highest.
+        mark: what a person marked them as.
         weight_by: a meta field, or one of `EPISODE_COLUMNS`: an episode's anchors are drawn in proportion to it, and
             not at all where it is 0. Or (name, a function from the column to weights).
         split: name -> fraction of the episodes: an episode's part follows from its serial alone, so it never changes.
@@ -60,6 +62,7 @@ class Selection:
     filter_fields: Mapping[str, Any] = field(default_factory=dict)
     min_episode_len: int = 1
     top_k: tuple[str, int] | None = None
+    mark: Marked | None = None
     split: Mapping[str, float] | None = None
     part: str | None = None
     split_seed: int = 0
@@ -119,7 +122,7 @@ class Selection:
     @property
     def narrowed(self) -> list[str]:
         """The options by which episodes and timesteps are chosen, as `name=value`."""
-        names = ("filter_meta", "filter_fields", "top_k", "split", "part", "weight_by")
+        names = ("filter_meta", "filter_fields", "top_k", "mark", "split", "part", "weight_by")
         return [f"{name}={described(getattr(self, name))}" for name in names if getattr(self, name) not in (None, {})]
 
     @property
@@ -149,7 +152,8 @@ class Selection:
                 streams = self._streams(each, slots)
                 parts = [streams[folder[0]].fitting(p, self.view.stride) for folder, p in zip(each, parts, strict=True)]
         else:  # a callable may tell by all episodes which of them pass
-            earlier = () if before is None or self.has_callables else before.by_folder()
+            anew = before is None or self.has_callables or self.mark is not None
+            earlier = () if anew else before.by_folder()  # type: ignore[union-attr]
             earlier_by_number = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
             parts = [self._runs(*folder, *earlier_by_number.get(folder[0], ())) for folder in each]
         weight = None
@@ -192,7 +196,7 @@ class Selection:
     def by_episode(self) -> bool:
         """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
         follows = self.top_k or self.weight_by or self.has_callables or self.view.continues or _counts(self.split)
-        return not follows
+        return not follows and self.mark is None
 
     @property
     def in_streams(self) -> bool:
@@ -202,7 +206,8 @@ class Selection:
     @property
     def takes_every_episode(self) -> bool:
         """Whether no episode is left out, whatever it is."""
-        return self.min_episode_len <= 1 and not self.filter_meta and self.split is None and self.members is None
+        narrowed = self.filter_meta or self.mark is not None or self.split is not None or self.members is not None
+        return self.min_episode_len <= 1 and not narrowed
 
     def by_steps(self, schema: Schema) -> bool:
         """Whether a step more or less of an episode that goes on is an anchor more or less, and nothing else."""
@@ -246,6 +251,8 @@ class Selection:
         keep = table.of(table.length, slots) - table.of(table.start, slots) >= self.min_episode_len
         for name, condition in self.filter_meta.items():
             keep &= matches(_episode_column(storage, table, name, slots), condition, name)
+        if self.mark is not None:
+            keep &= self.mark.keep(storage, table.serial[slots])
         if self.split is not None:
             keep &= self._in_part(table.serial[slots], number)
         if self.members is not None:
@@ -381,8 +388,13 @@ def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: Int
     if name == "episode_lens":
         return table.length[slots] - table.start[slots]
     if name == "episode_time":
-        return np.asarray(storage.maps.words.view(np.uint32)[slots, TIME].astype(np.int64))
+        return published_at(storage, slots)
     return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
+
+
+def published_at(storage: Storage, slots: IntArray) -> IntArray:
+    """When the episodes of some slots were published, in seconds since 1970."""
+    return np.asarray(storage.maps.words.view(np.uint32)[slots, TIME].astype(np.int64))
 
 
 def _weighing(weight_by: object) -> tuple[str | None, Weigh | None]:

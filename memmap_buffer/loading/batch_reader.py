@@ -17,6 +17,7 @@ from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEp
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.items.index import Index
+from memmap_buffer.items.marked import Watch
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import crop, draw_like
 from memmap_buffer.loading.options import Output, parse, selection_of
@@ -104,7 +105,8 @@ class BatchReader:
         if self.hindsight is not None:  # a goal may be from anywhere between two ends
             self._ends = self._ends._replace(before=folders.max_timesteps, after=folders.max_timesteps)
         self._index: Index | None = None
-        self._tables: tuple[EpisodeTable, ...] = ()
+        self._watch = None if self.selection.mark is None else Watch(self.selection.mark)
+        self._made_of: tuple[tuple[EpisodeTable, ...], tuple[Any, ...]] = (), ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
         self._frozen = self._by_anchors = False
         self._process = process_id()
@@ -123,7 +125,8 @@ class BatchReader:
             "_ends": self._ends,
             "_plan": self._plan,
             "_index": self.index() if frozen or not self._by_anchors else None,
-            "_tables": (),
+            "_watch": self._watch,
+            "_made_of": ((), ()),
             "_living": None,
         }
         return {**state, "_frozen": frozen, "_by_anchors": self._by_anchors, "_process": self._process}
@@ -148,8 +151,10 @@ class BatchReader:
         """The anchors as of the last refresh; `refresh` looks for new episodes first."""
         if self._index is None or (refresh and not self._frozen):
             tables = self.folders.refresh()
-            if self._index is None or tables != self._tables:
-                self._index, self._tables = self.selection.index(self.folders, tables, self._index), tables
+            marks = () if self._watch is None else self._watch.stamp(self.folders.storages)
+            if self._index is None or (tables, marks) != self._made_of:
+                self._index = self.selection.index(self.folders, tables, self._index)
+                self._made_of = tables, marks
         return self._index
 
     @property

@@ -14,7 +14,9 @@ import numpy as np
 
 from memmap_buffer.choices import Format, OnStale, Padding, check_choice, closest, did_you_mean
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.items.marked import Marked
 from memmap_buffer.items.selection import Selection
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import DECLARED, LENGTHS, Schema
 from memmap_buffer.views.hindsight import Hindsight
@@ -64,6 +66,9 @@ class BatchOptions(TypedDict, total=False):
         filter_fields: field, or "_start" -> a condition on the timestep at which an item begins.
         min_episode_len: the shortest episode that is read.
         top_k: (meta field, k): only the k episodes where it is highest are read.
+        mark: only episodes that were marked so, as in `browse`: a label, such as "good"; "!bad": those without it; "":
+            those without any; or several: one of these labels, and none of those with "!".
+        marks: the file of the marks; default: with each folder.
         weight_by: a meta field, "episode_lens" or "episode_time": items are drawn in proportion to it. Or (name, a
             function from its column to weights).
         split: name -> fraction of the episodes, or name -> how many of the oldest, whole numbers; or a meta field,
@@ -110,6 +115,8 @@ class BatchOptions(TypedDict, total=False):
     filter_fields: Mapping[str, Any] | None
     min_episode_len: int | None
     top_k: tuple[str, int] | None
+    mark: str | Collection[str] | None
+    marks: AnyPath | None
     weight_by: str | tuple[str, Callable[[Any], Any]] | None
     split: Mapping[str, float] | str | None
     part: Any
@@ -240,6 +247,8 @@ def _objections(options: Parsed) -> Iterator[str]:
         yield "slice_by_episode_len=False needs return_episode_lens, or the padding cannot be told"
     if not all(map(callable, transform if isinstance(transform, (list, tuple)) else [transform])):
         yield f"transform: got {transform!r}, expected a function from batch to batch, or several"
+    if "marks" in options and "mark" not in options:
+        yield "marks names the file of what mark chooses by; give mark, too"
     if not by_n_steps and any(_is_given(options, name) for name in _OF_N_STEPS):
         yield f"{', '.join(_OF_N_STEPS)} go with n_steps"
 
@@ -294,6 +303,7 @@ def selection_of(options: Parsed, schema: Schema, max_timesteps: int) -> Selecti
         filter_fields=_flat(schema, options.get("filter_fields")),
         min_episode_len=options["min_episode_len"],
         top_k=options.get("top_k"),
+        mark=_marked(options),
         weight_by=options.get("weight_by"),
         split=None if by_field else options.get("split"),
         part=None if by_field else options.get("part"),
@@ -303,6 +313,12 @@ def selection_of(options: Parsed, schema: Schema, max_timesteps: int) -> Selecti
     ).excluding(schema)
     selection.check(schema)
     return selection
+
+
+def _marked(options: Parsed) -> Marked | None:
+    if "mark" not in options:
+        return None
+    return Marked.parse(options["mark"], path_of(options["marks"]) if "marks" in options else None)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError, SchemaMismatchError, StaleEpisodeError
+from memmap_buffer.format import marks
 from memmap_buffer.format.creation import creating
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
@@ -98,7 +99,11 @@ def new_copy(source: Storage, path: Path, layout: Layout, subfolders: Sequence[s
                 with _opened(target.open_to_write, layout) as there:
                     yield there
                 for name in names:
-                    source.folder.copy_file(name, target)
+                    if name == marks.FILE and layout.id != source.layout.id:
+                        data = source.folder.read(name, marks.MAX_BYTES)
+                        target.write_new(name, marks.renamed(data, source.layout.id, layout.id), sync=True)
+                    else:
+                        source.folder.copy_file(name, target)
                     copied.append(name)
                 target.sync_folders(*{name.partition("/")[0] for name in names})
         except BaseException:

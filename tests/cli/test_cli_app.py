@@ -61,6 +61,8 @@ def test_help_says_what_a_command_does_and_has_an_example_that_runs(
     assert found is not None
     assert found[1].split()[0] == name
     needs(name)
+    if name == "browse":  # which goes on until it is interrupted: tests/browse
+        return
     arguments = shlex.split(found[1])
     yes = ["--yes"] if "--yes" in text else []
     before = listing(place / "replay_data")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cli_cases import Case, episode_of, make
 
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ReplayBuffer, episode_columns
 from memmap_buffer.cli import episodes
 from memmap_buffer.cli.terminal import Problem
 
@@ -89,7 +89,7 @@ def test_an_episode_that_the_ring_forgets_meanwhile_is_a_problem(
 def test_a_table_that_a_writer_changes_meanwhile_has_each_episode_once_and_right(
     case: Case, reader: ReplayBuffer, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done, read = [], ReplayBuffer.episodes
+    done, read = [], ReplayBuffer.batch
     changes: dict[str, Callable[[], Any]] = {
         "publish": lambda: writer.store_episode(**episode_of(10, 5)),
         "clear": lambda: writer.clear(),
@@ -103,18 +103,12 @@ def test_a_table_that_a_writer_changes_meanwhile_has_each_episode_once_and_right
         done.append(1)
         return found
 
-    monkeypatch.setattr(episodes, "CHUNK", 1)
+    monkeypatch.setattr(episode_columns, "CHUNK_BYTES", 1)
     with ReplayBuffer.from_folder(case.folder) as writer:
-        monkeypatch.setattr(ReplayBuffer, "episodes", reading)
+        monkeypatch.setattr(ReplayBuffer, "batch", reading)
         table = episodes.table_of(reader)
-    assert (
-        table["serial"].tolist()
-        == {
-            "publish": [*range(2, 11)],
-            "clear": [2, 3, 4],
-            "delete": [*range(2, 10)],
-        }[change]
-    )  # 2 to 4 were read before
+    shown = {"publish": [*range(3, 11)], "clear": [], "delete": [*range(5, 10)]}
+    assert table["serial"].tolist() == shown[change]
     lengths = {**case.lengths, 10: 5}
     returns = {**case.returns, 10: float(episode_of(10, 5)["reward"].sum(dtype=np.float64))}
     assert table["length"].tolist() == [lengths[serial] for serial in table["serial"].tolist()]

@@ -210,11 +210,21 @@ def test_a_meta_field_that_is_called_like_a_column_keeps_its_own(
     assert json_of(capsys, "episodes", tmp_path / "buffer") == [{"serial": 0, "length": 2, "meta.length": 0.5}]
 
 
+def test_marks_are_columns_where_there_are_some(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "mark" not in json_of(capsys, "episodes", case.folder)[0]
+    with ReplayBuffer.from_folder(case.folder) as buffer:
+        buffer.mark([4], add=["bad", "slip"], note="cable")
+    rows = {row["serial"]: (row["mark"], row["note"]) for row in json_of(capsys, "episodes", case.folder)}
+    assert (rows[4], rows[5]) == ((["bad", "slip"], "cable"), ([], ""))
+    assert "bad, slip  cable" in text_of(capsys, "episodes", case.folder, "--where", "mark=slip")
+    assert len(json_of(capsys, "episodes", case.folder, "--where", "mark=")) == len(rows) - 1
+
+
 def test_chunks_of_episodes_are_put_together(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = json_of(capsys, "episodes", case.folder)
-    monkeypatch.setattr("memmap_buffer.cli.episodes.CHUNK", 1)
+    monkeypatch.setattr("memmap_buffer.episode_columns.CHUNK_BYTES", 1)
     assert json_of(capsys, "episodes", case.folder) == whole
 
 

@@ -62,6 +62,33 @@ def test_merge_has_every_episode_of_every_folder_in_order(case: Case, tmp_path: 
     assert verify(tmp_path / "all") == []
 
 
+def test_merge_keeps_the_marks(case: Case, tmp_path: Path) -> None:
+    other = make(tmp_path / "other", range(20, 23))
+    with ReplayBuffer.from_folder(case.folder) as buffer:
+        buffer.mark(buffer.serials[[1, 3]], add=["bad"])
+    with ReplayBuffer.from_folder(other.folder) as buffer:
+        buffer.mark(buffer.serials[-1:], add=["bad"], note="slip")
+    assert main("merge", tmp_path / "all", case.folder, other.folder) == 0
+    marks = ReplayBuffer.from_folder(tmp_path / "all").marks()
+    assert {serial: (mark.labels, mark.note) for serial, mark in marks.items()} == {
+        1: (("bad",), ""),
+        3: (("bad",), ""),
+        10: (("bad",), "slip"),
+    }
+
+
+def test_delete_removes_those_with_a_mark(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    with ReplayBuffer.from_folder(case.folder) as buffer:
+        buffer.mark([3, 5, 6], add=["bad"])
+        buffer.mark([5], add=["keep"])
+    capsys.readouterr()
+    assert main("delete", case.folder, "--mark", "bad", "--where", "mark!=keep", "--yes") == 0
+    assert ReplayBuffer.from_folder(case.folder).serials.tolist() == [2, 4, 5, 7, 8, 9]
+    assert main("delete", case.folder, "--mark", "nothing", "--yes") == 2
+    assert main("delete", case.folder, "--yes") == 2
+    assert "choose them by --where or --mark" in capsys.readouterr().err
+
+
 def test_merge_keeps_every_dtype(tmp_path: Path) -> None:
     folder = damage.copy_of_example(tmp_path / "example")
     assert main("merge", tmp_path / "all", folder, damage.other_example(), "--max-episodes", 20) == 0

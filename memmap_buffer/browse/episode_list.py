@@ -1,0 +1,199 @@
+"""The table of all episodes, which follows what is published and marked: filtered, sorted and cut into pages here.
+
+The page of the browser never holds all rows. An episode is named by its serial, in a root by its shard's number, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memmap_buffer.conditions import column_of, matching
+from memmap_buffer.dtypes import Array
+from memmap_buffer.episode_columns import EpisodeColumns, column_of_objects, places_of, tags_of
+from memmap_buffer.errors import MemmapBufferError, SchemaError
+
+if TYPE_CHECKING:
+    from memmap_buffer import ConcatBuffer, ReplayBuffer
+
+LOOK_SECONDS = 0.5  # between two looks at what was published
+BINS = 24  # bars of a histogram
+TRIES = 3
+
+
+class EpisodeList:
+    """The episodes of a buffer as columns: those of `EpisodeColumns`, `mark` and `note`, and what is added.
+
+    Returns and ends are added by a thread, newest first.
+
+    Args:
+        buffer: the source.
+        reward: a field of one number a step, whose sum is the return.
+        marks: the file of the marks; "" for that of each folder; None: there are none.
+    """
+
+    def __init__(self, buffer: ReplayBuffer | ConcatBuffer, reward: str = "reward", marks: str | None = None) -> None:
+        self.buffer, self.marks = buffer, marks
+        self.version = 0  # counts up whenever the columns change
+        self._table = EpisodeColumns(buffer, reward)
+        self._tags: dict[str, Array] = {}
+        self._added: tuple[Array, dict[str, Array]] = self.names, {}
+        self._turn = threading.Lock()
+        self._looked = -np.inf
+        self._closed = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._add_sums, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    @property
+    def names(self) -> Array:
+        """(episodes, 1) serials, or (episodes, 2) of (shard, serial), in the order of the columns."""
+        return self._table.names
+
+    @property
+    def reward(self) -> str | None:
+        return self._table.reward
+
+    @property
+    def progress(self) -> float:
+        """The share of episodes whose return and end are known."""
+        return self._table.progress
+
+    @property
+    def columns(self) -> dict[str, Array]:
+        """Name -> (episodes,), as they are now."""
+        with self._turn:
+            if time.monotonic() - self._looked > LOOK_SECONDS:
+                self._look()
+            return self._table.columns | self._tags
+
+    def look_again(self) -> int:
+        """The version after a look at what was published and marked."""
+        with self._turn:
+            self._look()
+            return self.version
+
+    def add_columns(self, names: Array, columns: dict[str, Array]) -> None:
+        """Columns of objects, tuples of labels; of episodes that come later they are empty."""
+        with self._turn:
+            self._added = names, columns
+            self._look()
+
+    def rows(self, where: Iterable[str] = (), sort: str | None = None, reverse: bool = False) -> dict[str, Array]:
+        """The columns, filtered and sorted; newest first without `sort`.
+
+        Raises:
+            SchemaError: a condition cannot be read, or there is no such column.
+        """
+        table = matching(self.columns, where)
+        if sort is None:
+            order = np.arange(len(table["serial"]))[::-1]
+        else:
+            order = np.argsort(_sortable(column_of(table, sort, "sort")), kind="stable")
+            order = order[::-1] if reverse else order
+        return {name: values[order] for name, values in table.items()}
+
+    def page(self, where: Iterable[str], sort: str | None, reverse: bool, number: int, size: int) -> dict[str, Any]:
+        """A page of the rows as JSON can hold it, each with its name as `id`; the first is 1."""
+        table = self.rows(where, sort, reverse)
+        count, begin = len(table["serial"]), (max(1, number) - 1) * size
+        part = {name: values[begin : begin + size].tolist() for name, values in table.items()}
+        rows = [dict(zip(part, map(_plain, row), strict=True)) for row in zip(*part.values(), strict=True)]
+        for row in rows:
+            row["id"] = f"{row['shard']}-{row['serial']}" if "shard" in row else str(row["serial"])
+        pages = max(1, -(-count // size))
+        return {"data": rows, "last_page": pages, "last_row": count, "total": len(self.names)}
+
+    def histograms(self, where: Iterable[str] = ()) -> dict[str, tuple[list[int], list[float]]]:
+        """Of each column of numbers: how many episodes lie in each of equal parts of its range, and their edges."""
+        out = {}
+        for name, values in matching(self.columns, where).items():
+            numbers = values[np.isfinite(values)] if values.dtype.kind in "iuf" else values[:0]
+            if name not in ("serial", "shard", "published") and len(numbers) and numbers.min() < numbers.max():
+                counts, edges = np.histogram(numbers.astype(np.float64), min(BINS, len(np.unique(numbers))))
+                out[name] = (counts.tolist(), edges.tolist())
+        return out
+
+    def name_of(self, text: str) -> tuple[int, ...]:
+        """The name of an episode from its text, such as "12", or "3-12" in a root.
+
+        Raises:
+            SchemaError: it is none.
+        """
+        numbers = text.split("-")
+        if len(numbers) != self.names.shape[1] or not all(n.isdecimal() and len(n) < 19 for n in numbers):
+            raise SchemaError(f"episode: got {text!r}, expected its number, in a root behind its shard's, as in 3-12")
+        return tuple(map(int, numbers))
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        changed = self._table.follow()
+        tags = {"published": self._published()} | self._marked() | self._others()
+        if changed or tags.keys() != self._tags.keys() or any((tags[n] != self._tags[n]).any() for n in tags):
+            self._tags = tags
+            self.version += 1
+
+    def _published(self) -> Array:
+        """When each episode was published, in seconds since 1970; 0 where that is not known yet."""
+        for _ in range(TRIES):
+            serials, times = self.buffer.serials, self.buffer.episode_times
+            if not np.array_equal(serials, self.buffer.serials):
+                continue  # others came meanwhile
+            if self.names.shape[1] == 1:
+                place, is_there = places_of(self.names, serials[:, None])
+                return np.where(is_there, times[place], 0) if len(times) else np.zeros(len(self.names), np.int64)
+            if np.array_equal(serials, self.names[:, 1]):
+                return times
+        return np.zeros(len(self.names), np.int64)
+
+    def _marked(self) -> dict[str, Array]:
+        """The columns `mark`, tuples of labels, and `note`."""
+        if self.marks is None:
+            return {}
+        return tags_of(self.buffer, self.names, self.marks or None)
+
+    def _others(self) -> dict[str, Array]:
+        """The columns that were added, of the episodes that there are now."""
+        place, is_there = places_of(self.names, self._added[0])
+        pairs = [*zip(place.tolist(), is_there.tolist(), strict=True)]
+        return {
+            name: column_of_objects([values[at] if there else () for at, there in pairs])
+            for name, values in self._added[1].items()
+        }
+
+    def _add_sums(self) -> None:
+        while not self._closed.is_set():
+            with self._turn:
+                names = self._table.pending()
+            try:
+                data = self._table.read(names) if len(names) else None
+            except (MemmapBufferError, OSError):  # as where a file is damaged, or a server does not answer: once more
+                data = None
+            with self._turn:
+                if data is not None:
+                    self._table.add(names, data)
+                    self.version += 1
+                elif len(names):
+                    self._look()
+            if data is None:
+                self._closed.wait(LOOK_SECONDS)
+
+
+def _sortable(column: Array) -> Array:
+    return np.array([", ".join(labels) for labels in column], np.str_) if column.dtype == object else column
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    if isinstance(value, float) and not np.isfinite(value):
+        return None if np.isnan(value) else str(value)
+    return str(value) if isinstance(value, complex) else value

@@ -1,0 +1,169 @@
+"""A table of the episodes of a buffer, which follows what is published: serial, length, return, end, meta fields.
+
+Lengths and meta fields are there at once; returns and ends, for which the rewards of all steps are read, are added part
+by part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
+
+if TYPE_CHECKING:
+    from memmap_buffer.api.reading import Readable
+
+CHUNK_BYTES = 1 << 25  # of padded rows that are read at a time
+TAGS = ("mark", "note")
+
+
+class EpisodeColumns:
+    """The visible episodes as columns, a row each, oldest first.
+
+    Args:
+        buffer: the source.
+        reward: a scalar field whose sum over the steps is the return; without the field there is no such column.
+
+    Attributes:
+        columns: `serial`, of several folders `shard` (the folder's number), `length`, `return` (NaN until it is known),
+            `end` ("terminated", "truncated" or ""), and every scalar meta field, as "meta.<name>" if one of these has
+            its name: (episodes,) each. They are replaced, not changed.
+        names: (episodes, 1) serials, of several folders (episodes, 2) of (shard, serial).
+    """
+
+    def __init__(self, buffer: Readable, reward: str = "reward") -> None:
+        self.buffer = buffer
+        self.columns: dict[str, Array] = {"length": np.zeros(0, np.int64)}
+        self.names: Array = np.zeros((0, 1), np.int64)
+        schema, field = buffer.schema, buffer.schema.fields.get(reward)
+        scalar = field is not None and field.shape in ((), (1,)) and field.storage.kind in "biuf"
+        self.reward = reward if scalar else None
+        self.ends = {kind: name for kind in ("terminated", "truncated") if (name := getattr(schema, kind)) is not None}
+        self._summed = np.zeros(0, np.bool_)
+        self.follow()
+
+    @property
+    def progress(self) -> float:
+        """The share of episodes whose return and end are known."""
+        return float(self._summed.mean()) if len(self._summed) else 1.0
+
+    def follow(self) -> bool:
+        """Take in what was published or removed since; whether anything was."""
+        schema = self.buffer.schema
+        scalar = [name for name, field in schema.meta_fields.items() if field.shape in ((), (1,))]
+        data = self.buffer.episodes(fields=[], return_indices=True)
+        index = data["_index"]
+        names = index[:, None] if index.ndim == 1 else index
+        columns = {"serial": names[:, -1], "length": data["_lens"]}
+        if names.shape[1] > 1:
+            columns = {"shard": names[:, 0], **columns}
+        place, same = places_of(names, self.names)
+        same[same] = self.columns["length"][place[same]] == columns["length"][same]
+        summed = np.zeros(len(names), np.bool_)
+        summed[same] = self._summed[place[same]]
+        if not (self.reward or self.ends):
+            summed[:] = True
+        for name, values in self._empty(len(names)).items():
+            if summed.any():
+                values[summed] = self.columns[name][place[summed]]
+            columns[name] = values
+        taken = {*columns, *TAGS}
+        columns |= {f"meta.{name}" if name in taken else name: data[name].reshape(-1) for name in scalar}
+        if _alike(columns, self.columns):
+            return False
+        self.names, self.columns, self._summed = names, columns, summed
+        return True
+
+    def pending(self) -> Array:
+        """The names of episodes whose return and end are added next, the newest first; none where all are known."""
+        width = 8 * max(1, bool(self.reward) + len(self.ends))
+        size = max(1, CHUNK_BYTES // (width * self.buffer.max_timesteps))
+        return self.names[np.flatnonzero(~self._summed)[::-1][:size]]
+
+    def read(self, names: Array) -> dict[str, Array] | None:
+        """The rewards and ends of episodes; None where one of them is gone."""
+        wanted = [*([self.reward] if self.reward else []), *self.ends.values()]
+        try:
+            return self.buffer.batch(names, fields=wanted, include_metadata=False, format="numpy")
+        except (StaleEpisodeError, NotEnoughDataError):
+            return None
+
+    def add(self, names: Array, data: dict[str, Array]) -> None:
+        """Add returns and ends that were read."""
+        place, same = places_of(names, self.names)
+        same[same] = self.columns["length"][place[same]] == data["_lens"][same]
+        columns, at = dict(self.columns), place[same]
+        if self.reward:
+            rewards = data[self.reward].reshape(len(names), -1)
+            columns["return"] = _replaced(columns["return"], at, rewards.sum(axis=1, dtype=np.float64)[same])
+        if self.ends:
+            ended = np.full(len(names), "", "U10")
+            for kind, name in reversed([*self.ends.items()]):
+                ended[data[name].reshape(len(names), -1).any(axis=1)] = kind
+            columns["end"] = _replaced(columns["end"], at, ended[same])
+        self._summed[at] = True
+        self.columns = columns
+
+    def _empty(self, count: int) -> dict[str, Array]:
+        empty: dict[str, Array] = {"return": np.full(count, np.nan)} if self.reward else {}
+        return empty | ({"end": np.full(count, "", "U10")} if self.ends else {})
+
+
+def tags_of(buffer: Readable, names: Array, file: str | None = None) -> dict[str, Array]:
+    """The columns `TAGS` of some episodes: tuples of labels, and notes.
+
+    Args:
+        buffer: the source.
+        names: as of `EpisodeColumns`.
+        file: where the marks are; default: with each folder.
+    """
+    marks = buffer.marks(file)
+    keys = names[:, 0].tolist() if names.shape[1] == 1 else [*map(tuple, names.tolist())]
+    each = [marks.get(key) for key in keys]
+    labels = column_of_objects([mark.labels if mark else () for mark in each])
+    return {"mark": labels, "note": np.array([mark.note if mark else "" for mark in each], np.str_)}
+
+
+def column_of_objects(values: list[tuple[str, ...]]) -> Array:
+    """A column of tuples of labels."""
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column
+
+
+def places_of(names: Array, among: Array) -> tuple[Array, Array]:
+    """(places, whether they are there): where episodes stand among others, which are sorted; 0 where they do not."""
+    if not len(among) or not len(names):
+        return np.zeros(len(names), np.int64), np.zeros(len(names), np.bool_)
+    sought, keys = _keys(names, among)
+    place = np.searchsorted(keys, sought)
+    place[place == len(keys)] = 0
+    return place, keys[place] == sought
+
+
+def _keys(names: Array, others: Array) -> tuple[Array, Array]:
+    """Names as single numbers of the same order."""
+    if names.shape[1] == 1:
+        return names[:, 0], others[:, 0]
+    both = np.concatenate([names, others])
+    serials, rank = np.unique(both[:, 1], return_inverse=True)
+    keys = both[:, 0] * len(serials) + rank
+    return keys[: len(names)], keys[len(names) :]
+
+
+def _replaced(column: Array, at: Array, values: Array) -> Array:
+    out = column.copy()  # others hold the column as it was
+    out[at] = values
+    return out
+
+
+def _alike(columns: dict[str, Array], others: dict[str, Array]) -> bool:
+    """Whether two tables are of the same episodes; returns and ends follow from these."""
+    return columns.keys() == others.keys() and all(
+        np.array_equal(values, others[name], equal_nan=values.dtype.kind == "f")
+        for name, values in columns.items()
+        if name not in ("return", "end")
+    )
