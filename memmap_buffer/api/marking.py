@@ -31,6 +31,7 @@ class Markable:
         *,
         reward: str = "reward",
         title: str = "",
+        rate: float | None = None,
         read_only: bool = False,
         marks: AnyPath | None = None,
         host: str = "127.0.0.1",
@@ -44,6 +45,8 @@ class Markable:
         Args:
             reward: the field whose sum is an episode's return.
             title: of the page; default: the name of the folder.
+            rate: the steps a second at which episodes are played; default: those of the data set that was imported,
+                where it told them, else 10.
             read_only: show and set no marks.
             marks: the file that they are in; default: `extra/marks.json` of each folder. Behind a URL, or of a buffer
                 that is read-only, there are none without it.
@@ -63,7 +66,8 @@ class Markable:
         kept = "" if all(self._may_mark(storage) for storage in storages) else None
         chosen = None if read_only else kept if marks is None else str(path_of(marks))
         title = title or ", ".join(storage.path.name for storage in storages[:3]) + ", …" * (len(storages) > 3)
-        return Page(cast("ReplayBuffer | ConcatBuffer", self), title, reward=reward, marks=chosen, host=host, port=port)
+        source = cast("ReplayBuffer | ConcatBuffer", self)
+        return Page(source, title, reward=reward, rate=rate, marks=chosen, host=host, port=port)
 
     def _may_mark(self, storage: Storage) -> bool:
         return storage.mirror is None and not (self._folders.single and self.read_only)

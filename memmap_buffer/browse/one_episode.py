@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 SMALL = 256  # pixels a side up to which a frame is sent as PNG, exactly
 LARGE = 2048  # pixels a side beyond which a frame is made smaller
+MAX_RATE = 1000.0
 FEW = 16  # entries of a field that are told at a step
 
 
@@ -131,6 +134,15 @@ class EpisodeReader:
     def _require(self, name: str, kind: str) -> None:
         if self.kinds.get(name) != kind:
             raise SchemaError(f"field {name!r}: it is not shown as a {kind}")
+
+
+def recorded_rate(buffer: ReplayBuffer | ConcatBuffer) -> float | None:
+    """The steps a second of a data set that was imported, where it told them."""
+    for folder in getattr(buffer, "folders", None) or [buffer.folder]:  # type: ignore[union-attr]
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            rate = float(json.loads((folder / "extra" / "lerobot.json").read_bytes())["fps"])
+            return rate if 0 < rate < MAX_RATE else None
+    return None
 
 
 def thinned(lines: Array, points: int) -> tuple[Array, Array]:

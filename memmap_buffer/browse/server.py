@@ -21,7 +21,7 @@ import numpy as np
 
 from memmap_buffer.browse.checks import Checks
 from memmap_buffer.browse.episode_list import EpisodeList
-from memmap_buffer.browse.one_episode import LARGE, EpisodeReader
+from memmap_buffer.browse.one_episode import LARGE, EpisodeReader, recorded_rate
 from memmap_buffer.errors import MemmapBufferError, StaleEpisodeError
 from memmap_buffer.extras import extra
 
@@ -55,6 +55,7 @@ REFUSAL = "Open the address that was printed when the page was started: this one
 MAX_ROWS = 500  # of a page of the table
 MAX_POINTS = 10_000  # of a curve
 MAX_BODY = 1 << 20
+RATE = 10.0  # steps a second
 
 
 class Page:
@@ -64,6 +65,7 @@ class Page:
         buffer: the source.
         title: of the page.
         reward: the field whose sum is the return.
+        rate: steps a second; None: as an import kept them, else 10.
         marks: the file of the marks; "" for that of each folder; None: there are none.
         host: the address to listen at.
         port: the port; 0 for any.
@@ -82,6 +84,7 @@ class Page:
         title: str,
         *,
         reward: str = "reward",
+        rate: float | None = None,
         marks: str | None = None,
         host: str = LOOPBACK,
         port: int = 0,
@@ -94,7 +97,7 @@ class Page:
         token, port = secrets.token_urlsafe(24), listening.getsockname()[1]
         own = socket.gethostname() if host in ANY else f"[{host}]" if ":" in host else host
         self.address = f"http://{own}:{port}/{token}/"
-        self._answers = Answers(buffer, title, reward, marks)
+        self._answers = Answers(buffer, title, reward, rate or recorded_rate(buffer) or RATE, marks)
         app = Guard(
             self._answers.app(), token, {f"{name}:{port}" for name in (own, "localhost", LOOPBACK)}, host in ANY
         )
@@ -179,8 +182,10 @@ def _adding_headers(send: Any) -> Any:
 class Answers:
     """The answers to what the page asks for; arguments as for `Page`."""
 
-    def __init__(self, buffer: ReplayBuffer | ConcatBuffer, title: str, reward: str, marks: str | None) -> None:
-        self.buffer, self.title = buffer, title
+    def __init__(
+        self, buffer: ReplayBuffer | ConcatBuffer, title: str, reward: str, rate: float, marks: str | None
+    ) -> None:
+        self.buffer, self.title, self.rate = buffer, title, rate
         self.list = EpisodeList(buffer, reward, marks)
         self.reader = EpisodeReader(buffer)
         self.checks = Checks(self.list, [name for name, kind in self.reader.kinds.items() if kind == "curve"])
@@ -218,7 +223,7 @@ class Answers:
     def info(self, request: Request) -> Response:
         columns = {name: values.dtype.kind for name, values in self.list.columns.items()}
         facts = {"title": self.title, "columns": columns, "fields": self.reader.kinds, "reward": self.list.reward}
-        return _json({**facts, "marks": self.list.marks is not None})
+        return _json({**facts, "rate": self.rate, "marks": self.list.marks is not None})
 
     def version(self, request: Request) -> Response:
         total = len(self.list.columns["serial"])  # looks at what was published

@@ -28,6 +28,9 @@ def browse(
     ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Show and set no marks.")] = False,
     reward: Reward = "reward",
+    rate: Annotated[
+        float | None, typer.Option("--rate", min=0.1, max=240, help="Steps a second; default: as recorded, else 10.")
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 for any.")] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
@@ -38,7 +41,13 @@ def browse(
     opened = ConcatBuffer.from_root if folders_at(place) else ReplayBuffer.from_folder
     buffer = opened(place, storage_options=parsed(options), cache=cache)
     with buffer.browse(
-        reward=reward, title=name_of(place), read_only=read_only, marks=marks, host=host, port=port
+        reward=reward,
+        title=name_of(place),
+        rate=rate,
+        read_only=read_only,
+        marks=marks,
+        host=host,
+        port=port,
     ) as page:
         say(page.address)
         if not no_open:

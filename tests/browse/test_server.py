@@ -230,6 +230,17 @@ def test_marks_of_a_folder_that_may_not_be_written_to_are_in_a_file(buffer: Repl
     assert reader.marks(file) == {2: Mark(("good",))}
 
 
+def test_episodes_are_played_as_they_were_recorded(buffer: ReplayBuffer) -> None:
+    rates = []
+    for content, given in (("", None), ('{"fps": 30}', None), ('{"fps": 30}', 5), ('{"fps": "x"}', None), ("[", None)):
+        if content:
+            (buffer.folder / "extra").mkdir(exist_ok=True)
+            (buffer.folder / "extra" / "lerobot.json").write_text(content)
+        with buffer.browse(rate=given) as page:
+            rates.append(Client(page.address).json("info")["rate"])
+    assert rates == [10, 30, 5, 10, 10]
+
+
 def test_statistics_are_there_when_all_episodes_are_checked(client: Client) -> None:
     while (report := client.json("statistics"))["progress"] < 1:
         assert not report["failure"]

@@ -175,6 +175,7 @@ class Pane {
     find("h2").textContent = `Episode ${row.id}`;
     find(".close").onclick = () => close(this);
     this.rate = find(".rate input");
+    this.rate.value = info.rate;
     this.time.oninput = () => this.show(Number(this.time.value));
     this.play.onclick = () => this.toggle();
     this.showMark();
