@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, RemoteError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import ArrayFile, Layout
+from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.source import BLOCK
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import FileLock, read_at
@@ -38,25 +39,24 @@ from memmap_buffer.remote.layout import (
     HEAD,
     MAX_HEAD_BYTES,
     MAX_ROOT_BYTES,
-    MAX_SHARD_BYTES,
     MERGED,
     MERGED_BYTES,
     ROOT,
     SHARD,
+    DataFiles,
     Root,
     Shard,
     block_digest,
-    data_files,
+    blocks_file,
     digest,
     head_object,
     is_head_file,
     is_shard_name,
     make_head,
-    num_blocks,
-    open_head,
     version_of,
 )
 from memmap_buffer.remote.objects import Objects
+from memmap_buffer.remote.published import Published, read_root, read_shard
 
 ROUNDS = 1000  # how often others may be faster
 LOCK_SECONDS, LOCK_PAUSE = 60.0, 0.02
@@ -126,49 +126,13 @@ def require_fields(objects: Objects, what: str, layout: Layout, name: str = "") 
         CorruptBufferError: the list, or the head of a shard, is damaged.
         RemoteError: the store fails.
     """
-    root = read_root(objects) or Root()
-    for other, shard in root.shards.items():
+    for other, shard in read_root(objects).shards.items():
         if other != name:
-            where = objects.name_of(other)
-            key, first, size = shard.head
-            wanted = [(head_object(key), first, first + size)]
-            (head,) = objects.read_ranges(wanted, lambda i, data, shard=shard: shard.is_head(data))  # type: ignore[misc]
-            there = Layout.from_json(open_head(head, where).get("schema.json", b""), where)
-            if lines := there.field_differences(layout):
-                text = "\n  ".join([f"{where} has other fields than {what}, and a root is read as one:", *lines])
+            there = Published(objects, shard, other)
+            if lines := there.layout.field_differences(layout):
+                text = "\n  ".join([f"{there.where} has other fields than {what}, and a root is read as one:", *lines])
                 raise SchemaMismatchError(f"{text}\nPublish to another root.", differences=lines)
             return
-
-
-def read_root(objects: Objects) -> Root | None:
-    """The root that `root.json` describes; None where there is none."""
-    try:
-        return Root.from_json(objects.read(ROOT, MAX_ROOT_BYTES), objects.name_of(ROOT))
-    except RemoteError as error:
-        if error.missing:
-            return None
-        raise
-
-
-def read_shard(objects: Objects, name: str = "") -> Shard | None:
-    """The shard that `shard.json` describes; None where there is none.
-
-    Args: name: of the shard, if the URL is that of its root.
-    """
-    path = f"{name}/{SHARD}" if name else SHARD
-    try:
-        return Shard.from_json(objects.read(path, MAX_SHARD_BYTES), objects.name_of(path))
-    except RemoteError as error:
-        if error.missing:
-            return None
-        raise
-
-
-def read_head(objects: Objects, shard: Shard, prefix: str) -> bytes:
-    """The head of a shard, from the folder of its version."""
-    wanted = [(prefix + HEAD, 0, shard.head[2])]
-    (head,) = objects.read_ranges(wanted, lambda i, data: shard.is_head(data))
-    return head
 
 
 @contextmanager
@@ -235,22 +199,21 @@ def _remove(place: Path, lock: FileLock) -> None:
 def _upload(packed: Path, objects: Objects, name: str) -> tuple[Shard, bytes]:
     """Have all that a shard consists of stand in the store; what is known of it, and its head."""
     storage = Storage.open(packed, read_only=True, verify="never")
-    sizes = data_files(storage.layout)
-    marks = {file: storage.folder.marks(file) for file in sizes}
+    files = DataFiles(storage.layout)
+    marks = {file: storage.folder.marks(file) for file in files.sizes}
     head = _head(storage)
-    digests = _digests(storage.folder, sizes)
-    shard = _shard(storage, head, digests)
-    _require_same_buffer(objects, name, shard, there := read_shard(objects, name))
+    digests = np.fromiter(progress(_digests(storage.folder, files), "reading", files.count), np.dtype("<u8"))
+    shard = _shard(storage, files, head, digests)
+    _require_same_buffer(objects, name, shard, there := read_shard(objects, f"{name}/{SHARD}"))
     if there == shard:
         return shard, head
     prefix = shard.prefix(name)
-    for file, size in progress(sizes.items(), f"uploading {name}", len(sizes)):
+    for file, size in progress(files.sizes.items(), f"uploading {name}", len(files.sizes)):
         if objects.size(prefix + file) != size:  # else a publisher that was killed sent it, whole and the same
             objects.write(prefix + file, packed / file)
-    if marks != {file: storage.folder.marks(file) for file in sizes}:
+    if marks != {file: storage.folder.marks(file) for file in files.sizes}:
         raise CorruptBufferError(f"{packed}: its files changed while they were sent; publish it again", path=packed)
-    blocks = ArrayFile(BLOCKS_FILE, np.dtype("<u8"), digests.shape)
-    objects.write(prefix + BLOCKS_FILE, blocks.header + digests.tobytes())
+    objects.write(prefix + BLOCKS_FILE, blocks_file(files.count).header + digests.tobytes())
     objects.write(prefix + HEAD, head)
     objects.write(f"{name}/{SHARD}", shard.to_json())
     return shard, head
@@ -266,26 +229,19 @@ def _head(storage: Storage) -> bytes:
     return make_head({name: folder.read(name, MAX_HEAD_BYTES) for name in names})
 
 
-def _digests(folder: Folder, sizes: Mapping[str, int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """(blocks,) u8: the digest of each block of data files."""
-    return np.fromiter(
-        progress(_digests_of_each(folder, sizes), "reading", sum(map(num_blocks, sizes.values()))), np.dtype("<u8")
-    )
-
-
-def _digests_of_each(folder: Folder, sizes: Mapping[str, int]) -> Iterator[int]:
-    for name, size in sizes.items():
+def _digests(folder: Folder, files: DataFiles) -> Iterator[int]:
+    """The digest of each block."""
+    for name, size in files.sizes.items():
         with folder.reading(name) as (fd, _):
             for first in range(0, size, BLOCK):
                 yield block_digest(read_at(fd, min(BLOCK, size - first), first))
 
 
-def _shard(storage: Storage, head: bytes, digests: np.ndarray[Any, np.dtype[np.uint64]]) -> Shard:
+def _shard(storage: Storage, files: DataFiles, head: bytes, digests: Array) -> Shard:
     layout, table = storage.layout, storage.refresh()
-    steps = int((table.length - table.start)[table.visible].sum())
-    size = len(head) + sum(data_files(layout).values())
-    blocks = digest(digests.tobytes())
-    return Shard(layout.id, len(table), steps, size, version_of(head, blocks), (digest(head), 0, len(head)), blocks)
+    size, blocks = len(head) + sum(files.sizes.values()), digest(digests.tobytes())
+    at = digest(head), 0, len(head)
+    return Shard(layout.id, len(table), table.steps, size, version_of(head, blocks), at, blocks)
 
 
 def _require_same_buffer(objects: Objects, name: str, shard: Shard, there: Shard | None) -> None:
@@ -349,7 +305,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
     """Where nothing can be replaced on condition: who writes last has seen all entries, or looks again."""
-    listed = (read_root(objects) or Root()).shards.get(name)
+    listed = read_root(objects).shards.get(name)
     _require_same_buffer(objects, name, shard, listed)
     if listed is None or listed.version != shard.version:
         last = max((int(file[:20]) for file, entry in _entries(objects).items() if entry["name"] == name), default=-1)
@@ -357,10 +313,12 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
         objects.write(f"{ENTRIES}/{at:020}.{shard.version}.{name}.json", shard.to_json())
     for _ in range(ROUNDS):
         files = _entries(objects)
-        root = read_root(objects) or Root()
+        root = read_root(objects)
         newest = {entry["name"]: entry for entry in files.values()}  # by time, as they are sorted
         unlisted = {
-            shard_name: _entered(objects, entry) for shard_name, entry in newest.items() if _is_new(root, entry)
+            shard_name: entered
+            for shard_name, entry in newest.items()
+            if _is_new(root, entry) and (entered := _entered(objects, entry)) is not None
         }
         _rewrite(objects, {shard_name: new for shard_name, new in unlisted.items() if _is_of(root, shard_name, new[0])})
         if _entries(objects).keys() == files.keys():
@@ -368,7 +326,7 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
     for file, entry in files.items():
         if entry["name"] == name and entry is not newest[name]:
             objects.remove(f"{ENTRIES}/{file}")
-    _require_same_buffer(objects, name, shard, (read_root(objects) or Root()).shards.get(name))
+    _require_same_buffer(objects, name, shard, read_root(objects).shards.get(name))
 
 
 def _entries(objects: Objects) -> dict[str, re.Match[str]]:
@@ -385,14 +343,14 @@ def _is_of(root: Root, name: str, shard: Shard) -> bool:
     return name not in root.shards or root.shards[name].id == shard.id
 
 
-def _entered(objects: Objects, entry: re.Match[str]) -> tuple[Shard, bytes]:
-    path = f"{ENTRIES}/{entry[0]}"
-    shard = Shard.from_json(objects.read(path, MAX_SHARD_BYTES), objects.name_of(path))
-    return shard, read_head(objects, shard, shard.prefix(entry["name"]))
+def _entered(objects: Objects, entry: re.Match[str]) -> tuple[Shard, bytes] | None:
+    """The shard of an entry, and its head; None where a newer one has taken the place of the entry."""
+    shard = read_shard(objects, f"{ENTRIES}/{entry[0]}")
+    return None if shard is None else (shard, Published(objects, shard, entry["name"]).read_head())
 
 
 def _rewrite(objects: Objects, new: Mapping[str, tuple[Shard, bytes]]) -> None:
-    root = read_root(objects) or Root()
+    root = read_root(objects)
     listed = _with_shards(objects, root, new)
     if listed is not root:
         objects.write(ROOT, listed.to_json())

@@ -10,37 +10,21 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaMismatchError
+from memmap_buffer.errors import CorruptBufferError, SchemaMismatchError
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.shards import require_new_place
-from memmap_buffer.format.source import BLOCK
 from memmap_buffer.format.syscalls import read_at, write_all
-from memmap_buffer.maintenance.publish import read_head, read_root, read_shard
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
-from memmap_buffer.remote.blocks import runs
 from memmap_buffer.remote.cache import Cache, fetched
-from memmap_buffer.remote.layout import (
-    BLOCKS_FILE,
-    ROOT,
-    Shard,
-    are_blocks,
-    data_files,
-    digest,
-    num_blocks,
-    open_head,
-)
-from memmap_buffer.remote.mirror import PIECE
+from memmap_buffer.remote.layout import PIECE, ROOT, Shard, num_blocks
 from memmap_buffer.remote.objects import Objects
+from memmap_buffer.remote.published import Published, nothing_at, read_root, read_shard, require_digests
 from memmap_buffer.remote.shards import CACHE
 
 BATCH = 16 * PIECE  # blocks that are asked for at a time
-Digests = npt.NDArray[np.uint64]
 
 
 def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Shard]:
@@ -99,25 +83,21 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
                 path=target,
             )
     for name, shard in shards.items():
-        _pull(objects, name, shard, target / name)
+        _pull(Published(objects, shard, name), target / name)
 
 
 def shards_of(objects: Objects) -> dict[str, Shard]:
     """The shards of a store, as `shards_at` returns them."""
-    if (root := read_root(objects)) is not None:
-        return dict(root.shards)
+    if shards := read_root(objects).shards:
+        return dict(shards)
     if (shard := read_shard(objects)) is not None:
         return {"": shard}
-    where = objects.name_of(ROOT)
-    raise NotABufferError(f"{where}: nothing was published here; check the URL, or `publish` a folder")
+    raise nothing_at(objects, ROOT)
 
 
-def _pull(objects: Objects, name: str, shard: Shard, path: Path) -> None:
-    prefix, where = shard.prefix(name), objects.name_of(name)
-    files = open_head(read_head(objects, shard, prefix), where)
-    schema = files.pop("schema.json", b"")
-    layout = Layout.from_json(schema, where)
-    _require_whole(layout, shard, files, where)
+def _pull(published: Published, path: Path) -> None:
+    layout, files = published.open()
+    schema = files.pop("schema.json")
     folder = Folder(path)
     folder.create()
     with folder.held() as target:
@@ -126,23 +106,15 @@ def _pull(objects: Objects, name: str, shard: Shard, path: Path) -> None:
             if _is_there(target, schema):
                 return
             _claim(target, layout, schema, files)
-            _pull_blocks(objects, shard, prefix, layout, target)
+            for _ in progress(_pull_blocks(published, target), "fetching", published.files.count):
+                pass
+            target.sync_folders("data")
             for file, data in files.items():
                 target.unlink(file, missing_ok=True)  # of a call before that was interrupted
                 target.write_new(file, data, sync=True)
             target.rename("schema.json.new", "schema.json")
         finally:
             lock.release()
-
-
-def _require_whole(layout: Layout, shard: Shard, files: Mapping[str, bytes], where: str) -> None:
-    """Raise CorruptBufferError unless a head has the files that its schema tells of, each of its size."""
-    sizes = {array.name: array.size for array in layout.arrays.values()}
-    wrong = [
-        name for name, size in sizes.items() if name not in data_files(layout) and len(files.get(name, b"")) != size
-    ]
-    if layout.writable or layout.id != shard.id or wrong:
-        raise CorruptBufferError(f"{where}: the head is not what its schema says {wrong}; publish the folder again")
 
 
 def _is_there(target: Folder, schema: bytes) -> bool:
@@ -171,37 +143,26 @@ def _claim(target: Folder, layout: Layout, schema: bytes, files: Collection[str]
     target.write_new("schema.json.new", schema, sync=True)
 
 
-def _pull_blocks(objects: Objects, shard: Shard, prefix: str, layout: Layout, target: Folder) -> None:
-    arrays = {array.name: array for array in layout.arrays.values()}
-    sizes = data_files(layout)
-    digests, first = _digests(objects, shard, prefix, sum(map(num_blocks, sizes.values()))), 0
-    steps = []
-    for name, size in sizes.items():
-        of_file = digests[first : first + num_blocks(size)]
-        first += len(of_file)
-        steps.append(_fill(objects, prefix, arrays[name], of_file, target))
-    for _ in progress((step for each in steps for step in each), "fetching", len(digests)):
-        pass
-    target.sync_folders("data")
+def _pull_blocks(published: Published, target: Folder) -> Iterator[None]:
+    """Have the blocks of all data files on the disk; one item for each."""
+    require_digests([published])  # not by a check, which has room in the line that they would wait for
+    arrays = {array.name: array for array in published.layout.arrays.values()}
+    for name, first in published.files.first.items():
+        array, stop = arrays[name], first + num_blocks(arrays[name].size)
+        fresh = _make(target, array)
+        with target.writing(name, array.header, array.size) as fd:
+            for begin in range(first, stop, BATCH):
+                blocks = range(begin, min(begin + BATCH, stop))
+                missing = [block for block in blocks if fresh or not _is_whole(published, fd, block)]
+                _fetch(published, missing, fd)
+                yield from (None for _ in blocks)
 
 
-def _digests(objects: Objects, shard: Shard, prefix: str, count: int) -> Digests:
-    file = ArrayFile(BLOCKS_FILE, np.dtype("<u8"), (count,))
-    start = len(file.header)
-    wanted = [(prefix + BLOCKS_FILE, start, start + 8 * count)] * bool(count)
-    data = b"".join(objects.read_ranges(wanted, lambda i, data: digest(data) == shard.blocks))
-    return np.frombuffer(data, "<u8")
-
-
-def _fill(objects: Objects, prefix: str, array: ArrayFile, digests: Digests, target: Folder) -> Iterator[None]:
-    """Have the blocks of a file on the disk; one item for each."""
-    fresh = _make(target, array)
-    with target.writing(array.name, array.header, array.size) as fd:
-        for begin in range(0, len(digests), BATCH):
-            blocks = range(begin, min(begin + BATCH, len(digests)))
-            missing = [block for block in blocks if fresh or not _is_whole(fd, array, block, digests)]
-            _fetch(objects, prefix, array, digests, missing, fd)
-            yield from (None for _ in blocks)
+def _fetch(published: Published, blocks: Sequence[int], fd: int) -> None:
+    pieces = list(published.files.pieces(blocks))
+    ranges = [published.range_of(piece) for piece in pieces]
+    for i, data in published.objects.stream(ranges, lambda i, data: published.is_right(pieces[i], data)):
+        write_all(fd, data, ranges[i][1])
 
 
 def _make(target: Folder, array: ArrayFile) -> bool:
@@ -216,18 +177,6 @@ def _make(target: Folder, array: ArrayFile) -> bool:
     return True
 
 
-def _bytes_of(array: ArrayFile, piece: range) -> tuple[int, int]:
-    return piece.start * BLOCK, min(piece.stop * BLOCK, array.size)
-
-
-def _is_whole(fd: int, array: ArrayFile, block: int, digests: Digests) -> bool:
-    piece = range(block, block + 1)
-    first, stop = _bytes_of(array, piece)
-    return are_blocks(read_at(fd, stop - first, first), piece, digests)
-
-
-def _fetch(objects: Objects, prefix: str, array: ArrayFile, digests: Digests, missing: Sequence[int], fd: int) -> None:
-    pieces = [range(at, min(at + PIECE, stop)) for first, stop in runs(missing) for at in range(first, stop, PIECE)]
-    ranges = [(prefix + array.name, *_bytes_of(array, piece)) for piece in pieces]
-    for i, data in objects.stream(ranges, lambda i, data: are_blocks(data, pieces[i], digests)):
-        write_all(fd, data, ranges[i][1])
+def _is_whole(published: Published, fd: int, block: int) -> bool:
+    _, first, stop = published.files.place(block)
+    return published.is_right(range(block, block + 1), read_at(fd, stop - first, first))

@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memmap_buffer.errors import RemoteError
-from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.loading.epochs import WINDOW_BYTES
-from memmap_buffer.maintenance.publish import read_head
 from memmap_buffer.maintenance.pull import shards_of
 from memmap_buffer.paths import url_of
-from memmap_buffer.remote.layout import Shard, data_files, open_head
-from memmap_buffer.remote.mirror import PIECE
+from memmap_buffer.remote.layout import PIECE
 from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
+from memmap_buffer.remote.published import Published
 from memmap_buffer.remote.shards import CACHE
 
 CACHE_PLACE, AT_ONCE, BLOCK_BYTES = CACHE, IN_FLIGHT, BLOCK
@@ -102,14 +100,15 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
         ranges=False,
     )
     name, shard = max(shards.items(), key=lambda item: item[1].num_bytes)
+    largest = Published(objects, shard, name)
     try:
-        sizes = _sizes_of(objects, name, shard)
+        sizes = largest.files.sizes
     except RemoteError as error:
         if error.named.get("came") != NO_RANGES:
             raise
         return what
-    path = shard.prefix(name) + max(sizes, key=lambda file: sizes[file])
-    size = sizes[path.removeprefix(shard.prefix(name))]
+    file, size = max(sizes.items(), key=lambda item: item[1])
+    path = largest.prefix + file
     times = steps / max(1, shard.steps)
     return replace(
         what,
@@ -119,13 +118,6 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
         bandwidth=_bandwidth(objects, path, size, seconds),
         files={file: its * times for file, its in sizes.items()},
     )
-
-
-def _sizes_of(objects: Objects, name: str, shard: Shard) -> dict[str, int]:
-    """The data files of a shard."""
-    where = objects.name_of(name)
-    head = open_head(read_head(objects, shard, shard.prefix(name)), where)
-    return data_files(Layout.from_json(head.get("schema.json", b""), where))
 
 
 def _took(objects: Objects, ranges: Sequence[Range]) -> float:

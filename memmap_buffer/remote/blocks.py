@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from memmap_buffer.format.folder import MIRROR, Folder
 from memmap_buffer.format.host import boot_id
-from memmap_buffer.format.source import BLOCK
-from memmap_buffer.format.syscalls import RangeLocks, after_fork, npy_header
-from memmap_buffer.remote.layout import num_blocks
+from memmap_buffer.format.lock import Turn
+from memmap_buffer.format.syscalls import RangeLocks, npy_header, renew_after_fork
+from memmap_buffer.remote.layout import DataFiles, runs
 
 IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -39,7 +39,7 @@ class Blocks:
 
     Args:
         folder: the mirror, held.
-        files: the bytes of each of its data files, see `layout.data_files`.
+        files: its data files.
         locks: of the cache.
         place: of the mirror in the lock file: 10 hexadecimal digits of its name. Two that share one wait in vain, once.
 
@@ -50,29 +50,33 @@ class Blocks:
     """
 
     _by_key: ClassVar[WeakValueDictionary[tuple[int, int], Blocks]] = WeakValueDictionary()  # threads share `_busy`
-    _making = threading.Lock()
+    _making = Turn()
 
-    def __init__(self, folder: Folder, files: Sequence[int], locks: RangeLocks, place: str) -> None:
-        self.sizes = np.concatenate([_block_sizes(size) for size in files])
-        count = len(self.sizes)
+    def __init__(self, folder: Folder, files: DataFiles, locks: RangeLocks, place: str) -> None:
+        self.sizes, count = files.block_sizes(), files.count
         mapped = folder.map_shared(NAME, header(count), len(header(count)) + 4 * words(count))
         self.key = folder.file_key(NAME)
         whole = np.frombuffer(mapped, np.uint32, words(count), len(header(count)))
         self.words: Words = whole[:-_BOOT].reshape(-1, 3)
         self._boot: Words = whole[-_BOOT:]
         self._locks, self._first = locks, int(place, 16) << _LOCK_BITS
-        self._busy: set[int] = set()
-        self._changed = threading.Condition()
+        self.renew()
+        renew_after_fork(self)
         self._begin_boot()
 
+    def renew(self) -> None:
+        """In a forked child: the threads that were at work are the parent's."""
+        self._busy: set[int] = set()
+        self._changed = threading.Condition()
+
     @classmethod
-    def of(cls, folder: Folder, files: Sequence[int], locks: RangeLocks, place: str) -> Blocks:
+    def of(cls, folder: Folder, files: DataFiles, locks: RangeLocks, place: str) -> Blocks:
         """The blocks of a mirror; the same object for the same one.
 
         Raises:
             FileNotFoundError, CorruptBufferError: there are none, or other files than those of a mirror.
         """
-        with cls._making:
+        with cls._making.lock:
             blocks = cls._by_key.get(folder.file_key(NAME))
             if blocks is None:
                 blocks = cls(folder, files, locks, place)
@@ -163,23 +167,6 @@ def by_last_use(used: Words) -> Words:
     return later
 
 
-def _after_fork() -> None:
-    """The threads that were at work, and may have held any lock, are the parent's."""
-    Blocks._making = threading.Lock()
-    for blocks in list(Blocks._by_key.values()):
-        blocks._busy, blocks._changed = set(), threading.Condition()
-
-
-after_fork(_after_fork)
-
-
-def _block_sizes(size: int) -> IntArray:
-    """The bytes of each block of a file of so many."""
-    sizes = np.full(num_blocks(size), BLOCK, np.int64)
-    sizes[-1] -= sizes.sum() - size
-    return sizes
-
-
 def words(count: int) -> int:
     """How many words the file of so many blocks has."""
     return 3 * count + _BOOT
@@ -196,14 +183,3 @@ def new_words(count: int) -> bytes:
     content[: 3 * count : 3] = 1
     content[-_BOOT:] = np.frombuffer(boot_id(), np.uint32)
     return header(count) + content.tobytes()
-
-
-def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as ranges (first, stop) of those that follow one another."""
-    array = np.asarray(numbers)
-    if not array.size:
-        return []
-    apart = np.flatnonzero(np.diff(array) != 1)
-    first = array[np.append(0, apart + 1)]
-    stop = array[np.append(apart, len(array) - 1)] + 1
-    return list(zip(first.tolist(), stop.tolist(), strict=True))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 
@@ -18,9 +17,9 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.source import BLOCK, WINDOWS
-from memmap_buffer.format.syscalls import RangeLocks, after_fork, locked, random_bytes, read_at, write_word
+from memmap_buffer.format.syscalls import RangeLocks, locked, random_bytes, read_at, renew_after_fork, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray, Words, by_last_use
-from memmap_buffer.remote.layout import data_files, head_object, num_blocks
+from memmap_buffer.remote.layout import DataFiles, head_object
 
 USAGE, LOCKS = "usage", "locks"
 AT_ONCE = 20  # of the bound, a part that is given back together, so that it is not looked for too often
@@ -50,15 +49,20 @@ class Cache:
             )
         Folder(path).create()
         self.path, self.limit = path, limit
-        self._files: dict[str, dict[str, int]] = {}  # of each mirror, which never change
+        self._files: dict[str, DataFiles] = {}  # of each mirror, which never change
         self._heads: dict[str, memoryview] = {}
         self._mapped: OrderedDict[Any, int] = OrderedDict()
-        self._num_maps, self._turn = 0, threading.Lock()
-        _caches.add(self)
+        self._num_maps = 0
+        self.renew()
+        renew_after_fork(self)
         if limit is not None and file_system(path) in MEMORY:
             raise SchemaError(
                 f"cache: {path} lies in memory, where blocks cannot be given back safely; leave cache_bytes"
             )
+
+    def renew(self) -> None:
+        """In a forked child: another thread may have held the lock."""
+        self._turn = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Cache], tuple[Path, int | None]]:
         return Cache, (self.path, self.limit)
@@ -169,16 +173,15 @@ class Cache:
 
     def counters(self, names: Iterable[str]) -> dict[str, tuple[IntArray, Words]]:
         """Of mirrors, by the names of their folders, the bytes and the counter of each block."""
-        counters: dict[str, tuple[IntArray, Words]] = {}
+        each = self._mirrors(names)
+        return {folder.path.name: (blocks.sizes, blocks.words[:, COUNTER].copy()) for folder, blocks, _ in each}
 
-        def look(folder: Folder, blocks: Blocks, _: dict[str, int]) -> None:
-            counters[folder.path.name] = blocks.sizes, blocks.words[:, COUNTER].copy()
+    def blocks_of(self, folder: Folder, files: DataFiles) -> Blocks:
+        """The blocks of a mirror, whose version, which its name ends in, is where its locks are in the lock file."""
+        return Blocks.of(folder, files, self.locks, folder.path.name.rpartition("-")[2][:10])
 
-        self._each(look, names)
-        return counters
-
-    def _each(self, work: Callable[[Folder, Blocks, dict[str, int]], None], names: Iterable[str] | None = None) -> None:
-        """Do something with each mirror, or with some: its folder, its blocks, and its files with their sizes."""
+    def _mirrors(self, names: Iterable[str] | None = None) -> Iterator[tuple[Folder, Blocks, DataFiles]]:
+        """Each mirror, or some: its folder, which is held meanwhile, its blocks, and its files."""
         for path in sorted(self.path.iterdir()) if names is None else [self.path / name for name in names]:
             if ".new" in path.name or not Folder(path).exists(NAME):
                 continue
@@ -186,19 +189,16 @@ class Cache:
                 files = self._files.get(path.name)
                 if files is None:
                     layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
-                    files = self._files[path.name] = data_files(layout)
-                work(folder, Blocks.of(folder, [*files.values()], self.locks, place_of(path)), files)
+                    files = self._files[path.name] = DataFiles(layout)
+                yield folder, self.blocks_of(folder, files), files
 
     def _count(self) -> int:
         """The bytes of the blocks that may be on the disk."""
-        sizes: list[int] = []
-        self._each(lambda folder, blocks, files: sizes.append(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum())))
-        return sum(sizes)
+        return sum(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum()) for _, blocks, _ in self._mirrors())
 
     def _give_back(self, size: int, keep: Sequence[tuple[Blocks, IntArray]]) -> int:
         """Give so many bytes of the longest unused blocks back; how many were."""
-        mirrors: list[tuple[Folder, Blocks, dict[str, int]]] = []
-        self._each(lambda *mirror: mirrors.append(mirror))
+        mirrors = list(self._mirrors())
         used = np.concatenate([blocks.words[:, USED] for _, blocks, _ in mirrors])
         local = np.concatenate([_local_but(blocks, keep) for _, blocks, _ in mirrors])
         starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in mirrors)])
@@ -256,18 +256,6 @@ def fetched(now: Counters, before: Counters) -> tuple[int, int]:
     return every, once
 
 
-_caches: WeakSet[Cache] = WeakSet()
-
-
-def _after_fork() -> None:
-    """Another thread may have held any lock."""
-    for cache in list(_caches):
-        cache._turn = threading.Lock()
-
-
-after_fork(_after_fork)
-
-
 def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntArray:
     """(blocks,) not 0 where one may be given back."""
     local = blocks.words[:, LOCAL].astype(np.int64)
@@ -277,24 +265,14 @@ def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntAr
     return local
 
 
-def place_of(path: Path) -> str:
-    """Where the locks of a mirror are in the lock file, see `Blocks`: of its version, which names it."""
-    return path.name.rpartition("-")[2][:10]
-
-
-def _give_back(folder: Folder, blocks: Blocks, files: dict[str, int], block: int) -> bool:
+def _give_back(folder: Folder, blocks: Blocks, files: DataFiles, block: int) -> bool:
     """Give one block back, unless somebody is at it."""
     with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.held() as mirror:
         if not mine.size or mirror.file_key(NAME) != blocks.key:
             return False
         if not blocks.words[block, COUNTER] & np.uint32(1):
             blocks.change(block)
-        first = block
-        for name, size in files.items():
-            if first < num_blocks(size):
-                mirror.punch(name, first * BLOCK, min((first + 1) * BLOCK, size))
-                break
-            first -= num_blocks(size)
+        mirror.punch(*files.place(block))
         blocks.words[block, LOCAL] = 0
         return True
     return False

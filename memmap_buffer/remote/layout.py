@@ -30,12 +30,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.layout import ArrayFile, Layout
 from memmap_buffer.format.source import BLOCK
 
 ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "blocks.npy", "heads"
@@ -44,6 +49,7 @@ MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 26, 1 << 16, 1 << 20
 VALUE_BYTES = 12  # of JSON on an average, at least: `[]` takes 20 times its bytes in memory, and ours has 20 a value
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
 MAX_HEAD_BYTES = 1 << 31
+PIECE = 16  # neighbouring blocks that are one request
 ENTRIES, DATA = "entries", "data/"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE = re.compile(r"(schema\.json|(episodes|state|checksums)\.npy|(meta|extra)/[A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -75,9 +81,59 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def data_files(layout: Layout) -> dict[str, int]:
-    """The files of a packed folder that are read block by block -> their sizes, in the order of their blocks."""
-    return dict(sorted((array.name, array.size) for array in layout.arrays.values() if array.name.startswith(DATA)))
+def blocks_file(count: int) -> ArrayFile:
+    """The file of the digests of so many blocks."""
+    return ArrayFile(BLOCKS_FILE, np.dtype("<u8"), (count,))
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as ranges (first, stop) of those that follow one another."""
+    array = np.asarray(numbers)
+    if not array.size:
+        return []
+    apart = np.flatnonzero(np.diff(array) != 1)
+    first = array[np.append(0, apart + 1)]
+    stop = array[np.append(apart, len(array) - 1)] + 1
+    return list(zip(first.tolist(), stop.tolist(), strict=True))
+
+
+class DataFiles:
+    """The files of a packed folder that are read block by block; blocks are counted on from file to file.
+
+    Attributes: sizes: file -> its bytes, in the order of their blocks. first: file -> its first block. count: of all.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        arrays = [array for array in layout.arrays.values() if array.name.startswith(DATA)]
+        self.sizes = dict(sorted((array.name, array.size) for array in arrays))
+        *starts, self.count = accumulate(map(num_blocks, self.sizes.values()), initial=0)
+        self.first = dict(zip(self.sizes, starts, strict=True))
+        self._names, self._starts = list(self.sizes), starts
+
+    def place(self, block: int) -> tuple[str, int, int]:
+        """(the file, first byte, the byte behind the last) of a block."""
+        name = self._names[bisect_right(self._starts, block) - 1]
+        begin = (block - self.first[name]) * BLOCK
+        return name, begin, min(begin + BLOCK, self.sizes[name])
+
+    def range_of(self, piece: range) -> tuple[str, int, int]:
+        """As `place`, of neighbouring blocks in one file."""
+        name, begin, _ = self.place(piece[0])
+        return name, begin, self.place(piece[-1])[2]
+
+    def pieces(self, blocks: Sequence[int]) -> Iterator[range]:
+        """Ascending blocks as ranges of few neighbours in one file."""
+        for first, stop in runs(blocks):
+            cuts = {first, stop, *range(first, stop, PIECE), *(at for at in self._starts if first < at < stop)}
+            yield from (range(low, high) for low, high in pairwise(sorted(cuts)))
+
+    def block_sizes(self) -> IntArray:
+        """(count,) the bytes of each block; the last one of a file is what is left of it."""
+        sizes = np.full(self.count, BLOCK, np.int64)
+        for name, first in self.first.items():
+            last = first + num_blocks(self.sizes[name]) - 1
+            sizes[last] = self.sizes[name] - (last - first) * BLOCK
+        return sizes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,30 +24,21 @@ from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.blobs import CodedRows, Dictionary
 from memmap_buffer.format.checksums import EMPTY, Sums
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
+from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.records import WORDS
 from memmap_buffer.format.source import BLOCK, Rows, Traffic, Wanted
 from memmap_buffer.format.storage import Maps, Storage, slices_of
 from memmap_buffer.format.syscalls import process_id, random_bytes, read_at, write_all
-from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, now, runs
-from memmap_buffer.remote.cache import Cache, CacheTraffic, place_of
-from memmap_buffer.remote.layout import (
-    BLOCKS_FILE,
-    DATA,
-    Shard,
-    are_blocks,
-    data_files,
-    digest,
-    num_blocks,
-    open_head,
-)
+from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, now
+from memmap_buffer.remote.cache import Cache, CacheTraffic
+from memmap_buffer.remote.layout import DATA, HEAD, Shard, digest, head_object, num_blocks
+from memmap_buffer.remote.published import Published, require_digests
 
 if TYPE_CHECKING:
     from memmap_buffer.remote.objects import Objects
 
 T = TypeVar("T")
 TOGETHER = 2048  # blocks that are fetched at a time, so that others wait for their locks
-PIECE = 16  # neighbouring blocks that are one request
 WHOLE = 16384  # blocks of a mirror that are looked at all together
 DIGESTS = "mirror/digests"
 PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
@@ -80,75 +70,50 @@ class Local:
         self.coded: dict[str, CodedRows] = {}
 
 
-class Mirror:
+class Mirror(Published):
     """A packed folder at a URL, and what is there of it.
 
     Args:
         objects: the store.
-        prefix: of the folder in it, ending in a slash.
         shard: what is known of it.
+        name: of the shard, where the URL is that of its root.
         cache: where its local copy lies.
-        head: the path of the object that its head is in, and the bytes of that.
+        heads: the bytes of the object in the root that its head is in, too; None: its head is one of its version.
     """
 
-    def __init__(self, objects: Objects, prefix: str, shard: Shard, cache: Cache, head: tuple[str, int]) -> None:
-        self.objects, self.prefix, self.shard, self.cache, self._head_at = objects, prefix, shard, cache, head
+    def __init__(self, objects: Objects, shard: Shard, name: str, cache: Cache, heads: int | None = None) -> None:
+        super().__init__(objects, shard, name)
+        self.cache, self._heads = cache, heads
         self.path = cache.path / shard.mirror
         self._local: Local | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mirror, (self.objects, self.prefix, self.shard, self.cache, self._head_at)
+        return Mirror, (self.objects, self.shard, self.name, self.cache, self._heads)
 
     # What is known without a local copy
 
-    def head(self) -> dict[str, bytes]:
-        """The files of its head. Raises CorruptBufferError, RemoteError."""
-        (path, total), (name, first, size) = self._head_at, self.shard.head
-        where = self.objects.name_of(path)
+    def read_head(self) -> bytes:
+        name, first, size = self.shard.head
+        path, total = (self.prefix + HEAD, size) if self._heads is None else (head_object(name), self._heads)
+
+        def fetch() -> bytes:
+            return self.objects.read_ranges([(path, 0, total)], lambda i, data: digest(data) == name)[0]
+
         for anew in (False, True):
-            whole = self.cache.head(name, total, self._fetch_head, anew)
-            part = bytes(whole[first : first + size])
+            part = bytes(self.cache.head(name, total, fetch, anew)[first : first + size])
             if self.shard.is_head(part):
-                return open_head(part, where)
+                return part
+        where = self.objects.name_of(path)
         raise CorruptBufferError(f"{where}: the bytes are not those that were published; publish the shard again")
 
-    def _fetch_head(self) -> bytes:
-        path, size = self._head_at
-        return self.objects.read_ranges([(path, 0, size)], lambda i, data: digest(data) == self.shard.head[0])[0]
+    def kept_digests(self) -> bytes:
+        with suppress(OSError, CorruptBufferError):
+            return Folder(self.path).read(DIGESTS, 8 * self.files.count)
+        return b""
 
-    @cached_property
-    def layout(self) -> Layout:
-        return self._layout_of(self.head())
-
-    def _layout_of(self, head: Mapping[str, bytes]) -> Layout:
-        layout = Layout.from_json(head.get("schema.json", b""), f"{self.path}/schema.json")
-        if layout.id != self.shard.id or layout.rows is None:
-            raise CorruptBufferError(f"{self.path}: the head is not of the shard that was asked for; publish it again")
-        return layout
-
-    def array(self, key: str, head: Mapping[str, bytes]) -> Array:
-        """An array of its head."""
-        file = self.layout.arrays[key]
-        data = head.get(file.name, b"")
-        if len(data) != file.size or data[: len(file.header)] != file.header:
-            raise CorruptBufferError(
-                f"{self.objects.name_of(self.prefix)}: {file.name} is not as the schema says; publish the shard again"
-            )
-        flat = np.frombuffer(data, file.dtype, -1, len(file.header)).reshape(file.shape)
-        return flat if flat.flags.aligned else flat.copy()
-
-    @cached_property
-    def files(self) -> dict[str, tuple[int, int]]:
-        """The files that are fetched block by block: name -> (its first block, its bytes)."""
-        files, first = {}, 0
-        for name, size in data_files(self.layout).items():
-            files[name] = first, size
-            first += num_blocks(size)
-        return files
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(num_blocks(size) for _, size in self.files.values())
+    def keep_digests(self, content: bytes) -> None:
+        with suppress(OSError):
+            Folder(self.path).write_new(DIGESTS, content, sync=False)
 
     def sizes_of(self, fields: Sequence[str]) -> list[int]:
         """The bytes of each file that rows of fields are read from."""
@@ -211,16 +176,12 @@ class Mirror:
         for attempt in range(OPENINGS):
             try:
                 with Folder(self.path).held() as folder:
-                    return Local(folder, self._blocks_of(folder), self.layout)
+                    return Local(folder, self.cache.blocks_of(folder, self.files), self.layout)
             except (FileNotFoundError, NotADirectoryError, CorruptBufferError):
                 if attempt == OPENINGS - 1:
                     raise
                 self._make()
         raise AssertionError
-
-    def _blocks_of(self, folder: Folder) -> Blocks:
-        sizes = [size for _, size in self.files.values()]
-        return Blocks.of(folder, sizes, self.cache.locks, place_of(self.path))
 
     def _make(self) -> None:
         """Make a local copy of which no block is there, whole; one that another process made meanwhile may go again."""
@@ -233,7 +194,7 @@ class Mirror:
             for array in self.layout.arrays.values():
                 if array.name.startswith(DATA):
                     folder.create_array(array.name, array.header, array.size)
-            folder.write_new(NAME, new_words(self.num_blocks), sync=False)
+            folder.write_new(NAME, new_words(self.files.count), sync=False)
             try:
                 new.rename(self.path)
             except OSError as error:
@@ -246,7 +207,7 @@ class Mirror:
     def _discard(self) -> None:
         """Remove the local copy, unless it can be opened: another process may just have made it."""
         with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(self.path).held() as folder:
-            Local(folder, self._blocks_of(folder), self.layout)
+            Local(folder, self.cache.blocks_of(folder, self.files), self.layout)
             return
         gone = self.path.with_name(f"{self.path.name}.new-{random_bytes(8).hex()}")
         with suppress(FileNotFoundError):
@@ -255,29 +216,9 @@ class Mirror:
 
     # Blocks
 
-    @cached_property
-    def digests(self) -> Array:
-        """(blocks,) u8, fetched when the first block is."""
-        require_digests([self])
-        digests: Array = self.__dict__["digests"]
-        return digests
-
-    @property
-    def digests_at(self) -> tuple[int, int]:
-        """Where the digests are in their file: first byte, and the one behind the last."""
-        file = ArrayFile(BLOCKS_FILE, np.dtype("<u8"), (self.num_blocks,))
-        return len(file.header), file.size
-
-    def take_digests(self, content: bytes) -> bool:
-        """Have the digests, if these bytes are they."""
-        if digest(content) != self.shard.blocks:
-            return False
-        self.__dict__["digests"] = np.frombuffer(content, np.uint64)
-        return True
-
     def blocks_of(self, name: str, begin: IntArray, end: IntArray) -> IntArray:
         """The blocks that hold some ranges of bytes of a file, ascending."""
-        first, size = self.files[name]
+        first, size = self.files.first[name], self.files.sizes[name]
         begin, end = np.clip(begin, 0, size - 1), np.minimum(end, size)  # an index that was forged may say anything
         low, high = begin // BLOCK, np.maximum(end - 1, begin) // BLOCK
         mask = np.zeros(num_blocks(size), np.bool_)
@@ -303,29 +244,10 @@ class Mirror:
         offset = len(file.header) + begin[there]
         return self.blocks_of(file.name, offset, offset + length[there]) if offset.size else offset
 
-    def place(self, block: int) -> tuple[str, int, int]:
-        """(the file, first byte, the byte behind the last) of a block."""
-        for name, (first, size) in self.files.items():
-            if block < first + num_blocks(size):
-                begin = (block - first) * BLOCK
-                return name, begin, min(begin + BLOCK, size)
-        raise IndexError(block)
-
-    def pieces(self, blocks: Sequence[int]) -> Iterator[range]:
-        """Ascending blocks as ranges of few neighbours in one file."""
-        starts = [first for first, _ in self.files.values()]
-        for first, stop in runs(blocks):
-            cuts = sorted({first, stop, *range(first, stop, PIECE), *(s for s in starts if first < s < stop)})
-            yield from (range(low, high) for low, high in pairwise(cuts))
-
-    def is_right(self, piece: range, data: bytes) -> bool:
-        """Whether these are the bytes of neighbouring blocks."""
-        return are_blocks(data, piece, self.digests)
-
     def write(self, blocks: Blocks, piece: range, data: bytes) -> None:
         """Have neighbouring blocks there, whose locks are held."""
-        name, start, _ = self.place(piece[0])
-        with self._held_folder(blocks) as folder, folder.changing(name, self.files[name][1]) as fd:
+        name, start, _ = self.files.place(piece[0])
+        with self._held_folder(blocks) as folder, folder.changing(name, self.files.sizes[name]) as fd:
             try:
                 write_all(fd, data, start)
             except OSError as error:
@@ -344,7 +266,7 @@ class Mirror:
             return
         with self._held_folder(blocks) as folder:
             for block in chosen.tolist():
-                name, start, stop = self.place(block)
+                name, start, stop = self.files.place(block)
                 with folder.reading(name) as (fd, _):
                     if self.is_right(range(block, block + 1), read_at(fd, stop - start, start)):
                         blocks.change(block)
@@ -364,10 +286,7 @@ class Mirror:
 
     def storage(self, verify: str = "auto") -> MirrorStorage:
         """The folder, open for reading; rows of it are fetched when they are read."""
-        head = self.head()
-        self.__dict__.setdefault("layout", self._layout_of(head))
         storage = MirrorStorage(self, verify)
-        storage.__dict__["maps"] = storage.maps_of(head)
         storage.refresh()
         storage.check_always()
         return storage
@@ -381,13 +300,30 @@ class Mirror:
         local, key = self.local, name + DICTIONARY
         coded_rows = local.coded.get(name)
         if coded_rows is None:
-            content = None
-            if key in local.arrays:
-                content = _all_of(self, key)
-            dictionary = None if content is None else Dictionary.of(content)
+            dictionary = Dictionary.of(self._all_of(key)) if key in local.arrays else None
             coded_rows = CodedRows(self.layout.coded[name], local.arrays[name + BLOBS].reshape(-1), dictionary)
             local.coded[name] = coded_rows
         return coded_rows
+
+    def _all_of(self, key: str) -> Array:
+        """All of a data file."""
+        file = self.layout.arrays[key]
+        blocks = self.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size]))
+        return self.copied(lambda: fetch({self: blocks}), lambda: self.local.arrays[key].copy())
+
+    def copied(self, bring: Callable[[], Taken], copy: Callable[[], T]) -> T:
+        """A copy of what is brought, made until all of it stayed meanwhile."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            taken = bring()
+            result = copy()
+            if taken.unchanged():
+                return result
+            if time.monotonic() > until:
+                raise SchemaError(
+                    f"cache_bytes: {self.limit} are too few for all that read from this cache at a time: what one "
+                    "fetches is given back for another before it is read; give more"
+                )
 
 
 class _RemovedError(Exception):
@@ -443,24 +379,25 @@ class MirrorStorage(Storage):
 
     @cached_property
     def maps(self) -> Maps:
-        return self.maps_of(self.mirror.head())
+        layout, head = self.mirror.open()
 
-    def maps_of(self, head: Mapping[str, bytes]) -> Maps:
-        """The arrays of a head, and those of data files, which are mapped when they are read."""
-        mirror, layout = self.mirror, self.layout
+        def array(key: str) -> Array:
+            file = layout.arrays[key]
+            flat = np.frombuffer(head[file.name], file.dtype, -1, len(file.header)).reshape(file.shape)
+            return flat if flat.flags.aligned else flat.copy()
+
         return Maps(
-            mirror.array("/episodes", head).view(np.uint64).reshape(-1, WORDS),
-            mirror.array("/state", head).view(np.uint64).reshape(-1),
-            mirror.array("/checksums", head),
-            _ByName(layout.schema.fields, mirror.rows),
-            {name: mirror.array(name, head) for name in layout.schema.meta_fields},
-            _ByName(layout.coded, mirror.coded),
+            array("/episodes").view(np.uint64).reshape(-1, WORDS),
+            array("/state").view(np.uint64).reshape(-1),
+            array("/checksums"),
+            _ByName(layout.schema.fields, self.mirror.rows),
+            {name: array(name) for name in layout.schema.meta_fields},
+            _ByName(layout.coded, self.mirror.coded),
         )
 
     @property
     def where(self) -> str:
-        name, _, _ = self.mirror.prefix.rstrip("/").rpartition("/")  # without the version
-        return str(self.mirror.objects.name_of(name))
+        return self.mirror.where
 
     @property
     def schema_replaced(self) -> bool:
@@ -480,14 +417,15 @@ class MirrorStorage(Storage):
         low = np.array([rows.start]) if isinstance(rows, slice) else rows.ravel()
         high = np.array([rows.stop]) if isinstance(rows, slice) else low + 1
         read = super().read_rows
-        return _copied([(self, [Rows(name, low, high)])], lambda: read(name, rows, slots, serials).copy())
+        wanted = [(self, [Rows(name, low, high)])]
+        return self.mirror.copied(lambda: bring(wanted), lambda: read(name, rows, slots, serials).copy())
 
     def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
         read = super().sums_of_rows
         if stop <= first:
             return read(name, first, stop, sums)
         wanted = [(self, [Rows(name, np.array([first]), np.array([stop]))])]
-        return _copied(wanted, lambda: read(name, first, stop, sums))
+        return self.mirror.copied(lambda: bring(wanted), lambda: read(name, first, stop, sums))
 
     def slices_of(self, name: str, steps: int) -> Array:
         return slices_of(self.maps.rows[name], steps)  # not kept: it would keep a map that is not used any more
@@ -505,23 +443,25 @@ def mirror_of(storage: Storage) -> Mirror:
 def bring(wanted: Wanted) -> Taken:
     """Have the blocks of rows there."""
     taken = Taken()
-    parts: dict[Mirror, list[IntArray]] = {}
-    for storage, rows in wanted:
-        mirror = mirror_of(storage)
-        whole = taken.add_whole(mirror)
-        if not whole and rows:
-            parts.setdefault(mirror, []).extend(mirror.blocks_of_rows(field_rows) for field_rows in rows)
-    taken.add(parts)
-    blobs: dict[Mirror, list[IntArray]] = {}
-    for storage, rows in wanted:
-        mirror = mirror_of(storage)
-        if mirror in parts:
-            for field_rows in rows:
-                if field_rows.name in storage.layout.coded:
-                    blobs.setdefault(mirror, []).append(mirror.blocks_of_blobs(field_rows))
-    if blobs:
-        taken.add({mirror: [*each, *blobs.get(mirror, [])] for mirror, each in parts.items()})  # none for another
+    parts = [(storage, rows) for storage, rows in wanted if not taken.add_whole(mirror_of(storage))]
+    chosen = _blocks_of(parts)
+    taken += fetch(chosen)
+    if blobs := _blocks_of(parts, blobs=True):
+        both = {m: np.union1d(these, blobs.get(m, these)) for m, these in chosen.items()}
+        taken += fetch(both)  # none for another
     return taken
+
+
+def _blocks_of(wanted: Wanted, *, blobs: bool = False) -> Chosen:
+    """The blocks of rows, ascending, or those of their blobs, whose index is there."""
+    blocks: dict[Mirror, list[IntArray]] = {}
+    for storage, rows in wanted:
+        mirror = mirror_of(storage)
+        if blobs:
+            rows = [each for each in rows if each.name in storage.layout.coded]
+        find = mirror.blocks_of_blobs if blobs else mirror.blocks_of_rows
+        blocks.setdefault(mirror, []).extend(map(find, rows))
+    return {mirror: np.unique(np.concatenate(each)) for mirror, each in blocks.items() if each}
 
 
 def _remove(folder: Path) -> None:
@@ -551,46 +491,12 @@ def _bring_each(asked: SimpleQueue[Wanted], turn: threading.Lock) -> None:
 
 def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
     with suppress(Exception):
-        parts: dict[Mirror, list[IntArray]] = {}
-        for storage, rows in wanted:
-            mirror = mirror_of(storage)
-            parts.setdefault(mirror, []).extend(mirror.blocks_of_rows(field_rows) for field_rows in rows)
-        chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in parts.items() if each}
+        chosen = _blocks_of(wanted)
         size = sum(int(mirror.blocks.sizes[these].sum()) for mirror, these in chosen.items())
         if chosen and all(mirror.cache.has_room_beside(size) for mirror in chosen):
             fetch(chosen, begun)
             begun()
-            coded = [
-                (s, rows) for s, rows in wanted if s.layout.coded.keys() & {field_rows.name for field_rows in rows}
-            ]
-            bring(coded)  # their blobs
-
-
-def _copied(wanted: Wanted, copy: Callable[[], T]) -> T:
-    until = time.monotonic() + PATIENCE
-    while True:
-        taken = bring(wanted)
-        result = copy()
-        if taken.unchanged():
-            return result
-        if time.monotonic() > until:
-            raise SchemaError(
-                f"cache_bytes: {mirror_of(wanted[0][0]).limit} are too few for all that read from this cache at a "
-                "time: what one fetches is given back for another before it is read; give more"
-            )
-
-
-def _all_of(mirror: Mirror, key: str) -> Array:
-    """All of a data file."""
-    file = mirror.layout.arrays[key]
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until:
-        taken = Taken()
-        taken.add({mirror: [mirror.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size]))]})
-        content = mirror.local.arrays[key].copy()
-        if taken.unchanged():
-            return content
-    raise SchemaError(f"cache_bytes: {mirror.cache.limit} are too few for all that read from this cache; give more")
+            bring([(s, rows) for s, rows in wanted if any(each.name in s.layout.coded for each in rows)])  # their blobs
 
 
 class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
@@ -599,7 +505,7 @@ class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
     def add_whole(self, mirror: Mirror) -> bool:
         """Whether all blocks of a mirror are there, which are noted then: no need to find those that are read."""
         blocks = mirror.local.blocks
-        mirror.cache.use(mirror, len(mirror.files) + 1)
+        mirror.cache.use(mirror, len(mirror.files.sizes) + 1)
         if mirror.cache.limit is not None or len(blocks.words) > WHOLE:
             return False
         every = np.arange(len(blocks.words))
@@ -608,12 +514,6 @@ class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
             return False
         self.append((mirror, blocks, every, counters))
         return True
-
-    def add(self, parts: Mapping[Mirror, Sequence[IntArray]]) -> None:
-        """Have blocks of mirrors there, and note them."""
-        chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in parts.items() if each}
-        if chosen:
-            self += fetch(chosen)
 
     def unchanged(self) -> bool:
         """Whether all of them were there all the time, in the copy that is read."""
@@ -632,7 +532,7 @@ def _nothing() -> None:
     """For who has nothing to do then."""
 
 
-def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> list[tuple[Mirror, Blocks, IntArray, Words]]:
+def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> Taken:
     """Have blocks, ascending, of mirrors there; with their counters.
 
     Args:
@@ -656,7 +556,7 @@ def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> list[tuple[Mi
                 raise CorruptBufferError(
                     f"{next(iter(chosen)).cache.path}: its folders are removed all the time; give another cache"
                 ) from None
-    return [(mirror, blocks[mirror], these, blocks[mirror].counters(these)) for mirror, these in chosen.items()]
+    return Taken((m, blocks[m], these, blocks[m].counters(these)) for m, these in chosen.items())
 
 
 def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
@@ -708,7 +608,7 @@ def _fetch_absent(
         part = _by_mirror(absent[:size])
         with ExitStack() as locks:
             taken = {m: locks.enter_context(blocks[m].taken(these.tolist())) for m, these in part.items()}
-            mine = dict(filter(_any_taken, taken.items()))
+            mine = {m: these for m, these in taken.items() if these.size}
             fits = _fetch_held(mine, blocks, [(blocks[m], these) for m, these in chosen.items()], begun)
         if fits:
             others = {m: np.setdiff1d(these, taken[m], True) for m, these in part.items()}
@@ -724,10 +624,6 @@ def _fetch_absent(
         else:
             size = max(1, size // 2)
             time.sleep(0.01)
-
-
-def _any_taken(blocks: tuple[Mirror, IntArray]) -> bool:
-    return blocks[1].size > 0
 
 
 def _fetch_held(
@@ -753,9 +649,9 @@ def _fetch_held(
 
 def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
     """Fetch blocks of one store. They are compared and written in the threads that got them, while others come."""
-    mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.pieces(these.tolist())]
+    mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.files.pieces(these.tolist())]
     writing = _Writing(mine, blocks)
-    ranges = [(m.prefix + m.place(p[0])[0], m.place(p[0])[1], m.place(p[-1])[2]) for m, p in mine]
+    ranges = [mirror.range_of(piece) for mirror, piece in mine]
     try:
         for _ in objects.stream(ranges, writing.take):
             begun()
@@ -802,27 +698,6 @@ class _Writing:
         with self._changed:
             self._ended = True
             self._changed.wait_for(lambda: not self._at_work)
-
-
-def require_digests(mirrors: Sequence[Mirror]) -> None:
-    """Have the digests of mirrors, those that were kept or all others together.
-
-    Raises:
-        RemoteError: the store fails, or they are others than those that were published.
-    """
-    lacking = [mirror for mirror in mirrors if "digests" not in mirror.__dict__ and not _kept_digests(mirror)]
-    for objects in {mirror.objects for mirror in lacking}:
-        mine = [mirror for mirror in lacking if mirror.objects is objects]
-        ranges = [(m.prefix + BLOCKS_FILE, *m.digests_at) for m in mine]
-        for i, content in objects.stream(ranges, lambda i, data, mine=mine: mine[i].take_digests(data)):  # type: ignore[misc]
-            with suppress(OSError):
-                Folder(mine[i].path).write_new(DIGESTS, content, sync=False)
-
-
-def _kept_digests(mirror: Mirror) -> bool:
-    with suppress(OSError, CorruptBufferError):
-        return mirror.take_digests(Folder(mirror.path).read(DIGESTS, 8 * mirror.num_blocks))
-    return False
 
 
 def _by_mirror(absent: Sequence[tuple[Mirror, int]]) -> Chosen:

@@ -107,8 +107,8 @@ class Objects:
         self._tries, self._timeout = tries, timeout
         self._opened: _Opened | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.url, self.storage_options, self._tries, self._timeout)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -117,13 +117,20 @@ class Objects:
         """The URL of an object, as it may be shown."""
         return f"{shown(self.url).rstrip('/')}/{path}".rstrip("/")
 
-    def read(self, path: str, limit: int) -> bytes:
-        """A small object whole.
+    def read(self, path: str, limit: int) -> bytes | None:
+        """A small object whole; None if there is none.
 
         Raises:
-            RemoteError: it is not there (`missing`), has more than `limit` bytes, or the store fails.
+            RemoteError: it has more than `limit` bytes, or the store fails.
         """
-        return self._run(self._read(path, limit))
+
+        async def request() -> bytes:
+            data = await self._get(path, 0, limit + 1, exact=False)
+            if len(data) > limit:
+                raise _Unfit(f"it has more than {limit} bytes", again=False)
+            return data
+
+        return self._run_or(None, "read", path, request, min(limit, PART))
 
     def read_ranges(self, ranges: Sequence[Range], check: Callable[[int, bytes], bool] | None = None) -> list[bytes]:
         """The bytes of each (path, start, stop), as `stream` fetches them."""
@@ -161,19 +168,54 @@ class Objects:
         Raises:
             RemoteError: the store fails, or cannot be written to.
         """
-        self._run(self._write(path, data))
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        place = self._path(path)
+        new = place if self._writes_whole else f"{place}.{process_id()}.new"
+
+        async def send() -> None:
+            if isinstance(data, Path):
+                options = {"chunksize": max(PART, size // MOST_PARTS)} if self.replaces_on_condition else {}
+                await self._call("put_file", str(data), new, **options)
+            else:
+                await self._call("pipe_file", new, data)
+            if new != place:
+                await self._call("mv", new, place)
+
+        async def request() -> None:
+            try:
+                await send()
+            except FileNotFoundError:
+                if self._open().fs.async_impl:  # no store of folders: it would make a bucket
+                    raise
+                await self._call("makedirs", new.rpartition("/")[0], exist_ok=True)
+                await send()
+
+        self._run("write", path, request, size)
 
     def size(self, path: str) -> int | None:
         """The bytes of an object; None if there is none."""
-        return self._run(self._size(path))
+
+        async def request() -> int:
+            size = (await self._call("info", self._path(path))).get("size")
+            if type(size) is not int:
+                raise _Unfit("the store does not tell how large it is", again=False)
+            return size
+
+        return self._run_or(None, "size", path, request)
 
     def names(self, path: str) -> list[str]:
         """The names of the objects in a folder; none if there is no such folder."""
-        return self._run(self._names(path))
+
+        async def request() -> list[str]:
+            self._open().fs.invalidate_cache()
+            paths = await self._call("ls", self._path(path), detail=False)
+            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in paths)
+
+        return self._run_or([], "list", path, request)
 
     def remove(self, path: str) -> None:
         """Remove an object; one that is not there is fine."""
-        self._run(self._remove(path))
+        self._run_or(None, "remove", path, lambda: self._call("rm_file", self._path(path)))
 
     # The one object that several replace
 
@@ -194,11 +236,32 @@ class Objects:
 
     def read_tagged(self, path: str, limit: int) -> tuple[bytes, str]:
         """An object whole, and what tells this state of it from others; (b"", "") where there is none."""
-        return self._run(self._read_tagged(path, limit))
+        fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
+
+        async def request() -> tuple[bytes, str]:
+            reply = await fs._call_s3("get_object", Bucket=bucket, Key=key)
+            if reply["ContentLength"] > limit:
+                raise _Unfit(f"it has more than {limit} bytes", again=False)
+            async with reply["Body"] as body:
+                return await body.read(), reply["ETag"]
+
+        return self._run_or((b"", ""), "read", path, request, min(limit, PART))
 
     def replace_tagged(self, path: str, data: bytes, tag: str) -> bool:
         """Replace an object whose tag is this, or make one where it is ""; False where it has changed meanwhile."""
-        return self._run(self._replace_tagged(path, data, tag))
+        fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
+        condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+
+        async def request() -> bool:
+            try:
+                await fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+            except Exception as error:
+                if _has_changed(error):
+                    return False
+                raise
+            return True
+
+        return self._run("replace", path, request, len(data))
 
     # Requests
 
@@ -241,12 +304,23 @@ class Objects:
             work.close()
             raise
 
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        future = self._submit(work)
+    def _run(self, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0) -> Result:
+        future = self._submit(self._try(what, path, request, size))
         try:
             return future.result()
         finally:
             future.cancel()  # an interruption ends what it waited for
+
+    def _run_or(
+        self, absent: Result, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0
+    ) -> Result:
+        """The result of a request; `absent` where there is no such object."""
+        try:
+            return self._run(what, path, request, size)
+        except RemoteError as error:
+            if error.missing:
+                return absent
+            raise
 
     async def _try(
         self, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0, line: _Line | None = None
@@ -284,15 +358,6 @@ class Objects:
             return await getattr(fs, f"_{method}")(*arguments, **options)
         return await asyncio.to_thread(getattr(fs, method), *arguments, **options)
 
-    async def _read(self, path: str, limit: int) -> bytes:
-        async def request() -> bytes:
-            data = await self._get(path, 0, limit + 1, exact=False)
-            if len(data) > limit:
-                raise _Unfit(f"it has more than {limit} bytes", again=False)
-            return data
-
-        return await self._try("read", path, request, min(limit, PART))
-
     async def _read_range(self, i: int, wanted: Range, check: Callable[[int, bytes], bool] | None) -> bytes:
         path, start, stop = wanted
 
@@ -314,97 +379,6 @@ class Objects:
             return await _get_by_http(opened.fs, self._path(path), start, stop, exact)
         data: bytes = await self._call("cat_file", self._path(path), start=start, end=stop)
         return data
-
-    async def _write(self, path: str, data: bytes | Path) -> None:
-        size = data.stat().st_size if isinstance(data, Path) else len(data)
-        place = self._path(path)
-        new = place if self._writes_whole else f"{place}.{process_id()}.new"
-
-        async def send() -> None:
-            if isinstance(data, Path):
-                options = {"chunksize": max(PART, size // MOST_PARTS)} if self.replaces_on_condition else {}
-                await self._call("put_file", str(data), new, **options)
-            else:
-                await self._call("pipe_file", new, data)
-            if new != place:
-                await self._call("mv", new, place)
-
-        async def request() -> None:
-            try:
-                await send()
-            except FileNotFoundError:
-                if self._open().fs.async_impl:  # no store of folders: it would make a bucket
-                    raise
-                await self._call("makedirs", new.rpartition("/")[0], exist_ok=True)
-                await send()
-
-        await self._try("write", path, request, size)
-
-    async def _size(self, path: str) -> int | None:
-        async def request() -> int:
-            size = (await self._call("info", self._path(path))).get("size")
-            if type(size) is not int:
-                raise _Unfit("the store does not tell how large it is", again=False)
-            return size
-
-        try:
-            return await self._try("size", path, request)
-        except RemoteError as error:
-            if error.missing:
-                return None
-            raise
-
-    async def _names(self, path: str) -> list[str]:
-        async def request() -> list[str]:
-            self._open().fs.invalidate_cache()
-            paths = await self._call("ls", self._path(path), detail=False)
-            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in paths)
-
-        try:
-            return await self._try("list", path, request)
-        except RemoteError as error:
-            if error.missing:
-                return []
-            raise
-
-    async def _remove(self, path: str) -> None:
-        try:
-            await self._try("remove", path, lambda: self._call("rm_file", self._path(path)))
-        except RemoteError as error:
-            if not error.missing:
-                raise
-
-    async def _read_tagged(self, path: str, limit: int) -> tuple[bytes, str]:
-        fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
-
-        async def request() -> tuple[bytes, str]:
-            reply = await fs._call_s3("get_object", Bucket=bucket, Key=key)
-            if reply["ContentLength"] > limit:
-                raise _Unfit(f"it has more than {limit} bytes", again=False)
-            async with reply["Body"] as body:
-                return await body.read(), reply["ETag"]
-
-        try:
-            return await self._try("read", path, request, min(limit, PART))
-        except RemoteError as error:
-            if error.missing:
-                return b"", ""
-            raise
-
-    async def _replace_tagged(self, path: str, data: bytes, tag: str) -> bool:
-        fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
-        condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
-
-        async def request() -> bool:
-            try:
-                await fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
-            except Exception as error:
-                if _has_changed(error):
-                    return False
-                raise
-            return True
-
-        return await self._try("replace", path, request, len(data))
 
 
 def _after_fork() -> None:
@@ -504,7 +478,3 @@ def _remedy(error: Exception, missing: bool) -> str:
     if isinstance(error, _Unfit) and not error.again:
         return "check the URL and the server"
     return "check the store and the way to it, then try again"
-
-
-def _rebuild(kind: type[Objects], url: str, options: dict[str, Any], tries: int, timeout: float) -> Objects:
-    return kind(url, options, tries=tries, timeout=timeout)

@@ -10,23 +10,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from memmap_buffer.errors import MemmapBufferError, NotABufferError, RemoteError
+from memmap_buffer.errors import MemmapBufferError
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.remote.cache import Cache
-from memmap_buffer.remote.layout import (
-    HEAD,
-    MAX_ROOT_BYTES,
-    MAX_SHARD_BYTES,
-    ROOT,
-    SHARD,
-    Root,
-    Shard,
-    digest,
-    head_object,
-)
+from memmap_buffer.remote.layout import ROOT, SHARD, Root, digest, head_object
 from memmap_buffer.remote.mirror import Mirror
 from memmap_buffer.remote.objects import Objects
+from memmap_buffer.remote.published import nothing_at, read_root, read_shard
 
 log = logging.getLogger("memmap_buffer")
 LOOK_SECONDS = 10.0  # how often a root is asked whether it has more shards
@@ -47,16 +38,10 @@ def open_url(url: str, options: Mapping[str, Any] | None, cache: Cache) -> Mirro
         RemoteError: the store fails.
     """
     objects = Objects(url_of(url), options)
-    where = objects.name_of(SHARD)
-    try:
-        shard = Shard.from_json(objects.read(SHARD, MAX_SHARD_BYTES), where)
-    except RemoteError as error:
-        if not error.missing:
-            raise
-        raise NotABufferError(
-            f"{where}: no buffer was published here; check the URL, or `publish` one", path=where
-        ) from None
-    return Mirror(objects, shard.prefix(), shard, cache, (shard.prefix() + HEAD, shard.head[2]))
+    shard = read_shard(objects)
+    if shard is None:
+        raise nothing_at(objects, SHARD)
+    return Mirror(objects, shard, "", cache)
 
 
 class RemoteShards:
@@ -115,10 +100,9 @@ class RemoteShards:
             for name, shard in new.items():
                 names.setdefault(shard.head[0], []).append(name)
             for key in self._fetch_heads(names):
-                head = head_object(key), self._root.heads[key]
                 for name in names[key]:
                     shard = new[name]
-                    mirror = Mirror(self._objects, shard.prefix(name), shard, self._cache, head)
+                    mirror = Mirror(self._objects, shard, name, self._cache, self._root.heads[key])
                     storages[numbers[name]] = mirror.storage()
                     self._versions[name] = shard.version
             self.storages = self.storages | dict(sorted(storages.items()))  # each stays in the place that it has
@@ -156,17 +140,9 @@ class RemoteShards:
         return numbers
 
     def _read_root(self) -> Root:
-        where = self._objects.name_of(ROOT)
-        try:
-            root = Root.from_json(self._objects.read(ROOT, MAX_ROOT_BYTES), where)
-        except RemoteError as error:
-            if not error.missing:
-                raise
-            raise NotABufferError(
-                f"{where}: nothing was published here; check the URL, or `publish` a folder", path=where
-            ) from None
+        root = read_root(self._objects)
         if not root.shards:
-            raise NotABufferError(f"{where}: no shard is listed; `publish` a folder", path=where)
+            raise nothing_at(self._objects, ROOT)
         return root
 
     def _fetch_heads(self, names: Iterable[str]) -> Iterator[str]:

@@ -37,13 +37,13 @@ from memmap_buffer import (
 )
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publish as publishing
-from memmap_buffer.maintenance.publish import read_root, read_shard
 from memmap_buffer.maintenance.pull import shards_at
 from memmap_buffer.maintenance.store import measure_store
 from memmap_buffer.remote import layout
 from memmap_buffer.remote import objects as requests
 from memmap_buffer.remote.layout import Root, Shard, digest, head_object, open_head, version_of
 from memmap_buffer.remote.objects import Objects
+from memmap_buffer.remote.published import Published, read_root, read_shard
 
 
 class Plain(LocalFileSystem):
@@ -271,7 +271,7 @@ def test_shards_of_other_fields_are_named_by_their_urls(place: dict[str, Any], t
         buffer.store_episode(x=[1.0])
     publish(tmp_path / "other", url := f"{place['url']}-2")
     store, second = objects_of(place), Objects(url)
-    head = publishing.read_head(second, found := shards_at(url)["other"], found.prefix("other"))
+    head = Published(second, found := shards_at(url)["other"], "other").read_head()
     publishing._list(store, "other", found, head)
     with pytest.raises(SchemaMismatchError, match="have different fields") as told:
         ConcatBuffer.from_root(place["url"], cache=tmp_path / "cache")
@@ -523,7 +523,7 @@ def test_a_folder_that_changes_while_it_is_sent_is_not_listed(tmp_path: Path, mo
     monkeypatch.setattr(Objects, "write", meddle)
     with pytest.raises(CorruptBufferError, match="its files changed while they were sent; publish it again"):
         publish(one, f"file://{tmp_path}/url")
-    assert read_root(Objects(f"file://{tmp_path}/url")) is None
+    assert not read_root(Objects(f"file://{tmp_path}/url")).shards
 
 
 # Heads

@@ -362,7 +362,7 @@ def test_a_fetch_gives_back_no_block_of_its_own_batch(root, tmp_path, monkeypatc
     (mirror, *others) = [storage.mirror for storage in far._folders.storages]
     for other in others:  # the cache is full of what nobody asks for
         fetch({other: np.arange(8)})
-    both = np.arange(other.num_blocks)[:8]
+    both = np.arange(other.files.count)[:8]
     fetch({mirror: both[:4]})
     mirror.blocks.words[both[:4], USED], others[0].blocks.words[:, USED] = 1, 9
     others[1].blocks.words[:, USED] = 9
@@ -378,7 +378,7 @@ def test_what_does_not_fit_is_neither_counted_nor_fetched(root, tmp_path):
     limit = sum(int(mirror.blocks.sizes.sum()) for mirror in mirrors[:2]) + BLOCK
     far = ConcatBuffer.from_root(url, cache=tmp_path / "cache", cache_bytes=limit)
     one, other, third = (storage.mirror for storage in far._folders.storages)
-    kept = [(mirror.blocks, np.arange(mirror.num_blocks)) for mirror in (one, other)]
+    kept = [(mirror.blocks, np.arange(mirror.files.count)) for mirror in (one, other)]
     for mirror, (_, every) in zip((one, other), kept, strict=True):
         fetch({mirror: every})
     wanted = [(third.blocks, np.arange(4))]

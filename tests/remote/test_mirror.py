@@ -190,8 +190,7 @@ def test_rows_whose_block_is_given_back_before_they_are_copied_are_read_again(ro
         if len(taken) < 2:
             with Folder(mirror.path).held() as folder:
                 local = np.flatnonzero(mirror.blocks.words[:, LOCAL])
-                sizes = {name: size for name, (_, size) in mirror.files.items()}
-                taken.append([give_back(folder, mirror.blocks, sizes, block) for block in local.tolist()])
+                taken.append([give_back(folder, mirror.blocks, mirror.files, block) for block in local.tolist()])
 
     monkeypatch.setattr(BatchBuilder, "_bring", bring_and_lose)
     options = {"timestep_level": True, "fields": ["state"], "seed": 3}
@@ -239,8 +238,8 @@ def test_a_bound_counts_the_bytes_of_small_files(tmp_path):
     state = mirrors[0].path / "data" / "state.npy"
     used = state.stat().st_blocks
     with Folder(mirrors[0].path).held() as folder:
-        sizes = {name: size for name, (_, size) in mirrors[0].files.items()}
-        assert give_back(folder, mirrors[0].blocks, sizes, mirrors[0].files["data/state.npy"][0])
+        files_of_it = mirrors[0].files
+        assert give_back(folder, mirrors[0].blocks, files_of_it, files_of_it.first["data/state.npy"])
     assert state.stat().st_blocks < used / 2
     equal(ConcatBuffer.from_root(tmp_path / "near").batch(timestep_level=True), far.batch(timestep_level=True))
 
@@ -291,7 +290,7 @@ def test_after_another_boot_blocks_are_compared_with_their_digests(root, tmp_pat
     expected = one.batch(timestep_level=True, fields=["state"])
     mirror = one._storage.mirror
     mirror.blocks._boot[:] = 7
-    name, _, _ = mirror.place(int(mirror.blocks_of("data/state.npy", np.zeros(1, int), np.ones(1, int))[0]))
+    name, _, _ = mirror.files.place(int(mirror.blocks_of("data/state.npy", np.zeros(1, int), np.ones(1, int))[0]))
     with open(mirror.path / name, "r+b") as file:  # the cut lost what was written
         file.seek(5000)
         file.write(bytes(5000))

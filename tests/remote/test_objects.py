@@ -68,8 +68,9 @@ def test_what_was_written_is_read_by_ranges_sizes_and_names(store: Objects, tmp_
 
 def test_what_is_missing_or_too_large_is_an_error_at_once(store: Objects) -> None:
     store.write("a.bin", b"four")
-    with pytest.raises(RemoteError, match=r"/x\.bin: read: there is none \(tries: 1\)") as caught:
-        store.read("x.bin", 9)
+    assert store.read("x.bin", 9) is None
+    with pytest.raises(RemoteError, match=r"/x\.bin: bytes 0 to 9: there is none \(tries: 1\)") as caught:
+        store.read_ranges([("x.bin", 0, 9)])
     assert caught.value.missing
     with pytest.raises(RemoteError, match=r"/a\.bin: read: it has more than 3 bytes \(tries: 1\)") as caught:
         store.read("a.bin", 3)

@@ -1,0 +1,150 @@
+"""`Published`: a version of a folder at a URL, which never changes: its head, its layout, the digests of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memmap_buffer.cached import cached_property
+from memmap_buffer.dtypes import Array
+from memmap_buffer.errors import CorruptBufferError, NotABufferError
+from memmap_buffer.format.layout import Layout
+from memmap_buffer.remote.layout import (
+    BLOCKS_FILE,
+    DATA,
+    HEAD,
+    MAX_ROOT_BYTES,
+    MAX_SHARD_BYTES,
+    ROOT,
+    SHARD,
+    DataFiles,
+    Root,
+    Shard,
+    are_blocks,
+    blocks_file,
+    digest,
+    open_head,
+)
+
+if TYPE_CHECKING:
+    from memmap_buffer.remote.objects import Objects, Range
+
+
+def read_root(objects: Objects) -> Root:
+    """The root that `root.json` describes; an empty one where there is none."""
+    data = objects.read(ROOT, MAX_ROOT_BYTES)
+    return Root() if data is None else Root.from_json(data, objects.name_of(ROOT))
+
+
+def read_shard(objects: Objects, path: str = SHARD) -> Shard | None:
+    """The shard that a `shard.json` describes; None where there is none."""
+    data = objects.read(path, MAX_SHARD_BYTES)
+    return None if data is None else Shard.from_json(data, objects.name_of(path))
+
+
+def nothing_at(objects: Objects, path: str) -> NotABufferError:
+    """The error for a URL at which there is nothing to read."""
+    return NotABufferError(f"{objects.name_of(path)}: nothing was published here; check the URL, or `publish` a folder")
+
+
+class Published:
+    """A packed folder at a URL.
+
+    Args:
+        objects: the store.
+        shard: what is known of it.
+        name: of the shard, where the URL is that of its root.
+    """
+
+    def __init__(self, objects: Objects, shard: Shard, name: str = "") -> None:
+        self.objects, self.shard, self.name = objects, shard, name
+        self.prefix = shard.prefix(name)
+
+    @property
+    def where(self) -> str:
+        """The URL, as it may be shown."""
+        return self.objects.name_of(self.name)
+
+    def read_head(self) -> bytes:
+        """The bytes of its head. Raises CorruptBufferError, RemoteError."""
+        wanted = [(self.prefix + HEAD, 0, self.shard.head[2])]
+        (head,) = self.objects.read_ranges(wanted, lambda i, data: self.shard.is_head(data))
+        return head
+
+    def open(self) -> tuple[Layout, dict[str, bytes]]:
+        """(its layout, the files of its head, which are as that says). Raises CorruptBufferError, RemoteError."""
+        files = open_head(self.read_head(), self.where)
+        layout: Layout | None = self.__dict__.get("layout")
+        if layout is None:
+            layout = self.__dict__["layout"] = Layout.from_json(files.get("schema.json", b""), self.where)
+        wrong = [
+            array.name
+            for array in layout.arrays.values()
+            if not array.name.startswith(DATA)
+            and not (len(data := files.get(array.name, b"")) == array.size and data.startswith(array.header))
+        ]
+        if layout.writable or layout.id != self.shard.id or wrong:
+            raise CorruptBufferError(
+                f"{self.where}: the head is not what its schema says {wrong}; publish the folder again"
+            )
+        return layout, files
+
+    def head(self) -> dict[str, bytes]:
+        """The files that are there whole: all but those of the fields."""
+        return self.open()[1]
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self.open()[0]
+
+    @cached_property
+    def files(self) -> DataFiles:
+        """The files that are fetched block by block."""
+        return DataFiles(self.layout)
+
+    @cached_property
+    def digests(self) -> Array:
+        """(blocks,) u8, fetched when the first block is."""
+        require_digests([self])
+        digests: Array = self.__dict__["digests"]
+        return digests
+
+    def kept_digests(self) -> bytes:
+        """Digests that were kept; b"" where none were."""
+        return b""
+
+    def keep_digests(self, content: bytes) -> None:
+        """Keep digests for the next time, if there is room."""
+
+    def take_digests(self, content: bytes) -> bool:
+        """Have the digests, if these bytes are they."""
+        if digest(content) != self.shard.blocks:
+            return False
+        self.__dict__["digests"] = np.frombuffer(content, np.uint64)
+        return True
+
+    def range_of(self, piece: range) -> Range:
+        """Where neighbouring blocks of a file stand in the store."""
+        name, begin, stop = self.files.range_of(piece)
+        return self.prefix + name, begin, stop
+
+    def is_right(self, piece: range, data: bytes) -> bool:
+        """Whether these are the bytes of neighbouring blocks."""
+        return are_blocks(data, piece, self.digests)
+
+
+def require_digests(folders: Sequence[Published]) -> None:
+    """Have the digests of folders, those that were kept or all others together.
+
+    Raises:
+        RemoteError: the store fails, or they are others than those that were published.
+    """
+    lacking = [each for each in folders if "digests" not in vars(each) and not each.take_digests(each.kept_digests())]
+    for objects in {each.objects for each in lacking}:
+        mine = [each for each in lacking if each.objects is objects]
+        files = [blocks_file(each.files.count) for each in mine]
+        ranges = [(e.prefix + BLOCKS_FILE, len(file.header), file.size) for e, file in zip(mine, files, strict=True)]
+        for i, content in objects.stream(ranges, lambda i, data, mine=mine: mine[i].take_digests(data)):  # type: ignore[misc]
+            mine[i].keep_digests(content)
