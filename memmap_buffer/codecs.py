@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, check_count
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 
@@ -45,7 +45,7 @@ class Zstd:
     takes_dictionary: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_int("Zstd: level", self.level, 1, 19)
+        check_count("Zstd: level", self.level, 1, 19)
 
     def require_fits(self, dtype: str, shape: tuple[int, ...]) -> None:
         """All numbers fit."""
@@ -158,7 +158,7 @@ class Jpeg:
     takes_dictionary: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_int("Jpeg: quality", self.quality, 1, 100)
+        check_count("Jpeg: quality", self.quality, 1, 100)
         if self.subsampling not in ("444", "422", "420"):
             raise SchemaError(f"Jpeg: subsampling: got {self.subsampling!r}, expected '444', '422' or '420'")
 
@@ -270,8 +270,3 @@ def _kept(key: Any, dictionary: Array | None, make: Callable[[], Any]) -> Any:
             kept.clear()
         entry = kept[key] = make(), dictionary
     return entry[0]
-
-
-def _check_int(what: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise SchemaError(f"{what}: got {value!r}, expected a whole number from {low} to {high}")

@@ -109,10 +109,13 @@ def loaded_torch() -> Any:
     return torch if hasattr(torch, "Tensor") else None
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise SchemaError unless `value` is a whole number from `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise SchemaError(f"{name}: got {value!r}, expected a whole number from {least}")
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """`value` as an int. Raises SchemaError unless it is a whole number from `least`, to `most`."""
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        limit = "" if most is None else f" to {most}" if most < 2**16 else f" to 2**{most.bit_length() - 1}"
+        raise SchemaError(f"{name}: got {value!r}, expected a whole number from {least}{limit}")
+    return int(value)
 
 
 def check_number(name: str, value: Any, low: float = 0, high: float = 1) -> None:

@@ -112,20 +112,13 @@ class CodedRows(NamedTuple):
     data: Array
     dictionary: Dictionary | None
 
-    def _lengths(self, index: Array) -> tuple[IntArray, BoolArray]:
-        """The length of the blob of each row of the index (N, 2), and which of them lie in the file."""
-        length, size = index[:, 1] & _LENGTH, len(self.data)
-        there = length <= (size if self.field.is_list else min(size, self.field.itemsize))
-        there &= index[:, 0] <= size - np.minimum(length, size).astype(np.uint64)
-        return length.astype(np.int64), there
-
     def blobs(self, index: Array) -> list[bytes | None]:
-        """Copies of the blobs of rows of the index (N, 2); None of one that lies beyond the file."""
-        length, there = self._lengths(index)
-        begin, data = np.where(there, index[:, 0], 0).astype(np.int64), memoryview(self.data)  # type: ignore[arg-type]
-        ends = (begin + np.where(there, length, 0)).tolist()
-        each = zip(begin.tolist(), ends, there.tolist(), strict=True)
-        return [data[a:b].tobytes() if ok else None for a, b, ok in each]
+        """Copies of the blobs of rows of the index (N, 2), b"" where there is none; None of one that `beyond` finds."""
+        bad, length, data = beyond(self, index), lengths_of(index), memoryview(self.data)  # type: ignore[arg-type]
+        here = (length > 0) & ~bad
+        begin, end = np.where(here, index[:, 0], 0), np.where(here, index[:, 0] + length, 0)
+        each = zip(begin.tolist(), end.tolist(), bad.tolist(), strict=True)
+        return [None if wrong else data[a:b].tobytes() for a, b, wrong in each]
 
     def _joined(self, index: Array, length: IntArray) -> bytes:
         """A copy of blobs that lie in the file, one behind the other."""
@@ -146,19 +139,13 @@ class CodedRows(NamedTuple):
         Returns:
             (members of all lists, one behind the other; (N,) how many each has; (N,) whether one is none).
         """
-        size, word = self.field.itemsize, index[:, 1] & _LENGTH
-        default = word == DEFAULT_BLOB
-        begin, length = index[:, 0].copy(), np.where(default, np.uint64(0), word)
-        bad = (length > len(self.data)) | (begin > len(self.data) - np.minimum(length, len(self.data)))
-        bad |= (length % size != 0) | (index[:, 1] >> np.uint64(32) != 0)
-        length[bad], begin[bad] = 0, 0
+        bad = beyond(self, index) | (index[:, 1] >> np.uint64(32) != 0)
         blobs = [
-            memoryview(self.data)[a:b].tobytes()  # type: ignore[arg-type]
-            for a, b in zip(begin.tolist(), (begin + length).tolist(), strict=True)
+            blob if blob and not wrong else b"" for blob, wrong in zip(self.blobs(index), bad.tolist(), strict=True)
         ]
-        for i in np.flatnonzero(default).tolist():
+        for i in np.flatnonzero(index[:, 1] & _LENGTH == DEFAULT_BLOB).tolist():
             blobs[i] = self.field.fill.item().tobytes()
-        counts = np.fromiter(map(len, blobs), np.int64, len(blobs)) // size
+        counts = np.fromiter(map(len, blobs), np.int64, len(blobs)) // self.field.itemsize
         members = np.frombuffer(b"".join(blobs), self.field.entries).reshape(-1, *self.field.shape[1:])
         return members, counts, bad
 
@@ -207,7 +194,7 @@ class CodedRows(NamedTuple):
     def _decode_each(self, index: Array, out: Array, places: IntArray) -> IntArray:
         """Decode blobs, each another, in threads where they are many; which of them cannot be decoded."""
         size = self.field.itemsize
-        length, good = self._lengths(index)
+        length, good = lengths_of(index).astype(np.int64), ~beyond(self, index)
         numbers = index[:, 1] >> np.uint64(32)
         dictionary_number = np.uint64(0 if self.dictionary is None else self.dictionary.number)
         good &= (numbers == 0) | (numbers == dictionary_number)
@@ -339,15 +326,6 @@ def beyond(coded: CodedRows, index: Array) -> Array:
     wrong = length % member != 0 if coded.field.is_list else length > member
     missing = wrong | (length > size - np.minimum(begin, size))
     return np.asarray(missing & (length > 0))
-
-
-def stored_blobs(coded: CodedRows, index: Array) -> list[bytes] | None:
-    """Copies of the blobs of rows of the index (N, 2), b"" where a row has none; None where one is not in the file."""
-    if beyond(coded, index).any():
-        return None
-    data, length = memoryview(coded.data), lengths_of(index)  # type: ignore[arg-type]
-    begin = np.where(length == 0, np.uint64(0), index[:, 0])
-    return [bytes(data[a:b]) for a, b in zip(begin.tolist(), (begin + length).tolist(), strict=True)]
 
 
 def fault(coded: CodedRows, index: Array, region: range | None) -> str:

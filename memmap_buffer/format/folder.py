@@ -54,6 +54,15 @@ _PUBLISHED_HERE = {"root.json": "ConcatBuffer.from_root", "shard.json": "ReplayB
 ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
 
 
+@contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """A descriptor, closed at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class Folder:
     """The files of one folder, opened by name relative to it, never through a link.
 
@@ -169,21 +178,16 @@ class Folder:
     def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The array of a file, mapped read-only, as a plain ndarray."""
         count = int(np.prod(shape, dtype=object))
+        size = len(header) + count * dtype.itemsize
         try:
-            mapped = self._map(name, header, len(header) + count * dtype.itemsize)
+            with closing(self._checked(name, os.O_RDONLY, header, size)) as fd:
+                mapped = syscalls.map_to_read(fd, size)
         except OSError as error:
             remedy = _TOO_MANY.get(error.errno or 0)
             if remedy is None:
                 raise
             raise OSError(error.errno, f"{self.path / name}: {remedy}, or read fewer folders at once") from None
         return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
-
-    def _map(self, name: str, header: bytes, size: int) -> memoryview:
-        fd = self._checked(name, os.O_RDONLY, header, size)
-        try:
-            return syscalls.map_to_read(fd, size)
-        finally:
-            os.close(fd)
 
     def map_to_change(self, name: str, header: bytes, size: int, *, shared: bool) -> tuple[int, mmap.mmap]:
         """A descriptor, which the caller closes, and a map of a whole file; stores reach it only where `shared`.
@@ -200,21 +204,10 @@ class Folder:
             raise
         return fd, mapped
 
-    def map_small(self, name: str, size: int) -> memoryview:
-        """A read-only map of a file that is no array. Raises FileNotFoundError, CorruptBufferError."""
-        fd = self._checked(name, os.O_RDONLY, b"", size)
-        try:
-            return syscalls.map_to_read(fd, size)
-        finally:
-            os.close(fd)
-
     def map_shared(self, name: str, header: bytes, size: int) -> memoryview:
         """A map of a whole file, without a descriptor, whose stores reach it; as `map_to_change` they may kill."""
-        fd = self._checked(name, os.O_RDWR, header, size)
-        try:
+        with closing(self._checked(name, os.O_RDWR, header, size)) as fd:
             return syscalls.map_to_change(fd, size)
-        finally:
-            os.close(fd)
 
     def open_to_read(self, name: str, header: bytes, size: int) -> int:
         """A descriptor to copy from; the caller closes it."""
@@ -222,12 +215,9 @@ class Folder:
 
     def forget(self, name: str, header: bytes, size: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Drop the pages of bytes (first, stop) from the system's cache, where nobody uses them."""
-        fd = self._checked(name, os.O_RDONLY, header, size)
-        try:
+        with closing(self._checked(name, os.O_RDONLY, header, size)) as fd:
             for first, stop in ranges:
                 syscalls.forget(fd, *_pages(first, stop))
-        finally:
-            os.close(fd)
 
     @contextmanager
     def changing(self, name: str, size: int | None = None) -> Iterator[int]:
@@ -235,13 +225,10 @@ class Folder:
 
         Raises: CorruptBufferError: it has another size than this.
         """
-        fd = self._open(name, os.O_RDWR)
-        try:
+        with closing(self._open(name, os.O_RDWR)) as fd:
             if size is not None and os.fstat(fd).st_size != size:
                 raise CorruptBufferError(self._text(name, f"has not {size} bytes any more"), path=self.path / name)
             yield fd
-        finally:
-            os.close(fd)
 
     def punch(self, name: str, start: int, stop: int) -> None:
         """Give the space of some bytes of an array file back, but for that of its header."""
@@ -252,12 +239,9 @@ class Folder:
     @contextmanager
     def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
         """A descriptor for `write_all`, on the disk and closed at the end of the block."""
-        fd = self.open_to_write(name, header, size)
-        try:
+        with closing(self.open_to_write(name, header, size)) as fd:
             yield fd
             barrier(fd)
-        finally:
-            os.close(fd)
 
     def open_to_write(self, name: str, header: bytes, size: int) -> int:
         """A descriptor for `write_all`; the caller closes it."""
@@ -265,13 +249,11 @@ class Folder:
         return self._checked(name, os.O_RDWR, header, size)
 
     def create_array(self, name: str, header: bytes, size: int, reserve: bool = False) -> None:
-        """A new file of zeros behind its header, sparse unless its space is reserved.
+        """A new file of zeros behind its header, sparse unless its space is reserved; where that fails there is none.
 
         Raises: SchemaError where the file system cannot hold it; OSError (ENOSPC) where `reserve` finds no space.
         """
-        sub, _, _ = name.rpartition("/")
-        with self._changing(sub, create=True) as directory:
-            fd = self._create(name, directory)
+        with self._making(name) as (fd, _):
             try:
                 syscalls.system.truncate(fd, size)
                 if reserve:
@@ -285,25 +267,31 @@ class Folder:
                         path=self.path / name,
                     ) from error
                 raise
-            finally:
-                os.close(fd)
 
-    def _create(self, name: str, directory: int) -> int:
-        try:
-            return syscalls.system.create(name.rpartition("/")[2], directory)
-        except FileExistsError:
-            raise self._in_the_way(name) from None
+    @contextmanager
+    def _making(self, name: str) -> Iterator[tuple[int, int]]:
+        """A new file and the folder that it is in, open in the block; where that fails there is no such file."""
+        sub, _, base = name.rpartition("/")
+        with self._changing(sub, create=True) as directory:
+            try:
+                fd = syscalls.system.create(base, directory)
+            except FileExistsError:
+                raise self._in_the_way(name) from None
+            with closing(fd):
+                try:
+                    yield fd, directory
+                except BaseException:
+                    with suppress(OSError):
+                        syscalls.system.unlink(base, directory)
+                    raise
 
     def _in_the_way(self, name: str) -> CorruptBufferError:
         path = self.path / name
         return CorruptBufferError(f"{path} is in the way and is not ours to replace; move it away", path=path)
 
     def sync_array(self, name: str) -> None:
-        fd = self._open(name, os.O_RDONLY)
-        try:
+        with self.reading(name) as (fd, _):
             barrier(fd)
-        finally:
-            os.close(fd)
 
     def read(self, name: str, limit: int) -> bytes:
         """A small file whole. Raises FileNotFoundError, or CorruptBufferError beyond `limit` bytes."""
@@ -317,30 +305,19 @@ class Folder:
     @contextmanager
     def reading(self, name: str) -> Iterator[tuple[int, int]]:
         """A descriptor for `read_at`, closed at the end of the block, and the size of the file."""
-        fd = self._open(name, os.O_RDONLY)
-        try:
+        with closing(self._open(name, os.O_RDONLY)) as fd:
             yield fd, os.fstat(fd).st_size
-        finally:
-            os.close(fd)
 
     def write_new(self, name: str, *parts: bytes, sync: bool) -> None:
         """A new file of these bytes, whole and, with `sync`, on the disk; where that fails there is none."""
-        sub, _, base = name.rpartition("/")
-        with self._changing(sub, create=True) as directory:
-            fd, offset = self._create(name, directory), 0
-            try:
-                for data in parts:
-                    write_all(fd, data, offset)
-                    offset += len(data)
-                if sync:
-                    barrier(fd)
-                    syscalls.system.sync_folder(directory)
-            except BaseException:
-                with suppress(OSError):
-                    syscalls.system.unlink(base, directory)
-                raise
-            finally:
-                os.close(fd)
+        with self._making(name) as (fd, directory):
+            offset = 0
+            for data in parts:
+                write_all(fd, data, offset)
+                offset += len(data)
+            if sync:
+                barrier(fd)
+                syscalls.system.sync_folder(directory)
 
     def rename(self, old: str, new: str) -> None:
         """Replace `new` by `old`; on the disk when this returns, where both are in the same folder."""
@@ -395,24 +372,10 @@ class Folder:
 
     def copy_file(self, name: str, target: Folder, new: str = "") -> None:
         """Copy a file by its bytes into a folder where no such file exists yet; where that fails there is none."""
-        sub, _, base = (new or name).rpartition("/")
-        source = self._open(name, os.O_RDONLY)
-        try:
-            with target._changing(sub, create=True) as directory:
-                fd = target._create(new or name, directory)
-                try:
-                    size = os.fstat(source).st_size
-                    syscalls.system.truncate(fd, size)
-                    copy_range(source, fd, 0, size)
-                    barrier(fd)
-                except BaseException:
-                    with suppress(OSError):
-                        syscalls.system.unlink(base, directory)
-                    raise
-                finally:
-                    os.close(fd)
-        finally:
-            os.close(source)
+        with self.reading(name) as (source, size), target._making(new or name) as (fd, _):
+            syscalls.system.truncate(fd, size)
+            copy_range(source, fd, 0, size)
+            barrier(fd)
 
     def _lstat(self, name: str) -> os.stat_result:
         descriptor = self._descriptor

@@ -250,7 +250,7 @@ class Journal:
         self._hidden = self.order.item(0, 0) if full else table.base
         self.table, self._lent = replace(table, visible=NO_SLOTS), frozenset(Columns._fields)
         self._most = np.zeros(len(self.shown), np.int64)
-        self._limit(np.flatnonzero(self.shown), storage)
+        self._limit(slice(None), storage)
         self._followed = True
 
     def _own(self, names: Iterable[str]) -> None:
@@ -295,7 +295,7 @@ class Journal:
         gone = self._retire(storage.layout.max_episodes)
         return np.array(sorted({*slots.tolist(), *gone})) if gone else slots
 
-    def _limit(self, slots: IntArray, storage: Storage) -> None:
+    def _limit(self, slots: IntArray | slice, storage: Storage) -> None:
         """Up to which step slots may come to show theirs: an open episode grows, another stays, none shows nothing."""
         table = self.table
         most = np.where(table.flags[slots] & OPEN != 0, storage.layout.max_timesteps, table.length[slots])

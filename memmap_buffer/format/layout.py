@@ -18,7 +18,7 @@ import numpy as np
 
 from memmap_buffer.cached import cached_property
 from memmap_buffer.codecs import codec_from_json, codec_to_json
-from memmap_buffer.dtypes import is_dtype_name
+from memmap_buffer.dtypes import check_count, is_dtype_name
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.format.records import RECORD, STATE
 from memmap_buffer.format.syscalls import npy_header, random_bytes
@@ -165,9 +165,9 @@ class Layout:
             "spare_slots": (0 if packed else 1, MAX_SLOTS),
         }
         for name, (low, high) in bounds.items():
-            object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
+            object.__setattr__(self, name, check_count(name, getattr(self, name), low, high))
         if self.capacity is not None:
-            object.__setattr__(self, "capacity", _whole("capacity", self.capacity, 1, 2**62))
+            object.__setattr__(self, "capacity", check_count("capacity", self.capacity, 1, 2**62))
         if self.slots > MAX_SLOTS or any(
             array.shape[0] * array.row_bytes > MAX_FILE_BYTES for array in self.arrays.values()
         ):
@@ -362,6 +362,13 @@ class Layout:
 
         return hashlib.blake2b(text.encode(), digest_size=ID_BYTES).hexdigest()
 
+    def without(self, names: Collection[str]) -> Layout:
+        """This layout without some fields."""
+        groups = (self.schema.fields, self.schema.meta_fields)
+        fields, meta = ({name: field for name, field in group.items() if name not in names} for group in groups)
+        column_of = {name: column for name, column in self.column_of.items() if name not in names}
+        return self.with_fields(self.schema.with_fields(fields, meta), column_of)
+
     def with_fields(
         self, schema: Schema, column_of: Mapping[str, int], dictionaries: Mapping[str, int] | None = None
     ) -> Layout:
@@ -379,19 +386,12 @@ def _most_episodes(schema: Schema, max_timesteps: int, capacity: int | None, spa
     """
     if capacity is None:
         raise SchemaError("max_episodes: got None, expected a number of episodes; pass max_episodes=…, or capacity=…")
-    longest = _whole("max_timesteps", max_timesteps, 1, MAX_TIMESTEPS)
-    steps, spare = _whole("capacity", capacity, 1, 2**62), _whole("spare_slots", spare_slots, 1, MAX_SLOTS)
+    longest, steps = check_count("max_timesteps", max_timesteps, 1, MAX_TIMESTEPS), check_count("capacity", capacity)
+    spare = check_count("spare_slots", spare_slots, 1, MAX_SLOTS)
     wanted = min(max(FEWEST_EPISODES, -(-steps // STEPS_OF_A_SHORT_EPISODE)), steps + spare)
     largest = max(((longest + field.final) * field.blob_bytes for field in schema.fields.values()), default=0)
     fitting = min(MAX_DERIVED_BYTES // max(1, largest), MAX_SLOTS) - spare
     return max(1, min(wanted, fitting))
-
-
-def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
-        limit = f"2**{high.bit_length() - 1}"
-        raise SchemaError(f"{name}: got {value!r}, expected a whole number from {low} to {limit}")
-    return int(value)
 
 
 def _differ(key: str, stored: Any, other: Any) -> str:
@@ -582,7 +582,4 @@ def _typed(document: dict[str, Any], key: str, kind: type) -> Any:
 
 
 def _integer(document: dict[str, Any], key: str, low: int, high: int) -> int:
-    value: int = _typed(document, key, int)
-    if not low <= value <= high:
-        raise SchemaError(f"{key}: got {value}, expected {low} … {high}")
-    return value
+    return check_count(key, _typed(document, key, int), low, high)

@@ -16,7 +16,7 @@ from memmap_buffer.codecs import CODECS, Codec, Zstd, parse_codec
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format import syscalls
-from memmap_buffer.format.blobs import Dictionary, contents_of, encode_many, index_of, lengths_of, stored_blobs
+from memmap_buffer.format.blobs import Dictionary, contents_of, encode_many, index_of, lengths_of
 from memmap_buffer.format.checksums import EMPTY, add_rows, checksum_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
@@ -157,10 +157,9 @@ def copy_rows(
         if coded is None:
             before = add_rows(before, stored)
         else:
-            copies = stored_blobs(coded, stored)
-            if copies is None:
+            blobs = [blob for blob in coded.blobs(stored) if blob is not None]
+            if len(blobs) < len(stored):
                 raise DamagedError(f"has a blob of {name!r} that lies beyond its file")
-            blobs = copies
             before = add_rows(before, contents_of(stored, blobs))
             if name in recoding.anew:
                 values = _decoded(source, name, stored)

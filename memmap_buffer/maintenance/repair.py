@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import count
 from os import PathLike
 
@@ -246,13 +245,7 @@ def _drop_fields(place: Folder, layout: Layout, lost: set[str]) -> None:
     for name in sorted(lost):
         for key in layout.keys_of(name):
             _move(place, layout.arrays[key].name)
-    fields, meta = (
-        {name: field for name, field in group.items() if name not in lost}
-        for group in (layout.schema.fields, layout.schema.meta_fields)
-    )
-    columns = {name: column for name, column in layout.column_of.items() if name not in lost}
-    smaller = replace(layout, schema=layout.schema.with_fields(fields, meta), column_of=columns)
-    place.write_new("schema.json.new", smaller.to_json(), sync=True)
+    place.write_new("schema.json.new", layout.without(lost).to_json(), sync=True)
     place.rename("schema.json.new", "schema.json")
 
 

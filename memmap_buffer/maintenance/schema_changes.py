@@ -87,10 +87,7 @@ def _in_files(layout: Layout, name: str, field: Field, slot: int, rows: Array) -
 
 def drop(files: WriteHandles, names: tuple[str, ...]) -> None:
     """Remove fields and their files."""
-    layout = files.layout
-    fields, meta = ({n: f for n, f in group.items() if n not in names} for group in _groups(layout.schema))
-    column_of = {n: column for n, column in layout.column_of.items() if n not in names}
-    replace(files.storage.folder, layout, layout.with_fields(layout.schema.with_fields(fields, meta), column_of))
+    replace(files.storage.folder, files.layout, files.layout.without(names))
     files.changed()
 
 

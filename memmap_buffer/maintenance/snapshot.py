@@ -12,6 +12,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format import marks
+from memmap_buffer.format.blobs import lengths_of
 from memmap_buffer.format.creation import creating
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
@@ -31,7 +32,6 @@ from memmap_buffer.format.records import (
 from memmap_buffer.format.shards import require_new_place
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
-from memmap_buffer.schema import DEFAULT_BLOB
 
 ROUNDS, FEW = 100, 5
 SUBFOLDERS = ("priority", "extra")
@@ -239,8 +239,8 @@ def _copy_slot(source: Storage, word: Words, slot: int, here: dict[str, int], th
 
 def _extent(index: Array, layout: Layout, name: str, slot: int) -> range:
     """The bytes that the blobs of an episode take; never more than its rows would, whatever their index (T, 2) says."""
-    length = index[:, 1] & np.uint64(2**32 - 1)
-    there = (length != 0) & (length != DEFAULT_BLOB)
+    length = lengths_of(index)
+    there = length > 0
     if not there.any():
         return range(0)
     packed = range(layout.blobs.get(name, 0))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
@@ -50,7 +51,7 @@ class Cache:
         Folder(path).create()
         self.path, self.limit = path, limit
         self._files: dict[str, DataFiles] = {}  # of each mirror, which never change
-        self._heads: dict[str, memoryview] = {}
+        self._heads: dict[str, Array] = {}
         self._mapped: OrderedDict[Any, int] = OrderedDict()
         self._num_maps = 0
         self.renew()
@@ -74,7 +75,7 @@ class Cache:
 
     # Heads
 
-    def head(self, name: str, size: int, fetch: Callable[[], bytes], anew: bool = False) -> memoryview:
+    def head(self, name: str, size: int, fetch: Callable[[], bytes], anew: bool = False) -> Array:
         """An object with the heads of shards: kept before, or fetched.
 
         Args:
@@ -86,26 +87,28 @@ class Cache:
         if content is None and not anew:
             content = self._kept_head(name, size)
         if content is None:
-            content = memoryview(fetch())
-            self._keep(head_object(name), content)
-            content = self._kept_head(name, size) or content  # which takes no memory of this process
+            data = fetch()
+            self._keep(head_object(name), data)
+            content = self._kept_head(name, size)  # which takes no memory of this process
+            if content is None:
+                content = np.frombuffer(data, np.uint8)
         self._heads[name] = content
         return content
 
-    def _kept_head(self, name: str, size: int) -> memoryview | None:
+    def _kept_head(self, name: str, size: int) -> Array | None:
         with suppress(OSError, CorruptBufferError):
-            return Folder(self.path).map_small(head_object(name), size)
+            return Folder(self.path).map(head_object(name), b"", np.dtype(np.uint8), (size,))
         return None
 
     def lacks_head(self, name: str) -> bool:
         """Whether an object with the heads of shards would have to be fetched."""
         return name not in self._heads and not Folder(self.path).exists(head_object(name))
 
-    def _keep(self, name: str, data: memoryview) -> None:
+    def _keep(self, name: str, data: bytes) -> None:
         """Keep an object for the next time, if there is room."""
         folder, new = Folder(self.path), f"{name}.{random_bytes(8).hex()}"
         with suppress(OSError):
-            folder.write_new(new, data, sync=False)  # type: ignore[arg-type]
+            folder.write_new(new, data, sync=False)
             folder.rename(new, name)
 
     # Mirrors that are mapped

@@ -21,7 +21,7 @@ import numpy as np
 from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.format.blobs import CodedRows, Dictionary
+from memmap_buffer.format.blobs import CodedRows, Dictionary, lengths_of
 from memmap_buffer.format.checksums import EMPTY, Sums
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
@@ -43,7 +43,6 @@ WHOLE = 16384  # blocks of a mirror that are looked at all together
 DIGESTS = "mirror/digests"
 PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
 OPENINGS = 5
-_LENGTH = np.uint64(2**32 - 1)
 _ahead: tuple[int, SimpleQueue[Wanted]] | None = None  # of which process; what its threads are to fetch
 
 
@@ -238,11 +237,9 @@ class Mirror(Published):
         """The blocks that hold the blobs of rows, whose index is there."""
         index, file = self.local.arrays[rows.name], self.layout.arrays[rows.name + BLOBS]
         row = _expanded(rows.low, rows.high)
-        begin = index[row, 0].astype(np.int64)
-        length = (index[row, 1] & _LENGTH).astype(np.int64)
-        there = (length > 0) & (length < 2**32 - 1)
-        offset = len(file.header) + begin[there]
-        return self.blocks_of(file.name, offset, offset + length[there]) if offset.size else offset
+        begin, length = index[row, 0].astype(np.int64), lengths_of(index[row]).astype(np.int64)
+        offset = len(file.header) + begin[length > 0]
+        return self.blocks_of(file.name, offset, offset + length[length > 0]) if offset.size else offset
 
     def write(self, blocks: Blocks, piece: range, data: bytes) -> None:
         """Have neighbouring blocks there, whose locks are held."""
