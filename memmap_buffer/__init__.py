@@ -47,7 +47,6 @@ from memmap_buffer.errors import (
 )
 from memmap_buffer.format.marks import Mark
 from memmap_buffer.loading.options import Options
-from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
 from memmap_buffer.priority.options import Prioritized, compute_importance_weights
 from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.schema import Field, Schema
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from memmap_buffer.maintenance.publish import publish
     from memmap_buffer.maintenance.pull import pull
     from memmap_buffer.maintenance.repair import repair
+    from memmap_buffer.maintenance.statistics import Normalize, RunningStatistics, Statistics
     from memmap_buffer.maintenance.verification import Finding, verify
 
 __version__ = "0.1.0"
@@ -121,6 +121,9 @@ __all__ = [
 
 _LATER = {  # who trains needs none of them, and they take a quarter of the time of the import
     "Finding": "verification",
+    "Normalize": "statistics",
+    "RunningStatistics": "statistics",
+    "Statistics": "statistics",
     "pack": "pack",
     "publish": "publish",
     "pull": "pull",

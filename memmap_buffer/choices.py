@@ -29,6 +29,7 @@ Normalizer: TypeAlias = Literal["batch", "buffer", None]
 Reduce: TypeAlias = Literal["first", "max", "mean", None]
 System: TypeAlias = Literal["memorax", "reagent", "nnabla-rl"]
 Scaling: TypeAlias = Literal["std", "range", "quantiles"]
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # of statistics, where none are named
 
 
 def closest(name: object, names: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:

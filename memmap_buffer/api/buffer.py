@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memmap_buffer.api.collector import Collector
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.api.recording import Recording
-from memmap_buffer.choices import Checksum, Durability, Publish, Shard, Stage, Verify, check_choice
+from memmap_buffer.choices import QUANTILES, Checksum, Durability, Publish, Shard, Stage, Verify, check_choice
 from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
 from memmap_buffer.format import creation
@@ -24,15 +24,6 @@ from memmap_buffer.format.layout import SPARE_SLOTS, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import require_new_place, take_free, tell_readers
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.maintenance.snapshot import snapshot
-from memmap_buffer.maintenance.statistics import (
-    QUANTILES,
-    Statistics,
-    fingerprint,
-    load_statistics,
-    statistics,
-    store_statistics,
-)
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.schema import Schema, declared
 from memmap_buffer.views.folders import Folders
@@ -42,6 +33,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from typing_extensions import Self
+
+    from memmap_buffer.maintenance.statistics import Statistics
 
 
 WITHOUT_A_TIME_LIMIT = 1000  # timesteps of an episode, which goes on in the next one
@@ -436,13 +429,9 @@ class ReplayBuffer(Recording, Readable):
             NotEnoughDataError: there are no episodes.
             SchemaError: a field is unknown, or a quantile is none.
         """
-        summary = load_statistics(self._storage, names, quantiles)
-        if summary is None:
-            episodes = fingerprint(self._storage.refresh())
-            summary = statistics([self._storage], names, quantiles, seed=seed)
-            if self._writer.holds:
-                store_statistics(self._storage.folder, summary, episodes)
-        return summary
+        from memmap_buffer.maintenance.statistics import kept_statistics
+
+        return kept_statistics(self._storage, names, quantiles, seed=seed, keep=self._writer.holds)
 
     def create_collector(
         self,
@@ -475,6 +464,8 @@ class ReplayBuffer(Recording, Readable):
             CorruptBufferError: an episode fails its checksums.
             OSError: the disk is full, say.
         """
+        from memmap_buffer.maintenance.snapshot import snapshot
+
         snapshot(self._storage, path_of(path))
 
     def flush(self) -> None:

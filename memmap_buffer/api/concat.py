@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.reading import Readable
-from memmap_buffer.choices import OnDamaged
+from memmap_buffer.choices import QUANTILES, OnDamaged
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.folder import Folder, folders_in
 from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.maintenance.statistics import QUANTILES, Statistics, statistics
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.views.folders import Folders
+
+if TYPE_CHECKING:
+    from memmap_buffer.maintenance.statistics import Statistics
 
 
 class ConcatBuffer(Readable):
@@ -160,6 +162,8 @@ class ConcatBuffer(Readable):
             quantiles: as for `ReplayBuffer.statistics`.
             seed: as for `ReplayBuffer.statistics`.
         """
+        from memmap_buffer.maintenance.statistics import statistics
+
         return statistics([storage for _, storage in self._present], names, quantiles, seed=seed)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from memmap_buffer.choices import Scaling, check_choice
+from memmap_buffer.choices import QUANTILES, Scaling, check_choice
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, WriterLostError
 from memmap_buffer.format.checksums import crc32
@@ -32,7 +32,6 @@ from memmap_buffer.views.anchors import BoolArray
 
 log = logging.getLogger("memmap_buffer")
 
-QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 SAMPLE = 1 << 16  # entries of a sample: ranks within 0.0076 of the truth, but for one case in a thousand
 SAMPLE_BYTES = 1 << 26
 DELTA = 0.001
@@ -136,13 +135,13 @@ class Normalize:
         Raises:
             SchemaError: `keep_padding`, and the batch does not tell which of its timesteps exist.
         """
-        out = _mapped(batch, self.scales, lambda x, shift, scale: (x - shift) / scale)
-        if not self.keep_padding:
-            return out
-        for name, (shift, _) in self.scales.items():
-            for prefix in ("", "next_", "seq_"):
-                out = _changed(out, prefix + name, partial(_with_zeros, batch, prefix, name, np.ndim(shift)))
-        return out
+
+        def normalized(prefix: str, name: str, value: Any) -> Any:
+            shift, scale = self.scales[name]
+            out = _computed(value, shift, scale, lambda x, shift, scale: (x - shift) / scale)
+            return _with_zeros(batch, prefix, name, np.ndim(shift), out) if self.keep_padding else out
+
+        return _each(batch, self.scales, normalized)
 
     def inverse(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A new batch with the fields scaled back: x · scale + shift.
@@ -150,7 +149,11 @@ class Normalize:
         Args:
             batch: of tensors or arrays, such as a policy's actions.
         """
-        return _mapped(batch, self.scales, lambda x, shift, scale: x * scale + shift)
+
+        def scaled_back(_: str, name: str, value: Any) -> Any:
+            return _computed(value, *self.scales[name], lambda x, shift, scale: x * scale + shift)
+
+        return _each(batch, self.scales, scaled_back)
 
 
 def statistics(
@@ -198,7 +201,23 @@ def fingerprint(table: EpisodeTable) -> dict[str, int]:
     return {"changes": table.changes, "records": crc32(np.ascontiguousarray(table.check[table.visible]))}
 
 
-def load_statistics(storage: Storage, names: Sequence[str] | None, quantiles: Sequence[float]) -> Statistics | None:
+def kept_statistics(
+    storage: Storage, names: Sequence[str] | None, quantiles: Sequence[float], *, seed: int, keep: bool
+) -> Statistics:
+    """The statistics of a folder that are kept in it, where they are of now, or those that are computed.
+
+    Args: keep: whether they are written into the folder then, whose lock is held.
+    """
+    if (kept := _kept(storage, names, quantiles)) is not None:
+        return kept
+    episodes = fingerprint(storage.refresh())
+    result = statistics([storage], names, quantiles, seed=seed)
+    if keep:
+        _keep(storage.folder, result, episodes)
+    return result
+
+
+def _kept(storage: Storage, names: Sequence[str] | None, quantiles: Sequence[float]) -> Statistics | None:
     """The stored statistics, if they are of these fields and of the episodes that are visible now."""
     chosen, schema = _numeric(storage.layout.schema, names), storage.layout.schema.all
     try:
@@ -214,19 +233,13 @@ def load_statistics(storage: Storage, names: Sequence[str] | None, quantiles: Se
     return Statistics(fields, last_serial, num_episodes)
 
 
-def store_statistics(folder: Folder, result: Statistics, episodes: Mapping[str, int]) -> None:
-    """Write statistics into the folder, whose lock is held; an error is only logged.
-
-    Args:
-        folder: where.
-        result: the statistics.
-        episodes: the fingerprint of their episodes.
-    """
-    fields = {name: _to_json(field) for name, field in result.fields.items()}
+def _keep(folder: Folder, result: Statistics, episodes: Mapping[str, int]) -> None:
+    """Write statistics, and the fingerprint of their episodes, into the folder; an error is only logged."""
+    fields = {name: vars(field) | {"quantiles": [*field.quantiles.items()]} for name, field in result.fields.items()}
     document = {**episodes, "last_serial": result.last_serial, "num_episodes": result.num_episodes, "fields": fields}
     try:
         folder.unlink(f"{FILE}.new", missing_ok=True)
-        folder.write_new(f"{FILE}.new", json.dumps(document).encode(), sync=True)
+        folder.write_new(f"{FILE}.new", json.dumps(document, default=np.ndarray.tolist).encode(), sync=True)
         folder.rename(f"{FILE}.new", FILE)
     except (OSError, WriterLostError) as error:
         log.warning("%s: the statistics could not be kept in %s: %s", folder.path, FILE, error)
@@ -392,12 +405,12 @@ def _shift_and_scale(field: FieldStatistics, by: str, eps: float, add_eps: bool)
     return shift, scale + eps if add_eps else np.where(scale > eps, scale, 1.0)
 
 
-def _mapped(batch: Mapping[str, Any], scales: Mapping[str, tuple[Array, Array]], change: Any) -> dict[str, Any]:
-    """A copy of the batch with each field of `scales` changed, also its `next_` and `seq_`."""
+def _each(batch: Mapping[str, Any], names: Iterable[str], change: Callable[[str, str, Any], Any]) -> dict[str, Any]:
+    """A copy of the batch with each field, also its `next_` and `seq_`, changed by (prefix, name, value)."""
     out = dict(batch)
-    for name, (shift, scale) in scales.items():
+    for name in names:
         for prefix in ("", "next_", "seq_"):
-            out = _changed(out, prefix + name, lambda x, s=shift, c=scale: _computed(x, s, c, change))
+            out = _changed(out, prefix + name, partial(change, prefix, name))
     return out
 
 
@@ -447,12 +460,6 @@ def _computed(value: Any, shift: Array, scale: Array, change: Any) -> Any:
     # jagged tensors of torch 2.4 take no tensor without an axis
     out = change(wide, *(wide.new_tensor(each) if each.ndim else each.item() for each in (shift, scale)))
     return out.to(value.dtype) if value.is_floating_point() else out.float()
-
-
-def _to_json(field: FieldStatistics) -> dict[str, Any]:
-    arrays = {key: getattr(field, key).tolist() for key in ("mean", "std", "min", "max")}
-    quantiles = [[q, value.tolist()] for q, value in field.quantiles.items()]
-    return {"count": field.count, **arrays, "quantiles": quantiles, "rank_error": field.rank_error}
 
 
 def _from_json(spec: Mapping[str, Any], shape: tuple[int, ...]) -> FieldStatistics:
