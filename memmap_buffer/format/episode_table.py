@@ -83,6 +83,12 @@ class EpisodeTable:
         trimmed = self.of(self.start, self.visible) > 0
         return self.visible[~trimmed] if trimmed.any() else self.visible
 
+    def locate(self, slots: IntArray, steps: IntArray) -> tuple[IntArray, IntArray]:
+        """(the slot, the timestep) of each step, counted through the episodes of some slots from their step 0 on."""
+        stops = np.cumsum(self.length[slots], dtype=np.int64)
+        episode = np.searchsorted(stops, steps, side="right")
+        return slots[episode], steps - (stops - self.length[slots])[episode]
+
     @cached_property
     def steps(self) -> int:
         """Visible timesteps."""

@@ -143,16 +143,13 @@ class _Sample:
 
     def __init__(self, storage: Storage) -> None:
         self._storage, table = storage, storage.table
-        slots, fields = table.visible, storage.layout.schema.fields
-        stops = np.cumsum(table.length[slots], dtype=np.int64)
-        self.size = min(SAMPLE, int(stops[-1]))
+        total = int(table.length[table.visible].sum())
+        self.size = min(SAMPLE, total)
         # another seed each time: the timesteps of the last measurement are in memory now
-        steps = np.random.default_rng().choice(int(stops[-1]), self.size, replace=False)
-        episode = np.searchsorted(stops, steps, side="right")
-        t = steps - (stops - table.length[slots])[episode]
+        slots, t = table.locate(table.visible, np.random.default_rng().choice(total, self.size, replace=False))
         self._places: dict[str, _Places] = {}
-        for name, field in fields.items():
-            rows = storage.first_row(slots[episode], field.final) + t
+        for name, field in storage.layout.schema.fields.items():
+            rows = storage.first_row(slots, field.final) + t
             stored = storage.maps.rows[name]
             if name in storage.maps.coded:  # the index is small, and read with this; its blobs are not
                 index = stored[rows]

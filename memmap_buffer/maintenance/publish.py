@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -165,13 +165,13 @@ def _temporary(source: Path) -> Iterator[Path]:
     """A folder beside another; those that a publisher that was killed left there are removed."""
     prefix = f".{source.name}.publish-"
     for leftover in source.parent.glob(f"{prefix}*"):
-        with suppress(BufferLockedError, OSError):
-            _remove(leftover, Folder(leftover).lock())
+        with suppress(BufferLockedError, OSError), locked(Folder(leftover)):
+            shutil.rmtree(leftover, ignore_errors=True)
     place, lock = _new_folder(prefix, source.parent)
-    try:
+    with ExitStack() as ends:
+        ends.callback(lock.release)
+        ends.callback(shutil.rmtree, place, ignore_errors=True)
         yield place
-    finally:
-        _remove(place, lock)
 
 
 def _new_folder(prefix: str, beside: Path) -> tuple[Path, FileLock]:
@@ -186,9 +186,20 @@ def _new_folder(prefix: str, beside: Path) -> tuple[Path, FileLock]:
         return _new_folder(prefix, beside)
 
 
-def _remove(place: Path, lock: FileLock) -> None:
+@contextmanager
+def locked(folder: Folder, seconds: float = 0.0) -> Iterator[None]:
+    """The lock of a folder, held in the block; another process that has it is waited for, for so long."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            lock = folder.lock()
+            break
+        except BufferLockedError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(LOCK_PAUSE)
     try:
-        shutil.rmtree(place, ignore_errors=True)
+        yield
     finally:
         lock.release()
 
@@ -261,7 +272,8 @@ def _list(objects: Objects, name: str, shard: Shard, head: bytes) -> None:
     if objects.replaces_on_condition:
         _list_on_condition(objects, new)
     elif objects.local is not None:
-        with _locked(objects.local):
+        Folder(objects.local).create()
+        with locked(Folder(objects.local), LOCK_SECONDS):
             _rewrite(objects, new)
     else:
         _list_by_entry(objects, name, shard)
@@ -285,29 +297,11 @@ def _list_on_condition(objects: Objects, new: Mapping[str, tuple[Shard, bytes]])
     )
 
 
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    folder, stop = Folder(root), time.monotonic() + LOCK_SECONDS
-    folder.create()
-    while True:
-        try:
-            lock = folder.lock()
-            break
-        except BufferLockedError:
-            if time.monotonic() > stop:
-                raise
-            time.sleep(LOCK_PAUSE)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
     """Where nothing can be replaced on condition: who writes last has seen all entries, or looks again."""
-    listed = read_root(objects).shards.get(name)
-    _require_same_buffer(objects, name, shard, listed)
-    if listed is None or listed.version != shard.version:
+    root = read_root(objects)
+    _require_same_buffer(objects, name, shard, root.shards.get(name))
+    if not root.has(name, shard.version):
         last = max((int(file[:20]) for file, entry in _entries(objects).items() if entry["name"] == name), default=-1)
         at = max(time.time_ns(), last + 1)  # the clock may have been put back
         objects.write(f"{ENTRIES}/{at:020}.{shard.version}.{name}.json", shard.to_json())
@@ -318,9 +312,11 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
         unlisted = {
             shard_name: entered
             for shard_name, entry in newest.items()
-            if _is_new(root, entry) and (entered := _entered(objects, entry)) is not None
+            if not root.has(shard_name, entry["version"]) and (entered := _entered(objects, entry)) is not None
         }
-        _rewrite(objects, {shard_name: new for shard_name, new in unlisted.items() if _is_of(root, shard_name, new[0])})
+        _rewrite(
+            objects, {n: new for n, new in unlisted.items() if n not in root.shards or root.shards[n].id == new[0].id}
+        )
         if _entries(objects).keys() == files.keys():
             break
     for file, entry in files.items():
@@ -331,16 +327,6 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
 
 def _entries(objects: Objects) -> dict[str, re.Match[str]]:
     return {file: entry for file in objects.names(ENTRIES) if (entry := _ENTRY.fullmatch(file))}
-
-
-def _is_new(root: Root, entry: re.Match[str]) -> bool:
-    there = root.shards.get(entry["name"])
-    return there is None or there.version != entry["version"]
-
-
-def _is_of(root: Root, name: str, shard: Shard) -> bool:
-    """Whether a shard may take its name, or take the place of an earlier version."""
-    return name not in root.shards or root.shards[name].id == shard.id
 
 
 def _entered(objects: Objects, entry: re.Match[str]) -> tuple[Shard, bytes] | None:
@@ -364,7 +350,7 @@ def _with_shards(objects: Objects, root: Root, new: Mapping[str, tuple[Shard, by
     """
     for name, (shard, _) in new.items():
         _require_same_buffer(objects, name, shard, root.shards.get(name))
-    if all(name in root.shards and root.shards[name].version == shard.version for name, (shard, _) in new.items()):
+    if all(root.has(name, shard.version) for name, (shard, _) in new.items()):
         return root
     heads = {name: head for name, (_, head) in new.items()}
     for key, names in sorted(_names_by_object(root, heads).items(), key=lambda item: len(item[1])):

@@ -16,6 +16,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.shards import require_new_place
 from memmap_buffer.format.syscalls import read_at, write_all
+from memmap_buffer.maintenance.publish import locked
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.cache import Cache, fetched
@@ -100,21 +101,17 @@ def _pull(published: Published, path: Path) -> None:
     schema = files.pop("schema.json")
     folder = Folder(path)
     folder.create()
-    with folder.held() as target:
-        lock = target.lock()
-        try:
-            if _is_there(target, schema):
-                return
-            _claim(target, layout, schema, files)
-            for _ in progress(_pull_blocks(published, target), "fetching", published.files.count):
-                pass
-            target.sync_folders("data")
-            for file, data in files.items():
-                target.unlink(file, missing_ok=True)  # of a call before that was interrupted
-                target.write_new(file, data, sync=True)
-            target.rename("schema.json.new", "schema.json")
-        finally:
-            lock.release()
+    with folder.held() as target, locked(target):
+        if _is_there(target, schema):
+            return
+        _claim(target, layout, schema, files)
+        for _ in progress(_pull_blocks(published, target), "fetching", published.files.count):
+            pass
+        target.sync_folders("data")
+        for file, data in files.items():
+            target.unlink(file, missing_ok=True)  # of a call before that was interrupted
+            target.write_new(file, data, sync=True)
+        target.rename("schema.json.new", "schema.json")
 
 
 def _is_there(target: Folder, schema: bytes) -> bool:

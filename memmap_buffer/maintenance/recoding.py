@@ -307,12 +307,9 @@ def _trained(source: Storage, name: str, field: Field, slots: IntArray) -> Dicti
 
 def _sample(source: Storage, name: str, slots: IntArray, steps: IntArray) -> Array:
     """Some timesteps (N, *field), counted through all episodes; one that cannot be read is of zeros."""
-    stops = np.cumsum(source.table.length[slots])
-    episode = np.searchsorted(stops, steps, side="right")
-    t = steps - (stops - source.table.length[slots])[episode]
-    stored = source.maps.rows[name].take(
-        source.first_row(slots[episode], source.layout.schema.fields[name].final) + t, 0, None, "clip"
-    )
+    slots, t = source.table.locate(slots, steps)
+    rows = source.first_row(slots, source.layout.schema.fields[name].final) + t
+    stored = source.maps.rows[name].take(rows, 0, None, "clip")
     coded = source.maps.coded.get(name)
     if coded is None:
         return stored

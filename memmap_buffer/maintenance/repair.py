@@ -291,8 +291,7 @@ def _repair_checksums(place: Folder, survey: Survey, findings: Iterable[Finding]
 
 def _digested(survey: Survey, slot: int, row: bytes, **changes: int) -> bytes:
     """A slot's record with the digest of another row of checksums, and other changes."""
-    record = survey.maps.words[slot].view(RECORD)[0]
-    values = {name: int(record[name]) for name in RECORD.names or ()} | changes
+    values = survey.record(slot) | changes
     return seal(**values | {"digest": digest_of(row, values["columns"])})
 
 

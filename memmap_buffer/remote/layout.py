@@ -222,6 +222,10 @@ class Root:
             _require_size("heads", size, where)
         return cls(shards, heads)
 
+    def has(self, name: str, version: str) -> bool:
+        """Whether this version of a shard is listed."""
+        return name in self.shards and self.shards[name].version == version
+
     def with_shards(self, shards: Mapping[str, Shard], heads: Mapping[str, int]) -> Root:
         """The root with more shards, or others under their names; heads that no shard has any more are left out."""
         shards = {**self.shards, **shards}
