@@ -37,10 +37,8 @@ ID_BYTES = 16
 # until an episode is written to it, so there are enough for every usual vector; an episode of ten steps is a short one.
 SPARE_SLOTS, FEWEST_EPISODES, STEPS_OF_A_SHORT_EPISODE = 64, 1000, 10
 MAX_DERIVED_BYTES = 2**43  # of one file, holes included: ext4 takes 2**44
-_KEYS = (
-    *("format", "version", "id", "layout", "max_episodes", "max_timesteps", "spare_slots", "circular", "capacity"),
-    *("rows", "columns", "fields", "meta_fields"),
-)
+_SIZES = ("max_episodes", "max_timesteps", "spare_slots", "circular", "capacity", "rows", "columns")
+_KEYS = ("format", "version", "id", "layout", *_SIZES, "fields", "meta_fields")
 _BYTE = np.dtype("|u1")
 _ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 _ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema does not say it
@@ -163,11 +161,14 @@ class Layout:
             "max_episodes": (1, MAX_SLOTS),
             "max_timesteps": (1, MAX_TIMESTEPS),
             "spare_slots": (0 if packed else 1, MAX_SLOTS),
+            "capacity": (1, 2**62),
+            "rows": (1, 2**62),
+            "columns": (1, 2 * MAX_FIELDS + SPARE_COLUMNS),
         }
         for name, (low, high) in bounds.items():
-            object.__setattr__(self, name, check_count(name, getattr(self, name), low, high))
-        if self.capacity is not None:
-            object.__setattr__(self, "capacity", check_count("capacity", self.capacity, 1, 2**62))
+            value = getattr(self, name)
+            if value is not None or name not in ("capacity", "rows"):
+                object.__setattr__(self, name, check_count(name, value, low, high))
         if self.slots > MAX_SLOTS or any(
             array.shape[0] * array.row_bytes > MAX_FILE_BYTES for array in self.arrays.values()
         ):
@@ -308,13 +309,7 @@ class Layout:
             "version": VERSION,
             "id": self.id,
             "layout": "grid" if self.rows is None else "packed",
-            "max_episodes": self.max_episodes,
-            "max_timesteps": self.max_timesteps,
-            "spare_slots": self.spare_slots,
-            "circular": self.circular,
-            "capacity": None if self.capacity is None else int(self.capacity),
-            "rows": self.rows,
-            "columns": self.columns,
+            **{key: getattr(self, key) for key in _SIZES},
         }
         last = {"ends": self.schema.declared_ends, "skips_resets": bool(self.skips_resets)}
         extra = {key: value for key, value in last.items() if value != _LEFT_OUT[key]}
@@ -472,28 +467,22 @@ def _layout(document: dict[str, Any]) -> Layout:
         raise SchemaError(f"layout: got {kind!r} with rows {document['rows']!r}")
     if not _ID.fullmatch(_typed(document, "id", str)):
         raise SchemaError(f"id: got {document['id']!r}, expected {2 * ID_BYTES} digits, 0 … 9 and a … f")
-    packed, total = document["rows"] is not None, _integer(document, "columns", 1, 2 * MAX_FIELDS + SPARE_COLUMNS)
+    _typed(document, "circular", bool)
+    check_count("columns", document["columns"])
     schema, columns = _schema(document)
-    blobs, dictionaries = _sizes(document["fields"], packed)
-    if len(set(columns.values())) != len(columns) or max(columns.values(), default=0) >= total:
-        raise SchemaError("column: two fields share one, or it lies beyond `columns`")
-    optional: dict[str, Any] = {
-        key: None if document[key] is None else _integer(document, key, 1, 2**62) for key in ("capacity", "rows")
-    }
-    return Layout(
+    blobs, dictionaries = _sizes(document["fields"], document["rows"] is not None)
+    layout = Layout(
         schema,
-        _integer(document, "max_episodes", 1, MAX_SLOTS),
-        _integer(document, "max_timesteps", 1, MAX_TIMESTEPS),
-        spare_slots=_integer(document, "spare_slots", 0, MAX_SLOTS),
-        circular=_typed(document, "circular", bool),
-        columns=total,
         column_of=columns,
         blobs=blobs,
         dictionaries=dictionaries,
         id=document["id"],
         skips_resets=_typed(document, "skips_resets", bool),
-        **optional,
+        **{key: document[key] for key in _SIZES},
     )
+    if len(set(columns.values())) != len(columns) or layout.used_columns > layout.columns:
+        raise SchemaError("column: two fields share one, or it lies beyond `columns`")
+    return layout
 
 
 def _ends(document: dict[str, Any]) -> dict[str, str | None]:

@@ -151,6 +151,16 @@ def test_they_survive_reopening_and_are_checked(tmp_path):
     assert [finding.field for finding in verify(tmp_path)] == ["ids"]
 
 
+def test_the_default_is_no_blob_however_large_the_file_is(tmp_path):
+    """Of more bytes than the word that stands for a default, were it the length of a blob."""
+    with ReplayBuffer(tmp_path / "one", 1, 300_000, {"x": "int"}) as buffer:
+        buffer.store_episode(x=[1, 2])
+        buffer.add_field("ids", Field("float64", (None,), default=[1.0]))
+        assert buffer.episode(0)["ids"].tolist() == [[1.0], [1.0]]
+    assert (tmp_path / "one" / "data" / "ids.blobs.npy").stat().st_size > 2**32
+    assert verify(tmp_path / "one") == []
+
+
 def test_whole_episodes_and_several_environments_at_once(tmp_path):
     rng = np.random.default_rng(0)
     buffer = ReplayBuffer(tmp_path / "a", 4, 20, {"ids": ("int64", (None,)), "terminated": "bool"})
